@@ -1,13 +1,16 @@
-"""What the devices did, from the decision log: executions with their waits, switches, what is open.
+"""The activity of the devices, from the decision log: executions, switches and open operations.
 
-A fold for those who only look on: metrics and `phaseloom top`. Its memory is bounded by what is
-open. A log may begin in the middle: what is not known yet has the pool `unknown` and no place.
-Definitions: an operation *waits* from ready (queued, its predecessors and everything in `after`
-done) to its start; a switch is *hidden* as long as no ready operation waits for its devices.
-Operations that end without running leave no entry of their own: they are taken to have ended with
-what ends them (a failed predecessor named in `after`, a cancel, their timeout, their job's end).
-Starts are the workers' clocks, all else is the log's. Cost: that of `Readiness`, and O(ready
-operations of the devices concerned) a switch.
+It is a fold for those who only look on: metrics and `phaseloom top`. Its memory is bounded by what
+is open. A log may begin in the middle: a deployment that is not known yet has the pool `unknown`
+and no place.
+
+An operation *waits* from when it is ready (queued, its predecessors and everything in `after` done)
+to its start. A switch is *hidden* as long as no ready operation waits for its devices. Operations
+that end without running leave no entry of their own: they are taken to have ended with the cause of
+their end (a failed predecessor named in `after`, a cancel, their timeout, their job's end).
+
+Start times are the workers' clocks, all other times the log's. Cost: that of `Readiness`, and
+O(ready operations of the devices concerned) for a switch.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from phaseloom.common.observability.readiness import Readiness
 UNKNOWN_POOL = "unknown"
 NOT_READY = float("inf")
 _MAX_BUSY = 64
-"""Newest stretches of a device's work that later reports may overlap."""
+"""Number of newest stretches of a device's work that are kept: later reports may overlap them."""
 
 Device = tuple[str, int]
 """(node, index)"""
@@ -48,7 +51,7 @@ Device = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One operation on its devices."""
+    """One operation that ran, on the devices that it ran on."""
 
     key: OperationKey
     kind: str
@@ -60,7 +63,7 @@ class Execution:
     num_tokens: int
     is_replay: bool
     busy_s: dict[Device, float]
-    """Seconds of it in which nothing counted before ran on that device."""
+    """For each device, the seconds of this execution that no earlier one has counted there."""
 
     @property
     def waited_s(self) -> float:
@@ -74,7 +77,7 @@ class Switch:
     deployment: DeploymentKey
     node: str
     end_s: float
-    """The time at which the log had it."""
+    """The time of the switch's entry in the log."""
     offload_s: float
     load_s: float
     bytes_out: int
@@ -102,10 +105,10 @@ class _Open:
 
 @dataclass(slots=True)
 class Activity:
-    """Fold entries in log order; each call says what they tell."""
+    """A fold over the decision log's entries; `step` returns what each of them tells."""
 
     holders: dict[str, DeploymentKey] = field(default_factory=dict)
-    """Node → deployment that its newest activation is of."""
+    """Node → the deployment of its newest activation."""
     pools: dict[str, str] = field(default_factory=dict)
     """Node → its pool."""
     _open: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
@@ -120,9 +123,11 @@ class Activity:
     def step(  # noqa: PLR0912 - one arm an event
         self, time_s: float, event: Event, ready: Sequence[OperationKey] | None = None
     ) -> list[Observation]:
-        """Take one entry of the log; its time in Unix seconds.
+        """Take one event of the log; returns the execution or the switch that it tells of.
 
-        Args: ready: operations that it made ready, where the caller has a `Readiness` at hand.
+        Args: time_s: the time of its entry, Unix seconds.
+              ready: the operations that it made ready, if the caller has a `Readiness` of its own;
+                  None: they are worked out here.
         """
         if ready is None:
             ready = self._readiness.step(event)
@@ -161,14 +166,17 @@ class Activity:
         return seen
 
     def depth(self) -> Counter[JobKey]:
-        """Operations without an outcome, by job."""
+        """The number of operations without an outcome, by job."""
         depths: Counter[JobKey] = Counter()
         for deployment, operations in self._open.items():
             depths[deployment.job_key] += len(operations)
         return depths
 
     def waiting(self, now_s: float) -> Counter[str]:
-        """Operations that are ready and have no outcome (one of them may run), by node."""
+        """The number of operations that are ready and have no outcome, by node.
+
+        One operation of a node may be running: it is counted too.
+        """
         counts: Counter[str] = Counter()
         for deployment, operations in self._ready.items():
             if place := self._places.get(deployment):
@@ -249,9 +257,11 @@ class Activity:
             ended += dependents
 
     def _end_below(self, key: OperationKey) -> None:
-        """A mutating operation runs after every lower `seq` of its deployment has its outcome.
+        """Take the operations with a lower `seq` than a mutating one that finished as ended.
 
-        They arrive in order, nearly: what one higher hides here is found when that one has ended.
+        A mutating operation runs after every lower `seq` of its deployment has its outcome. They
+        arrive nearly in order, so the search stops at the first higher `seq`: a lower one behind
+        that is found when the higher one has ended.
         """
         operations = self._open.get(key.deployment_key, {})
         for other in list(takewhile(lambda o: not _is_above(o, key), operations)):
@@ -290,7 +300,11 @@ class Activity:
     def _hidden_s(
         self, key: DeploymentKey, start_s: float, duration_s: float, now_s: float
     ) -> float:
-        """Whatever is ready on these devices now has waited since it was: nothing ran meanwhile."""
+        """Seconds of a switch before the first operation that now waits for its devices was ready.
+
+        Every operation that is ready on these devices now has waited since it was ready, as nothing
+        ran on them during the switch.
+        """
         devices = set(self._places[key])
         since = (
             opened.ready_s

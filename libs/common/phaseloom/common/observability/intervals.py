@@ -1,8 +1,8 @@
 """Sets of half-open time intervals [start, end), kept as sorted lists of disjoint pairs.
 
-The profiler and the run report both ask the same questions of a log: how long was a device busy,
-how much of a switch did somebody wait for, how long did a job stall. Cost: O(n log n) to merge,
-O(n) for the rest.
+The profiler and the run report ask a log the same questions: how long was a device busy, how much
+of a switch did somebody wait for, how long did a job stall. Cost: O(n log n) for `merge`, O(n) for
+all else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Union of any intervals; empty and reversed ones vanish."""
+    """The union of any intervals, as a merged set; empty and reversed ones vanish."""
     merged: list[Interval] = []
     for start, end in sorted(i for i in intervals if i[0] < i[1]):
         if merged and start <= merged[-1][1]:
@@ -60,5 +60,5 @@ def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def total(intervals: list[Interval]) -> float:
-    """Length of a merged set, seconds."""
+    """The length of a merged set, in seconds."""
     return sum(end - start for start, end in intervals)

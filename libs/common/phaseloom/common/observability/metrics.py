@@ -1,14 +1,14 @@
 """Metrics: every instrument of the mesh in one table, and an endpoint for Prometheus per process.
 
-`TABLE` is the whole list; `docs/metrics.md` says the same to people, and a test compares them. What
-can be told from the decision log is computed in one place, from `Activity`, by the profiler; the
-other services count what only they see. Pure cores hold no instrument: shells look at what comes
-out of them.
+`TABLE` is the whole list; `docs/metrics.md` says the same to people, and a test compares them.
+Metrics that the decision log tells are computed in one place, from `Activity`, by the profiler; the
+other services count what only they see. Pure cores hold no instrument: their shells measure what
+comes out of them.
 
-OpenTelemetry's global meter provider holds the set-up, made once a process by `endpoint`. Without a
-port nothing is set up, and an instrument costs a look-up (about 1 µs; with one, about 5 µs). The
-endpoint lives on the service's event loop: what a gauge reads is never half changed, and a scrape
-costs the loop some milliseconds.
+OpenTelemetry's global meter provider holds the set-up, which `endpoint` makes once a process.
+Without a port nothing is set up, and a use of an instrument costs a look-up (about 1 µs; with a
+port, about 5 µs). The endpoint runs on the service's event loop: the state that a gauge reads is
+never half changed, and a scrape costs the loop some milliseconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_JOBS = 100
-"""Series by job are of the so many largest; the sum of the others is called `other`."""
+"""Most jobs that have a series of their own: those with the largest values. The sum of all other
+jobs goes by the name `other`."""
 _OTHERS = JobKey("other", "other")
 _REQUEST_TIMEOUT_S = 5.0
 _REFRESH_TIMEOUT_S = 1.0
@@ -57,26 +58,29 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """An instrument. Labels are low in number of values, or bounded by `per_job`.
+    """An instrument. Its labels have few values, or are bounded by `per_job`.
 
-    Compared by identity: it is looked up at every use.
+    Metrics are compared by identity, since one is looked up at every use.
     """
 
     name: str
-    """Name by OpenTelemetry's conventions."""
+    """The metric's name by OpenTelemetry's conventions."""
     kind: Kind
     unit: str
-    """UCUM: `s`, `By`, or what is counted in braces."""
+    """Unit in UCUM: `s`, `By`, or the thing that is counted, in braces."""
     labels: tuple[str, ...]
     service: str
-    """The service that exposes it."""
+    """The service that exposes the metric."""
     meaning: str
     buckets: tuple[float, ...] = _SECONDS
     """Upper bounds of a histogram's buckets."""
 
     @property
     def prometheus(self) -> str:
-        """Its name in Prometheus; a histogram has `_bucket`, `_sum` and `_count` behind that."""
+        """The metric's name in Prometheus.
+
+        A histogram's series have `_bucket`, `_sum` and `_count` after that name.
+        """
         name = self.name.replace(".", "_") + _SUFFIX.get(self.unit, "")
         return f"{name}_total" if self.kind is Kind.COUNTER else name
 
@@ -421,13 +425,13 @@ def count(metric: Metric, amount: float = 1, **labels: str) -> None:
 
 
 def measure(metric: Metric, value: float, **labels: str) -> None:
-    """Give a histogram one more value."""
+    """Add a value to a histogram."""
     _histogram(otel.get_meter_provider(), metric).record(value, labels)
 
 
 @contextmanager
 def timed(metric: Metric, **labels: str) -> Iterator[None]:
-    """Give a histogram the seconds that the block takes; nothing where it fails."""
+    """Add the seconds that the block takes to a histogram; nothing is added if the block fails."""
     began_s = time.perf_counter()
     yield
     measure(metric, time.perf_counter() - began_s, **labels)
@@ -447,14 +451,17 @@ def observe(metric: Metric, read: Callable[[], Iterable[Reading]]) -> None:
 
 
 def before_scrape(refresh: Refresh) -> None:
-    """Have what gauges read brought up to date first, by asking the server for instance."""
+    """Have a function called before every scrape, to bring up to date what gauges read.
+
+    It may ask the server, for instance.
+    """
     provider = otel.get_meter_provider()
     if isinstance(provider, _Refreshing):
         provider.refreshes.append(refresh)
 
 
 def per_job(values: Mapping[JobKey, float]) -> list[Reading]:
-    """Readings by tenant and job, of at most `MAX_JOBS` and the sum of the others."""
+    """Readings by tenant and job: those of the `MAX_JOBS` largest, and the sum of the others."""
     jobs = sorted(values, key=lambda job: (-values[job], job))
     readings: list[Reading] = [(values[job], _job_labels(job)) for job in jobs[:MAX_JOBS]]
     if len(jobs) > MAX_JOBS:
@@ -499,7 +506,9 @@ class MetricsConfig(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def endpoint(service: str, settings: MetricsConfig) -> AsyncIterator[None]:
-    """Measure, and answer scrapes, within the block; once a process, before its first instrument.
+    """Measure, and answer scrapes, within the block.
+
+    It is entered once a process, before the first instrument is used.
 
     Raises: ResourceError: the port cannot be had.
     """
@@ -534,7 +543,7 @@ async def endpoint(service: str, settings: MetricsConfig) -> AsyncIterator[None]
 
 
 def _set_up(service: str) -> tuple[CollectorRegistry, list[Refresh]]:
-    # A process without an endpoint does without the memory of these.
+    # Imported here, so that a process without an endpoint saves their memory.
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider
     from opentelemetry.sdk.resources import Resource
@@ -577,7 +586,11 @@ async def _response(
 
 
 async def _refreshed(refresh: Refresh) -> None:
-    """A server that is away leaves the gauges as they were; all else is answered all the same."""
+    """Run a refresh before a scrape.
+
+    Where the NATS server is away, the gauges that depend on it stay as they were, and the scrape is
+    answered all the same.
+    """
     from nats.errors import Error as NatsError
 
     try:

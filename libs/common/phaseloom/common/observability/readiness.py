@@ -1,15 +1,15 @@
-"""When an operation became ready: queued, its predecessors done, everything in `after` done.
+"""Readiness: an operation is ready once it is queued and its predecessors and `after` are done.
 
-A fold over the decision log that needs no scheduler state, for those who only look on: the
+It is a fold over the decision log that needs no scheduler state, for those who only look on: the
 profiler (how long until a job needs its pool again) and the run report (who waited for a device).
 Predecessors follow the order invariant: a mutating operation waits for every lower `seq` of its
-deployment, a reading one for every lower mutating `seq`; a `seq` not seen yet is a gap that holds
-back what comes after it.
+deployment, a reading one for every lower mutating `seq`. A `seq` not seen yet is a gap that holds
+back the operations after it.
 
-A log may begin in the middle. An operation that finished proves that what it had to wait for is
+A log may begin in the middle. An operation that finished proves that all it had to wait for is
 done, so the fold catches up with a deployment at its first finished mutating operation.
 Operations that end without ever running leave no entry in the log and stay unfinished here.
-Cost: O(operations of the job that wait) an event.
+Cost: O(operations of the job that wait) for an event.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class _Deployment:
     """Every seq up to here is done."""
     done_above: set[int] = field(default_factory=set)
     open_kinds: dict[int, str] = field(default_factory=dict)
-    """Queued and not done: seq → kind."""
+    """Seq → kind of each operation that is queued and not done."""
     read_to: int = 0
-    """Every seq up to here is done or a reading operation: a reading one need not wait for it."""
+    """Every seq up to here is done or a reading operation: a reading one waits for none of them."""
 
     def is_done(self, seq: int) -> bool:
         return seq <= self.done_to or seq in self.done_above
@@ -56,11 +56,14 @@ class _Deployment:
         self._read_on()
 
     def lets(self, seq: int, kind: str) -> bool:
-        """True when the order within the deployment holds back `seq` no longer."""
+        """Whether the order within the deployment no longer holds back the operation `seq`."""
         return seq - 1 <= (self.done_to if kind in MUTATING_KINDS else self.read_to)
 
     def _catch_up(self, seq: int) -> None:
-        """All below a mutating operation that finished is done, though it was not told here."""
+        """Take every seq up to a mutating operation that finished as done.
+
+        The log may not have told of them, if it began in the middle.
+        """
         self.done_to = seq
         self.done_above = {s for s in self.done_above if s > seq}
         self.open_kinds = {s: k for s, k in self.open_kinds.items() if s > seq}
@@ -75,14 +78,17 @@ class _Deployment:
 
 
 class Readiness:
-    """Fold events in log order; each call says which operations became ready by it."""
+    """A fold over the decision log; `step` returns the operations that each event made ready."""
 
     def __init__(self) -> None:
         self._deployments: dict[DeploymentKey, _Deployment] = {}
         self._waiting: dict[JobKey, dict[OperationKey, QueuedOperation]] = {}
 
     def step(self, event: Event) -> list[OperationKey]:
-        """Operations that this event made ready, in key order of arrival."""
+        """Take the next event of the log; returns the operations that it made ready.
+
+        They are in their order of arrival.
+        """
         match event:
             case QueuedOperation(key=key):
                 self._queue(event)

@@ -4,9 +4,9 @@ Span names: submit, route, queue, permit, switch, offload, load, execute, comple
 tenant, job, deployment, seq, kind, node, device, epoch.
 
 Spans go to a file of JSON lines, to an OTLP receiver, to both, or nowhere. OpenTelemetry's global
-tracer provider holds the set-up: it is set once a process, by `setup`. A recorded span costs about
-27 µs, one that is sampled out about 5 µs. Spans above the queue's size, when an exporter cannot
-keep up, are dropped and logged by the batch processor; nothing is decided on spans.
+tracer provider holds the set-up, which `setup` makes once a process. A recorded span costs about
+27 µs, one that is sampled out about 5 µs. When an exporter cannot keep up, the batch processor
+drops and logs the spans above its queue's size. Nothing is decided on spans.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class TelemetryConfig(msgspec.Struct, frozen=True):
 
 
 def setup(service: str, settings: TelemetryConfig) -> Callable[[], None]:
-    """Install the exporters of this process; once, before its first span.
+    """Install the exporters of this process; called once, before its first span.
 
-    Returns: what to call at the end: exports what is left and closes the files.
+    Returns: a function to call at the end, which exports the spans that are left and closes files.
     Raises:  CallerError: an OTLP endpoint without the package for it, or a bad ratio.
     """
     exporters: list[SpanExporter] = []
@@ -87,14 +87,17 @@ def setup(service: str, settings: TelemetryConfig) -> Callable[[], None]:
 
 
 def flush() -> None:
-    """Export what is left, in bounded time: for a process that is about to exit hard."""
+    """Export the spans that are left, in bounded time, for a process that is about to exit hard."""
     provider = trace.get_tracer_provider()
     if isinstance(provider, TracerProvider):
         _shut_down(provider)
 
 
 def _shut_down(provider: TracerProvider) -> None:
-    """Bounded: a receiver that does not answer must not keep a process that wants to end."""
+    """Shut a provider down, in bounded time.
+
+    A receiver that does not answer must not keep a process from ending.
+    """
     ending = threading.Thread(target=provider.shutdown, daemon=True)
     ending.start()
     ending.join(_SHUTDOWN_TIMEOUT_S)
@@ -108,12 +111,15 @@ def tracer() -> Tracer:
 
 @lru_cache(maxsize=1)
 def _tracer_of(provider: trace.TracerProvider) -> Tracer:
-    # Asking the provider costs a third of a span.
+    # To ask the provider for its tracer costs a third of a span.
     return provider.get_tracer("phaseloom")
 
 
 def inject(headers: Mapping[str, str], context: Context | None = None) -> dict[str, str]:
-    """A fresh copy of the headers with the trace context (the current one where None)."""
+    """A copy of the headers with a trace context added.
+
+    Args: context: the context to add; None: the current one.
+    """
     carrier = dict(headers)
     if trace.get_current_span(context).get_span_context().is_valid:
         TraceContextTextMapPropagator().inject(carrier, context)
@@ -128,7 +134,10 @@ def extract(headers: Mapping[str, str] | None) -> Context:
 
 
 def _extracted(headers: Mapping[str, str]) -> Context | None:
-    """The same for the one form that we write, at a third of the cost; None for any other."""
+    """The trace context in headers of the one form that we write; None for any other form.
+
+    OpenTelemetry's propagator does the same for all forms, at three times the cost.
+    """
     text = headers[_TRACEPARENT]
     if len(text) != _TRACEPARENT_LENGTH or not text.startswith("00-") or "tracestate" in headers:
         return None
@@ -141,13 +150,13 @@ def _extracted(headers: Mapping[str, str]) -> Context | None:
 
 
 def span_context(context: Context) -> SpanContext:
-    """The span that a context is in: what links point to."""
+    """The span that a context is in, as links name it."""
     return trace.get_current_span(context).get_span_context()
 
 
 @contextmanager
 def within(context: Context) -> Iterator[None]:
-    """Makes a context current in the block: what is logged there carries its trace."""
+    """Make a context current in the block, so that lines logged there carry its trace."""
     token = attach(context)
     try:
         yield
@@ -164,10 +173,12 @@ def span(
     start_unix_s: float | None = None,
     **attributes: object,
 ) -> Iterator[Span]:
-    """A span around the block, current within it; an exception marks it failed and goes on.
+    """A span around the block, current within it.
 
-    Args: parent: the context that the span belongs under; the current one where None.
-          start_unix_s: when it began, if not now.
+    An exception in the block marks the span as failed, and is raised on.
+
+    Args: parent: the context that the span belongs under; None: the current one.
+          start_unix_s: when the span began; None: now.
     """
     current = _unsampled(parent) or tracer().start_span(
         name,
@@ -196,7 +207,10 @@ def record(
     links: Sequence[SpanContext] = (),
     **attributes: object,
 ) -> SpanContext:
-    """A span whose times are known afterwards; returns its context, for children and links."""
+    """Record a span whose times are known afterwards; returns its context, for children and links.
+
+    Args: parent: the context that the span belongs under; None: the current one.
+    """
     if unsampled := _unsampled(parent):
         return unsampled.get_span_context()
     current = tracer().start_span(
@@ -211,9 +225,10 @@ def record(
 
 
 def _unsampled(parent: Context | None) -> Span | None:
-    """The span of a trace that is not recorded, which stands for all its children too.
+    """The parent span if its trace is not recorded, else None.
 
-    The SDK would come to the same end, at five times the cost.
+    That span stands for all its children too. The SDK would come to the same end, at five times
+    the cost.
     """
     current = trace.get_current_span(parent)
     context = current.get_span_context()
@@ -221,7 +236,10 @@ def _unsampled(parent: Context | None) -> Span | None:
 
 
 def child_context(parent: SpanContext) -> Context:
-    """A context in which new spans belong under `parent`; for `record`ed parents and `inject`."""
+    """A context in which new spans belong under `parent`.
+
+    It is for parents that `record` made, and for `inject`.
+    """
     return trace.set_span_in_context(trace.NonRecordingSpan(parent), Context())
 
 

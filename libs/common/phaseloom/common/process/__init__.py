@@ -1,1 +1,1 @@
-"""How a process of ours starts, reads its configuration, retries, fails and stops."""
+"""The life of a process of the mesh: its start, its configuration, its failures and its stop."""

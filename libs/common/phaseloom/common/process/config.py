@@ -1,8 +1,9 @@
 """Configuration: one frozen struct a service, from a TOML file and the environment.
 
-This is the only module that reads the environment. A value comes from, later over earlier: the
-field's default; the table `[<section>]` of the TOML file that PHASELOOM_CONFIG names; the variable
-PHASELOOM_<SECTION>_<FIELD>. A key that no field has is an error, so that a typo never goes unseen.
+This is the only module that reads the environment. A value comes from three places, of which a
+later one wins: the field's default; the table `[<section>]` of the TOML file that PHASELOOM_CONFIG
+names; the variable PHASELOOM_<SECTION>_<FIELD>. A key that no field has is an error, so that a typo
+never goes unseen.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ def load(
     """The configuration of one service.
 
     Args:   kind: a frozen struct; its fields are the keys.
-            section: the table in the file and the middle of the variables' names. Empty: no table,
-                and exactly the variables PHASELOOM_<FIELD>, which others stand beside.
-            environ: the process's own where None.
+            section: the name of the table in the file, and the middle of the variables' names.
+                Where it is empty no file is read, and the variables are PHASELOOM_<FIELD>; other
+                variables with that prefix are then no errors.
+            environ: the environment to read; None: the process's own.
             file: a TOML file to read instead of the one that PHASELOOM_CONFIG names.
-    Raises: CallerError: an unknown key, a bad or a missing value; names the key and the remedy.
+    Raises: CallerError: an unknown key, or a bad or missing value; it names the key and the remedy.
     """
     environ = os.environ if environ is None else environ
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
@@ -72,7 +74,7 @@ def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def keep_from_children(section: str, field: str) -> None:
-    """Processes that this one starts from now on do not inherit this variable."""
+    """Keep a variable from the processes that this one starts from now on."""
     os.environ.pop(f"{PREFIX}{section.upper()}_{field.upper()}", None)
 
 
@@ -146,6 +148,9 @@ def _parsed(text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A bad value, shortened; only ever of fields that are no strings or no valid ones."""
+    """A bad value, shortened for a message.
+
+    A field of text takes any text, so what somebody wrote there as text is never shown.
+    """
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,7 @@
-"""Ask Linux to kill this process when its parent dies, also by SIGKILL.
+"""Ask Linux to kill this process when its parent dies, even when the parent dies by SIGKILL.
 
-Programs of ours call `arm`. For programs that cannot, this file is a launcher that needs nothing
-but the standard library: `python -I -S diewithparent.py <parent pid> <program> <argument>...`; the
+Our own programs call `arm`. For programs that cannot, this file is a launcher that needs nothing
+but the standard library: `python -I -S diewithparent.py <parent pid> <program> <argument>...`. The
 request outlives the exec. The kernel watches the parent's *thread* that made the child, so children
 are started from threads that live as long as their process.
 """
@@ -19,9 +19,9 @@ _PR_SET_PDEATHSIG = 1
 def arm(parent_pid: int) -> None:
     """Have this process killed (SIGKILL) as soon as its parent is gone.
 
-    Args:   parent_pid: who started this process: if it died before the request was in place, the
-                parent is another by now, and this process ends at once.
-    Raises: OSError: the kernel refuses.
+    Args:   parent_pid: the process that started this one. If it died before the request was in
+                place, this process has another parent by now, and ends at once.
+    Raises: OSError: the kernel refuses the request.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:

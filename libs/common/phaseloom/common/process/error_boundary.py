@@ -1,7 +1,7 @@
-"""Where an exception that nobody foresaw ends the work that it came from, and nothing else.
+"""Error boundaries: an exception that nobody foresaw ends the work that raised it, and no more.
 
-Only around work that leaves no books half changed: what does must end the process, whose next life
-begins with what can be verified.
+A boundary is set only around work that leaves no records half changed. An exception in any other
+work must end the process, whose next incarnation begins with what it can verify.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def contained(metric: Metric, part: str) -> Iterator[None]:
-    """Makes a typed error of one that is none of ours, logs its traceback and counts it.
+    """Turn an exception of the block that is not ours into an InternalError; log and count it.
 
-    Args:   metric: that counts by part. part: few values.
-    Raises: PhaseloomError: as it came. InternalError: in place of any other exception.
+    Args:   metric: the counter, with the label `part`.
+            part: the kind of work, for the label; one of few values.
+    Raises: PhaseloomError: as the block raised it. InternalError: in place of any other exception.
     """
     try:
         yield

@@ -1,10 +1,10 @@
 """One lifecycle for every service: start, serve, stop in bounded time.
 
 A service's `main.py` is `lifecycle.run("router", serve)`. SIGTERM and SIGINT set the stop event
-that `serve` is given; it must return soon after, or raise `Stopped`. What else it raises ends the
-process with exit code 1 and one line (a traceback only where Phaseloom itself erred). A `serve`
-that returns without having been told to is an error too: the process would look healthy and do
-nothing.
+that `serve` is given; `serve` must return soon after, or raise `Stopped`. Any other exception ends
+the process with exit code 1 and one line in the log (a traceback only where Phaseloom itself
+erred). A `serve` that returns without having been told to stop is an error too: the process would
+look healthy and do nothing.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """A service was told to stop before it had what it serves with."""
+    """A service was told to stop before it had begun to serve, as while it still connected."""
 
 
 class LogFormat(StrEnum):
     JSON = "json"
-    """One object a line: time, level, service, logger, message, the trace that is current."""
+    """One JSON object a line: time, level, service, logger, message, and the current trace."""
     TEXT = "text"
     AUTO = "auto"
-    """Text where standard error is a terminal, else JSON."""
+    """`TEXT` where standard error is a terminal, else `JSON`."""
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
@@ -64,16 +64,19 @@ class ProcessConfig(msgspec.Struct, frozen=True):
 
 
 def run(service: str, serve: Serve) -> NoReturn:
-    """Run a service until it is told to stop; ends the process.
+    """Run a service until it is told to stop, then end the process.
 
-    Args: service: its name in logs and spans.
-          serve: returns soon after the event is set, everything it started ended.
+    Args: service: the service's name in logs and spans.
+          serve: the service; it returns soon after the event is set, and ends all that it started.
     """
     sys.exit(_run(service, serve))
 
 
 def die_with_parent() -> None:
-    """Die with the parent if it asked for that, and ask the same of our own children."""
+    """Have this process die with its parent, if the parent asked for that.
+
+    The processes that this one starts are asked to die with it, in any case.
+    """
     parent_pid = config.load(ProcessConfig, "").die_with_parent
     if parent_pid:
         diewithparent.arm(parent_pid)
@@ -83,8 +86,8 @@ def die_with_parent() -> None:
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks until they have ended.
 
-    Once is not enough: on Python 3.11 a request to NATS that is answered in the moment of its
-    cancellation swallows it.
+    To cancel once is not enough: on Python 3.11 a request to NATS that is answered at the moment of
+    its cancellation swallows the cancellation.
     """
     pending: set[asyncio.Task[Any]] = {task for task in tasks if not task.done()}
     while pending:
@@ -94,9 +97,9 @@ async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def unless_stopped(stop: asyncio.Event, call: Coroutine[Any, Any, T]) -> T:
-    """Await a call that may wait for long, for the server or for another process.
+    """Await a call that may take long, as one that waits for the server or for another process.
 
-    Raises: Stopped: it was told to stop first; the call has ended.
+    Raises: Stopped: the stop event was set first; the call has been cancelled and has ended.
     """
     calling, stopping = asyncio.create_task(call), asyncio.create_task(stop.wait())
     try:
@@ -109,15 +112,18 @@ async def unless_stopped(stop: asyncio.Event, call: Coroutine[Any, Any, T]) -> T
 
 
 def start_logging(service: str) -> None:
-    """Log to standard error as the configuration says. Raises: CallerError: it is bad."""
+    """Log to standard error as the configuration says.
+
+    Raises: CallerError: the configuration is bad.
+    """
     process = config.load(ProcessConfig, "")
     log_to_stderr(service, process.log_level, process.log_format)
 
 
 def log_to_stderr(service: str, level: str, form: LogFormat = LogFormat.AUTO) -> None:
-    """Structured logging, with the trace that is current.
+    """Log structured lines to standard error, each with the trace that is current.
 
-    Raises: CallerError: no such level.
+    Raises: CallerError: there is no such level.
     """
     handler = logging.StreamHandler(sys.stderr)
     is_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and sys.stderr.isatty())
@@ -193,7 +199,7 @@ def _run(service: str, serve: Serve) -> int:
 
 
 async def _serve(service: str, serve: Serve) -> int:
-    """Serve; the exit code."""
+    """Run `serve` under the stop signals and the metrics endpoint; returns the exit code."""
     stop = asyncio.Event()
     begin_stop = _StopSignal(service, stop)
     loop = asyncio.get_running_loop()
@@ -218,9 +224,10 @@ async def _serve(service: str, serve: Serve) -> int:
 
 
 class _StopSignal:
-    """Sets the stop event at the first signal and bounds what follows; later ones change nothing.
+    """Sets the stop event at the first signal, and bounds the time that stopping may take.
 
-    The bound is kept by a thread, which also fires while the event loop is blocked.
+    Later signals change nothing. A thread keeps the bound, so that it also holds while the event
+    loop is blocked.
     """
 
     def __init__(self, service: str, stop: asyncio.Event) -> None:
@@ -247,7 +254,7 @@ class _StopSignal:
 
 
 def _log_end(service: str, error: BaseException) -> None:
-    """One line an error; a traceback where we erred."""
+    """Log the error that ends a service: one line for each, and a traceback where we erred."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             _log_end(service, inner)

@@ -1,11 +1,11 @@
-"""The digest of managed memory: of its blocks, so that several threads can take it.
+"""The digest of managed memory, computed by blocks, so that several threads can share the work.
 
-    digest = xxh3-128 (hex) of the xxh3-64 of each block of 8 MiB, 8 bytes each; the last is shorter
+    digest = xxh3-128 (hex) of the xxh3-64 of each block of 8 MiB, 8 bytes each
 
-State files carry the checksums of the blocks, and so the digest follows from them: what was hashed
-to be written need not be hashed again. It finds what hardware and stray writes do to memory; it is
-no proof against somebody who means harm. Hashing releases the GIL. Used by the state manager and by
-ranks.
+The last block may be shorter. State files carry the checksums of the blocks, and the digest follows
+from these: memory that was hashed to be written need not be hashed again. The digest finds what
+hardware and stray writes do to memory; it is no proof against somebody who means harm. Hashing
+releases the GIL. The state manager and ranks use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import xxhash
 BLOCK_BYTES = 8 * 1024 * 1024
 CHECKSUM_BYTES = 8
 _MAX_THREADS = 4
-"""More do not move memory faster."""
+"""Most threads that work on memory at a time; more do not move memory faster."""
 
 T = TypeVar("T")
 
@@ -42,14 +42,15 @@ def digest_of(memory: memoryview) -> str:
 
 
 def num_threads() -> int:
-    """How many may work on memory at a time."""
+    """How many threads may work on memory at a time in this process."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def each_part(num_bytes: int, part_bytes: int, work: Callable[[int, int], T]) -> list[T]:
-    """`work(start, end)` for each part, in several threads where there are several parts.
+    """Call `work(start, end)` for each part, in several threads where there are several parts.
 
-    Raises: what the first part raised that failed; no other is under way then.
+    Returns: the results, in the order of the parts.
+    Raises:  the exception of the first part that failed; no other part is under way by then.
     """
     starts = range(0, num_bytes, part_bytes)
 

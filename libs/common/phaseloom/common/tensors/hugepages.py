@@ -1,9 +1,9 @@
 """Memory files on huge pages, where the system gives them.
 
-A disk takes memory of ordinary pages in pieces of a page each, and moves half as much a second for
-it. Whether the system gives huge pages to memory files by itself is its administrator's choice
-(`shmem_enabled`); asked for a range (MADV_COLLAPSE, Linux 6.1), it gives them without. All of it is
-best effort: without huge pages everything works, only more slowly.
+A disk takes memory of ordinary pages in pieces of a page each, and so moves half as much a second.
+Whether the system gives huge pages to memory files by itself is its administrator's choice
+(`shmem_enabled`). When it is asked for a range (MADV_COLLAPSE, Linux 6.1), it gives them whatever
+that choice is. All of this is best effort: without huge pages everything works, only more slowly.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_file(fd: int, num_bytes: int) -> tuple[mmap.mmap, int]:
-    """A file's beginning, shared and writable, where huge pages can be.
+    """Map a file's beginning, shared and writable, at an address where huge pages are possible.
 
-    Args:    num_bytes: whole pages.
-    Returns: a mapping, and where in it the file begins. Unmapped when the last reference is gone.
+    Args:    num_bytes: how much of the file to map; whole pages.
+    Returns: a mapping, and where in it the file begins. The mapping ends when its last reference
+             is gone.
     Raises:  OSError: the system maps no more.
     """
     if num_bytes < HUGE_BYTES:
@@ -48,7 +49,10 @@ def map_file(fd: int, num_bytes: int) -> tuple[mmap.mmap, int]:
 
 
 def place_file(address: int, fd: int, num_bytes: int) -> None:
-    """Map a file's beginning over what is mapped there. Raises: OSError."""
+    """Map a file's beginning at an address, over whatever is mapped there.
+
+    Raises: OSError: the system refuses.
+    """
     if not num_bytes:
         return
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
@@ -57,12 +61,12 @@ def place_file(address: int, fd: int, num_bytes: int) -> None:
 
 
 def make_huge(memory: memoryview) -> bool:
-    """Have as much of what `map_file` mapped as possible on huge pages; its content stays.
+    """Put as much as possible of memory that `map_file` mapped on huge pages; its content stays.
 
-    Memory that was never touched is touched so. Long, the first time: run it in a thread.
+    Memory that was never touched is touched by this, which takes long: run it in a thread.
 
-    Returns: False where there is too little of it, or the system does not give all that it would
-             take.
+    Returns: whether all of it that can be is on huge pages now; False also where there is too
+             little memory for one.
     """
     if memory.readonly or len(memory) < HUGE_BYTES:
         return False
@@ -72,23 +76,24 @@ def make_huge(memory: memoryview) -> bool:
     if num_bytes <= 0:
         return False
     for start in range(first, first + num_bytes, HUGE_BYTES):
-        # The system does not take a range of which nothing is there. To read is to touch.
+        # The system refuses a range of which no page is there; to read a page brings it there.
         memory[start]
     done: int = _libc.madvise(address + first, num_bytes, _MADV_COLLAPSE)
     return done == 0
 
 
 def touch(memory: memoryview) -> bool:
-    """Have all of what `map_file` mapped there, on huge pages where these are given; its content
-    stays. Long: run it in a thread.
+    """Prefault all of a mapping of `map_file`, on huge pages where the system gives them.
 
-    Args:    memory: writable, from a whole page on.
-    Returns: False where the system does not do that (before Linux 5.14), or has no memory.
+    The memory's content stays. It takes long: run it in a thread.
+
+    Args:    memory: writable memory that begins with a whole page.
+    Returns: False where the system cannot prefault (before Linux 5.14), or has too little memory.
     """
     if not len(memory):
         return True
     is_huge = make_huge(memory)
-    # What lies beside whole huge pages, too.
+    # This also prefaults the memory beside whole huge pages.
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     done: int = _libc.madvise(address, len(memory), _MADV_POPULATE_WRITE)
     return is_huge or done == 0

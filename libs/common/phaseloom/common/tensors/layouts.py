@@ -1,15 +1,15 @@
-"""How a deployment's work and tensors are spread over its ranks: pure index arithmetic.
+"""Layouts: how a deployment's work and tensors are spread over its ranks, as index arithmetic.
 
-Work is split over the data-parallel replicas by `split` and put together again by `merge`; how each
-kind of operation is cut and merged is said in `contract.kinds`.
+`split` cuts work over the data-parallel replicas, and `merge` puts the results together again;
+`contract.kinds` says how each kind of operation is cut and merged.
 
-Tensors are spread as Megatron-core, FSDP2 and ring attention do: each function says which indices
-of a whole tensor's dim a rank holds (`Held`), in the order in which it keeps them. Nothing here
-touches a tensor; the adapters do.
+Tensors are spread as Megatron-core, FSDP2 and ring attention do it: each function says which
+indices of a whole tensor's dim a rank holds (`Held`), in the order in which the rank keeps them.
+Nothing here touches a tensor; the adapters do.
 
-Ranks are numbered tp fastest, then cp, dp, pp. Expert parallelism has no ranks of its own: within a
-pipeline stage they are numbered ep fastest, then the replicas of the experts (Megatron's order
-`tp-cp-ep-dp-pp` with whole experts).
+Ranks are numbered tp fastest, then cp, dp, pp. Expert parallelism has no ranks of its own: for it,
+the ranks of a pipeline stage are numbered ep fastest, then the replicas of the experts (Megatron's
+order `tp-cp-ep-dp-pp` with whole experts).
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ class Coordinates:
     tp: int
     ep: int
     edp: int
-    """Which replica of its experts it belongs to."""
+    """The replica of its experts that the rank belongs to."""
 
 
 def check_layout(layout: Layout) -> None:
-    """Raises: CallerError: sizes below 1, or experts that do not divide a stage's ranks."""
+    """Check the sizes of a layout.
+
+    Raises: CallerError: a size is below 1, or ep does not divide the ranks of a pipeline stage.
+    """
     for axis in layout.__struct_fields__:
         if getattr(layout, axis) < 1:
             raise CallerError(
@@ -76,7 +79,7 @@ def rank_of(layout: Layout, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 
 
 
 def speakers(layout: Layout) -> list[int]:
-    """The rank of each replica whose results count: one of the last stage, where logits are."""
+    """For each replica the rank whose results count: one of the last stage, where logits are."""
     return [rank_of(layout, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
 
 
@@ -88,7 +91,7 @@ def _stage_ranks(layout: Layout) -> int:
 
 
 def split(args: A, layout: Layout, rank: int) -> A:
-    """The part of an operation that this rank does; kinds without data go to all ranks alike."""
+    """The part of an operation that this rank does; one without data goes to all ranks alike."""
     return split_shared([args], layout, rank)[0]
 
 
@@ -99,11 +102,13 @@ def split_shared(requests: Sequence[A], layout: Layout, rank: int) -> list[A]:
 
 
 def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
-    """The result of an operation from those of all ranks, in the order of ranks.
+    """The result of an operation, put together from the results of all its ranks.
 
-    Only those of one rank a replica count. Where a kind has one result, all ranks must agree on it.
+    Where each replica has a part of the result, only the results of one rank a replica count. Where
+    a kind has a single result, all ranks must agree on it.
 
-    Raises: InternalError: they do not agree, or the results are none that can be merged.
+    Args:   results: those of all ranks, in the order of ranks.
+    Raises: InternalError: the ranks do not agree, or the results cannot be merged.
     """
     merge_parts = KINDS[kind].merge
     if merge_parts is not None:
@@ -119,15 +124,16 @@ def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a whole dim's indices; what `length` exceeds them by is padding, kept as zeroes."""
+    """A run of a whole dim's indices, with padding after them."""
 
     indices: range
     length: int
+    """Number of the indices and of the padding, which is kept as zeroes."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The indices of a whole tensor's dim that a rank holds, in its own order."""
+    """The indices of a whole tensor's dim that a rank holds, in the rank's own order."""
 
     pieces: tuple[Piece, ...]
 
@@ -138,7 +144,7 @@ class Held:
 
     @property
     def indices(self) -> list[int | None]:
-        """The index in the whole dim of each of the rank's own; None is padding."""
+        """For each index of the rank's own dim the index in the whole dim; None is padding."""
         held: list[int | None] = []
         for piece in self.pieces:
             held += [*piece.indices, *[None] * (piece.length - len(piece.indices))]
@@ -150,7 +156,7 @@ class Held:
 
 
 def whole(held: Sequence[Held], slices: Sequence[Sequence[T]], size: int) -> list[T]:
-    """The whole dim from the slices of ranks that together hold all of it."""
+    """The whole dim, put together from the slices of ranks that together hold all of it."""
     placed: dict[int, T] = {}
     for each, values in zip(held, slices, strict=True):
         pairs = zip(each.indices, values, strict=True)
@@ -159,15 +165,19 @@ def whole(held: Sequence[Held], slices: Sequence[Sequence[T]], size: int) -> lis
 
 
 def chunk(size: int, parts: int, part: int) -> range:
-    """torch.chunk's rule, which FSDP2 shards dim 0 by: ceil(size / parts) each while they last."""
+    """The indices of one part by torch.chunk's rule, by which FSDP2 shards dim 0.
+
+    Each part has ceil(size / parts) indices, while there are any left.
+    """
     return _run(size, -(-size // parts), part)
 
 
 def parallel(size: int, parts: int, part: int) -> Held:
     """A dim cut into chunks that are padded to the first one's length.
 
-    Dim 0 of a parameter under FSDP2. Under tensor parallelism dim 0 of a column-parallel weight and
-    of its bias, and dim 1 of a row-parallel weight, whose bias every rank holds whole.
+    Under FSDP2 this is dim 0 of a parameter. Under tensor parallelism it is dim 0 of a
+    column-parallel weight and of its bias, and dim 1 of a row-parallel weight, whose bias every
+    rank holds whole.
     """
     return Held((Piece(chunk(size, parts, part), -(-size // parts)),))
 
@@ -175,7 +185,7 @@ def parallel(size: int, parts: int, part: int) -> Held:
 def vocabulary(size: int, tp: int, rank: int, multiple: int = 128) -> Held:
     """Dim 0 of an embedding or a head, padded so that each rank has a multiple of `multiple`.
 
-    The padding is the last ranks'; its logits must be masked out.
+    The padding lies on the last ranks; its logits must be masked out.
     """
     each = -(-size // (tp * multiple)) * multiple
     return Held((Piece(_run(size, each, rank), each),))
@@ -189,13 +199,12 @@ def gated_mlp(size: int, tp: int, rank: int) -> Held:
 
 
 def fused_qkv(num_heads: int, num_kv_heads: int, head_size: int, tp: int, rank: int) -> Held:
-    """Dim 0 of query, key and value projections laid end to end, as Megatron keeps it: for each
-    key-value head its queries, its key, its value.
+    """Dim 0 of query, key and value projections laid end to end, in the order of Megatron.
 
-    With more ranks than key-value heads each such head is held by several ranks, which share its
-    queries.
+    A rank keeps for each of its key-value heads the queries, the key and the value. With more ranks
+    than key-value heads, several ranks hold such a head and share its queries.
 
-    Raises: CallerError: heads that cannot be dealt out evenly.
+    Raises: CallerError: the heads cannot be spread evenly.
     """
     if num_heads % tp:
         raise _uneven(f"{num_heads} heads", tp)
@@ -217,9 +226,9 @@ def fused_qkv(num_heads: int, num_kv_heads: int, head_size: int, tp: int, rank: 
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """The layers of a pipeline stage; where they are uneven the first stages have one more.
+    """The layers of a pipeline stage; where they divide unevenly the first stages have one more.
 
-    Raises: CallerError: a stage would have none.
+    Raises: CallerError: a stage would have no layer.
     """
     if pp > num_layers:
         raise CallerError(
@@ -235,7 +244,7 @@ def stage_layers(num_layers: int, pp: int, stage: int) -> range:
 def experts(num_experts: int, ep: int, rank: int) -> range:
     """The experts of the rank at this place along ep.
 
-    Raises: CallerError: they cannot be dealt out evenly.
+    Raises: CallerError: the experts cannot be spread evenly.
     """
     if num_experts % ep:
         raise CallerError(
@@ -248,8 +257,11 @@ def experts(num_experts: int, ep: int, rank: int) -> range:
 
 
 def context(num_tokens: int, cp: int, rank: int) -> Held:
-    """The positions of a sequence, in 2 · cp chunks of which rank i holds i and 2 · cp − 1 − i:
-    so every rank has as much causal attention to do. The last chunks are padded."""
+    """The positions of a sequence that a rank holds under context parallelism.
+
+    The sequence is cut into 2 · cp chunks, of which rank i holds i and 2 · cp − 1 − i, so that all
+    ranks have the same amount of causal attention to do. The last chunks are padded.
+    """
     if cp == 1:
         return parallel(num_tokens, 1, 0)
     each = -(-num_tokens // (2 * cp))

@@ -1,9 +1,9 @@
-"""Where a layout's tensors lie, as columns: what travels, is recorded and is compared as one.
+"""Tensor tables: the places of a layout's tensors, as columns that travel and are compared as one.
 
 Tens of thousands of `TensorSlot`s take tens of milliseconds to decode; their columns take a few:
-what many tensors of a model have in common is there once, numbers are packed. Equal bytes are equal
-layouts, so whoever has seen them before need not decode them at all. The slots themselves are made
-when somebody asks for them.
+attributes that many tensors of a model have in common are there once, and numbers are packed. Equal
+bytes are equal layouts, so a reader that has seen the bytes before need not decode them at all. The
+slots themselves are made when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 
 ALIGNMENT_BYTES = 64
 MAX_TENSORS = 2**18
-"""Most tensors of one rank: decoding what a hostile one sends must not exhaust memory."""
+"""Most tensors of one rank: decoding a table that a hostile rank sends must not exhaust memory."""
 _MAX_DIMS = 64
 _ALIGNED = bytes(range(0, 256, ALIGNMENT_BYTES))
 """Every value of the lowest byte of an aligned offset."""
 _POSITIVE = bytes(range(128))
 """Every value of the highest byte of a number that is not below zero."""
 _ROW_BYTES = 304
-"""Most bytes in CPython of a `TensorSlot`, its two integers, its name but for the characters, and
-the references of columns and rows to them."""
+"""Most bytes that one tensor takes in CPython: a `TensorSlot`, its two integers, its name without
+the characters, and the references of columns and rows to them."""
 _KIND_BYTES = 416
 _DIM_BYTES = 48
 _TABLE_BYTES = 4096
-"""Bytes of empty columns, and of a table without one."""
+"""Bytes that a table with empty columns takes."""
 
 T = TypeVar("T")
 _Column = Annotated[list[T], msgspec.Meta(max_length=MAX_TENSORS)]
@@ -54,19 +54,20 @@ class _Kind(msgspec.Struct, frozen=True, array_like=True):
 class _Columns(msgspec.Struct, frozen=True, array_like=True):
     names: _Column[str]
     kinds: _Column[_Kind]
-    """Each kind once, in the order in which they come first."""
+    """Each kind once, in the order in which the kinds first occur."""
     numbers: bytes
     """The place of each tensor's kind in `kinds`, as uint32."""
     offsets: bytes
-    """int64, as `sizes`; all little-endian."""
+    """The offset of each tensor, as int64; all numbers are little-endian."""
     sizes: bytes
+    """The size of each tensor in bytes, as int64."""
 
 
 _DECODER = msgspec.msgpack.Decoder(_Columns)
 
 
 class TensorTable:
-    """Immutable. Equal where the packed bytes are."""
+    """An immutable table of tensors; two tables are equal where their packed bytes are."""
 
     def __init__(self, packed: bytes, columns: _Columns) -> None:
         self.packed = packed
@@ -74,9 +75,9 @@ class TensorTable:
 
     @classmethod
     def of(cls, tensors: Sequence[TensorSlot]) -> TensorTable:
-        """Equal for equal tensors in the same order.
+        """The table of these tensors; equal for equal tensors in the same order.
 
-        Raises: CallerError: an offset or a size beyond 64 bits.
+        Raises: CallerError: an offset or a size is beyond 64 bits.
         """
         kinds, numbers = _kinds_of(tensors)
         columns = _Columns(
@@ -90,7 +91,10 @@ class TensorTable:
 
     @classmethod
     def read(cls, packed: bytes | msgspec.Raw) -> TensorTable:
-        """Raises: CallerError: it is no table."""
+        """The table that was packed so.
+
+        Raises: CallerError: the bytes are no table.
+        """
         try:
             columns = _DECODER.decode(packed)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -131,7 +135,7 @@ class TensorTable:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Most bytes that it takes in memory: packed, as columns and as slots.
+        """Most bytes that the table takes in memory, packed, as columns and as slots together.
 
         Cost: O(n) in tensors, once.
         """
@@ -152,8 +156,10 @@ class TensorTable:
 
     @cached_property
     def end(self) -> int | None:
-        """Bytes up to where its last tensor ends; None: names come twice, or tensors lie where
-        they cannot, and going through them one by one tells which.
+        """Bytes up to the end of the last tensor; None where the table is not valid.
+
+        It is not where a name occurs twice, or a tensor is not aligned, lies below zero or overlaps
+        another. Going through the tensors one by one then tells which.
 
         Cost: O(n log n) in tensors, once.
         """
@@ -174,7 +180,7 @@ class TensorTable:
 
 
 def _kinds_of(tensors: Sequence[TensorSlot]) -> tuple[list[_Kind], list[int]]:
-    """The kinds that there are, and the number of each tensor's kind."""
+    """The distinct kinds of tensors, and the number of each tensor's kind among them."""
     known: dict[tuple[object, ...], int] = {}
     kinds: list[_Kind] = []
     numbers = []
@@ -203,7 +209,7 @@ def _unpacked(code: str, column: bytes) -> tuple[int, ...]:
 
 
 def _end_of(offsets: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """The end of the last tensor; None unless each begins behind the one before."""
+    """The end of the last tensor; None where one begins before the end of the one before it."""
     ends = map(add, offsets, sizes)
     is_behind = all(map(le, ends, islice(offsets, 1, None)))
     return offsets[-1] + sizes[-1] if is_behind else None

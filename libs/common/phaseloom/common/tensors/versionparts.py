@@ -1,7 +1,8 @@
 """Weights versions that several ranks write: names of parts, and the manifest that ties them.
 
-A part is what one rank holds; ranks that hold the same share one. The manifest is what the version
-itself is made of: it says how the policy is laid out, and what each part is. Pure.
+A part is everything that one rank holds; ranks that hold the same share one part. The manifest is
+stored as the version itself: it says how the policy is laid out, and what each part is. Everything
+here is pure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def part_name(number: int, count: int) -> str:
 
 
 def check_part(part: str, field: str) -> str:
-    """Raises: CallerError: it is no part's name."""
+    """Check the name of a part, and return it.
+
+    Raises: CallerError: it is no name of a part.
+    """
     if not _PART.match(part):
         raise CallerError(f"{part!r} is no part", field=field, remedy=_REMEDY)
     return part
@@ -42,12 +46,18 @@ def layout_digest(table: bytes) -> str:
 
 
 def encode_manifest(manifest: VersionParts) -> bytes:
-    """The same for equal ones: what the version's digest is taken of."""
+    """The bytes of a manifest, of which the version's digest is taken.
+
+    Equal manifests give equal bytes.
+    """
     return msgspec.msgpack.encode(manifest)
 
 
 def decode_manifest(memory: bytes | memoryview, version: VersionKey) -> VersionParts:
-    """Raises: ResourceError: DATA_LOSS: it is none."""
+    """Read the manifest of a version from its bytes.
+
+    Raises: ResourceError: DATA_LOSS: the bytes are no manifest.
+    """
     try:
         return msgspec.msgpack.decode(memory, type=VersionParts)
     except msgspec.DecodeError as error:

@@ -1,11 +1,15 @@
 """The mesh's side of NATS: one connection, the streams table, the decision log, KV.
 
 Services use this and never nats-py's JetStream API directly, so that its traps are handled once:
-`js.publish` writes into the headers dict it is given; a message refused by one-message-per-subject
-comes as an API error, whose code a full stream shares; permission denials reach only the error
-callback; memory streams vanish when the server restarts, so the table is provisioned again on every
-reconnect; an ordered consumer vanishes too, is noticed missing only after two heartbeats, and may
-be made again from before where it stood.
+
+- `js.publish` writes into the headers dict that it is given.
+- A message refused by one-message-per-subject comes as an API error, whose code a full stream
+  shares.
+- Permission denials reach only the error callback.
+- Memory streams vanish when the server restarts, so the table is provisioned again on every
+  reconnect.
+- An ordered consumer vanishes too. It is noticed missing only after two heartbeats, and may be made
+  again from before the place where it stood.
 """
 
 from __future__ import annotations
@@ -60,15 +64,15 @@ _PROVISION_PAUSE_S = 0.2
 _DRAIN_TIMEOUT_S = 3
 _CONNECT_TIMEOUT_S = 5.0
 SERVICE_CONNECT_S = 60.0
-"""A service waits so long for its first connection: the server, or the machine, may be slow. A
-server that does not know it ends that after `_CONNECT_TIMEOUT_S`."""
+"""How long a service waits for its first connection, since the server or the machine may be slow.
+Where the server does not know the service's user, it waits only `_CONNECT_TIMEOUT_S`."""
 _UNKNOWN_HERE = "authorization violation"
 _REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
 _BATCH = 256
 _ANSWER_BYTES = 16 * 2**20
-"""Most bytes of one answer with many stored messages. The server, left to itself, sends more than
-it lets wait for a connection (64 MiB), and cuts off a slow reader."""
+"""Most bytes of one answer with many stored messages. Without this limit the server sends more than
+it lets wait for a connection (64 MiB), and then cuts off a slow reader."""
 _MICROSECOND = 1e-6
 _QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
 _REPLY_TOKENS = 9
@@ -77,7 +81,7 @@ Handler = Callable[[Msg], None]
 
 
 class BusConfig(msgspec.Struct, frozen=True):
-    """How a service reaches the mesh account."""
+    """The address and the credentials by which a service reaches the mesh account."""
 
     url: str
     """Address of the server: `nats://host:port`."""
@@ -87,54 +91,57 @@ class BusConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One entry of the decision log; its time is the scheduler's clock."""
+    """One entry of the decision log."""
 
     sequence: int
     time_s: float
+    """The time at which the log took the entry (Unix seconds); it is the scheduler's clock."""
     event: Event
     headers: dict[str, str]
 
     def apart(self) -> Iterator[LogEntry]:
-        """One entry for each of the events that this one stands for."""
+        """The entry's events, one entry each: one append may bring several."""
         for event in parts(self.event):
             yield LogEntry(self.sequence, self.time_s, event, self.headers)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored message; `sequence` is the stream's, for compare-and-set."""
+    """A message that a stream has stored."""
 
     payload: bytes
     sequence: int
+    """The message's sequence in the stream, for compare-and-set."""
     headers: dict[str, str]
 
     @property
     def is_gone(self) -> bool:
-        """Whether this only marks that a KV key was deleted or has expired."""
+        """Whether the message only marks that a KV key was deleted or has expired."""
         return not {"KV-Operation", "Nats-Marker-Reason"}.isdisjoint(self.headers)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """A key of a bucket, now; `stored` is None where it was deleted or expired."""
+    """A key of a KV bucket, with the value that it has now."""
 
     key: str
     stored: Stored | None
+    """The key's value; None where the key was deleted or has expired."""
 
 
 def is_subject_taken(code: int | None, description: str | None) -> bool:
-    """True when a publish was refused as its subject has its one message.
+    """Whether a publish was refused because its subject already has its one message.
 
-    The server has one code for every refusal by a stream; a full one differs in its text only.
+    The server has one code for every refusal by a stream; only the text tells a full stream.
     """
     return code == _STORE_FAILED and _SUBJECT_TAKEN in (description or "")
 
 
 def _can_consume_soon(error: nats.js.errors.Error) -> bool:
-    """True of what passes by itself when a durable consumer is made or taken over.
+    """Whether an error in making or taking over a durable consumer passes by itself.
 
-    Another replica made it at the same moment; or a predecessor that was killed holds it until the
-    server sees its socket close.
+    Such an error has one of two causes: another replica made the consumer at the same moment, or a
+    predecessor that was killed holds it until the server sees its socket close.
     """
     if isinstance(error, APIError):
         return error.err_code in _CONSUMER_EXISTS
@@ -142,10 +149,11 @@ def _can_consume_soon(error: nats.js.errors.Error) -> bool:
 
 
 def _place(message: Msg) -> tuple[int, float]:
-    """Sequence in its stream, and when the stream took it, of a message that a consumer got.
+    """The stream sequence of a message that a consumer got, and when the stream took it (Unix s).
 
-    From the reply subject, `$JS.ACK.<stream>.<consumer>.<delivered>.<stream sequence>.<consumer
-    sequence>.<nanoseconds>.<pending>`, which has two more tokens before these in later forms.
+    Both are read from the reply subject, `$JS.ACK.<stream>.<consumer>.<delivered>.<stream
+    sequence>.<consumer sequence>.<nanoseconds>.<pending>`, which has two more tokens after `ACK` in
+    later forms.
     """
     tokens = message.reply.split(".")
     skip = 0 if len(tokens) == _REPLY_TOKENS else 2
@@ -169,16 +177,16 @@ class _Purged(msgspec.Struct, frozen=True):
 _json = msgspec.json.Encoder()
 _purged = msgspec.json.Decoder(_Purged)
 _pub_ack = msgspec.json.Decoder(_PubAck)
-"""Calls on the path of every operation bypass nats-py's JetStream layer, which parses more of an
-answer than we use."""
+"""Decodes the answer to a publish. Calls on the path of every operation bypass nats-py's JetStream
+layer, which parses more of an answer than we use."""
 
 
 class AlreadyStored(Exception):
-    """One message per subject: another was first."""
+    """The subject takes one message, and another message was first."""
 
 
 class Conflict(Exception):
-    """Compare-and-set: the key changed since it was read."""
+    """A compare-and-set failed: the key changed since it was read."""
 
 
 async def connect(
@@ -192,11 +200,13 @@ async def connect(
     read_pause_s: float = 0.0,
     timeout_s: float = _CONNECT_TIMEOUT_S,
 ) -> MeshClient:
-    """A connection that never gives up; refuses servers too old for what we rely on.
+    """Connect to NATS. The connection is made again, without limit, whenever it is lost.
 
-    Args:   read_pause_s: see `MeshClient`.
-            timeout_s: for the first connection.
-    Raises: ResourceError: no connection, wrong credentials, or a server before 2.12.
+    Args:   on_reconnect: called after every reconnection.
+            read_pause_s: see `MeshClient`.
+            timeout_s: limit for the first connection.
+    Raises: ResourceError: no connection, wrong credentials, or a server before 2.12, which lacks
+            features that we rely on.
     """
 
     client = MeshClient(read_pause_s)
@@ -208,14 +218,15 @@ async def connect(
         nonlocal last_error, refusal
         is_news, last_error = repr(error) != repr(last_error), error
         if str(error).startswith("nats: '"):
-            # The server's own words. It hangs up too, which may be all the next attempt sees.
+            # These are the server's own words. It also hangs up, which may be all that the next
+            # attempt sees.
             refusal = error
             if _UNKNOWN_HERE in str(error).lower():
                 is_unknown.set()
         if "permissions violation" in str(error).lower():
             log.error("PERMISSION_DENIED by the NATS server: %s", error)
         elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
-            # The same ten times a second, while the server is away.
+            # While the server is away the same error comes ten times a second.
             level = logging.WARNING if is_news else logging.DEBUG
             log.log(level, "NATS at %s: %r", url, error)
         else:
@@ -245,7 +256,7 @@ async def connect(
             disconnected_cb=disconnected,
             reconnected_cb=reconnected,
         )
-        # The client never gives up: later that is wanted, but a first connection is bounded.
+        # The client never gives up. Later that is wanted, but the first connection is bounded.
         await _unless_unknown(is_unknown, within(timeout_s, connecting))
     except BaseException as error:
         await client.close()
@@ -267,7 +278,10 @@ async def connect(
 
 
 async def _unless_unknown(is_unknown: asyncio.Event, connecting: Coroutine[Any, Any, None]) -> None:
-    """Raises: TimeoutError: the server does not know us, and that lasts."""
+    """Await the connection, unless the server does not know our user.
+
+    Raises: TimeoutError: the server did not know the user, and still does not after a while.
+    """
 
     async def give_up() -> None:
         await asyncio.sleep(_CONNECT_TIMEOUT_S)
@@ -284,9 +298,11 @@ async def _unless_unknown(is_unknown: asyncio.Event, connecting: Coroutine[Any, 
 
 
 async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
-    """Bound a call of nats-py's: it swallows cancellations, so that one may not end it.
+    """Await a call of nats-py's for a limited time.
 
-    Raises: TimeoutError: it was ended.
+    Such a call swallows cancellations, so that a single one may not end it.
+
+    Raises: TimeoutError: the call took longer, and was ended.
     """
     task = asyncio.create_task(call)
     try:
@@ -299,9 +315,9 @@ async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
 
 
 async def close_client(client: Client) -> None:
-    """Close at once; what a lost connection has not sent yet is given up."""
+    """Close a client at once; messages that a lost connection has not sent yet are given up."""
     if not client.is_connected:
-        # nats-py would flush it to the dead socket, fail, and leave its tasks running.
+        # nats-py would flush them to the dead socket, fail, and leave its tasks running.
         client._pending = []
         client._pending_data_size = 0
     await client.close()
@@ -323,11 +339,14 @@ class Bus:
         read_pause_s: float = 0.0,
         timeout_s: float = _CONNECT_TIMEOUT_S,
     ) -> Bus:
-        """Connect and provision; see `connect`."""
+        """Connect, and create the streams and buckets of the mesh; see `connect`.
+
+        Raises: ResourceError: as `connect`, or the server does not make the streams in time.
+        """
         bus: Bus
 
         async def again() -> None:
-            # Within the client's own reconnect task, which an error would end for good.
+            # This runs in the client's own reconnect task, which an error would end for good.
             while bus.client.is_connected:
                 try:
                     return await bus.provision()
@@ -350,7 +369,10 @@ class Bus:
         return bus
 
     async def close(self) -> None:
-        """Let handlers that run finish, for a few seconds; without a server, close at once."""
+        """Close the connection. Handlers that run may finish, within a few seconds.
+
+        Without a server the connection is closed at once.
+        """
         try:
             # A drain that meets the server's death waits for an answer that never comes.
             async with asyncio.timeout(_DRAIN_TIMEOUT_S + 1):
@@ -361,7 +383,7 @@ class Bus:
     # --- provisioning ---------------------------------------------------------------------------
 
     async def provision(self) -> None:
-        """Create what the streams table says; changes nothing that exists already."""
+        """Create the streams and buckets of the streams table that do not exist yet."""
         for config in streams.mesh_streams():
             await self._ensure_stream(config)
         for bucket in streams.buckets():
@@ -371,7 +393,10 @@ class Bus:
                 await self.js.create_key_value(bucket)
 
     async def _provision_first(self) -> None:
-        """Raises: ResourceError: the server answers too slowly for it, or not at all."""
+        """Provision for the first time; tried again while the server does not answer.
+
+        Raises: ResourceError: the server answers too slowly, or not at all.
+        """
         reason = "it did not answer"
         try:
             async with asyncio.timeout(SERVICE_CONNECT_S):
@@ -414,10 +439,11 @@ class Bus:
         headers: dict[str, str] | None = None,
         content_type: str = MSGPACK,
     ) -> int:
-        """Publish to a stream; returns the stream sequence after the server has stored it.
+        """Publish to a stream; returns the message's sequence once the server has stored it.
 
-        Raises: AlreadyStored: one message per subject, and another was first.
-                ResourceError: not stored within the timeout, or the stream is full.
+        Args:   msg_id: the stream stores only the first of several messages with one id.
+        Raises: AlreadyStored: the subject takes one message, and another was first.
+                ResourceError: the message was not stored in time, or the stream is full.
         """
         all_headers = {CONTENT_TYPE: content_type, **(headers or {})}
         if msg_id:
@@ -441,18 +467,24 @@ class Bus:
     async def append(
         self, event: Event, *, msg_id: str | None = None, headers: dict[str, str] | None = None
     ) -> int:
-        """Append to the decision log; returns the event's place in the order of everything."""
+        """Append an event to the decision log; returns its sequence there."""
         return await self.publish(streams.log_subject(event), event, msg_id=msg_id, headers=headers)
 
     async def notice(self, source: str, what: str, reason: str, subject: str = "") -> None:
-        """Tell people; nothing depends on it."""
+        """Publish a notice for people; nothing in the mesh depends on notices.
+
+        Args: source: the service that tells it. subject: what the notice is about, if anything.
+        """
         payload = encode(Notice(source, what, reason, subject))
         await self.client.publish(
             streams.event_subject(source), payload, headers={CONTENT_TYPE: MSGPACK}
         )
 
     async def bury(self, source: str, message: Msg, error: ErrorInfo) -> None:
-        """Park a poison message in DEAD with its reason, then take it off its stream."""
+        """Put a message that cannot be handled in the stream DEAD with the reason, for people.
+
+        The message is then taken off its own stream.
+        """
         headers = dict(message.headers or {})
         headers["Phaseloom-Error"] = msgspec.json.encode(error).decode()
         headers["Phaseloom-Subject"] = message.subject
@@ -464,10 +496,10 @@ class Bus:
     # --- reading --------------------------------------------------------------------------------
 
     async def read_log(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
-        """Every event from `start_sequence` on, in order, for ever.
+        """Every event of the decision log from `start_sequence` on, in order, for ever.
 
-        Those that one append brought come one by one, under one sequence: whoever stops at one
-        reads `read_entries`, and misses none of its others.
+        Several events that one append brought come one by one, under one sequence. A reader that
+        stops at an event and goes on later uses `read_entries`, so as to miss none of the others.
         """
         async with aclosing(self.read_entries(start_sequence)) as entries:
             async for entry in entries:
@@ -475,7 +507,10 @@ class Bus:
                     yield one
 
     async def read_entries(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
-        """Every entry from `start_sequence` on as it is stored, in order, for ever."""
+        """Every entry of the decision log from `start_sequence` on, in order, for ever.
+
+        An entry comes as it is stored, with all the events that one append brought.
+        """
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=max(1, start_sequence),
@@ -492,7 +527,7 @@ class Bus:
                 yield LogEntry(sequence, time_s, event, message.headers or {})
 
     async def queued_since(self, time_s: float) -> AsyncGenerator[QueuedOperation, None]:
-        """Operations that the decision log took from a time (Unix seconds) up to now, in order.
+        """The operations that the decision log has taken since a time (Unix seconds), in order.
 
         Raises: nats.errors.Error: the server does not answer, or cannot yet.
         """
@@ -520,13 +555,17 @@ class Bus:
     async def _ordered(
         self, stream: str, subject: str, config: api.ConsumerConfig
     ) -> AsyncGenerator[Msg, None]:
-        """Messages in order, for ever; after a server restart some may come again."""
+        """The messages of a stream in order, for ever.
+
+        After a restart of the server some may come again.
+        """
         subscription = await self._ordered_subscription(stream, subject, config)
         try:
             async for message in each(subscription):
                 yield message
         finally:
-            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
+            # Where the connection is closed or draining the subscription ends with it.
+            with suppress(nats.errors.Error):
                 await subscription.unsubscribe()
 
     async def _ordered_subscription(
@@ -554,13 +593,16 @@ class Bus:
         notices = []
         first = max(1, state.first_seq, state.last_seq - number + 1)
         for sequence in range(first, state.last_seq + 1):
-            with suppress(NotFoundError):  # it went of age
+            with suppress(NotFoundError):  # the notice has expired meanwhile
                 message = await self.js.get_msg(streams.EVENTS, sequence)
                 notices.append(decode(message.data or b"", Notice))
         return notices
 
     async def read_notices(self, newest: int) -> AsyncGenerator[Notice, None]:
-        """The newest so many notices, then each that comes, for ever."""
+        """The newest notices, then each one that comes, for ever.
+
+        Args: newest: how many notices of the past to begin with.
+        """
         end = (await self.js.stream_info(streams.EVENTS)).state.last_seq
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
@@ -572,7 +614,7 @@ class Bus:
                 yield decode(message.data, Notice)
 
     async def log_start(self) -> int:
-        """Sequence of the decision log's oldest entry; of the next one where it is empty."""
+        """Sequence of the decision log's oldest entry; where it is empty, of its next entry."""
         return (await self.js.stream_info(streams.SCHED)).state.first_seq
 
     async def truncate_log(self, sequence: int) -> None:
@@ -590,12 +632,16 @@ class Bus:
         max_ack_pending: int = 1024,
         ack_wait_s: float = 30.0,
     ) -> JetStreamContext.PushSubscription:
-        """A durable push consumer; whoever handles a message acknowledges it, once its effects are
-        published.
+        """Subscribe to a stream by a durable push consumer.
 
-        Args: handler: called with each message as it is read from the connection, in order: it must
+        Whoever handles a message acknowledges it, once the message's effects are published.
+
+        Args: durable: the consumer's name.
+              handler: called with each message as it is read from the connection, in order. It must
                   not wait, and starts a task for what takes time.
-              shared: replicas with the same `durable` each get some of the messages.
+              shared: whether replicas with the same `durable` each get some of the messages.
+              max_ack_pending: most messages that are delivered and not yet acknowledged.
+              ack_wait_s: a message that is not acknowledged for so long is delivered again.
         """
         while True:
             config = api.ConsumerConfig(
@@ -642,10 +688,11 @@ class Bus:
         raise APIError.from_msg(message)
 
     async def _get_by_api(self, stream: str, subject: str) -> Stored | None:
-        """The stored message, where direct get gave no answer: there is no such stream, it has no
-        direct get, or the server is starting.
+        """The newest stored message of a subject, asked for without direct get.
 
-        Absence must not be concluded from silence: the JetStream API tells them apart.
+        It is for the case that direct get gives no answer: there is no such stream, the stream has
+        no direct get, or the server is starting. No answer does not mean that there is no message;
+        the JetStream API tells these cases apart.
         """
         try:
             message = await self.js.get_last_msg(stream, subject)
@@ -654,7 +701,7 @@ class Bus:
         return Stored(message.data or b"", message.seq or 0, dict(message.headers or {}))
 
     async def get_all_stored(self, stream: str, subjects: Sequence[str]) -> dict[str, Stored]:
-        """The newest stored message of each subject that has one, as `get_stored`, in one request.
+        """The newest stored message of each subject that has one: `get_stored`, in one request.
 
         Args:   subjects: without wildcards.
         Raises: nats.errors.Error: the server does not answer, or cannot yet.
@@ -679,16 +726,16 @@ class Bus:
         status = {} if end is None else end.headers or {}
         if status.get("Status") == _NOT_FOUND or status.get("Nats-Num-Pending") == "0":
             return found
-        # Too much for one answer, or nobody was there to give it.
+        # The messages are too much for one answer, or nobody was there to give it.
         for subject in subjects:
             if subject not in found and (one := await self.get_stored(stream, subject)):
                 found[subject] = one
         return found
 
     async def delete_subject(self, stream: str, subject: str) -> None:
-        """Drop what is stored of a subject.
+        """Drop the stored messages of a subject.
 
-        Raises: nats.errors.Error: the server does not answer. APIError: no such stream.
+        Raises: nats.errors.Error: the server does not answer. APIError: there is no such stream.
         """
         message = await self.client.request(
             f"$JS.API.STREAM.PURGE.{stream}",
@@ -703,7 +750,8 @@ class Bus:
     ) -> AsyncGenerator[str, None]:
         """Subjects of the messages that a stream took before a time (Unix seconds), oldest first.
 
-        May wait for ever where the last of them is deleted meanwhile: to be bounded by the caller.
+        The iteration may wait for ever where the last of the messages is deleted meanwhile: the
+        caller must bound it.
         """
         if not (await self.js.stream_info(stream)).state.messages:
             return
@@ -728,12 +776,15 @@ class Bus:
     # --- KV -------------------------------------------------------------------------------------
 
     async def kv_get(self, bucket: Bucket, key: str) -> Stored | None:
-        """The value, or None where the key is absent, deleted or expired."""
+        """A key's value, or None where the key is absent, deleted or expired."""
         stored = await self.kv_get_raw(bucket, key)
         return None if stored is None or stored.is_gone else stored
 
     async def kv_get_raw(self, bucket: Bucket, key: str) -> Stored | None:
-        """Like `kv_get`, but with the marker of a deleted or expired key, whose sequence counts."""
+        """Like `kv_get`, but a deleted or expired key gives its marker.
+
+        The marker's sequence is what `kv_swap` must name.
+        """
         return await self.get_stored(f"KV_{bucket}", f"$KV.{bucket}.{key}")
 
     async def kv_put(self, bucket: Bucket, key: str, value: bytes) -> int:
@@ -749,18 +800,21 @@ class Bus:
         *,
         headers: dict[str, str] | None = None,
     ) -> int:
-        """Compare-and-set.
+        """Replace a key's value if nobody else has (compare-and-set); returns the new sequence.
 
-        Args:   expected: stream sequence of the value that this replaces; 0: the key is new.
-                ttl_s: whole seconds until the value expires.
-        Raises: Conflict: it is another one.
+        Args:   expected: stream sequence of the value that is replaced; 0: the key is new.
+                ttl_s: whole seconds until the value expires; None: never.
+        Raises: Conflict: the key has another value than the expected one.
         """
         return await self._kv_publish(
             bucket, key, value, expected, headers=headers or {}, ttl_s=ttl_s
         )
 
     async def kv_delete(self, bucket: Bucket, key: str, expected: int) -> int:
-        """Compare-and-delete; as `kv_swap`. Returns the sequence of the marker left behind."""
+        """Delete a key if nobody else has changed it, as `kv_swap` replaces it.
+
+        Returns: the sequence of the marker that is left behind.
+        """
         return await self._kv_publish(
             bucket, key, b"", expected, headers={"KV-Operation": "DEL"}, ttl_s=None
         )
@@ -787,10 +841,10 @@ class Bus:
         return ack.seq
 
     async def kv_watch(self, bucket: Bucket, keys: str = ">") -> AsyncGenerator[KeyChange, None]:
-        """The keys under a filter as they are, then every change, for ever.
+        """The keys under a filter as they are now, then every change of them, for ever.
 
-        Values that follow one another fast may be skipped; the last one never is. Expiry shows in
-        buckets that leave markers (`leases`).
+        Where values of a key follow one another fast, some may be skipped; the last one never is.
+        Expiry is a change only in buckets that leave markers (`leases`).
         """
         prefix = f"$KV.{bucket}."
         config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT)

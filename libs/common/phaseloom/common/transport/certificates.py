@@ -1,9 +1,9 @@
 """The files with the certificates by which the state managers of a mesh know one another.
 
 <directory>/ca.pem, ca.key              the authority; its key stays where certificates are made
-<directory>/nodes/<node>/ca.pem         what the node verifies others by
-                        /node.pem       its certificate; the common name is the node's
-                        /node.key       for its owner only
+<directory>/nodes/<node>/ca.pem         the authority's certificate, to verify other nodes by
+                        /node.pem       the node's certificate; its common name is the node's name
+                        /node.key       the node's key, for its owner only
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ KEY_FILE = "node.key"
 
 
 def directory_of(directory: Path, node: str) -> Path:
-    """The directory of a node: the files there are all that it needs."""
+    """The directory with a node's certificate files, which are all that the node needs."""
     return directory / "nodes" / node

@@ -5,8 +5,8 @@ SCM_RIGHTS with its first byte. Used between the state manager, agents and ranks
 
 Invariants: a frame is never interleaved with another; every descriptor that arrives is given to
 exactly one owner or closed; after `closed` no call is pending. A peer that breaks the protocol is
-cut off with the reason in the log. asyncio's transports cannot carry descriptors, so this reads and
-writes its socket itself (`add_reader` and `add_writer`, which uvloop has too).
+cut off, with the reason in the log. asyncio's transports cannot carry descriptors, so a `Peer`
+reads and writes its socket itself (`add_reader` and `add_writer`, which uvloop has too).
 """
 
 from __future__ import annotations
@@ -40,34 +40,37 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_FDS = 8
-"""Descriptors beside one frame."""
+"""Most file descriptors beside one frame."""
 MAX_IN_FLIGHT = 1024
-"""Requests of one peer that are being handled at once."""
+"""Most requests of one peer that are handled at once; a peer that sends more is cut off."""
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
-"""A peer that leaves more than this unread is cut off."""
+"""Most bytes that a peer may leave unread; a peer that leaves more is cut off."""
 MAX_PEERS = 256
-"""Connections of one server at once; more wait in the listen queue."""
+"""Most connections of one server at once; more of them wait in the listen queue."""
 MAX_PATH_BYTES = 107
-"""Longest path of a Unix socket (Linux)."""
+"""Most bytes in the path of a Unix socket (Linux)."""
 
 _READ_BYTES = 64 * 1024
-"""Bytes read at once: fewer than malloc asks the system for, and gives back, every time."""
+"""Bytes read at once. For larger buffers malloc would go to the system every time."""
 _CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
-"""pid, uid and gid of who connected (`ucred`)."""
+"""The pid, uid and gid of the process that connected (`ucred`)."""
 
 Body = TypeVar("Body")
 Handler = Callable[[Body, list[int]], Awaitable[tuple[Body, Sequence[int]]]]
 
 
 class Frame(msgspec.Struct, Generic[Body], frozen=True, array_like=True):
-    """`call` numbers a request of its sender; the answer carries it back with `answer` set."""
+    """One message on the wire: a request, or the answer to one."""
 
     call: int
+    """Number of the request, counted by its sender; an answer carries the number back."""
     answer: bool
+    """Whether this is an answer."""
     body: Body
     num_fds: int = 0
+    """Number of file descriptors that travel with the frame."""
 
 
 class _ProtocolError(Exception):
@@ -88,10 +91,10 @@ def close_fds(fds: Iterable[int]) -> None:
 class Peer(Generic[Body]):
     """One end of a connection. `body_type` is the union of its messages and contains `Failed`.
 
-    `handler` answers the other end's requests, each in a task of its own; it owns the descriptors
-    it is given, and those that it returns stay its own (they are duplicated). What it raises is
-    answered as `Failed`. When the connection ends, handlers at work are left to finish (their
-    effects must be whole) and their answers are dropped; `close` cancels them.
+    `handler` answers the other end's requests, each in a task of its own. It owns the descriptors
+    that it is given; those that it returns stay its own (they are duplicated). An exception in it
+    is answered as `Failed`. When the connection ends, handlers at work are left to finish, since
+    their effects must be whole, and their answers are dropped; `close` cancels them.
     """
 
     def __init__(
@@ -105,11 +108,11 @@ class Peer(Generic[Body]):
         sock.setblocking(False)
         self.handler = handler
         self.max_fds = max_fds
-        """Descriptors that the other end may send at once; more, and it is cut off."""
+        """Most descriptors that the other end may send at once; if it sends more it is cut off."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[str] = self._loop.create_future()
-        """Done when the connection has ended; its result says why. Never fails."""
+        """Done when the connection has ended; the result says why. It never fails."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Frame[Body]] = msgspec.msgpack.Decoder(
             Frame[body_type]
@@ -128,7 +131,10 @@ class Peer(Generic[Body]):
     async def connect(
         cls, path: str | Path, body_type: Any, handler: Handler[Body] | None = None
     ) -> Peer[Body]:
-        """Raises: ResourceError: nobody listens at `path`. CallerError: it is too long for one."""
+        """Connect to the server at `path` and begin to read.
+
+        Raises: ResourceError: nobody listens there. CallerError: the path is too long for a socket.
+        """
         _check_length(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -149,10 +155,13 @@ class Peer(Generic[Body]):
         self._loop.add_reader(self._sock, self._on_readable)
 
     async def call(self, body: Body, fds: Sequence[int] = ()) -> tuple[Body, list[int]]:
-        """The answer to `body` and the descriptors beside it, which the caller now owns.
+        """Send a request; returns the answer and its descriptors, which the caller then owns.
 
-        `fds` stay the caller's. Cancelling gives up waiting; the other end is not told.
-        Raises: what the answer `Failed` stands for. ResourceError: the connection ended first.
+        The `fds` that are sent stay the caller's. Cancelling gives up waiting; the other end is not
+        told.
+
+        Raises: the error that an answer `Failed` stands for.
+                ResourceError: the connection ended first.
                 CallerError: `body` is above the frame limit.
         """
         if self.closed.done():
@@ -325,7 +334,7 @@ class Peer(Generic[Body]):
                 f"limit of {MAX_FRAME_BYTES} and {MAX_FDS}"
             )
         data = _LENGTH.pack(len(payload)) + payload
-        # Duplicates, because the caller may close its own before the socket takes them.
+        # These are duplicates: the caller may close its own before the socket takes them.
         self._unsent.append(_Unsent(memoryview(data), [os.dup(fd) for fd in fds]))
         self._unsent_bytes += len(data)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
@@ -363,9 +372,9 @@ class Peer(Generic[Body]):
 
 
 def listen(path: str | Path) -> socket.socket:
-    """A Unix socket bound to `path`, for its owner only; a stale one there is replaced.
+    """A Unix socket that listens at `path`, for its owner only; a stale socket there is replaced.
 
-    Raises: CallerError: the path is longer than a socket's may be.
+    Raises: CallerError: the path is too long for a socket.
     """
     path = Path(path)
     _check_length(path)
@@ -393,7 +402,7 @@ async def serve(
     *,
     max_fds: int = MAX_FDS,
 ) -> None:
-    """Accept our user's connections until cancelled, each with its own `session(peer)`.
+    """Accept connections of our own user until cancelled, and run `session(peer)` for each.
 
     A session sets `peer.handler`, calls `peer.start()` and returns when it is done with the peer,
     which is then closed. An exception in a session ends the server.
@@ -419,7 +428,7 @@ async def serve(
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """The next connection; one that was given up while it waited is passed over."""
+    """Wait for the next connection; one that was given up while it waited is passed over."""
     while True:
         try:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -431,7 +440,7 @@ async def accept(listener: socket.socket) -> socket.socket:
 
 
 def _is_ours(sock: socket.socket) -> bool:
-    """Whether a process of our user connected."""
+    """Whether the process that connected is our own user's; another's is logged."""
     ucred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(ucred)
     if uid != os.geteuid():

@@ -1,7 +1,8 @@
-"""Group commit: what comes while one store is under way is stored together by the next.
+"""Group commit: items that come while one store is under way are stored together by the next.
 
-One that comes alone is stored at once; only where it is known that more is about to come, a moment
-is waited for it. Whoever adds an item hears of its own store, which began after it came.
+An item that comes alone is stored at once, unless more items are known to be about to come: then
+the store waits a moment for them. Whoever adds an item hears of the store that took this item,
+which began after the item came.
 """
 
 from __future__ import annotations
@@ -16,25 +17,27 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_ITEMS = 128
-"""Stored at once: bounds a message's size."""
+"""Most items that are stored at once, which bounds the size of a message."""
 
 
 class _Group(Generic[T, R]):
+    """Items that are stored together, by the task that added the first of them."""
+
     def __init__(self, first: T) -> None:
         self.items = [first]
         self.stored: asyncio.Future[R] | None = None
-        """Made for the second one; the first stores it."""
+        """The result of the store, for the tasks that added further items; made with the second."""
         self.complete: asyncio.Future[None] | None = None
-        """The first waits for this before it stores them."""
+        """Set while the first task waits for more items; done when it may wait no longer."""
 
 
 class GroupCommit(Generic[T, R]):
-    """Stores what it is given in groups.
+    """Stores the items that it is given in groups.
 
-    Args: store: several items, at most `MAX_ITEMS`, in the order they came. Never called again
-              before it has returned.
-          is_more_coming: whether to wait for more, asked when something has come.
-          max_wait_s: so long at most.
+    Args: store: stores a list of items, at most `MAX_ITEMS`, in the order in which they came. It is
+              never called again before it has returned.
+          is_more_coming: whether to wait for more items; asked when an item has come.
+          max_wait_s: the longest wait for more items.
     """
 
     def __init__(
@@ -48,12 +51,13 @@ class GroupCommit(Generic[T, R]):
         self._max_wait_s = max_wait_s
         self._turn = asyncio.Lock()
         self._open: _Group[T, R] | None = None
-        """Takes more items: it waits for its turn."""
+        """The group that waits for its turn to be stored and takes more items until then."""
 
     async def add(self, item: T) -> R:
-        """Returns what the store of this item's group did.
+        """Store an item together with its group; returns what `store` returned for the group.
 
-        Raises: what it raised. ResourceError: the task that was to store the group was cancelled.
+        Raises: the error that `store` raised.
+                ResourceError: the task that was to store the group was cancelled.
         """
         group = self._open
         if group is None or len(group.items) >= MAX_ITEMS:
@@ -107,4 +111,4 @@ def _fail(stored: asyncio.Future[R] | None, error: BaseException) -> None:
     if not isinstance(error, Exception):
         error = ResourceError("who stored it was cancelled", remedy="try again")
     stored.set_exception(error)
-    stored.exception()  # whoever waited may be gone, too
+    stored.exception()  # marks it as seen: whoever waited for it may be gone, too

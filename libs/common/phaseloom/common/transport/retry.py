@@ -1,7 +1,7 @@
 """Calls to the NATS server that are repeated until it has done them.
 
-The server may be restarted under any call, or be full. Neither is a reason for a service to stop:
-it goes on where it stood, and people are told once what it waits for.
+The server may be restarted during any call, or be full. Neither is a reason for a service to stop:
+the service goes on where it stood, and people are told once what it waits for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPT_S = 2.0
-"""A request that the server received as it died is never answered."""
+"""Time after which an attempt is given up: the server may have died with the request, and then
+never answers it."""
 _PAUSE_S = 0.1
 _SERVER_ERROR = 500
 
@@ -40,14 +41,14 @@ async def until_done(
 ) -> T:
     """Repeat an idempotent call until the server has done it.
 
-    The number of attempts is unbounded: whoever must not wait for ever is ended from outside, a
-    node's agent by its lease, a rank by its agent.
+    The number of attempts is unbounded. A process that must not wait for ever is ended from
+    outside: a node's agent by its lease, a rank by its agent.
 
-    Args:   what: what is done, for the log.
-            attempt_s: an attempt is given up after this time; None: the call ends by itself.
-            tell_full: called once with the reason where a stream is full, which is then waited for
-                too. Without it a full stream is an error.
-    Raises: what the server refuses the call with.
+    Args:   what: name of the call, for the log.
+            attempt_s: time after which an attempt is given up; None: the call ends by itself.
+            tell_full: called once, with the reason, where a stream is full; the call is then
+                repeated until there is room. Without `tell_full` a full stream is an error.
+    Raises: the error with which the server refuses the call.
     """
     is_news = True
     while True:
@@ -78,7 +79,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether the error passes once the server is back; else the server is there, and says no."""
+    """Whether an error passes once the server is back; if not, the server refused the call."""
     if isinstance(error, ResourceError):
         is_too_large = isinstance(error.__cause__, MaxPayloadError)
         return error.info.code is Code.UNAVAILABLE and not is_too_large
@@ -88,13 +89,16 @@ def _is_away(error: Exception) -> bool:
 
 
 class RetryingLog:
-    """The decision log, whose calls are repeated until the server has done them.
+    """The decision log, with calls that are repeated until the server has done them.
 
-    An entry without an id may be stored twice: what is appended so must be harmless twice.
+    An event that is appended without an id may be stored twice, so it must be harmless twice.
     """
 
     def __init__(self, bus: Bus, source: str) -> None:
-        """Args: source: the service that appends, for people."""
+        """A log on this bus.
+
+        Args: source: the name of the service that appends, for people.
+        """
         self._bus = bus
         self._source = source
 
@@ -110,7 +114,10 @@ class RetryingLog:
         await self._bus.notice(self._source, "waiting for room", reason, SCHED)
 
     def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
-        """Read the entries as they are stored, and not their events one by one."""
+        """Every entry of the log from `start_sequence` on, for ever, as it is stored.
+
+        An entry comes whole, and not as its events one by one.
+        """
         return self._bus.read_entries(start_sequence)
 
     async def log_end(self) -> int:

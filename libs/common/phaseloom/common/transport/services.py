@@ -1,9 +1,9 @@
 """API calls as NATS micro services, the same on both sides.
 
-A call is a request on `pl.v1.api.<tenant>.<call>`, JSON or MessagePack by `Content-Type`; the
-answer comes in the same type. A failed call answers an `ApiError` and the micro services' error
-headers. Who calls is taken from the subject alone: the server lets a tenant publish on its own
-subjects only.
+A call is a request on `pl.v1.api.<tenant>.<call>`, in JSON or MessagePack as `Content-Type` says;
+the answer comes in the same type. The answer to a failed call is an `ApiError`, with the micro
+services' error headers. The subject alone tells which tenant calls: the server lets a tenant
+publish on its own subjects only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from phaseloom.common.transport.bus import Bus
 log = logging.getLogger(__name__)
 
 ApiHandler = Callable[[str, Any], Awaitable[object]]
-"""(tenant, decoded request) -> the struct to answer; raises PhaseloomError to refuse."""
+"""A function (tenant, decoded request) -> the struct to answer; it raises PhaseloomError to refuse
+the call."""
 
 _TENANT_TOKEN = 3
 _HEADER_CHARS = 200
@@ -61,15 +62,15 @@ async def serve_api(
     operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
     queue_group: str | None = None,
 ) -> Service:
-    """Serve calls for every tenant until the answered service's `stop()`.
+    """Serve API calls for every tenant, until `stop()` of the service that is returned.
 
-    Args: endpoints: call (`job.submit`) -> (request type, handler). Requests of one call are
-              handled one after another.
-          operators: as endpoints, on subjects that no tenant can reach (`pl.v1.node.<call>`); the
-              handler's tenant is empty.
-          queue_group: replicas in the same group share the calls; default: the service's name.
+    Args: endpoints: name of a call (`job.submit`) -> (request type, handler). Requests of one call
+              are handled one after another.
+          operators: likewise, for calls on subjects that no tenant can reach
+              (`pl.v1.node.<call>`); their handlers are given an empty tenant.
+          queue_group: replicas in the same group share the calls; None: the service's name.
     """
-    # nats-py asks for utcnow(), deprecated since Python 3.12.
+    # nats-py calls utcnow(), which is deprecated since Python 3.12.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         service = await add_service(
@@ -134,10 +135,11 @@ async def _refuse(request: Request, info: ErrorInfo, content_type: str) -> None:
 async def call_api(
     client: Client, tenant: str, call: str, request: object, answer: Any, *, timeout_s: float = 5.0
 ) -> Any:
-    """One call, answered as `answer`.
+    """Make one API call; returns its answer, decoded as the type `answer`.
 
-    Raises: PhaseloomError: what the service answered; ResourceError UNAVAILABLE: no answer (nobody
-            serves it, no connection, or no time left): whether it took effect is not known.
+    Raises: PhaseloomError: the error that the service answered.
+            ResourceError: UNAVAILABLE: there was no answer (nobody serves the call, there is no
+                connection, or the time is over). Whether the call took effect is not known.
     """
     return await _called(client, api_subject(tenant, call), request, answer, timeout_s)
 
@@ -145,7 +147,7 @@ async def call_api(
 async def call_node_api(
     client: Client, call: str, request: object, answer: Any, *, timeout_s: float = 5.0
 ) -> Any:
-    """Like `call_api`, for an operator."""
+    """Like `call_api`, for an operator's call, which belongs to no tenant."""
     return await _called(client, node_subject(call), request, answer, timeout_s)
 
 
@@ -169,9 +171,10 @@ async def _called(
 async def request_reply(
     client: Client, subject: str, payload: bytes, *, timeout_s: float, headers: dict[str, str]
 ) -> Msg:
-    """A NATS request whose every way of getting no answer is a ResourceError UNAVAILABLE.
+    """Make a NATS request and return the answer.
 
-    Raises: also CallerError: the payload is above the server's limit.
+    Raises: ResourceError: UNAVAILABLE: there was no answer, for whatever reason.
+            CallerError: the payload is above the server's limit.
     """
     try:
         return await client.request(subject, payload, timeout=timeout_s, headers=headers)
@@ -192,6 +195,6 @@ def _error_of(message: Msg, content_type: str, headers: Mapping[str, str]) -> Er
 
 
 def pub_ack(message: Msg) -> dict[str, Any]:
-    """A JetStream PubAck: `{"stream": …, "seq": …}` or `{"error": {…}}`."""
+    """Decode a JetStream PubAck: `{"stream": …, "seq": …}` or `{"error": {…}}`."""
     answer: dict[str, Any] = msgspec.json.decode(message.data)
     return answer

@@ -1,8 +1,8 @@
 """Signs and checks the tickets by which state managers give weights versions to other nodes.
 
-The scheduler's shell signs what its core permits; state managers check. Both know the mesh's
-secret, ranks do not. Nothing of the moment goes into a ticket: two schedulers that both lead for a
-moment sign the same.
+The scheduler's shell signs the tickets that its core gives; state managers check them. Both know
+the mesh's secret; ranks do not. A ticket contains no time and nothing random, so two schedulers
+that both lead for a moment sign the same one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_genuine(ticket: Ticket | FilesTicket, secret: str) -> bool:
 
 
 def _mac(ticket: Ticket | FilesTicket, secret: str) -> bytes:
-    """HMAC-SHA256, by a key that is for nothing else, over all but the mac itself."""
+    """HMAC-SHA256 over a ticket without its mac, by a key that is used for nothing else."""
     key = hmac.new(secret.encode(), _PURPOSE, hashlib.sha256).digest()
     unsigned = msgspec.msgpack.encode(msgspec.structs.replace(ticket, mac=b""))
     return hmac.new(key, unsigned, hashlib.sha256).digest()

@@ -1,4 +1,4 @@
-"""Which job is looked at next, and when: a bounded rate of looks over all jobs, none forgotten.
+"""The agenda of looks at jobs: their rate is bounded over all jobs, and no job is forgotten.
 
 A look works out a job's trace. The job that has been due longest comes first. A short burst of
 looks is free, so that a few jobs never wait for one another. The caller tells the time. Cost:

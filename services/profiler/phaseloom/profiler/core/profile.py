@@ -70,7 +70,7 @@ class Emission:
 class _Kind:
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     worst_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """How long each operation would have taken at its token limit."""
+    """The estimated duration of each operation, had it used all tokens that it was allowed."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     count: int = 0
 
@@ -100,7 +100,7 @@ class _Job:
     kinds: dict[tuple[str, str], _Kind] = field(default_factory=dict)
     ran: History = field(default_factory=History)
     ready_s: dict[OperationKey, float] = field(default_factory=dict)
-    """When each operation that is ready and not finished became ready."""
+    """The time at which each operation that is ready and not finished became ready."""
     num_ready: Counter[str] = field(default_factory=Counter)
     """The number of ready operations of each deployment that has any."""
     limits: dict[OperationKey, int] = field(default_factory=dict)
@@ -288,7 +288,7 @@ class OwnClock:
 
 
 def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
-    """How much longer a turn takes where each of its operations takes its worst time.
+    """Seconds by which a turn is longer where each of its operations takes its worst time.
 
     The sum goes over pools as if they did not overlap, so it is an upper bound.
     """

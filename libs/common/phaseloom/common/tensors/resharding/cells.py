@@ -1,9 +1,9 @@
-"""Where the shards of two shardings of one shape meet: boxes, each in the order of either side.
+"""Cells: the tensor slices in which the shards of two shardings of one shape meet.
 
-A *cell* is a box of a parameter that every shard holds whole or not at all, and in one run along
-each dim. Cells tile the parameter; neighbours that the same shards hold, end to end on both sides,
-are one cell. They depend on the shape and on how each side cuts, not on the parameter: they are
-made once for each distinct pair.
+A *cell* is a slice of a parameter that every shard of both sides holds whole or not at all, and in
+one run along each dim. Cells tile the parameter. Adjacent slices that the same shards hold, end to
+end on both sides, are one cell. Cells depend on the shape and on how each side cuts it, not on the
+parameter, so they are made once for each distinct combination.
 
 Cost: O(cells · shards that hold each).
 """
@@ -23,10 +23,14 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Cell:
+    """A slice of a parameter that every source or target shard holds whole or not at all."""
+
     size: Index
+    """Its size along each dim."""
     sources: tuple[tuple[int, Index], ...]
-    """(shard, where the cell starts in its tensor), of each that holds it."""
+    """Each source shard that holds the cell, and where the cell starts in the shard's tensor."""
     targets: tuple[tuple[int, Index], ...]
+    """Each target shard that holds the cell, and where the cell starts in the shard's tensor."""
 
     @property
     def num_elements(self) -> int:
@@ -35,7 +39,7 @@ class Cell:
 
 @dataclass
 class _Interval:
-    """A run of one dim, and where it starts in each shard that holds it."""
+    """A run of indices of one dim, and where it starts in each shard that holds it."""
 
     length: int
     sources: dict[int, int]
@@ -48,7 +52,7 @@ class _Interval:
 
 
 def cells(shape: Index, sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Cell]:
-    """Everything that some target shard holds, cut into cells."""
+    """The cells of everything that some target shard holds."""
     dims = [
         _intervals(size, [s.dims[dim] for s in sources], [t.dims[dim] for t in targets])
         for dim, size in enumerate(shape)
@@ -90,7 +94,10 @@ def _edges(held: list[Held]) -> Iterator[int]:
 
 
 def _inside(held: Held, edges: list[int]) -> Iterator[tuple[int, int]]:
-    """(number of an interval, where it starts in what is held)."""
+    """The number of each interval that is held, and where it starts in the shard's own dim.
+
+    Args: edges: the sorted ends of all intervals.
+    """
     at = 0
     for piece in held.pieces:
         first = bisect_left(edges, piece.indices.start)
@@ -106,7 +113,7 @@ def _continues(first: dict[int, int], second: dict[int, int], length: int) -> bo
 
 
 def _common(dims: list[dict[int, int]], num_shards: int) -> tuple[tuple[int, Index], ...]:
-    """The shards that hold every dim's interval."""
+    """The shards that hold the interval of every dim, with the start of each interval in them."""
     if not dims:
         return tuple((shard, ()) for shard in range(num_shards))
     fewest = min(dims, key=len)

@@ -1,11 +1,12 @@
-"""Which slice of which parameter a node fetches, so that weights reach another parallel layout.
+"""Plans of the slices of parameters that a node fetches, so that weights reach another layout.
 
-A *part* is what one source rank holds; source ranks that hold the same share one. Every byte that
-any target rank of a node holds, except padding, reaches the node exactly once, and no part is asked
-for much more than another. Parameters that are alike (shape, rule, place) share one plan, in which
-each is one of the *members*.
+A *part* is everything that one source rank holds; source ranks that hold the same share one part.
+Every byte that any target rank of a node holds, except padding, reaches the node exactly once, and
+no part is asked for much more than another. Parameters that are alike (shape, dtype, rule, place)
+form a group with one plan, and are its *members*.
 
-Pure; the same inputs give the same plan, and the same plan the same parts and fetches.
+Everything here is pure: the same inputs give the same plan, and the same plan gives the same parts
+and fetches.
 
 Source: PlexRL §5.3 (each rollout rank fetches only the slices that its layout requires).
 """
@@ -29,16 +30,16 @@ from phaseloom.common.tensors.resharding.sharding import (
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that lie alike."""
+    """Parameters of the same shape, dtype and rule that lie on the same ranks."""
 
     parameters: tuple[int, ...]
-    """Their numbers: the members."""
+    """The numbers of the group's members in the plan's parameters."""
     item_bytes: int
     cells: list[Cell]
     sources: list[list[int]]
-    """Ranks that hold each source shard."""
+    """The ranks that hold each source shard."""
     targets: list[list[int]]
-    """Ranks that hold each target shard."""
+    """The ranks that hold each target shard."""
     target_shards: list[Shard]
 
     def sources_of(self, cell: Cell) -> list[tuple[int, Index]]:
@@ -48,6 +49,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
+    """How weights of one sharding reach another, for all parameters of a model."""
+
     parameters: Sequence[Parameter]
     groups: tuple[Group, ...]
 
@@ -64,21 +67,21 @@ class Use:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A slice of one parameter that comes to a node once."""
+    """A slice of one parameter that a node fetches once, for all of its ranks that hold it."""
 
     parameter: int
     part: int
     start: Index
-    """Where it starts in the tensor as the part has it."""
+    """Where the slice starts in the part's tensor."""
     size: Index
     num_bytes: int
     uses: tuple[Use, ...]
 
 
 def plan(parameters: Sequence[Parameter], source: Sharding, target: Sharding) -> Plan:
-    """Plan which source ranks hold each piece of what each target rank holds.
+    """Plan which source ranks hold each piece of the parameters that each target rank holds.
 
-    Raises: CallerError: a sharding that is none, or a parameter that cannot be cut so.
+    Raises: CallerError: the sizes of a sharding do not fit, or a parameter cannot be cut that way.
     """
     return Plan(parameters, tuple(_groups(parameters, source, target)))
 
@@ -97,7 +100,10 @@ def source_parts(plan: Plan) -> list[list[int]]:
 
 
 def part_bytes(plan: Plan) -> list[int]:
-    """Bytes of each part that any target needs; parts that hold the same bytes count them each."""
+    """The number of bytes of each part that some target rank needs.
+
+    Bytes that several parts hold count for each of them.
+    """
     part_of = {rank: part for part, held in enumerate(source_parts(plan)) for rank in held}
     sizes = [0] * len(set(part_of.values()))
     for group in plan.groups:
@@ -111,7 +117,8 @@ def part_bytes(plan: Plan) -> list[int]:
 def node_fetches(plan: Plan, ranks: Collection[int]) -> list[Fetch]:
     """Everything that the target ranks of one node need, spread over the parts that have it.
 
-    Cost: O(what is returned).
+    Args: ranks: the target ranks of the node.
+    Cost: O(fetches returned).
     """
     part_of = {rank: part for part, held in enumerate(source_parts(plan)) for rank in held}
     loads: Counter[int] = Counter()
@@ -144,11 +151,13 @@ def _uses(group: Group, cell: Cell, ranks: Collection[int]) -> tuple[Use, ...]:
 def byte_runs(
     size: Index, item_bytes: int, there: tuple[Index, Index], here: tuple[Index, Index]
 ) -> Iterator[tuple[int, int, int]]:
-    """(Offset at the sender, offset at the receiver, length) of the longest runs of a slice's bytes
-    that are adjacent on both sides.
+    """The longest runs of a slice's bytes that are adjacent on both sides.
 
-    Args: there: where the slice starts in the sender's tensor, and that tensor's shape.
-          here: likewise at the receiver.
+    Each run is (offset at the sender, offset at the receiver, length), in bytes.
+
+    Args: size: the slice's size along each dim.
+          there: where the slice starts in the sender's tensor, and that tensor's shape.
+          here: the same for the receiver's tensor.
     """
     inner, dim = item_bytes, len(size)
     (source_start, source_shape), (target_start, target_shape) = there, here
@@ -175,9 +184,11 @@ def byte_runs(
 def assign(
     members: range, num_bytes: int, parts: Sequence[int], loads: Counter[int]
 ) -> list[tuple[int, range]]:
-    """Assign members of equal size to parts, always to the least loaded one; adds to `loads`.
+    """Assign members of equal size to parts, always the next one to the least loaded part.
 
-    Cost: O(parts · log parts), however many members there are.
+    Args:    loads: the bytes that each part has to send so far; the assigned ones are added to it.
+    Returns: the members of each part that gets any.
+    Cost:    O(parts · log parts), however many members there are.
     """
     if len(parts) == 1:
         loads[parts[0]] += num_bytes * len(members)
@@ -194,7 +205,10 @@ def assign(
 
 
 def _filled(count: int, size: int, loads: list[int]) -> list[int]:
-    """How many of `count` items of this size each gets, the least loaded one first."""
+    """How many of `count` items of this size each part gets, the least loaded part first.
+
+    Args: loads: the load of each part before.
+    """
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     total, num_open = count * size, 0
     level = 0
@@ -208,7 +222,7 @@ def _filled(count: int, size: int, loads: list[int]) -> list[int]:
     for number in order[:num_open]:
         counts[number] = (level - loads[number]) // size if size else 0
     rest = count - sum(counts)
-    # Fewer than are open, each below the level by less than one item.
+    # The rest is fewer items than there are open parts, each below the level by less than an item.
     by_load = sorted(order, key=lambda i: (loads[i] + counts[i] * size, i))
     for i in range(rest):
         counts[by_load[i % len(by_load)]] += 1
@@ -216,7 +230,10 @@ def _filled(count: int, size: int, loads: list[int]) -> list[int]:
 
 
 def _groups(parameters: Sequence[Parameter], source: Sharding, target: Sharding) -> Iterator[Group]:
-    """The largest parameters come first, so that small ones even the loads out."""
+    """The groups of parameters that are alike.
+
+    Those with the largest slices come first, so that small ones even the loads out.
+    """
     source.check()
     target.check()
     members: dict[tuple[object, ...], list[int]] = {}
@@ -262,7 +279,7 @@ def _pattern(
 def _remembered(
     place: Callable[[Parameter], tuple[tuple[int, ...], int | None]],
 ) -> Callable[[Parameter], tuple[tuple[int, ...], int | None]]:
-    """Tens of thousands of parameters lie in some hundred places."""
+    """A cached form of `place`: tens of thousands of parameters lie in some hundred places."""
     known: dict[tuple[object, int | None], tuple[tuple[int, ...], int | None]] = {}
 
     def remembered(parameter: Parameter) -> tuple[tuple[int, ...], int | None]:

@@ -1,11 +1,11 @@
-"""Which part of a parameter each rank of a deployment holds, from its layout: pure arithmetic.
+"""Sharding: the part of a parameter that each rank of a deployment holds, as pure arithmetic.
 
-A parameter is cut over the tensor-parallel ranks by its rule, and what each of them holds over its
-replicas by rows where they are sharded (FSDP, on dim 0 of what the rule left). The pieces are
-*shards*; every shard has the ranks that hold it, which are replicas of one another.
+A parameter's rule cuts it over the tensor-parallel ranks. Where the replicas of such a rank are
+sharded too (FSDP), the rank's piece is cut over them by rows, on dim 0. The pieces that result are
+*shards*. All ranks that hold a shard are replicas of one another.
 
 Parameters have the names and the whole shapes that both deployments agree on. A rank may keep a dim
-in another order than the whole (`phaseloom.common.tensors.layouts`).
+in another order than the whole parameter does (`phaseloom.common.tensors.layouts`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _ITEM_BYTES = {
 
 
 def item_bytes(dtype: str) -> int:
-    """Raises: CallerError: a dtype that no weight has."""
+    """The size of one element of a dtype.
+
+    Raises: CallerError: no weight has this dtype.
+    """
     try:
         return _ITEM_BYTES[dtype]
     except KeyError:
@@ -54,7 +57,7 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Along:
-    """Into equal runs: dim 0 of a column-parallel weight, dim 1 of a row-parallel one."""
+    """A dim cut into equal runs: dim 0 of a column-parallel weight, dim 1 of a row-parallel one."""
 
     dim: int
 
@@ -64,7 +67,7 @@ class Along:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows of an embedding or a head, padded to a multiple."""
+    """The rows of an embedding or a head, padded so that each rank has a multiple of `multiple`."""
 
     multiple: int = 128
     dim: int = 0
@@ -97,32 +100,34 @@ class FusedQkv:
 
 
 Rule = Along | Vocabulary | GatedMlp | FusedQkv | None
-"""None: every rank keeps the whole, in its own order."""
+"""How tensor parallelism cuts a parameter; None: every rank keeps the whole parameter."""
 
 
 class End(StrEnum):
-    """The pipeline stages of what belongs to no layer."""
+    """The pipeline stages that hold a parameter which belongs to no layer."""
 
     FIRST = "first"
     LAST = "last"
     BOTH = "both"
-    """An embedding that is also the head."""
+    """The first and the last stage, as for an embedding that is also the head."""
 
 
 @dataclass(frozen=True)
 class Parameter:
+    """A parameter of a model, with its whole shape."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str
     layer: int | End
     rule: Rule = None
     expert: int | None = None
-    """Which of its layer's experts it belongs to."""
+    """The number of the expert, within the layer, that the parameter belongs to; None: to none."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The indices of a parameter that a rank holds: for each dim which ones, in which order."""
+    """The piece of a parameter that a rank holds: for each dim the indices, in the rank's order."""
 
     dims: tuple[Held, ...]
 
@@ -136,25 +141,29 @@ class Shard:
 class Sharding:
     """How a deployment spreads its parameters over its ranks.
 
-    Ranks are numbered as in `phaseloom.common.tensors.layouts`; where experts are cut, too,
-    `expert_tp` runs fastest, then ep, then the replicas of the experts.
+    Ranks are numbered as in `phaseloom.common.tensors.layouts`. For the parameters of experts,
+    `expert_tp` runs fastest within a stage, then ep, then the replicas of the experts.
     """
 
     layout: Layout
     num_layers: int
     num_experts: int = 0
-    """Experts of each layer that has any."""
+    """Number of experts in each layer that has any."""
     expert_tp: int = 1
-    """Parts into which each expert is cut, by its parameters' rules."""
+    """Number of parts into which each expert is cut, by the rules of its parameters."""
     fsdp: int = 1
-    """How many of the dp · cp replicas share the rows of a parameter; the rest repeat these."""
+    """How many of the dp · cp replicas share the rows of a parameter; the other replicas repeat
+    these."""
     expert_fsdp: int = 1
-    """The same for experts, over the replicas of theirs."""
+    """How many replicas of an expert share the rows of each of its parameters."""
     rules: Mapping[Rule, Rule] = field(default_factory=dict)
     """Exceptions from the parameters' own rules: {a parameter's rule: the rule that holds here}."""
 
     def check(self) -> None:
-        """Raises: CallerError: sizes that do not divide what they cut."""
+        """Check that each size divides the ranks that it cuts.
+
+        Raises: CallerError: a size does not.
+        """
         check_layout(self.layout)
         layout, replicas = self.layout, self.layout.dp * self.layout.cp
         cut = layout.ep * self.expert_tp
@@ -178,7 +187,7 @@ class Sharding:
         return self.rules.get(parameter.rule, parameter.rule)
 
     def cuts(self, *, is_expert: bool) -> tuple[int, int]:
-        """Into how many parts the rule cuts, and rows after it."""
+        """The number of parts into which a rule cuts, and into how many each is cut by rows."""
         if is_expert:
             return self.expert_tp, self.expert_fsdp
         return self.layout.tp, self.fsdp
@@ -196,7 +205,12 @@ class Sharding:
                 return (self._stage_of(layer),)
 
     def place(self, parameter: Parameter) -> tuple[tuple[int, ...], int | None]:
-        """The stages that hold it, and the place along ep; None: not an expert's."""
+        """The pipeline stages that hold a parameter, and its expert's place along ep.
+
+        The latter is None where the parameter belongs to no expert.
+
+        Raises: CallerError: there is no such expert or layer.
+        """
         if parameter.expert is None:
             return self.stages(parameter), None
         if not 0 <= parameter.expert < self.num_experts:
@@ -209,7 +223,10 @@ class Sharding:
         return self.stages(parameter), parameter.expert // each
 
     def ranks(self, stages: tuple[int, ...], ep: int | None) -> list[list[int]]:
-        """The ranks that hold each shard of what lies there, in the order of `shards`."""
+        """The ranks that hold each shard of a parameter, in the order of `shards`.
+
+        Args: stages, ep: the place of the parameter, as `place` returns it.
+        """
         tp, fsdp = self.cuts(is_expert=ep is not None)
         found: list[list[int]] = [[] for _ in range(tp * fsdp)]
         for stage, within in product(stages, range(self.stage_ranks)):
@@ -233,9 +250,11 @@ class Sharding:
 
 
 def shards(shape: tuple[int, ...], rule: Rule, tp: int, fsdp: int) -> list[Shard]:
-    """All shards of a parameter: the rule's parts run fastest, then the rows'.
+    """All shards of a parameter; the parts of the rule run fastest, then those of the rows.
 
-    Raises: CallerError: the rule's dim is not there, or cannot be dealt out so.
+    Args:   tp: the number of parts into which the rule cuts.
+            fsdp: the number of parts into which the rows of each are cut.
+    Raises: CallerError: the rule's dim is not there, or cannot be cut so.
     """
     if rule is not None and rule.dim >= len(shape):
         raise CallerError(
@@ -275,7 +294,7 @@ def _whole(size: int) -> Held:
 
 
 def _within(held: Held, run: range) -> Held:
-    """A run of what is held, padding included."""
+    """The part of a held dim that lies in a run of its positions, padding included."""
     pieces: list[Piece] = []
     at = 0
     for piece in held.pieces:

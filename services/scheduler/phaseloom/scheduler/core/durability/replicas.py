@@ -1,13 +1,13 @@
-"""Copies that others count on: before a node is left, what it alone secures is on another.
+"""Replicas: before a node is left, another node gets the copies that only the first one secures.
 
-Of a `remote` job two nodes have each part of its newest seal. Of a policy that was deleted, a node
-has the weights versions that others of its job still need, and nobody can make them again. Where
-too few of these nodes are to stay, one more fetches a copy from those that have it: another one
-than before where it could not, again and again. What the left node has stays there until the next
-seal is committed, or until nobody needs the version.
+Two kinds of copies count. Each part of a `remote` job's newest seal is on two nodes. The weights
+versions of a deleted policy that its job still needs are on some node, and nobody can make them
+again. Where too few of these nodes are to stay, one more node fetches a copy from those that have
+it. Where that node cannot, another one is asked, again and again. The copy on the node that is left
+stays there until the next seal is committed, or until nobody needs the version.
 
-A seal that is under way, or a move, brings copies of its own: then nothing is asked for here. Cost
-of `go_on`: linear in the deployments, while some node is to be left; else nothing.
+A seal that is under way, or a move, makes copies of its own: nothing is asked for here meanwhile.
+Cost of `go_on`: linear in the deployments while some node is to be left; else nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, MoveStage, WpgState
 
 RETRY_PAUSE_S = 5.0
-"""Pause before a copy that has failed is asked for again; twice as long each time."""
+"""First pause before a copy that has failed is asked for again; each one is twice as long as the
+one before."""
 MAX_RETRY_PAUSE_S = 80.0
 
 
 def go_on(step: Step) -> None:
-    """Ask for the copies that are missing.
+    """Ask for the copies that are missing; called when nodes, or copies on them, may have changed.
 
-    Called where nodes, or what is on them, may have changed.
+    Nothing is done where no node is to be left.
     """
     if not step.state.closing:
         return
@@ -52,23 +53,24 @@ def go_on(step: Step) -> None:
 
 
 def _has_rest(deployment: Deployment) -> bool:
-    """Whether no other copies of it are being made."""
+    """Whether neither a seal nor a move is making copies of a deployment's state now."""
     move = deployment.move.relocation
     return not deployment.durability.sealing and (move is None or move.stage is MoveStage.WAITING)
 
 
 def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
-    """The parts of a seal that are not on enough nodes which stay, by the place of their nodes."""
+    """The numbers of the parts of a deployment's seal that are on too few nodes which stay."""
     if deployment.wpg.state is WpgState.STOPPED or not deployment.durability.seal_seq:
         return
     if step.job_of(deployment).spec.durability is not Durability.REMOTE:
-        return  # what it is rebuilt from is where it is, and moves with it
+        return  # its seal is on its own nodes, and moves with it
     for part in range(len(deployment.wpg.spans)):
         if len(_staying(step, seals.holders(deployment, part))) < seals.NUM_REMOTE_COPIES:
             yield part
 
 
 def _retained_at_risk(step: Step, job: Job) -> Iterator[VersionKey]:
+    """The retained versions of a job that are on too few nodes which stay."""
     if job.state in JOB_ENDED:
         return
     for name, nodes in sorted(job.versions.retained.items()):
@@ -92,9 +94,10 @@ def _staying(step: Step, nodes: Collection[NodeId]) -> list[NodeId]:
 
 
 def _give_up_failed(step: Step, deployment: Deployment, at_risk: Collection[int]) -> None:
-    """Stop copies that nobody needs any more, as where a node is to stay after all.
+    """Give up the failed copies of parts that are not at risk any more.
 
-    Another part may need their nodes.
+    A part is not when a node is to stay after all, for instance. Their nodes are free for the
+    copies of other parts.
     """
     for copying in [
         c for c in deployment.durability.copying if c.has_failed and c.part not in at_risk
@@ -148,7 +151,7 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     told = [n for n, names in step.state.stopping.items() if str(version.policy) in names]
     fit = [h.node for h in hosts if h.is_up and h.node not in (*nodes, *told)]
     own = {node for deployment in step.deployments_of(job.key) for node in deployment.nodes}
-    fit.sort(key=lambda node: (node not in own, node))  # rather where it is read
+    fit.sort(key=lambda node: (node not in own, node))  # the job's nodes, which read it, first
     node = _another(fit, before)
     if node is None or not sources:
         return
@@ -165,14 +168,17 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     )
     failures = before.failures if before is not None else 0
     if before is not None and before.node != node:
-        seals.release_at(step, [before.node], [version])  # it may have got it after all
+        seals.release_at(step, [before.node], [version])  # it may have got the version after all
     copying = Copying(node, step.node(node).revision, command, failures=failures)
     job.versions.begin_copying(name, copying)
     step.tell("copied again", f"{node}, from a node that is left", name)
 
 
 def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
-    """The last incarnation of the policy's name: a ticket of an earlier one is refused."""
+    """The newest incarnation under the name of a version's policy, for tickets.
+
+    A ticket of an earlier incarnation is refused.
+    """
     successor = step.deployment(version.policy)
     known = job.earlier.incarnations.get(version.policy.deployment, 0)
     return max(known, successor.wpg.incarnation if successor is not None else 0)
@@ -187,7 +193,10 @@ def _is_to_be_asked(step: Step, before: Copying | None) -> bool:
 
 
 def _another(fit: list[NodeId], before: Copying | None) -> NodeId | None:
-    """The node to ask next; where some fail, each has its turn. None: none fits."""
+    """The node to ask next for a copy; None where none fits.
+
+    After a failure the nodes are asked in turn, from the one after the node that failed.
+    """
     if before is not None and before.has_failed:
         fit = sorted(fit)
         fit = [*(node for node in fit if node > before.node), *fit]
@@ -198,7 +207,10 @@ def _another(fit: list[NodeId], before: Copying | None) -> NodeId | None:
 
 
 def mirrored(step: Step, event: StateMirrored) -> bool:
-    """A node has its copy, or could not get it. Returns: whether it was asked for here."""
+    """Note that a node has fetched a copy, or could not.
+
+    Returns: whether the copy was asked for by this module.
+    """
     deployment = step.deployment(event.deployment)
     if deployment is not None:
         for copying in deployment.durability.copying:
@@ -220,7 +232,7 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
     step.advance_copy(copying, CopyEvent.CAME)
     deployment.durability.end_copying(copying)
     seals.note_replica(deployment, copying.part, event.node)
-    step.follow(FollowUp.PLACE)  # people may wait to hear that a node is needed no more
+    step.follow(FollowUp.PLACE)  # people may wait to hear that a node is not needed any more
 
 
 def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
@@ -247,7 +259,7 @@ def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) ->
 
 
 def counted_on(step: Step, node: NodeId) -> list[str]:
-    """The copies that would be too few, were this node switched off; one line each."""
+    """The copies that would be too few if this node were switched off, as lines for people."""
     lines = []
     for _, deployment in sorted(step.state.deployments.items()):
         for part in _parts_at_risk(step, deployment):

@@ -1,10 +1,12 @@
 """Seals, the purge floor, and which weights versions are kept.
 
-The floor F(d) is the seq below which a deployment's operation stream is not needed: its newest
-committed seal, or less while a `publish_weights` under it made a version that somebody needs and
-that is not yet as durable as the seal. Kept versions: a policy's newest, and every one that a
-deployment holds, has a queued sync for, or may have to sync again where it is rebuilt. Of a deleted
-policy the latter stay, on its node, as *retained versions*: nobody can make them again.
+The *purge floor* of a deployment is the seq up to which its stored operations are not needed any
+more. It is the seq of its newest committed seal, or less while a `publish_weights` under that made
+a version that is needed and is not yet as durable as the seal.
+
+These weights versions are kept: a policy's newest, and every one that a deployment holds, has a
+queued sync for, or may have to sync again when it is rebuilt. Where the policy is deleted, such
+versions stay on its nodes as *retained versions*: nobody can make them again.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED, MoveStage, Wpg
 from phaseloom.scheduler.core.state.tree import State
 
 NUM_REMOTE_COPIES = 2
-"""Copies of each part of a `remote` seal, its own node's included."""
+"""Copies of each part of a `remote` seal, the one on the deployment's own node included."""
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
 
 
 def mutated(step: Step, deployment: Deployment, op: Op) -> None:
-    """A mutating operation took effect."""
+    """Note that a mutating operation of a deployment took effect.
+
+    Weights versions and stored operations that nothing needs after it are dropped.
+    """
     gradients.took_effect(deployment, op)
     if op.kind == "publish_weights":
         seq = op.key.seq
@@ -41,7 +46,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         release_versions(step, job)
     elif op.kind == "sync_weights":
         deployment.durability.hold(op.version)
-        # The whole state is replaced: what came before is not needed to rebuild it.
+        # A sync replaces the whole state: no operation before it is needed to rebuild that.
         if not volatile_versions(step, deployment) and not deployment.queue.cuts:
             delete(step, deployment, deployment.durability.forget_before_last())
         release_versions(step, step.job(op.key.job_key))
@@ -50,7 +55,10 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def needed_versions(step: Step, job: Job) -> set[VersionKey]:
-    """The weights versions of a job that must be kept."""
+    """The weights versions of a job that must be kept: each policy's newest, and the wanted ones.
+
+    A deleted policy has no newest version here: only the wanted ones of its versions are kept.
+    """
     newest: dict[str, VersionKey] = {}
     for version in job.versions.published:
         if not is_retained(step, version):
@@ -59,9 +67,9 @@ def needed_versions(step: Step, job: Job) -> set[VersionKey]:
 
 
 def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
-    """Versions that a deployment holds, has a queued sync for or may sync again.
+    """The versions that a deployment of the job holds, has a queued sync for or may sync again.
 
-    Args: but: a deployment that is not asked.
+    Args: but: a deployment whose needs do not count.
     """
     needed: set[VersionKey] = set()
     for other in step.deployments_of(job.key):
@@ -75,13 +83,16 @@ def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> s
 
 
 def is_retained(step: Step, version: VersionKey) -> bool:
-    """Whether its policy is deleted; one of the same name may have been created since."""
+    """Whether the policy that made a version is deleted.
+
+    A new policy may have been created under its name since.
+    """
     policy = step.deployment(version.policy)
     return policy is None or version.seq < policy.queue.first_seq
 
 
 def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
-    """Nodes where the parts of a version were cut; none: nowhere that is known."""
+    """The nodes that have, or may have, parts of a weights version; empty: none is known."""
     policy = step.deployment(version.policy)
     if policy is not None and version.seq >= policy.queue.first_seq:
         holders = [node for part in policy.durability.replicas for node in part]
@@ -97,12 +108,12 @@ def _own_needed(step: Step, deployment: Deployment) -> set[int]:
 
 
 def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
-    """Seqs of the needed versions of this policy that its nodes hold in memory alone."""
+    """Seqs of the needed versions of this policy that its nodes hold in memory only."""
     return _own_needed(step, deployment) - set(deployment.durability.durable_versions)
 
 
 def release_versions(step: Step, job: Job) -> None:
-    """Drop the weights versions that nothing needs any more."""
+    """Drop the weights versions of a job that nothing needs any more."""
     needed = needed_versions(step, job)
     _release(step, job, [version for version in job.versions.published if version not in needed])
 
@@ -128,7 +139,7 @@ def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
             _forget_policy(step, job, version.policy, list(dict.fromkeys([*nodes, *fetching])))
         copying = job.versions.copying.get(str(version))
         if copying is not None and not copying.is_under_way(step.node(copying.node)):
-            # The word of what is under way is waited for.
+            # A copy that is under way is given up when its answer comes.
             job.versions.end_copying(str(version))
 
 
@@ -138,9 +149,9 @@ def release_at(step: Step, nodes: Iterable[NodeId], versions: list[VersionKey]) 
 
 
 def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[NodeId]) -> None:
-    """Nothing of a deleted policy is needed any more: its seals may go, too.
+    """Have nodes forget a deleted policy of which no version is needed any more: its seals go, too.
 
-    Where its name is used again, the next seal replaces them.
+    Nothing is done where a policy of the same name exists: its next seal replaces the old ones.
     """
     if step.deployment(policy) is not None:
         return
@@ -151,8 +162,11 @@ def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[Node
 
 
 def release_restored(step: Step, deployment: Deployment) -> None:
-    """A WPG came back with its seal's versions; some may have been released meanwhile, and what a
-    dead incarnation was publishing when its job fell back is nobody's."""
+    """Release the versions that a WPG brought back from its seal and that nothing needs any more.
+
+    They may have been released while it was away. A version that a dead incarnation was publishing
+    when its job fell back has no user either.
+    """
     needed = needed_versions(step, step.job_of(deployment))
     durability = deployment.durability
     seqs = [*durability.durable_versions, *durability.take_unfinished()]
@@ -166,7 +180,8 @@ def release_restored(step: Step, deployment: Deployment) -> None:
 def is_outcome_needed(state: State, key: OperationKey) -> bool:
     """Whether the outcome of an operation that ended long ago must still be kept.
 
-    A rebuild compares with it, and an `attach` tells by it what a gap is.
+    A rebuild compares the outcomes of the operations that it runs again with the stored ones. An
+    `attach` tells by stored outcomes which seqs are gaps.
     """
     deployment = state.deployments.get(str(key.deployment_key))
     if deployment is None or key.seq is None:
@@ -178,10 +193,11 @@ def is_outcome_needed(state: State, key: OperationKey) -> bool:
 
 
 def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
-    """Whether to seal now: enough has changed since, and there are no gradients to carry along.
+    """Whether to seal now: enough has changed since the last seal, and no gradients are pending.
 
-    Args: times: how much more patient to be with the number of mutations: a seal costs least when
-        the state leaves its device anyway. A long log or an old seal waits for nothing.
+    Args: times: factor on the number of mutations that make a seal due. It is 1 where the state
+              leaves its device anyway, when a seal costs least, and higher elsewhere. It does not
+              apply to the limits on bytes and on age.
     """
     config = step.config
     has_enough = deployment.durability.since_seal > 0 and (
@@ -193,7 +209,7 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
         config.seal_every > 0
         and has_enough
         and not deployment.durability.sealing
-        # The state that is being saved may have to be made again, from the seal before it.
+        # A state that is being saved may have to be made again, from the seal before it.
         and not deployment.queue.cuts
         and (
             deployment.move.relocation is None
@@ -207,6 +223,10 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
 
 
 def seal(step: Step, deployment: Deployment) -> None:
+    """Ask every node of a deployment to seal its part of the state as it is now.
+
+    A `remote` seal is skipped, and people are told so, where too few nodes can take copies of it.
+    """
     durability = step.job_of(deployment).spec.durability
     replicas = _replicas(step, deployment) if durability is Durability.REMOTE else {}
     if replicas is None:
@@ -233,7 +253,10 @@ def seal(step: Step, deployment: Deployment) -> None:
 
 
 def committed(step: Step, event: SealCommitted) -> None:
-    """A node has its part on disk. Where there are several, the last part makes the seal."""
+    """Note that a node has its part of a seal on disk; the last part completes the seal.
+
+    With the seal, stored operations and weights versions are dropped that are not needed any more.
+    """
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
         return
@@ -253,23 +276,26 @@ def committed(step: Step, event: SealCommitted) -> None:
 
 
 def _look_at_copies(step: Step) -> None:
-    """Look at the nodes that are to be left: copies may be on them."""
+    """Look again at the nodes that are to be left: the copies that count on them may have changed.
+
+    Nothing is done where no node is to be left.
+    """
     if step.state.closing:
         step.follow(FollowUp.PLACE)
 
 
 def clear_stale_holders(step: Step, deployment: Deployment) -> None:
-    """Have the nodes that a deployment was on drop what they keep of it."""
+    """Have the nodes that a deployment has left drop what they still keep of it."""
     retained = step.job_of(deployment).versions.retained
     if any(name.startswith(f"{deployment.name}.") for name in retained):
-        return  # of an earlier policy of its name: they go with its job
+        return  # versions of an earlier policy of its name: they stay until the job ends
     for node in deployment.move.stale_holders:
         forget_at(step, deployment, node)
     deployment.move.keep([])
 
 
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """Have a node drop all that it has of a deployment that is not on it."""
+    """Have a node drop everything that it has of a deployment that is not placed on it."""
     step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
     step.send(
         StopWpg,
@@ -281,7 +307,11 @@ def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
 
 
 def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
-    """The weights versions that are durable with the seal; None: it has parts that are not yet."""
+    """Note a node's part of the seal that was asked for last.
+
+    Returns: the seqs of the weights versions that are durable with the whole seal; None while parts
+             are missing, or where the part belongs to another seal.
+    """
     if len(deployment.wpg.spans) == 1:
         return event.versions
     if event.seq != deployment.durability.seal_asked:
@@ -296,15 +326,18 @@ def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None
 def _note_copies(
     step: Step, deployment: Deployment, event: SealCommitted, versions: list[int]
 ) -> None:
-    """Note which nodes have the new seal. Nodes that have only the one before become stale holders,
-    except those that the deployment is about to go to."""
+    """Note which nodes have a deployment's new seal.
+
+    Nodes that have only the seal before it become stale holders, except those that the deployment
+    is about to move to.
+    """
     before = _copied_to(deployment)
     parts = (
         deployment.durability.part_copies
         if len(deployment.wpg.spans) > 1
         else {event.node: event.copies}
     )
-    # One that was noted by a core that knew of no copies has none.
+    # A part that was noted by a core that knew of no copies has none.
     gone = {name for name, leave in step.state.closing.items() if leave.why is Closing.GONE}
     replicas = [
         [node, *(copy for copy in parts.get(node, []) if copy not in gone)]
@@ -312,17 +345,17 @@ def _note_copies(
     ]
     deployment.durability.sealed(event.seq, versions, replicas)
     for node in sorted(gone & {copy for copies in parts.values() for copy in copies}):
-        forget_at(step, deployment, node)  # it is told so should it be back all the same
+        forget_at(step, deployment, node)  # in case the node comes back all the same
     holders = {node for part in deployment.durability.replicas for node in part}
     holders.update(_targets(deployment))
     deployment.move.keep([*deployment.move.stale_holders, *before], but=holders)
 
 
-# --- who has it ----------------------------------------------------------------------------------
+# --- who has the seal -----------------------------------------------------------------------------
 
 
 def holders(deployment: Deployment, index: int) -> list[NodeId]:
-    """Nodes that have this part of the newest seal; none where there is no seal."""
+    """The nodes that have this part of a deployment's newest seal; empty where it has no seal."""
     if not deployment.durability.seal_seq:
         return []
     # Where no copies were noted, the seal is on the deployment's own nodes.
@@ -334,14 +367,17 @@ def holders(deployment: Deployment, index: int) -> list[NodeId]:
 
 
 def note_replica(deployment: Deployment, index: int, node: NodeId) -> None:
-    """Note that a node has this part of the newest seal, too."""
+    """Note that one more node has this part of a deployment's newest seal."""
     if not deployment.durability.replicas:
         deployment.durability.set_replicas([[own] for own in deployment.nodes])
     deployment.durability.note_replica(index, node)
 
 
 def drop_other_parts(step: Step, deployment: Deployment) -> None:
-    """A node has one part of a seal: one that is about to get another forgets this first."""
+    """Have each node that is about to get one part of a seal forget any other part that it has.
+
+    A node has at most one part of a deployment's seal.
+    """
     for index, node in enumerate(_targets(deployment)):
         others = [part for i, part in enumerate(deployment.durability.replicas) if i != index]
         if node not in deployment.nodes and any(node in part for part in others):
@@ -350,15 +386,19 @@ def drop_other_parts(step: Step, deployment: Deployment) -> None:
 
 
 def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """A node does not need the copy that it was told to fetch, and may have got."""
+    """Note that the copy which a node was told to fetch, and may have by now, is not needed.
+
+    Where the seal has several parts the node forgets the copy at once; else it becomes a stale
+    holder, which forgets it after the next seal.
+    """
     if len(deployment.wpg.spans) > 1:
-        forget_at(step, deployment, node)  # it may be about to get another part
+        forget_at(step, deployment, node)  # the node may be about to get another part
     elif node not in deployment.move.stale_holders:
         deployment.move.keep([*deployment.move.stale_holders, node])
 
 
 def stop_copying(step: Step, deployment: Deployment) -> None:
-    """Stop all copying: no copy needs to stand in for a node that is left."""
+    """Give up every copy of a deployment's seal that is being made for a node that is left."""
     for copying in deployment.durability.copying:
         give_up_copy(step, deployment, copying.node)
     deployment.durability.stop_copying()
@@ -376,7 +416,10 @@ def nodes_with(deployment: Deployment) -> list[NodeId]:
 
 
 def nodes_in_use(deployment: Deployment) -> set[NodeId]:
-    """Nodes that have, or will have, a part of its newest seal: none can take another."""
+    """The nodes that have, or will have, a part of a deployment's newest seal.
+
+    None of them can take another part.
+    """
     return {*deployment.nodes, *_copied_to(deployment), *_targets(deployment)}
 
 
@@ -386,7 +429,7 @@ def _copied_to(deployment: Deployment) -> list[NodeId]:
 
 
 def _targets(deployment: Deployment) -> list[NodeId]:
-    """Nodes that the deployment is to go to."""
+    """The nodes that a deployment is moving to, by part; empty where it does not move."""
     return (
         []
         if deployment.move.relocation is None
@@ -395,14 +438,20 @@ def _targets(deployment: Deployment) -> list[NodeId]:
 
 
 def drop_replicas(deployment: Deployment) -> None:
-    """Drop the seal: nodes that have it and do not run the deployment become stale
-    holders, which are told to forget it later."""
+    """Note that a deployment has no seal any more.
+
+    Nodes that have the old seal and do not run the deployment become stale holders, which are told
+    to forget it later.
+    """
     deployment.move.keep(nodes_with(deployment), but=deployment.nodes)
     deployment.durability.drop_replicas()
 
 
 def is_readable(step: Step, deployment: Deployment) -> bool:
-    """Whether every part of the seal that it is rebuilt from is on some node that is up."""
+    """Whether every part of the seal that a deployment is rebuilt from is on a node that is up.
+
+    Without a seal there is nothing to read, which counts as readable.
+    """
     if not deployment.durability.seal_seq:
         return True
     return all(
@@ -412,9 +461,12 @@ def is_readable(step: Step, deployment: Deployment) -> bool:
 
 
 def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> list[str]:
-    """The endpoints of the state managers that have this part of the seal, and the versions.
+    """Endpoints of the state managers that may have this part of a seal, or the versions needed.
 
-    Those that have another part, under the same name, are left out.
+    Nodes that are down are left out, and nodes that only have another part of the seal, which goes
+    by the same name.
+
+    Args: but: a node that is left out: the one that fetches.
     """
     own = holders(deployment, index)
     parts = range(len(deployment.wpg.spans))
@@ -434,20 +486,26 @@ def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> l
 
 
 def durable_needed(step: Step, deployment: Deployment) -> list[int]:
-    """Seqs of its weights versions that the next incarnation does not make again."""
+    """Seqs of a policy's needed weights versions that are durable.
+
+    Its next incarnation does not make them again.
+    """
     return sorted(_own_needed(step, deployment) & set(deployment.durability.durable_versions))
 
 
 def ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
-    """A ticket for its seals and durable versions, not signed yet: the shell knows the secret."""
+    """A ticket by which these nodes may fetch a deployment's seals and durable versions.
+
+    It is not signed yet: only the shell knows the secret.
+    """
     return FilesTicket(deployment.key, deployment.wpg.incarnation, [str(node) for node in nodes])
 
 
 def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
-    """Other nodes that could take a copy of a part of its seal.
+    """Other nodes that could take a copy of a part of a deployment's seal, the best ones first.
 
-    First those that it is about to go to, or that have a copy of an earlier seal; then those of
-    its own pool, where it could be rebuilt at once.
+    First come the nodes that the deployment is moving to, or that have a copy of an earlier seal;
+    then the nodes of its own pool, where it could be rebuilt at once; then all others.
     """
     known = nodes_with(deployment)
     fit = [
@@ -468,13 +526,16 @@ def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
 
 
 def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
-    """The nodes that get a copy of the part of each of its nodes; None: there are too few."""
+    """For each node of a deployment, the other node (with its endpoint) that copies its part.
+
+    Returns: None where too few nodes can take a copy.
+    """
     wanted = _targets(deployment)
     names = fit_for_copy(step, deployment)
     others = [name for name in names if name not in wanted]
     chosen: dict[NodeId, dict[NodeId, str]] = {}
     for index, node in enumerate(deployment.nodes):
-        # Where a node is about to get a part, it gets no other.
+        # A node that the deployment is moving to gets the part that it is to run.
         name = wanted[index] if len(wanted) == len(deployment.wpg.spans) else None
         if name is None or name not in names:
             if not others:
@@ -485,25 +546,28 @@ def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, s
 
 
 def failed(step: Step, event: SealFailed) -> None:
+    """Note that a node could not seal its part of the state: the previous seal stands."""
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
         return
     step.tell("seal failed, the previous one stands", event.error.message, deployment.name)
     if event.seq != deployment.durability.seal_asked:
-        return  # it is given up already, where another node said so first
+        return  # this seal is given up already, since another node failed first
     deployment.durability.seal_failed()
     _look_at_copies(step)
 
 
 def _floor(step: Step, deployment: Deployment) -> int:
+    """The purge floor of a deployment: a seq; see the module."""
     pending = volatile_versions(step, deployment)
-    # While an incarnation is being rebuilt, it needs all that came after the seal it began with.
+    # An incarnation that is being rebuilt needs every operation after the seal it began with.
     is_rebuilding = deployment.wpg.state in (WpgState.STARTING, WpgState.RECOVERING)
     sealed = deployment.wpg.base if is_rebuilding else deployment.durability.seal_seq
     return min([sealed, *[seq - 1 for seq in pending]])
 
 
 def delete(step: Step, deployment: Deployment, seqs: list[int]) -> None:
+    """Have the stored operations of a deployment that have these seqs deleted."""
     if seqs:
         key = deployment.key
         keys = [OperationKey(key.tenant, key.job, key.deployment, str(seq)) for seq in seqs]

@@ -1,18 +1,20 @@
 """Moves: a deployment goes to other nodes, and its state with it.
 
-It is sealed where it trains and has changed since its seal, and runs on while its new nodes fetch a
-copy of that seal and of the weights versions that it needs. Then it finishes what runs, is given
-nothing new, is stopped, and begins its next incarnation on the new nodes as after any loss: from
-the seal, with what came after that run again. Where that would take longer than the copy did, it is
-sealed and copied once more before it is stopped. Operations that come meanwhile wait.
+A deployment that trains and has changed since its last seal is sealed first. It runs on while its
+new nodes fetch a copy of the seal and of the weights versions that it needs. Then it finishes the
+operations that run, is given no new ones, is stopped, and begins its next incarnation on the new
+nodes as after any loss: from the seal, with the operations after the seal run again. Where running
+those again would take longer than the copy did, the deployment is sealed and copied once more
+before it is stopped. Operations that come meanwhile wait.
 
-While a `save_state` of it is written it is neither sealed nor stopped: what is saved would have to
-be made again, from the seal before it. It runs on until that is durable; a further `save_state`
-waits for the move, or there might never be a moment for it.
+While a `save_state` is written, its deployment is neither sealed nor stopped: the state that is
+saved would have to be made again, from the seal before it. The deployment runs on until the saved
+state is durable. A further `save_state` waits until the move is over; otherwise there might never
+be a moment for the move.
 
-If one of its new nodes is down, or cannot take the copy, it goes on where it is until that is
-otherwise. If it dies on the way, its next incarnation begins wherever the state is and the nodes
-are up. Its old nodes keep the seal that it was rebuilt from until it has made one where it is now.
+Where a new node is down, or cannot take the copy, the deployment stays where it is until the node
+can. Where the deployment dies on the way, its next incarnation begins wherever its state is and the
+nodes are up. The old nodes keep the seal that it was rebuilt from until it has made a new seal.
 """
 
 from __future__ import annotations
@@ -32,18 +34,22 @@ from phaseloom.scheduler.core.state.transitions import MoveEvent, MoveStage
 from phaseloom.scheduler.core.state.wpg import Span
 
 RETRY_PAUSE_S = 5.0
-"""Pause before a node that could not take a copy is asked again; twice as long each time."""
+"""First pause before a node that could not take a copy is asked again; each one is twice as long
+as the one before."""
 MAX_RETRY_PAUSE_S = 80.0
 
 
 def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
-    """Begin a move. One to where the deployment is already ends any that is under way."""
+    """Begin to move a deployment to these nodes and devices.
+
+    A move to where the deployment is already just ends any move that is under way.
+    """
     name = deployment.name
     spans = _arranged(deployment, spans)
     release_nodes(step, deployment)
     seals.stop_copying(step, deployment)
     if deployment.move.relocation is not None:
-        # There may be a copy on the nodes that it was to go to.
+        # There may be a copy on the nodes that the earlier move was to go to.
         holders = {node for part in deployment.durability.replicas for node in part}
         deployment.move.keep(seals.nodes_with(deployment), but={*deployment.nodes, *holders})
     if spans == deployment.wpg.spans:
@@ -78,14 +84,17 @@ def _arranged(deployment: Deployment, spans: list[Span]) -> list[Span]:
 
 
 def release_nodes(step: Step, deployment: Deployment) -> None:
-    """The nodes of a deployment no longer wait for it to leave: it has left, or stays after all."""
+    """Note that a deployment's nodes no longer wait for it to leave.
+
+    It has left them, or stays after all.
+    """
     for node in deployment.nodes:
         groups.end_hold(step.state.cluster, node, deployment.name)
     step.follow(FollowUp.PLACE)
 
 
 def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Whether the nodes that it is to go to are there, and have forgotten it if it was there."""
+    """Whether the new nodes of a move are up, and none still has to forget the deployment."""
     return all(
         step.node(span.node).is_up and deployment.name not in step.state.stopping.get(span.node, {})
         for span in move.spans
@@ -93,7 +102,7 @@ def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
 
 
 def is_held(deployment: Deployment) -> bool:
-    """Whether nothing new begins on it: it is about to be sealed, or to leave."""
+    """Whether a deployment is given no new operations: it is about to be sealed, or to leave."""
     move = deployment.move.relocation
     if move is None or deployment.queue.cuts:
         return False
@@ -105,7 +114,7 @@ def is_held(deployment: Deployment) -> bool:
 
 
 def holds_back(deployment: Deployment, op: Op) -> bool:
-    """Whether this `save_state` is one too many: the move waits for another one."""
+    """Whether an operation is a `save_state` that must wait: the move waits for an earlier one."""
     return op.kind == "save_state" and _waits_for_cut(deployment)
 
 
@@ -143,9 +152,9 @@ def _waits_for(deployment: Deployment, move: Relocation) -> str:
 
 
 def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Take the move of a running deployment on.
+    """Take the move of a running deployment as far as it can go now.
 
-    Returns: whether it is to be stopped now.
+    Returns: whether the deployment is to be stopped now, to start on its new nodes.
     """
     if not is_possible(step, deployment, move):
         _wait(step, deployment, move)
@@ -180,8 +189,10 @@ def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
 
 
 def _replay_s(deployment: Deployment) -> float:
-    """How long it would take to run again what its seal has not; 0: that, or it cannot be sealed as
-    it is."""
+    """Seconds that it would take to run again the operations after a deployment's seal.
+
+    It is 0 where the deployment does not train, or has gradients and so cannot be sealed now.
+    """
     if not deployment.spec.trainable or gradients.pending(deployment):
         return 0.0
     return sum(
@@ -197,9 +208,9 @@ def _wait(step: Step, deployment: Deployment, move: Relocation) -> None:
 
 
 def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Ask for the seal of a move, as soon as it can be made.
+    """Ask for the seal of a move, as soon as the seal can be made.
 
-    Returns: whether it was asked for, or none is wanted.
+    Returns: whether the seal was asked for, or none is wanted.
     """
     if deployment.durability.sealing or _has_gradients_to_use(deployment):
         return False
@@ -213,10 +224,10 @@ def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
 
 
 def _is_to_be_sealed(deployment: Deployment, move: Relocation) -> bool:
-    """Whether a seal makes the move shorter, and may be made.
+    """Whether a seal makes a deployment's move shorter, and may be made.
 
-    A deployment that does not train is rebuilt as fast by what it did last. A seal with gradients
-    would bring them back after a refused step has thrown them away.
+    A deployment that does not train needs none: its last operations rebuild it as fast. A seal with
+    gradients in it would bring them back after a refused step has thrown them away.
     """
     has_changed = deployment.durability.applied > max(
         deployment.durability.seal_seq, deployment.wpg.origin_seq
@@ -226,13 +237,13 @@ def _is_to_be_sealed(deployment: Deployment, move: Relocation) -> bool:
 
 
 def _has_gradients_to_use(deployment: Deployment) -> bool:
-    """Whether its gradients will be gone soon: the operation that uses them is known."""
+    """Whether a deployment's gradients will be used up soon: its next operation is known."""
     is_known = deployment.queue.head_seq in deployment.queue.operations
     return deployment.spec.trainable and is_known and bool(gradients.pending(deployment))
 
 
 def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
-    """Have each new node fetch what it will begin with, as far as it has not got that."""
+    """Have each new node of a move fetch the part of the seal and the versions that it lacks."""
     fetching: list[NodeId] = []
     versions = seals.durable_needed(step, deployment)
     for index, span in enumerate(move.spans):
@@ -264,7 +275,10 @@ def _ticket_of_held(deployment: Deployment, node: NodeId) -> Ticket | None:
 
 
 def mirrored(step: Step, event: StateMirrored) -> None:
-    """A new node has its copy, or could not get it."""
+    """Note that a new node of a move has its copy, or could not get it.
+
+    Where it could not, the move is put off and tried again after a pause.
+    """
     deployment = step.deployment(event.deployment)
     if deployment is None or deployment.move.relocation is None:
         return
@@ -283,14 +297,17 @@ def mirrored(step: Step, event: StateMirrored) -> None:
 
 
 def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """A new node has a new lease: what it was told to fetch under the last one never comes."""
+    """Note that a new node of a move has a new lease.
+
+    The copy that the node was told to fetch under its last lease never comes.
+    """
     move = deployment.move.relocation
     if move is not None and move.stage is MoveStage.MIRRORING and node in move.fetching:
         step.advance_move(deployment, MoveEvent.NODE_RESTARTED)
 
 
 def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
-    """Note that a deployment which is dead on its old nodes is placed on the new ones."""
+    """Place a deployment, whose ranks on its old nodes are dead, on the new nodes of its move."""
     name, old = deployment.name, deployment.nodes
     devices.leave(step, deployment)
     devices.forget(step, deployment)
@@ -301,7 +318,8 @@ def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     for span in spans:
         devices.place(step.node(span.node), span.devices, deployment)
     for node in deployment.nodes:
-        # A node may confirm late that it has forgotten it, and an incarnation dies once.
+        # A node may confirm late that it has forgotten the deployment: the next incarnation must
+        # not be taken for the one that is confirmed dead.
         told = step.state.take_back_forget(node, name)
         deployment.wpg.raise_incarnation(told)
     deployment.move.keep([*deployment.move.stale_holders, *old], but=deployment.nodes)

@@ -1,11 +1,12 @@
 """Worker-process groups: started, lost, rebuilt.
 
-A WPG starts and dies whole, on however many nodes: where it dies on one, it is killed on the
-others. Each start is an *incarnation*; it begins once no rank of the last one is alive and all of
-its nodes are there. Whatever an older incarnation says about claims is ignored. An incarnation
-starts from the newest seal (or the seeds) and runs again, in order, what took effect after it. An
-operation that was permitted when the last one ended is run again too, as `replay`, since its
-outcome may have been stored.
+A WPG starts and dies as a whole, on however many nodes: where it dies on one node, it is killed on
+the others. Each start is an *incarnation*. It begins once no rank of the last incarnation is alive
+and all of its nodes are up. Whatever an older incarnation says about claims is ignored.
+
+An incarnation starts from the newest seal (or the seeds) and runs again, in order, the operations
+that took effect after the seal. Operations that were permitted when the last incarnation ended run
+again too, as `replay`, since their outcomes may have been stored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _ALIVE = frozenset({WpgState.STARTING, WpgState.RECOVERING, WpgState.READY})
 
 
 def node_up(step: Step, event: NodeUp) -> None:
-    """A node's agent took its lease: whatever ran under an earlier one is dead."""
+    """Note that a node's agent took its lease: whatever ran there under an earlier lease is dead.
+
+    Deployments that only waited for this node begin their next incarnation.
+    """
     old = step.state.nodes.get(event.node)
     if old is not None and old.revision >= event.revision:
         return
@@ -57,14 +61,14 @@ def node_up(step: Step, event: NodeUp) -> None:
         if _has_lost_a_device(step, deployment, span):
             groups.end_hold(step.state.cluster, event.node, name)
             deployment.wpg.lose_span(span)
-            # `stop` does not find this node to tell: it is told below to forget what it has of it.
+            # `stop` does not reach this node any more: it is told below to forget the deployment.
             step.state.ask_to_forget(event.node, name, deployment.wpg.incarnation)
             continue
         devices.place(node, span.devices, deployment)
         _try_start(step, deployment)
     for deployment in step.state.deployments.values():
         if deployment.wpg.state is WpgState.LOST and deployment.wpg.spans:
-            _try_start(step, deployment)  # it may have waited for a copy on this node
+            _try_start(step, deployment)  # the deployment may have waited for a copy on this node
     for name in step.state.moving:
         deployment = step.state.deployments[name]
         spans = deployment.move.relocation.spans if deployment.move.relocation is not None else []
@@ -79,7 +83,7 @@ def node_up(step: Step, event: NodeUp) -> None:
 def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
     """Whether a node has come back without a device that a deployment has, or is to get.
 
-    That ends its job.
+    The deployment's job is then failed.
     """
     last = max(span.devices)
     if last < len(step.node(span.node).devices):
@@ -95,9 +99,9 @@ def _placed(node: Node) -> list[str]:
 
 
 def _stop_again(step: Step, node: Node) -> None:
-    """Tell a node again what it is to forget.
+    """Tell a node again which deployments it is to forget.
 
-    Jobs ended while it was away, or it died before it had dropped their seals.
+    Their jobs ended while the node was away, or the node died before it had dropped their seals.
     """
     for name in step.state.stopping.get(node.node, {}):
         step.send(
@@ -110,20 +114,22 @@ def _stop_again(step: Step, node: Node) -> None:
 
 
 def _note_stopped(step: Step, event: WpgLost) -> None:
+    """Note that a node has forgotten a deployment, where it was told to."""
     name = str(event.deployment)
     told = step.state.stopping.get(event.node, {}).get(name)
     if told is not None and told <= event.incarnation:
         step.state.note_forgotten(event.node, name)
-        # It can take a copy again.
+        # The node can take a copy of the deployment's seal again.
         if step.state.closing:
             step.follow(FollowUp.PLACE)
         deployment = step.deployment(event.deployment)
         if deployment is not None and deployment.wpg.state is WpgState.STOPPED:
-            # A successor of its name goes on from there.
+            # A later deployment of its name counts its incarnations on from there.
             deployment.wpg.raise_incarnation(event.incarnation)
 
 
 def node_lost(step: Step, event: NodeLost) -> None:
+    """Note that a node's lease is lost: every rank on the node counts as dead."""
     node = step.state.nodes.get(event.node)
     if node is None or node.revision != event.revision or not node.is_up:
         return
@@ -138,7 +144,10 @@ def node_lost(step: Step, event: NodeLost) -> None:
 
 
 def place(step: Step, deployment: Deployment, spans: list[Span]) -> None:
-    """Args: spans: a device for each rank, in order; the first is the leader's."""
+    """Put a deployment on devices and start it there.
+
+    Args: spans: a device for each rank, in order; the first is the leader's.
+    """
     deployment.wpg.put_on(spans)
     for span in spans:
         devices.place(step.node(span.node), span.devices, deployment)
@@ -146,9 +155,10 @@ def place(step: Step, deployment: Deployment, spans: list[Span]) -> None:
 
 
 def move(step: Step, deployment: Deployment, spans: list[Span]) -> None:
-    """Have it go elsewhere, its state with it, as soon as what runs has ended.
+    """Have a deployment go elsewhere with its state, as soon as the operations that run have ended.
 
-    Args: spans: as of `place`. Those where it is: it stays, whatever was decided before.
+    Args: spans: as for `place`. Where they are its present ones, the deployment stays, and a move
+              that was decided before is ended.
     """
     if deployment.wpg.state is not WpgState.STOPPED:
         moves.begin(step, deployment, spans)
@@ -173,6 +183,7 @@ def _move_on(step: Step, deployment: Deployment, relocation: Relocation) -> None
 
 
 def start(step: Step, deployment: Deployment) -> None:
+    """Begin an incarnation on the deployment's nodes, from its newest seal if it has one."""
     step.advance_wpg(deployment, WpgEvent.STARTED)
     deployment.durability.incarnation_begins()
     deployment.wpg.begin(deployment.durability.seal_seq)
@@ -201,15 +212,21 @@ def start(step: Step, deployment: Deployment) -> None:
 
 
 def _seal_sources(step: Step, deployment: Deployment, index: int) -> list[str]:
-    """The state managers from which a node gets its part of the seal, if it has no good one."""
+    """Endpoints of the state managers from which a node can fetch its part of the seal.
+
+    The node asks them where it has no good copy of its own.
+    """
     if not deployment.durability.seal_seq:
         return []
     return seals.sources(step, deployment, index, but=deployment.nodes[index])
 
 
 def _try_start(step: Step, deployment: Deployment) -> None:
-    """Begin the next incarnation, if no rank of the last can be alive, and its nodes and its state
-    are there: the nodes that it is on its way to, or else those that it was on."""
+    """Begin a deployment's next incarnation, if that is possible now.
+
+    It is possible once no rank of the last incarnation can be alive, its state is readable, and its
+    nodes are up: the nodes that it is moving to if these are ready, else those that it was on.
+    """
     if deployment.wpg.dying_on or not seals.is_readable(step, deployment):
         return
     if deployment.move.relocation is not None and moves.is_possible(
@@ -221,7 +238,10 @@ def _try_start(step: Step, deployment: Deployment) -> None:
 
 
 def restart(step: Step, deployment: Deployment) -> None:
-    """Throw the state of this incarnation away and begin another from the deployment's record."""
+    """Throw away the state of a deployment's incarnation and begin the next one.
+
+    It starts from the seal or checkpoint that the deployment's record names.
+    """
     if not deployment.wpg.spans:
         return
     is_alive = deployment.wpg.state in _ALIVE
@@ -233,6 +253,7 @@ def restart(step: Step, deployment: Deployment) -> None:
 
 
 def started(step: Step, event: WpgStarted) -> None:
+    """Note that a WPG is up on a node; once it is up on all of them, its replay can begin."""
     deployment = step.deployment(event.deployment)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
@@ -251,7 +272,7 @@ def started(step: Step, event: WpgStarted) -> None:
         return
     deployment.wpg.measure(max(deployment.wpg.state_bytes, event.state_bytes))
     if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
-        # Where it came from elsewhere, it is on this node's disk now.
+        # A seal that the node fetched from elsewhere is on its own disk now.
         seals.note_replica(deployment, deployment.nodes.index(event.node), event.node)
     if deployment.wpg.starting_on:
         return
@@ -264,14 +285,14 @@ def started(step: Step, event: WpgStarted) -> None:
     if not deployment.durability.seal_seq:
         seals.clear_stale_holders(step, deployment)
     if step.state.closing:
-        step.follow(FollowUp.PLACE)  # its copies count anew
+        step.follow(FollowUp.PLACE)  # the copies of its seal are counted anew
     if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
         step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_job(step, deployment)
 
 
 def _began_apart(step: Step, deployment: Deployment, event: WpgStarted) -> None:
-    """Kill a WPG whose nodes have begun with states that do not belong together."""
+    """Kill a WPG whose nodes have begun with different states, and have its job fall back."""
     error = ErrorInfo(
         Code.DATA_LOSS,
         f"{event.node} has the state of {deployment.name} as of {event.applied}, "
@@ -284,11 +305,14 @@ def _began_apart(step: Step, deployment: Deployment, event: WpgStarted) -> None:
 
 
 def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
-    """Mutations after the state that the WPG starts with, from the last one that replaces it all.
+    """Seqs of the operations to run again after the state that a WPG starts with, in order.
 
-    A `publish_weights` changes nothing here: it is run again only where its version is needed and
-    not on disk, and then what made the state that it cuts is run again too. So is a `save_state`
-    that was not durable, in its place.
+    They are the mutations from the last one that replaces the whole state. A `publish_weights`
+    changes no state: it is run again only where its version is needed and not durable. A
+    `save_state` that was not durable is run again in its place. For both, the mutations that made
+    the state that they take are run again too.
+
+    Args: applied: the seq up to which operations are in that state.
     """
     history = [m for m in deployment.durability.history if m.seq > applied]
     wanted = seals.volatile_versions(step, deployment)
@@ -303,6 +327,7 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
 
 
 def replayed(step: Step, deployment: Deployment, seq: int) -> None:
+    """Note that an operation has run again; after the last one the deployment is ready."""
     deployment.durability.replayed(seq)
     deployment.wpg.forgive_refusals()
     _touch_job(step, deployment)
@@ -312,14 +337,17 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
 
 
 def _touch_job(step: Step, deployment: Deployment) -> None:
-    """Others of the job may wait for a weights version that is there again."""
+    """Have all deployments of a job looked at: some may wait for a version that is there again."""
     for other in step.deployments_of(deployment.key.job_key):
         step.touch(other)
 
 
 def lost(step: Step, event: WpgLost) -> None:
-    """The ranks on a node are dead and reaped. Start anew, unless the start itself cannot
-    succeed."""
+    """Note that the ranks of a WPG on a node are dead and reaped, and start it anew.
+
+    Where the start itself cannot succeed, the deployment or its job ends, or the job falls back to
+    a checkpoint. Operations that killed their WPG too often are failed.
+    """
     _note_stopped(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
@@ -353,7 +381,10 @@ def lost(step: Step, event: WpgLost) -> None:
 
 
 def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
-    """Whether it began with a seal that its node could not fetch: that is nobody's failure here."""
+    """Whether a WPG could not start because a node could not fetch the seal.
+
+    This does not count as a loss of the WPG.
+    """
     if not deployment.wpg.base or event.error.code is not Code.UNAVAILABLE:
         return False
     return event.node not in seals.holders(deployment, deployment.nodes.index(event.node))
@@ -367,7 +398,7 @@ def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
 
 
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
-    """Have the job fall back to its checkpoint, unless that is what cannot be read."""
+    """Have a deployment's job fall back to its checkpoint, or fail where that cannot be read."""
     if deployment.wpg.is_trial:
         _cannot_start(step, deployment, error)
         return
@@ -391,10 +422,10 @@ def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
 
 
 def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo) -> None:
-    """Fail the operations that killed their WPG again and again. The rest goes on without them.
+    """Fail the operations that killed their WPG again and again; the job goes on without them.
 
-    There is more than one only if the first loss is one too many: an operation that ran in a loss
-    runs alone after it.
+    There is usually one, since an operation that ran in a loss runs alone after it. There are more
+    only where the first loss is already one too many.
     """
     given_up = ErrorInfo(
         Code.ABORTED,
@@ -407,7 +438,7 @@ def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo
 
 
 def _lose(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """No rank on this node is alive: then the WPG is dead, and is killed on its others."""
+    """Note that no rank of a WPG is alive on this node: the WPG is killed on its other nodes."""
     if deployment.wpg.state in _ALIVE:
         _note_death(step, deployment)
         _kill(step, deployment, but=node)
@@ -416,14 +447,17 @@ def _lose(step: Step, deployment: Deployment, node: NodeId) -> None:
 
 
 def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> None:
-    """Have the ranks of a dead WPG killed; `lost` hears of it. Args: but: not on this node."""
+    """Have the ranks of a dead WPG killed; `lost` is called when they are dead.
+
+    Args: but: a node on which no rank is alive.
+    """
     nodes = step.nodes_of(deployment)
     deployment.wpg.kill_on([node.node for node in nodes if node.is_up and node.node != but])
     _stop_command(step, deployment, deployment.wpg.dying_on, forget=False)
 
 
 def _note_death(step: Step, deployment: Deployment) -> None:
-    """Note the death of a WPG: its claims are freed, its open operations are queued again."""
+    """Note the death of a WPG: its devices are freed, and its running operations queued again."""
     if deployment.wpg.state in _ALIVE:
         step.advance_wpg(deployment, WpgEvent.DIED)
         deployment.wpg.stop_waiting()
@@ -435,7 +469,10 @@ def _note_death(step: Step, deployment: Deployment) -> None:
 
 
 def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None:
-    """A mutating operation failed half-way: kill this incarnation; `lost` starts the next."""
+    """Kill an incarnation in which a mutating operation failed half-way; `lost` starts the next.
+
+    Where data is lost, or losses are too many, the job falls back to its checkpoint or fails.
+    """
     is_lost = error is not None and error.code is Code.DATA_LOSS
     if is_lost and error is not None and deployment.wpg.state in _REBUILDING:
         _cannot_be_rebuilt(step, deployment, error)
@@ -452,12 +489,16 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
 
 
 def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
-    """Stop a WPG for good. Args: forget: whether its seals and weights versions go too."""
+    """Stop a WPG for good.
+
+    Args: forget: whether its nodes drop its seals and weights versions too.
+    """
     if deployment.wpg.state is WpgState.STOPPED:
         return
     devices.vacate(step, deployment)
     if deployment.wpg.spans and deployment.wpg.state is WpgState.LOST:
-        deployment.wpg.next_incarnation()  # its loss is told already: this must be confirmed apart
+        # Its loss is confirmed already: a new number tells the confirmation of this stop apart.
+        deployment.wpg.next_incarnation()
     nodes = seals.nodes_with(deployment) if forget else deployment.nodes
     if forget:
         for node in nodes:
