@@ -42,6 +42,7 @@ from phaseloom.common.contract.api import (
 from phaseloom.common.contract.commands import Command
 from phaseloom.common.contract.events import Notice, SealRecord
 from phaseloom.common.contract.operations import Completion, Operation, Progress
+from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.state_agent import StatusReport
 
 VERSION = "1.0.0"
@@ -163,6 +164,12 @@ def channels() -> list[Channel]:
             f"$KV.{streams.Bucket.SEALS}.{{tenant}}.{{job}}.{{deployment}}",
             "agents: the commit record of a deployment's newest seal, by compare and swap",
             (SealRecord,),
+        ),
+        Channel(
+            "models",
+            f"$KV.{streams.Bucket.MODELS}.{{name}}",
+            "operator → job API: a registered model",
+            (RegisteredModel,),
         ),
         Channel(
             "event",
