@@ -152,8 +152,8 @@ SWITCH_MOVED = Metric(
     "profiler",
     "State moved by context switches; direction is `out` or `in`",
 )
-SWITCHES_EARLY = Metric(
-    "phaseloom.switches.early",
+SWITCHES_SPECULATIVE = Metric(
+    "phaseloom.switches.speculative",
     Kind.COUNTER,
     "{switch}",
     ("node",),
