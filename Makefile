@@ -38,7 +38,7 @@ SUBJECTS := cli client common loadtest profiler router scheduler simulator state
 # The same examples of property tests each time. The files of whole meshes come first, so that at
 # the end no process waits for the one that has the longest; they wait for timers now and then, which
 # is why there are more processes than cores.
-PYTEST = $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --hypothesis-profile=same \
+PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-profile=same \
 	-m "not slow"
 
 # One torch thread per device, everywhere: results are compared bit by bit.
