@@ -50,6 +50,38 @@ class Cache:
             self.columns,
         )
 
+    def joined(self, other: Cache, room: int) -> Cache:
+        """These rows and then the other cache's, copied, with room for so many more columns.
+
+        Rows are aligned at their last column; columns that are padding in all rows are left out.
+        """
+        caches = (self, other)
+        used = [cache.columns - int(cache.padding_B.min()) for cache in caches]
+        columns = max(used)
+        padding_B = torch.cat([c.padding_B + (columns - c.columns) for c in caches])
+        split = self.num_rows
+
+        def join(ours_BKSD: torch.Tensor, theirs_BKSD: torch.Tensor) -> torch.Tensor:
+            _, num_heads, _, size = ours_BKSD.shape
+            # Zeroes, since what is masked is multiplied by 0 and must be finite.
+            joined = ours_BKSD.new_zeros((padding_B.numel(), num_heads, columns + room, size))
+            joined[:split, :, columns - used[0] : columns] = self._last(ours_BKSD, used[0])
+            joined[split:, :, columns - used[1] : columns] = other._last(theirs_BKSD, used[1])
+            return joined
+
+        mask_BS = self.mask_BS.new_zeros(padding_B.numel(), columns + room)
+        columns_S = torch.arange(columns + room, device=padding_B.device)
+        return Cache(
+            [join(ours, theirs) for ours, theirs in zip(self.keys, other.keys, strict=True)],
+            [join(ours, theirs) for ours, theirs in zip(self.values, other.values, strict=True)],
+            mask_BS.masked_fill_(columns_S < padding_B[:, None], -torch.inf),
+            padding_B,
+            columns,
+        )
+
+    def _last(self, cached_BKSD: torch.Tensor, num_columns: int) -> torch.Tensor:
+        return cached_BKSD[:, :, self.columns - num_columns : self.columns]
+
 
 class Decoder:
     """The forward pass of a model of one of `model.MODEL_TYPES`."""
