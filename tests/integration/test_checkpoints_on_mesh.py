@@ -9,7 +9,7 @@ import pytest
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import ResourceError
-from phaseloom.common.contract.events import StateCut
+from phaseloom.common.contract.events import StateSnapshotTaken
 from tests.support.jobs import TENANT, Log, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson, policy_spec
 
@@ -33,7 +33,7 @@ async def begin(
 
 async def until_cut(log: Log, operation: str) -> None:
     key = f"{TENANT}.{operation}"
-    await log.until(lambda e: isinstance(e, StateCut) and str(e.key) == key)
+    await log.until(lambda e: isinstance(e, StateSnapshotTaken) and str(e.key) == key)
 
 
 async def test_checkpoints_are_the_same_whoever_is_killed_while_they_are_written(

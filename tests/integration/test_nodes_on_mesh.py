@@ -22,7 +22,7 @@ from phaseloom.common.contract.events import (
     Event,
     OperationFinished,
     SealCommitted,
-    StateCut,
+    StateSnapshotTaken,
     WpgLost,
     WpgStarted,
 )
@@ -310,7 +310,7 @@ async def test_checkpoint_of_two_nodes_is_that_of_one(world: World) -> None:
 
 
 def is_cut(job: str, event: Event) -> bool:
-    return isinstance(event, StateCut) and event.key.job == job
+    return isinstance(event, StateSnapshotTaken) and event.key.job == job
 
 
 @pytest.mark.parametrize("left", TRAIN)

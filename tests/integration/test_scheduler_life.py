@@ -106,7 +106,7 @@ from tests.support.jobs import (
 ACME = "acme"
 A = JobKey(ACME, "a")
 POLICY = DeploymentKey(ACME, "a", "policy")
-CONFIG = SchedulerConfig("pack", "hrrs", 0.03, 2.0, 0, 3, 64, 1.0, early_switch=False)
+CONFIG = SchedulerConfig("pack", "hrrs", 0.03, 2.0, 0, 3, 64, 1.0, speculative_switch_in=False)
 
 
 def key(seq: int, job: str = "a") -> OperationKey:

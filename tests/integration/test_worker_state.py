@@ -182,7 +182,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written(node: TestNode) ->
     expected = await sha(node, policy, "expected")
     key = await node.put(policy, 3, SaveState("cut"))
     await node.permit(key, SaveState("cut"), 2)
-    await node.cut(key)
+    await node.snapshot_taken(key)
     with node.frozen("statemgr"):
         for seq, args, prev in ((4, lesson(1), 2), (5, STEP, 4)):
             assert (await node.run(policy, seq, args, prev)).outcome is Outcome.COMPLETED
@@ -202,7 +202,7 @@ async def test_another_job_takes_the_device_while_a_checkpoint_is_written(
     os.mkfifo(pipe)
     key = await node.put(saver, 3, SaveState("cut"))
     await node.permit(key, SaveState("cut"), 2)
-    await node.cut(key)
+    await node.snapshot_taken(key)
 
     other, _ = await node.start_wpg(policy_spec(), job="other")
     await train(node, other, [lesson(0), STEP, lesson(1), STEP])
@@ -230,7 +230,7 @@ async def test_rank_killed_while_a_checkpoint_is_written_loses_none(node: TestNo
     args = SaveState("cut")
     key = await node.put(policy, 3, args)
     await node.permit(key, args, 2)
-    await node.cut(key)
+    await node.snapshot_taken(key)
     with node.frozen("statemgr"):
         assert (await node.run(policy, 4, lesson(1), 2)).outcome is Outcome.COMPLETED
         await node.kill_rank(policy)
@@ -253,7 +253,7 @@ async def test_state_manager_killed_while_a_checkpoint_is_written_loses_none() -
         expected = await sha(node, policy, "expected")
         key = await node.put(policy, 3, SaveState("cut"))
         await node.permit(key, SaveState("cut"), 2)
-        await node.cut(key)
+        await node.snapshot_taken(key)
         await node.kill("statemgr")
         assert (await node.run(policy, 4, lesson(1), 2)).outcome is Outcome.COMPLETED
         await node.start("statemgr")

@@ -57,7 +57,7 @@ def config_of(ordering: str, **changes: object) -> SchedulerConfig:
         "max_losses": 3,
         "max_reading": 1,
         "phase_hold_s": 0.0,
-        "early_switch": False,
+        "speculative_switch_in": False,
         "switch_s": OFFLOAD_S + LOAD_S,
         "outcome_retention_s": 1e12,
         "max_group_jobs": 9,

@@ -40,7 +40,7 @@ from phaseloom.common.contract.events import (
     NodeUp,
     OperationFinished,
     SealCommitted,
-    StateCut,
+    StateSnapshotTaken,
     WpgLost,
     WpgStarted,
 )
@@ -368,12 +368,12 @@ class TestNode:
         )
         await self._event(SealCommitted, lambda e: e.deployment == deployment and e.seq == seq)
 
-    async def cut(self, key: OperationKey, incarnation: int = 1) -> StateCut:
+    async def snapshot_taken(self, key: OperationKey, incarnation: int = 1) -> StateSnapshotTaken:
         """Once what it saves is apart from the devices."""
-        cut: StateCut = await self._event(
-            StateCut, lambda e: e.key == key and e.incarnation == incarnation
+        taken: StateSnapshotTaken = await self._event(
+            StateSnapshotTaken, lambda e: e.key == key and e.incarnation == incarnation
         )
-        return cut
+        return taken
 
     async def finished(self, key: OperationKey, incarnation: int = 0) -> OperationFinished:
         """What the decision log says of it, of any life where none is named."""

@@ -42,8 +42,8 @@ from phaseloom.common.contract.events import (
     QueuedOperation,
     SchedulerConfigured,
     SealCommitted,
-    StateCut,
     StateMirrored,
+    StateSnapshotTaken,
     TimerFired,
     WpgLost,
     WpgStarted,
@@ -75,7 +75,7 @@ CONFIG = SchedulerConfig(
     max_losses=50,
     max_reading=64,
     phase_hold_s=1.0,
-    early_switch=True,
+    speculative_switch_in=True,
     outcome_retention_s=1e12,
     node_grace_s=0.0,
     node_gone_s=0.0,
@@ -156,8 +156,8 @@ class World:
     failing: dict[str, ErrorInfo] = field(default_factory=dict)
     """Operations that fail without an effect, and how."""
     write_s: float = 0.0
-    """How long a `save_state` takes from its cut until it is durable; 0: it is not cut, its
-    deployment waits for it."""
+    """How long a `save_state` takes from its snapshot until it is durable; 0: it takes
+    none, its deployment waits for it."""
     saved: dict[str, State] = field(default_factory=dict)
     """By each `save_state`."""
     saves: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class World:
         """What a process that has died meanwhile would have said."""
         if isinstance(event, OperationFinished) and event.incarnation == 0:
             return False
-        if isinstance(event, OperationFinished | WpgStarted | StateCut):
+        if isinstance(event, OperationFinished | WpgStarted | StateSnapshotTaken):
             key = event.deployment if isinstance(event, WpgStarted) else event.key.deployment_key
             ranks = self.ranks.get(key)
             return ranks is None or ranks.incarnation != event.incarnation
@@ -217,7 +217,7 @@ class World:
         self.log.append((self.now_s, event))
         if isinstance(event, OperationFinished) and event.incarnation:
             self._effect(event)
-        if isinstance(event, StateCut):
+        if isinstance(event, StateSnapshotTaken):
             self._save(event.key)
         if isinstance(event, WpgLost):
             self._bury(event.deployment, event.incarnation, event.node)
@@ -335,7 +335,9 @@ class World:
         deployment = self.core.state.deployments[str(command.deployment)]
         for index, holders in enumerate(deployment.durability.replicas):
             if command.node in holders and command.seal_seq == deployment.durability.seal_seq:
-                begin = sum(len(span.devices) for span in deployment.wpg.spans[:index])
+                begin = sum(
+                    len(assigned.devices) for assigned in deployment.wpg.assignments[:index]
+                )
                 assert begin == offset, f"{file}: {command.node} has another part of it"
         up = {f"{name}:1": NodeId(name) for name, n in self.core.state.nodes.items() if n.is_up}
         sources = [up[source] for source in command.sources if source in up]
@@ -415,7 +417,7 @@ class World:
             load_s=0.01,
             bytes_out=1,
             bytes_in=1,
-            early=command.early,
+            is_speculative=command.is_speculative,
         )
         takes_s = 0.02 if len(ranks.devices) == 1 else self.random.uniform(0.01, 0.2)
         self.later(self.latency_s + takes_s, opened)
@@ -475,16 +477,16 @@ class World:
             checkpoints=self.saves.get(str(key), {}),
         )
         if command.kind == "save_state" and self.write_s and not command.replay:
-            self.later(duration_s, StateCut(key, command.epoch, command.incarnation))
+            self.later(duration_s, StateSnapshotTaken(key, command.epoch, command.incarnation))
             duration_s += self.write_s * self.random.uniform(0.5, 1.5)
         self.later(duration_s, finished)
 
     def _save(self, key: OperationKey) -> None:
-        """Its cut is made; if it was before, then of the same state."""
+        """Its snapshot is taken; if it was before, then of the same state."""
         ranks = self.ranks[key.deployment_key]
         ranks.running.pop(str(key), None)
         state = self.saved.setdefault(str(key), ranks.state)
-        assert key.seq is None or state == ranks.state, f"{key}: cut again with another content"
+        assert key.seq is None or state == ranks.state, f"{key}: saved again with another content"
 
     def _cancel(self, command: CancelOperation) -> None:
         """A reading operation that runs is stopped at once."""
@@ -521,7 +523,7 @@ class World:
             elif event.kind == "publish_weights":
                 version = VersionKey(event.key.deployment_key, seq)
                 state = self.versions.setdefault(version, ranks.state)
-                assert state == ranks.state, f"{version} was cut again with another content"
+                assert state == ranks.state, f"{version} was made again with another content"
             elif event.kind == "load_state":
                 ranks.state = (f"loaded by {seq}",)
             else:

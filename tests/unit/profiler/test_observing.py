@@ -37,7 +37,7 @@ later = [
     SealCommitted(KEY, 3, NODE, []),
     SealFailed(KEY, 4, NODE, OUTAGE),
     ActivationRefused(KEY, 9, NODE, OUTAGE),
-    ActivationOpened(KEY, 10, NODE, 140.0, 0.0, 0.5, 0, 7, early=True),
+    ActivationOpened(KEY, 10, NODE, 140.0, 0.0, 0.5, 0, 7, is_speculative=True),
     OperationFinished(
         entries[-1].event.key, "generate", Outcome.COMPLETED, 1, 1, 1.0, 1.0,
         replay=True,
@@ -77,7 +77,7 @@ def test_what_is_older_than_this_life_is_folded_and_not_counted() -> None:
     assert points["phaseloom.switch.hidden{node=r0}"] == 0.5, "it knows who waited since before"
     assert points["phaseloom.switch.duration{node=t0,part=load}"] == 2 + 1
     assert points["phaseloom.switch.moved{direction=in,node=t0}"] == 2 * 100 + 7
-    assert points["phaseloom.switches.early{node=t0}"] == 1
+    assert points["phaseloom.switches.speculative{node=t0}"] == 1
     assert points["phaseloom.operations.replayed{kind=generate}"] == 1
     for name in ("wpg.losses{code=UNAVAILABLE,", "activations.refused{code=UNAVAILABLE,"):
         assert points[f"phaseloom.{name}node=t0}}"] == 1

@@ -1,4 +1,4 @@
-"""Sharing devices: reading operations together, several devices, phases, early switch-in.
+"""Sharing devices: reading operations together, several devices, phases, speculative switch-in.
 
 The world asserts at every permit that mutating operations are alone, that one deployment at a time
 uses a device, and that its state is on all of its devices.
@@ -474,7 +474,7 @@ def test_older_session_declares_nothing() -> None:
     assert held_s(world) <= CONFIG.idle_grace_s + 1e-6
 
 
-# --- Early switch-in ------------------------------------------------------------------------------
+# --- Speculative switch-in -----------------------------------------------------------------------
 
 
 def trace(job: str, name: str, kind: str, gap_s: float) -> PhaseTrace:
@@ -497,12 +497,16 @@ def cycle(world: World, gaps_s: dict[str, float], seconds: float) -> None:
         due_s[job] = run_of(world, key[2:])[1] + gaps_s[job]
 
 
-def early(world: World) -> list[OpenActivation]:
-    return [c for c in opened(world) if c.early]
+def speculative(world: World) -> list[OpenActivation]:
+    return [c for c in opened(world) if c.is_speculative]
 
 
-def early_world(*, early_switch: bool = True, num_ranks: int = 1, **gaps_s: float) -> World:
-    world = World(config=configured(early_switch=early_switch), num_devices=num_ranks)
+def speculative_world(
+    *, speculative_switch_in: bool = True, num_ranks: int = 1, **gaps_s: float
+) -> World:
+    world = World(
+        config=configured(speculative_switch_in=speculative_switch_in), num_devices=num_ranks
+    )
     world_of(*gaps_s, num_ranks=num_ranks, world=world)
     for job, gap_s in gaps_s.items():
         world.feed(trace(job, "sampler", "generate", gap_s))
@@ -511,23 +515,23 @@ def early_world(*, early_switch: bool = True, num_ranks: int = 1, **gaps_s: floa
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_activation_is_opened_before_the_operation_that_is_predicted(num_ranks: int) -> None:
-    world = early_world(a=2.0, b=2.0, num_ranks=num_ranks)
+    world = speculative_world(a=2.0, b=2.0, num_ranks=num_ranks)
     cycle(world, {"a": 2.0, "b": 2.0}, 20.0)
     world.run()
-    guesses = early(world)
+    guesses = speculative(world)
     assert len(guesses) >= 10
     # From the second cycle on nobody opens an activation when an operation is there already.
-    late = [c for c in opened(world) if not c.early]
+    late = [c for c in opened(world) if not c.is_speculative]
     assert len(late) <= 4
     replays(world)
 
 
 def test_early_activation_is_begun_at_once_where_what_it_displaces_comes_later() -> None:
-    world = early_world(a=2.0, b=2.0)
+    world = speculative_world(a=2.0, b=2.0)
     cycle(world, {"a": 2.0, "b": 2.0}, 20.0)
     world.run()
     ends_s = [end_s for _, end_s, _ in world.runs]
-    guesses = early(world)[4:]
+    guesses = speculative(world)[4:]
     assert len(guesses) > 4
     assert all(world.log[guess.epoch - 1][0] in ends_s for guess in guesses)
 
@@ -537,14 +541,14 @@ def test_early_activation_is_just_open_where_what_it_displaces_may_come_before(
     latency_s: float,
 ) -> None:
     """`a` comes after 2 s, and has come after a tenth of that."""
-    world = early_world(a=2.0, b=2.0)
+    world = speculative_world(a=2.0, b=2.0)
     world.latency_s = latency_s
     estimate = KindEstimate("sampler", "generate", 0.1, 2.0, count=9, gap_p10_s=0.2)
     world.feed(PhaseTrace(JobKey("t", "a"), 0.0, [], [estimate]))
     cycle(world, {"b": 2.0, "a": 2.0}, 20.0)
     world.run()
     leads_s = []
-    for guess in early(world)[4:]:
+    for guess in speculative(world)[4:]:
         at_s = world.log[guess.epoch - 1][0]
         after_s = [start_s for start_s, _, op in world.runs if ".b." in op and start_s > at_s]
         if guess.deployment.job == "b" and after_s:
@@ -556,18 +560,18 @@ def test_early_activation_is_just_open_where_what_it_displaces_may_come_before(
 
 def test_early_switch_changes_no_result() -> None:
     ends = []
-    for early_switch in (True, False):
-        world = early_world(a=1.0, b=1.3, early_switch=early_switch)
+    for speculative_switch_in in (True, False):
+        world = speculative_world(a=1.0, b=1.3, speculative_switch_in=speculative_switch_in)
         cycle(world, {"a": 1.0, "b": 1.3}, 6.0)
         world.run()
-        assert bool(early(world)) == early_switch
+        assert bool(speculative(world)) == speculative_switch_in
         ends.append((world.done, world.states()))
     assert ends[0] == ends[1]
 
 
 def test_resident_job_that_is_expected_sooner_is_not_displaced_until_it_is_overdue() -> None:
     """`b` is expected at 2.1 s, `a`, which is resident, at 1.95 s; it comes at 2.2 s."""
-    world = early_world(a=1.75, b=2.0)
+    world = speculative_world(a=1.75, b=2.0)
     for seq in (1, 2):  # learns what follows a generation of `b`
         advance(world, 1.0)
         start_s = world.now_s
@@ -575,10 +579,10 @@ def test_resident_job_that_is_expected_sooner_is_not_displaced_until_it_is_overd
         world.run()
     world.queue("a", "sampler", 1, "generate")
     advance(world, start_s + 2.2 - world.now_s)
-    assert early(world) == []
+    assert speculative(world) == []
     overdue_s = run_of(world, "a.sampler.1")[1] + 1.5 * 1.75
     world.run()
-    (guess,) = early(world)
+    (guess,) = speculative(world)
     assert guess.deployment.job == "b"
     assert world.log[guess.epoch - 1][0] == pytest.approx(overdue_s, abs=0.01)
 
@@ -587,33 +591,33 @@ def test_resident_job_of_which_nothing_is_known_is_not_displaced() -> None:
     world = world_of("a", "b")
     world.feed(trace("b", "sampler", "generate", 1.0))
     cycle(world, {"b": 1.0, "a": 1.0}, 4.0)
-    assert not [c for c in early(world) if c.deployment.job == "b"]
+    assert not [c for c in speculative(world) if c.deployment.job == "b"]
 
 
 def test_wrong_guesses_become_rare() -> None:
     """`b` is predicted to come soon after each of its operations and never does."""
-    world = early_world(a=2.0, b=1.0)
+    world = speculative_world(a=2.0, b=1.0)
     cycle(world, {"a": 2.0, "b": 3.9}, 150.0)
-    wrong = [c for c in early(world) if c.deployment.job == "b"]
+    wrong = [c for c in speculative(world) if c.deployment.job == "b"]
     num_gaps = sum(".b." in op for _, _, op in world.runs)
     assert num_gaps > 30
     assert 0 < len(wrong) <= num_gaps / 4
 
 
 def test_guess_is_made_once_a_gap() -> None:
-    world = early_world(a=1.0, b=1.0)
+    world = speculative_world(a=1.0, b=1.0)
     cycle(world, {"a": 1.0, "b": 1.0}, 6.0)
     world.run()
-    before = len(early(world))
+    before = len(speculative(world))
     advance(world, 100.0)
-    assert len(early(world)) - before <= 2
+    assert len(speculative(world)) - before <= 2
 
 
 def test_early_activation_that_is_refused_does_no_harm() -> None:
-    world = early_world(a=2.0, b=2.0)
+    world = speculative_world(a=2.0, b=2.0)
     cycle(world, {"a": 2.0, "b": 2.0}, 6.0)
     world.run()
-    last = early(world)[-1]
+    last = speculative(world)[-1]
     world.refuse(last)
     world.run()
     seq = world.core.state.deployments[str(last.deployment)].queue.next_seq

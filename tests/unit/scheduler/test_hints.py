@@ -20,8 +20,8 @@ GAP_S = 3.0
 
 
 def world_of(*jobs: str, host_memory_bytes: int = SMALL, duration_s: float = 0.5) -> World:
-    """Jobs that are up on one rollout node; nothing is switched in early."""
-    config = msgspec.structs.replace(CONFIG, early_switch=False, idle_grace_s=0.0)
+    """Jobs that are up on one rollout node; nothing is switched in speculatively."""
+    config = msgspec.structs.replace(CONFIG, speculative_switch_in=False, idle_grace_s=0.0)
     world = World(config=config, duration_s=duration_s)
     world.later(0, node_up("r0", "rollout", revision=2, host_memory_bytes=host_memory_bytes))
     for job in jobs:

@@ -324,7 +324,7 @@ def released(made: list[Output]) -> list[VersionKey]:
 
 
 def test_deployment_that_syncs_and_publishes_is_rebuilt_from_versions_that_are_kept() -> None:
-    """What it published is cut again, behind the sync of a version that nobody holds any more."""
+    """What it published is made again, behind the sync of a version that nobody holds any more."""
     teller, gone = distilled()
     assert VersionKey(TEACHER, 1) not in gone
     teller.killed(POLICY)

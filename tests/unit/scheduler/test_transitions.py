@@ -11,10 +11,10 @@ import pytest
 
 from phaseloom.scheduler.core.state.transitions import (
     COPIES,
-    CUTS,
     JOBS,
     MOVES,
     OPERATIONS,
+    SNAPSHOTS,
     WPGS,
     InvalidTransition,
     OpEvent,
@@ -29,7 +29,7 @@ TABLES: dict[str, Mapping[tuple[Any, Any], StrEnum]] = {
     "job": JOBS,
     "move": MOVES,
     "copy": COPIES,
-    "cut": CUTS,
+    "snapshot": SNAPSHOTS,
 }
 
 

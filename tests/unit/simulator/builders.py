@@ -23,7 +23,7 @@ def config(**changes: object) -> SchedulerConfig:
         "max_losses": 50,
         "max_reading": 64,
         "phase_hold_s": 0.0,
-        "early_switch": False,
+        "speculative_switch_in": False,
         # Not at the moment of anything else.
         "node_grace_s": 31.71,
     }

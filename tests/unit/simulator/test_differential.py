@@ -121,7 +121,9 @@ async def test_node_that_stays_away_is_left_alike_live_and_simulated() -> None:
 
 async def test_timers_fire_alike_live_and_simulated() -> None:
     """With an idle grace and a quantum, timers and events fall on the same moments."""
-    scheduler = config(ordering="hrrs", idle_grace_s=5.0, quantum_s=10.0, early_switch=True)
+    scheduler = config(
+        ordering="hrrs", idle_grace_s=5.0, quantum_s=10.0, speculative_switch_in=True
+    )
     jobs = [replace(one, arrival_s=0.0) for one in WORKLOAD]
     expected = simulated(jobs, scheduler, [])
     live = await lived(jobs, scheduler, [])

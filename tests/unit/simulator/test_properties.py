@@ -75,7 +75,7 @@ def scheduling(draw: st.DrawFn) -> SchedulerConfig:
         ordering=draw(st.sampled_from(sorted(ORDERINGS))),
         idle_grace_s=draw(st.sampled_from([0.0, 2.0])),
         quantum_s=draw(st.sampled_from([0.0, 15.0])),
-        early_switch=draw(st.booleans()),
+        speculative_switch_in=draw(st.booleans()),
         seal_every=draw(st.sampled_from([0, 1, 3])),
     )
 

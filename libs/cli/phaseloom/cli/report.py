@@ -13,8 +13,8 @@ Everything here is pure. Definitions:
   once, its seconds on each.
 - *Hidden*: the switch seconds during which no ready operation waited for that device. An operation
   waits from the time it is ready (queued, predecessors and `after` done) until it starts. So an
-  activation opened early hides what was over before its operation was ready, and a wrong guess
-  hides nothing of what another job's operation waited.
+  activation opened speculatively hides what was over before its operation was ready, and a wrong
+  guess hides nothing of what another job's operation waited.
 - *Bound*: two synchronous jobs cannot share in less time than the busiest device needs for both,
   nor than either job needs alone: T ≥ max(per device: busy_A + busy_B; T_A; T_B), all measured
   alone.

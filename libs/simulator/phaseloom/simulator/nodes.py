@@ -249,7 +249,7 @@ class Nodes:
             0,
             0,
             displaced=command.displaces,
-            early=command.early,
+            is_speculative=command.is_speculative,
         )
         self._agenda.at(open_s, self._opened, ranks, opened)
 

@@ -125,8 +125,8 @@ class Metrics:
     def _happened(self, event: Event) -> None:
         add = self._totals.add
         match event:
-            case ActivationOpened(node=node, early=True):
-                add(metrics.SWITCHES_EARLY, 1, node)
+            case ActivationOpened(node=node, is_speculative=True):
+                add(metrics.SWITCHES_SPECULATIVE, 1, node)
             case ActivationRefused(node=node, error=error):
                 add(metrics.ACTIVATIONS_REFUSED, 1, node, error.code)
             case WpgLost(node=node, error=error):

@@ -55,7 +55,7 @@ class Config(SchedulerConfig, frozen=True):
     max_losses: int = 3
     max_reading: int = 64
     phase_hold_s: float = 1.0
-    early_switch: bool = True
+    speculative_switch_in: bool = True
     snapshot_every: int = 2000
     """Events of the log between two snapshots."""
     lease_margin_s: float = 3.0

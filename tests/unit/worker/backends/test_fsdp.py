@@ -42,7 +42,7 @@ def policy() -> Iterator[tuple[Backend, Heap]]:
         yield built
 
 
-def _tensors(backend: Backend, heap: Heap, role: Role) -> dict[str, torch.Tensor]:
+def tensors(backend: Backend, heap: Heap, role: Role) -> dict[str, torch.Tensor]:
     return {
         slot.name: torch.frombuffer(
             heap.buffer[slot.offset : slot.offset + slot.num_bytes], dtype=torch.float32
@@ -54,16 +54,16 @@ def _tensors(backend: Backend, heap: Heap, role: Role) -> dict[str, torch.Tensor
     }
 
 
-def _plain_logprobs(model: PreTrainedModel, datum: Datum) -> torch.Tensor:
+def plain_logprobs(model: PreTrainedModel, datum: Datum) -> torch.Tensor:
     logits = model(input_ids=torch.tensor([int32s(datum.tokens)])).logits[0]
     targets = torch.tensor(int32s(datum.targets))
     return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
 
 
-def _plain_loss(model: PreTrainedModel, args: ForwardBackward) -> torch.Tensor:
+def plain_loss(model: PreTrainedModel, args: ForwardBackward) -> torch.Tensor:
     total = torch.zeros(())
     for datum in args.batch:
-        lp = _plain_logprobs(model, datum)
+        lp = plain_logprobs(model, datum)
         if args.loss is Loss.CROSS_ENTROPY:
             assert datum.weights is not None
             total = total - (torch.tensor(float32s(datum.weights)) * lp).sum()
@@ -92,7 +92,7 @@ def test_training_equals_plain_pytorch(policy: tuple[Backend, Heap], loss: Loss)
     for step in range(3):
         for part in range(2):
             args = ForwardBackward(batch(2 * step + part, loss=loss), loss)
-            expected = _plain_loss(model, args)
+            expected = plain_loss(model, args)
             torch.autograd.backward(expected)
             metrics = backend.forward_backward(args).metrics
             assert metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
@@ -104,7 +104,7 @@ def test_training_equals_plain_pytorch(policy: tuple[Backend, Heap], loss: Loss)
         assert reported == pytest.approx(norm.item(), rel=1e-4)
         optimizer.step()
         optimizer.zero_grad()
-    trained = _tensors(backend, heap, Role.WEIGHT)
+    trained = tensors(backend, heap, Role.WEIGHT)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-5)
 
@@ -115,15 +115,15 @@ def test_gradients_add_up_in_the_heap_until_the_step_zeroes_them(
     backend, heap = policy
     args = ForwardBackward(batch(loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY)
     backend.forward_backward(args)
-    once = _tensors(backend, heap, Role.GRADIENT)
+    once = tensors(backend, heap, Role.GRADIENT)
     backend.forward_backward(args)
-    twice = _tensors(backend, heap, Role.GRADIENT)
+    twice = tensors(backend, heap, Role.GRADIENT)
     for name, gradient in once.items():
         assert gradient.any()
         torch.testing.assert_close(twice[name], 2 * gradient)
     backend.optim_step(STEP)
-    assert not any(gradient.any() for gradient in _tensors(backend, heap, Role.GRADIENT).values())
-    assert _tensors(backend, heap, Role.OPTIMIZER)["step"] == 1
+    assert not any(gradient.any() for gradient in tensors(backend, heap, Role.GRADIENT).values())
+    assert tensors(backend, heap, Role.OPTIMIZER)["step"] == 1
 
 
 def test_weights_of_any_sign_and_size_scale_each_token(policy: tuple[Backend, Heap]) -> None:
@@ -133,12 +133,12 @@ def test_weights_of_any_sign_and_size_scale_each_token(policy: tuple[Backend, He
     weights = [[0.5, -2.0, 0.0, 1e3], [-1e-3, 0.0, 7.0]]
     data = [Datum([1, 2, 3, 4], [2, 3, 4, 5], weights[0]), Datum([1, 2, 9], [2, 9, 4], weights[1])]
     args = ForwardBackward(data, Loss.CROSS_ENTROPY)
-    expected = _plain_loss(model, args)
+    expected = plain_loss(model, args)
     torch.autograd.backward(expected)
     metrics = backend.forward_backward(args).metrics
     assert metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4)
     assert metrics["num_tokens:sum"] == 5
-    gradients = _tensors(backend, heap, Role.GRADIENT)
+    gradients = tensors(backend, heap, Role.GRADIENT)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         scale = parameter.grad.abs().max().item()
@@ -151,7 +151,7 @@ def test_weights_that_cancel_out_leave_no_gradient(policy: tuple[Backend, Heap])
     for sign in (1.0, -1.0):
         data = [Datum([1, 2, 3], [2, 3, 4], weights=[sign, 0.5 * sign, 0.0])]
         backend.forward_backward(ForwardBackward(data, Loss.CROSS_ENTROPY))
-    assert not any(gradient.any() for gradient in _tensors(backend, heap, Role.GRADIENT).values())
+    assert not any(gradient.any() for gradient in tensors(backend, heap, Role.GRADIENT).values())
 
 
 def test_zero_gradients_forgets_what_was_accumulated(policy: tuple[Backend, Heap]) -> None:
@@ -173,7 +173,7 @@ def test_forward_gives_plain_logprobs_whatever_else_is_in_the_batch(
     with torch.no_grad():
         for datum, actual in zip(data, logprobs, strict=True):
             torch.testing.assert_close(
-                torch.tensor(float32s(actual)), _plain_logprobs(model, datum), rtol=1e-4, atol=1e-5
+                torch.tensor(float32s(actual)), plain_logprobs(model, datum), rtol=1e-4, atol=1e-5
             )
 
 
@@ -258,7 +258,7 @@ def test_saved_weights_load_in_transformers(
     assert (tmp_path / "model.safetensors").exists() == (file_bytes > 8192)
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path)
-    weights = _tensors(backend, heap, Role.WEIGHT)
+    weights = tensors(backend, heap, Role.WEIGHT)
     assert {name for name, _ in model.named_parameters()} == set(weights)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.data, weights[name])
@@ -274,7 +274,7 @@ def test_load_of_weights_only_starts_the_optimizer_afresh(
         backend.optim_step(STEP)
         load(backend, heap, tmp_path)
         assert backend.weights_sha256() == sampler.weights_sha256()
-    assert not any(t.any() for t in _tensors(backend, heap, Role.OPTIMIZER).values())
+    assert not any(t.any() for t in tensors(backend, heap, Role.OPTIMIZER).values())
 
 
 def test_load_refuses_and_keeps_the_state_when_the_checkpoint_does_not_fit(

@@ -16,6 +16,14 @@ from phaseloom.worker.state.heap import ALIGNMENT_BYTES, Heap
 from tests.support.tinymodel import config
 from tests.unit.worker.backends.models import running, spec
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
 
 def test_build_model_is_a_function_of_the_seed_and_leaves_the_global_generator() -> None:
     torch.manual_seed(1)
@@ -41,10 +49,11 @@ def test_parameter_shapes_count_tied_parameters_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"model_type": "gpt2"}, "model.config.model_type"),
+        ({"model_type": "bloom"}, "model.config.model_type"),
         ({"model_type": None}, "model.config.model_type"),
         ({"dtype": "bfloat16"}, "model.config.dtype"),
-        ({"layer_types": ["sliding_attention"] * 2}, "model.config.layer_types"),
+        ({"layer_types": ["chunked_attention"] * 2}, "model.config.layer_types"),
+        ({"rope_parameters": LONGROPE}, "model.config.rope_parameters"),
         ({"num_hidden_layers": "two"}, "model.config"),
         ({"hidden_act": "no such"}, "model.config"),
     ],

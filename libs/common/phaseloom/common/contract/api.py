@@ -55,7 +55,7 @@ class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Slots that have no outcome yet."""
     error: ErrorInfo | None = None
     moving: str = ""
-    """In words: the nodes that it moves to, and what the move waits for. Empty: it stays."""
+    """The nodes that the deployment moves to and what it waits for, in words. Empty: it stays."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,7 +64,7 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     deployments: list[DeploymentStatus] = []
     error: ErrorInfo | None = None
     placement: str = ""
-    """In words: the nodes of the job, the jobs it shares them with, and why. Empty: it has none."""
+    """The nodes of the job, the jobs that share them, and why, in words. Empty: it has no place."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -157,7 +157,7 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     waits_for: list[str] = []
     """One line for each operation, WPG, busy device or held phase that it waits for."""
     place: int = 0
-    """Its place among the ready operations of its device: 1 is next; 0: it is not ready."""
+    """The operation's place among the ready ones of its device: 1 is next; 0: it is not ready."""
     predicted_start_s: float = -1.0
     """Seconds from now; -1: not known."""
     why: str = ""

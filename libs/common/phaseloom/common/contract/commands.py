@@ -13,7 +13,7 @@ class NodeCommand(Message, frozen=True):
     id: CommandId
     node: NodeId
     revision: int
-    """The life of the node that the command is meant for; the agent of another life refuses it."""
+    """The lease of the node that the command is meant for; under another one it is refused."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ class OpenActivation(NodeCommand, frozen=True):
     incarnation: int
     epoch: int
     displaces: list[DeploymentKey]
-    early: bool = False
+    is_speculative: bool = False
     """Whether the operation that it is opened for is only predicted."""
 
 

@@ -32,7 +32,7 @@ class SchedulerConfigured(Message, frozen=True):
 
 
 class NodeUp(Message, frozen=True):
-    """agent → scheduler. A node's agent took its lease; nothing of an earlier life survives."""
+    """agent → scheduler. A node's agent took its lease; nothing from before survives on it."""
 
     node: NodeId
     pool: str
@@ -48,7 +48,7 @@ class NodeUp(Message, frozen=True):
 
 
 class NodeLost(Message, frozen=True):
-    """agent or lease watcher → scheduler. No process of that life of the node runs any more."""
+    """agent or lease watcher → scheduler. No process from under that lease runs any more."""
 
     node: NodeId
     revision: int
@@ -245,7 +245,7 @@ class ActivationOpened(Message, frozen=True):
     bytes_out: int
     bytes_in: int
     displaced: list[DeploymentKey] = []
-    early: bool = False
+    is_speculative: bool = False
     """Whether it was opened for an operation that was only predicted."""
 
 
@@ -268,9 +268,9 @@ class PermitReturned(Message, frozen=True):
     error: ErrorInfo
 
 
-class StateCut(Message, frozen=True):
-    """WPG leader → scheduler. The state that a `save_state` saves is copied from the devices: other
-    operations may go on while the copy is written."""
+class StateSnapshotTaken(Message, frozen=True):
+    """WPG leader → scheduler. The snapshot of a `save_state` is copied from the devices: other
+    operations may go on while it is written."""
 
     key: OperationKey
     epoch: int
@@ -410,7 +410,7 @@ Event = (
     | ActivationOpened
     | ActivationRefused
     | PermitReturned
-    | StateCut
+    | StateSnapshotTaken
     | SealCommitted
     | SealFailed
     | StateMirrored

@@ -70,7 +70,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     batching: Batching = Batching.OPERATION
     layout: Layout = Layout()
     num_nodes: int = 1
-    """Its ranks are spread evenly over so many nodes of the pool."""
+    """Number of nodes of the pool over which the ranks are spread evenly."""
     host_bytes: int = 0
     """Working set in the host memory of each of its nodes; 0: not declared."""
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE
@@ -101,7 +101,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     phase_hold_s: float
     """For how long at most a phase that the controller declared keeps a device that others wait
     for, after its last operation there; 0: not at all."""
-    early_switch: bool
+    speculative_switch_in: bool
     """Whether activations are opened on idle devices before the operation that is predicted."""
     seal_bytes: int = 128 * 2**20
     """Payloads of mutating operations since the last seal that call for the next one."""

@@ -42,8 +42,8 @@ from phaseloom.common.contract.events import (
     SealFailed,
     SessionLost,
     SessionOpened,
-    StateCut,
     StateMirrored,
+    StateSnapshotTaken,
     TimerFired,
     WpgLost,
     WpgStarted,
@@ -159,7 +159,7 @@ LOG_SUBJECTS: dict[type, str] = {
     ActivationOpened: f"{PREFIX}.sched.progress",
     ActivationRefused: f"{PREFIX}.sched.progress",
     PermitReturned: f"{PREFIX}.sched.progress",
-    StateCut: f"{PREFIX}.sched.progress",
+    StateSnapshotTaken: f"{PREFIX}.sched.progress",
 }
 
 

@@ -44,7 +44,7 @@ def config(
         max_losses=50,
         max_reading=64,
         phase_hold_s=0.0,
-        early_switch=False,
+        speculative_switch_in=False,
         max_group_jobs=max_group_jobs,
         duty_limit=duty_limit,
         switch_s=switch_s,

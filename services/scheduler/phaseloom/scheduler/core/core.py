@@ -42,8 +42,8 @@ from phaseloom.common.contract.events import (
     SealFailed,
     SessionLost,
     SessionOpened,
-    StateCut,
     StateMirrored,
+    StateSnapshotTaken,
     TimerFired,
     WpgLost,
     WpgStarted,
@@ -203,8 +203,8 @@ def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm
             dispatch.refused(step, event)
         case PermitReturned():
             dispatch.returned(step, event)
-        case StateCut():
-            outcomes.cut(step, event)
+        case StateSnapshotTaken():
+            outcomes.snapshot_taken(step, event)
         case TimerFired():
             _timer(step, event)
         case PhaseTrace():

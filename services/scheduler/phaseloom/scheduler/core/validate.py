@@ -46,7 +46,9 @@ def _check_hosts(state: State) -> None:
 def _nodes_left(deployment: Deployment) -> set[NodeId]:
     if deployment.move.relocation is None:
         return set()
-    return set(deployment.nodes) - {span.node for span in deployment.move.relocation.spans}
+    return set(deployment.nodes) - {
+        assigned.node for assigned in deployment.move.relocation.assignments
+    }
 
 
 def _check_pins(state: State) -> None:
@@ -59,8 +61,8 @@ def _check_pins(state: State) -> None:
         if job in state.cluster.placed and deployment.wpg.state is not WpgState.STOPPED:
             pins = groups.group_of(state.cluster, job).members[job].nodes[deployment.spec.pool]
             moving = deployment.move.relocation
-            spans = deployment.wpg.spans if moving is None else moving.spans
-            nodes = {span.node for span in spans}
+            assignments = deployment.wpg.assignments if moving is None else moving.assignments
+            nodes = {assigned.node for assigned in assignments}
             assert nodes <= set(pins), f"{deployment.name}: is or goes to {nodes}, beside {pins}"
             is_known = deployment.name in state.moving
             assert is_known == (moving is not None), f"{deployment.name}: its move is forgotten"
@@ -107,7 +109,7 @@ def _check_deployment(state: State, deployment: Deployment) -> None:
 def _check_running(state: State, deployment: Deployment) -> None:
     name = deployment.name
     permitted = [
-        op for op in deployment.queue.every if op.state is OpState.PERMITTED and not op.is_cut
+        op for op in deployment.queue.every if op.state is OpState.PERMITTED and not op.has_snapshot
     ]
     if deployment.wpg.state is WpgState.RECOVERING:
         assert len(deployment.activation.running) <= 1, f"I1 {name}: two replayed at once"
@@ -132,10 +134,10 @@ def _check_order(deployment: Deployment, op: Op) -> None:
     for lower in range(deployment.queue.next_seq, seq):
         before = deployment.queue.operations.get(lower)
         assert before is not None, f"I1 {op.key}: runs behind a gap"
-        has_passed = before.has_ended or before.is_cut
+        has_passed = before.has_ended or before.has_snapshot
         assert has_passed or not before.is_mutating, f"I1 {op.key}: runs before {before.key}"
 
 
 def _slots(state: State, deployment: Deployment) -> list[Slot]:
-    assert deployment.wpg.spans, f"{deployment.name}: active nowhere"
+    assert deployment.wpg.assignments, f"{deployment.name}: active nowhere"
     return [devices.slot(state.nodes[node], index) for node, index in deployment.places]

@@ -28,7 +28,7 @@ import msgspec
 import xxhash
 
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.checkpoints.assembly import Whole, wholes
+from phaseloom.statemgr.checkpoints.assembly import WholeTensor, assemble
 from phaseloom.statemgr.checkpoints.files import write_synced, writing
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.checkpoints.safetensors import (
@@ -74,7 +74,7 @@ def write_state(
     Raises: CallerError: the slices do not make whole tensors. ResourceError: RESOURCE_EXHAUSTED:
             the disk is full; UNAVAILABLE: the disk fails; ABORTED: cancelled.
     """
-    tensors = wholes([slots for slots, _ in ranks])
+    tensors = assemble([slots for slots, _ in ranks])
     memories = [memory for _, memory in ranks]
     weights = [tensor for tensor in tensors if tensor.role is Role.WEIGHT]
     training = [tensor for tensor in tensors if tensor.role is not Role.WEIGHT]
@@ -107,7 +107,7 @@ class _Writer:
     buffers: queue.SimpleQueue[memoryview]
     cancelled: threading.Event
 
-    def write(self, stem: str, tensors: list[Whole], file_bytes: int) -> dict[str, FileSums]:
+    def write(self, stem: str, tensors: list[WholeTensor], file_bytes: int) -> dict[str, FileSums]:
         counts = split([tensor.num_bytes for tensor in tensors], file_bytes)
         names = file_names(stem, len(counts))
         rest = iter(tensors)
@@ -124,7 +124,7 @@ class _Writer:
             files[index_name(stem)] = sums_of(index)
         return files
 
-    def _write_file(self, path: Path, tensors: list[Whole]) -> FileSums:
+    def _write_file(self, path: Path, tensors: list[WholeTensor]) -> FileSums:
         described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
         header, entries = lay_out(described, {"format": "pt"})
         end = entries[-1].end
@@ -144,7 +144,9 @@ class _Writer:
             file.finish(end)
         return FileSums(end, BLOCK_BYTES, blocks.hex())
 
-    def _pieces(self, header: bytes, tensors: list[Whole], entries: list[Entry]) -> Iterator[Piece]:
+    def _pieces(
+        self, header: bytes, tensors: list[WholeTensor], entries: list[Entry]
+    ) -> Iterator[Piece]:
         yield Piece(0, memoryview(bytearray(header)))
         for tensor, entry in zip(tensors, entries, strict=True):
             for run in tensor.runs():
@@ -167,7 +169,7 @@ class _Writer:
 
 
 def _weights_sha256(
-    weights: list[Whole], memories: list[memoryview], cancelled: threading.Event
+    weights: list[WholeTensor], memories: list[memoryview], cancelled: threading.Event
 ) -> str:
     """The SHA-256 over (name, dtype, shape, bytes) of each tensor, sorted by name, which is the
     same as a worker computes."""

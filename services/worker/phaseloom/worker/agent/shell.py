@@ -416,7 +416,7 @@ class Agent:
             bytes_out=switched.bytes_out,
             bytes_in=switched.bytes_in,
             displaced=switched.displaced,
-            early=command.early,
+            is_speculative=command.is_speculative,
         )
 
     async def _close(self, command: CloseActivation) -> None:

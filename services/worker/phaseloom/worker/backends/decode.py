@@ -1,8 +1,9 @@
-"""Batched incremental decoding for the Llama family, written for few and small operations.
+"""Batched incremental decoding of left-padded rows, which all write the same cache column.
 
-`transformers`' own decode costs about twice as much for a small model, nearly all of it Python. The
-modules' weights are used in place, so nothing is derived from them and they may change between two
-calls. Rows are padded on the left: all rows write the same cache column, whatever their lengths.
+`LlamaDecoder` runs the Llama family by operations of its own, written for few and small ones:
+`transformers`' decode costs about twice as much for a small model, nearly all of it Python.
+`BodyDecoder` runs that for whatever is built differently. Both use the modules' weights in place,
+so nothing is derived from them and they may change between two calls.
 
 Shapes: B rows, T positions of this call, S columns of the cache in use, H hidden, N query heads,
 K key-value heads, G = N / K, D head size, V vocabulary.
@@ -11,15 +12,78 @@ K key-value heads, G = N / K, D head size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from phaseloom.worker.backends.architectures import (
+    attention_masks,
+    has_windows,
+    logits,
+)
+
+LLAMA_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Architectures built of the same modules, under the same names, as Llama."""
+
+
+class Cache(Protocol):
+    """Keys and values of the rows of a batch."""
+
+    padding_B: torch.Tensor
+    """Columns of padding on the left of each row."""
+    columns: int
+    """Columns in use."""
+
+    def rows(self, index_R: torch.Tensor) -> Self:
+        """A cache of these rows, copied; an index may occur several times."""
+        ...
+
+    def joined(self, other: Self, room: int) -> Self:
+        """These rows and then the other cache's, copied, with room for so many more columns.
+
+        Rows are aligned at their last column; columns that are padding in all rows are left out.
+        """
+        ...
+
+
+CacheT = TypeVar("CacheT", bound=Cache)
+
+
+@dataclass(frozen=True)
+class Prefill(Generic[CacheT]):
+    logits_BV: torch.Tensor
+    cache: CacheT
+
+
+class Decoder(Protocol[CacheT]):
+    """The forward pass of a model, a column of positions at a time."""
+
+    def prefill(
+        self, tokens_BT: torch.Tensor, padding_B: torch.Tensor, capacity: int
+    ) -> Prefill[CacheT]:
+        """Run left-padded prompts.
+
+        Args: padding_B: columns of padding on the left of each row.
+              capacity: columns that the cache will hold, T included.
+        """
+        ...
+
+    def step(self, tokens_B: torch.Tensor, cache: CacheT) -> torch.Tensor:
+        """Append one token to every row of `cache`; the logits (B, V) for the next one."""
+        ...
+
+
+def decoder_of(model: PreTrainedModel) -> Decoder[Any]:
+    if model.config.model_type in LLAMA_TYPES and not has_windows(model.config):
+        return LlamaDecoder(model)
+    return BodyDecoder(model)
 
 
 @dataclass
-class Cache:
+class LlamaCache:
     """Keys and values of B rows; `mask_BS` is -inf where a column is left padding."""
 
     keys: list[torch.Tensor]
@@ -32,9 +96,7 @@ class Cache:
     def num_rows(self) -> int:
         return self.padding_B.numel()
 
-    def rows(self, index_R: torch.Tensor) -> Cache:
-        """A cache of these rows, copied; an index may occur several times."""
-
+    def rows(self, index_R: torch.Tensor) -> LlamaCache:
         def pick(cached_BKSD: torch.Tensor) -> torch.Tensor:
             _, num_heads, capacity, size = cached_BKSD.shape
             picked = cached_BKSD.new_empty((index_R.numel(), num_heads, capacity, size))
@@ -42,7 +104,7 @@ class Cache:
             picked[:, :, : self.columns] = used.index_select(0, index_R)
             return picked
 
-        return Cache(
+        return LlamaCache(
             [pick(keys) for keys in self.keys],
             [pick(values) for values in self.values],
             self.mask_BS.index_select(0, index_R),
@@ -50,41 +112,22 @@ class Cache:
             self.columns,
         )
 
-    def joined(self, other: Cache, room: int) -> Cache:
-        """These rows and then the other cache's, copied, with room for so many more columns.
-
-        Rows are aligned at their last column; columns that are padding in all rows are left out.
-        """
-        caches = (self, other)
-        used = [cache.columns - int(cache.padding_B.min()) for cache in caches]
-        columns = max(used)
-        padding_B = torch.cat([c.padding_B + (columns - c.columns) for c in caches])
-        split = self.num_rows
-
-        def join(ours_BKSD: torch.Tensor, theirs_BKSD: torch.Tensor) -> torch.Tensor:
-            _, num_heads, _, size = ours_BKSD.shape
-            # Zeroes, since what is masked is multiplied by 0 and must be finite.
-            joined = ours_BKSD.new_zeros((padding_B.numel(), num_heads, columns + room, size))
-            joined[:split, :, columns - used[0] : columns] = self._last(ours_BKSD, used[0])
-            joined[split:, :, columns - used[1] : columns] = other._last(theirs_BKSD, used[1])
-            return joined
-
+    def joined(self, other: LlamaCache, room: int) -> LlamaCache:
+        alignment = _Alignment.of(self, other)
+        padding_B, columns = alignment.padding_B, alignment.columns
         mask_BS = self.mask_BS.new_zeros(padding_B.numel(), columns + room)
         columns_S = torch.arange(columns + room, device=padding_B.device)
-        return Cache(
-            [join(ours, theirs) for ours, theirs in zip(self.keys, other.keys, strict=True)],
-            [join(ours, theirs) for ours, theirs in zip(self.values, other.values, strict=True)],
+        return LlamaCache(
+            [alignment.joined(*pair, room) for pair in zip(self.keys, other.keys, strict=True)],
+            [alignment.joined(*pair, room) for pair in zip(self.values, other.values, strict=True)],
             mask_BS.masked_fill_(columns_S < padding_B[:, None], -torch.inf),
             padding_B,
             columns,
         )
 
-    def _last(self, cached_BKSD: torch.Tensor, num_columns: int) -> torch.Tensor:
-        return cached_BKSD[:, :, self.columns - num_columns : self.columns]
 
-
-class Decoder:
-    """The forward pass of a model of one of `model.MODEL_TYPES`."""
+class LlamaDecoder:
+    """`Decoder` for models of one of `LLAMA_TYPES` without windows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
@@ -97,18 +140,15 @@ class Decoder:
         self._num_kv_heads = int(config.num_key_value_heads)
         self._head_size = int(self._layers[0].self_attn.head_dim)
 
-    def prefill(self, tokens_BT: torch.Tensor, padding_B: torch.Tensor, capacity: int) -> _Prefill:
-        """Run left-padded prompts.
-
-        Args: padding_B: columns of padding on the left of each row.
-              capacity: columns that the cache will hold, T included.
-        """
+    def prefill(
+        self, tokens_BT: torch.Tensor, padding_B: torch.Tensor, capacity: int
+    ) -> Prefill[LlamaCache]:
         num_rows, length = tokens_BT.shape
         device = tokens_BT.device
         shape = (num_rows, self._num_kv_heads, capacity, self._head_size)
         columns_S = torch.arange(capacity, device=device)
         padded_BS = columns_S < padding_B[:, None]
-        cache = Cache(
+        cache = LlamaCache(
             [torch.empty(shape, device=device) for _ in self._layers],
             [torch.empty(shape, device=device) for _ in self._layers],
             torch.zeros(num_rows, capacity, device=device).masked_fill_(padded_BS, -torch.inf),
@@ -120,14 +160,15 @@ class Decoder:
         visible = torch.eye(length, dtype=torch.bool, device=device)
         mask_BTT = (cache.mask_BS[:, None, :length] + causal_TT).masked_fill_(visible, 0.0)
         logits_BV = self._run(tokens_BT, cache, mask_BTT)
-        return _Prefill(logits_BV, cache)
+        return Prefill(logits_BV, cache)
 
-    def step(self, tokens_B: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Append one token to every row of `cache`; the logits (B, V) for the next one."""
+    def step(self, tokens_B: torch.Tensor, cache: LlamaCache) -> torch.Tensor:
         mask_B1S = cache.mask_BS[:, None, : cache.columns + 1]
         return self._run(tokens_B[:, None], cache, mask_B1S)
 
-    def _run(self, tokens_BT: torch.Tensor, cache: Cache, mask_BTS: torch.Tensor) -> torch.Tensor:
+    def _run(
+        self, tokens_BT: torch.Tensor, cache: LlamaCache, mask_BTS: torch.Tensor
+    ) -> torch.Tensor:
         hidden_BTH = F.embedding(tokens_BT, self._embedding.weight)
         start, stop = cache.columns, cache.columns + tokens_BT.shape[1]
         columns_T = torch.arange(start, stop, device=tokens_BT.device)
@@ -182,10 +223,112 @@ class Decoder:
         return _linear(mixed.reshape(batch, length, -1), attention.o_proj)
 
 
+@dataclass
+class BodyCache:
+    """The keys and values of `transformers`, those of all columns in every layer."""
+
+    layers: DynamicCache
+    padding_B: torch.Tensor
+    columns: int
+
+    def rows(self, index_R: torch.Tensor) -> BodyCache:
+        picked = DynamicCache()
+        for i, layer in enumerate(self.layers.layers):
+            keys, values = _tensors(layer)
+            picked.update(keys.index_select(0, index_R), values.index_select(0, index_R), i)
+        return BodyCache(picked, self.padding_B.index_select(0, index_R), self.columns)
+
+    def joined(self, other: BodyCache, room: int) -> BodyCache:
+        alignment = _Alignment.of(self, other)
+        layers = DynamicCache()
+        for i, (ours, theirs) in enumerate(
+            zip(self.layers.layers, other.layers.layers, strict=True)
+        ):
+            pairs = zip(_tensors(ours), _tensors(theirs), strict=True)
+            keys, values = (alignment.joined(*pair) for pair in pairs)
+            layers.update(keys, values, i)
+        return BodyCache(layers, alignment.padding_B, alignment.columns)
+
+
+class BodyDecoder:
+    """`Decoder` by the model's own body, for any architecture."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def prefill(
+        self, tokens_BT: torch.Tensor, padding_B: torch.Tensor, capacity: int
+    ) -> Prefill[BodyCache]:
+        cache = BodyCache(DynamicCache(), padding_B, 0)
+        return Prefill(self._run(tokens_BT, cache), cache)
+
+    def step(self, tokens_B: torch.Tensor, cache: BodyCache) -> torch.Tensor:
+        return self._run(tokens_B[:, None], cache)
+
+    def _run(self, tokens_BT: torch.Tensor, cache: BodyCache) -> torch.Tensor:
+        start, cache.columns = cache.columns, cache.columns + tokens_BT.shape[1]
+        columns_S = torch.arange(cache.columns, device=tokens_BT.device)
+        columns_T = columns_S[start:]
+        distance_TS = columns_T[:, None] - columns_S
+        visible_BTS = (distance_TS >= 0) & (columns_S >= cache.padding_B[:, None, None])
+        # A padded position sees itself, lest its softmax be NaN; nobody reads the result.
+        visible_BTS |= distance_TS == 0
+        body: Any = self._model.base_model
+        output = body(
+            input_ids=tokens_BT,
+            position_ids=(columns_T - cache.padding_B[:, None]).clamp_(min=0),
+            attention_mask=attention_masks(
+                self._model.config,
+                visible_BTS,
+                distance_TS.expand_as(visible_BTS),
+                self._model.dtype,
+            ),
+            past_key_values=cache.layers,
+            use_cache=True,
+        )
+        return logits(self._model, output.last_hidden_state[:, -1])
+
+
 @dataclass(frozen=True)
-class _Prefill:
-    logits_BV: torch.Tensor
-    cache: Cache
+class _Alignment:
+    """How the columns of two caches lie beside one another when their last ones do."""
+
+    used: tuple[int, int]
+    """Columns of each that are not padding in all its rows."""
+    starts: tuple[int, int]
+    """The first of them."""
+    columns: int
+    padding_B: torch.Tensor
+
+    @staticmethod
+    def of(ours: Cache, theirs: Cache) -> _Alignment:
+        starts = int(ours.padding_B.min()), int(theirs.padding_B.min())
+        used = ours.columns - starts[0], theirs.columns - starts[1]
+        columns = max(used)
+        padding = [cache.padding_B + (columns - cache.columns) for cache in (ours, theirs)]
+        return _Alignment(used, starts, columns, torch.cat(padding))
+
+    def joined(
+        self, ours_BKSD: torch.Tensor, theirs_BKSD: torch.Tensor, room: int = 0
+    ) -> torch.Tensor:
+        """The rows of both, with `room` more columns."""
+        num_ours, num_heads, _, size = ours_BKSD.shape
+        # Zeroes, since what is masked is multiplied by 0 and must be finite.
+        joined = ours_BKSD.new_zeros((self.padding_B.numel(), num_heads, self.columns + room, size))
+        parts = (joined[:num_ours], joined[num_ours:])
+        for part, cached, used, start in zip(
+            parts, (ours_BKSD, theirs_BKSD), self.used, self.starts, strict=True
+        ):
+            part[:, :, self.columns - used : self.columns] = cached[:, :, start : start + used]
+        return joined
+
+
+def _tensors(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
+    assert isinstance(layer, DynamicLayer)
+    keys, values = layer.keys, layer.values
+    assert keys is not None
+    assert values is not None
+    return keys, values
 
 
 def _linear(x: torch.Tensor, module: Any) -> torch.Tensor:

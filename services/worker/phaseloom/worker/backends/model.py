@@ -11,7 +11,7 @@ import ctypes
 import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,26 +21,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot, host_start
+from phaseloom.worker.backends.architectures import (
+    attention_kernel,
+    check_attention,
+    check_model_type,
+)
 from phaseloom.worker.backends.layout import FLOAT32_BYTES, Region
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
-
-MODEL_TYPES: Final = frozenset({"llama", "qwen2", "qwen3"})
-"""Architectures whose logits are head(body(tokens)): what scoring and decoding rely on."""
-
-ATTENTION = "sdpa"
-"""Attention kernel: a tenth faster than eager on a CPU thread, and as reproducible there."""
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
     """The model's config. Raises: CallerError: an architecture, dtype or value is not supported."""
     values = dict(spec.config)
     model_type = values.pop("model_type", None)
-    if model_type not in MODEL_TYPES:
-        raise CallerError(
-            f"models of type {model_type!r} are not supported",
-            field="model.config.model_type",
-            remedy=f"use one of {', '.join(sorted(MODEL_TYPES))}",
-        )
+    check_model_type(model_type)
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype not in (None, "float32"):
         raise CallerError(
@@ -54,12 +48,7 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
         raise CallerError(
             str(error), field="model.config", remedy="correct the config's value"
         ) from error
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        raise CallerError(
-            "sliding-window attention is not supported",
-            field="model.config.layer_types",
-            remedy="use full_attention in every layer",
-        )
+    check_attention(config)
     if spec.token_texts and len(spec.token_texts) != config.vocab_size:
         raise CallerError(
             f"there are {len(spec.token_texts)} texts for {config.vocab_size} token ids",
@@ -72,7 +61,9 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
 def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
     factory: Any = AutoModelForCausalLM
     try:
-        model = factory.from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+        model = factory.from_config(
+            config, attn_implementation=attention_kernel(config), dtype=torch.float32
+        )
     except (ValueError, KeyError) as error:
         raise CallerError(
             f"no model can be built: {error}",

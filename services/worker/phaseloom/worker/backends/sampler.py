@@ -46,7 +46,7 @@ from phaseloom.worker.backends.batch import (
     forward_batch,
     joined_ints,
 )
-from phaseloom.worker.backends.decode import Cache, Decoder
+from phaseloom.worker.backends.decode import Cache, decoder_of
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.generation import Rows, Sampling, Start
 from phaseloom.worker.backends.layout import Layout, check_layout, plan
@@ -98,7 +98,7 @@ class SamplerBackend:
         for name, parameter in self._model.named_parameters():
             views[name].copy_(parameter.data)
             parameter.data = views[name]
-        self._decoder = Decoder(self._model)
+        self._decoder = decoder_of(self._model)
         self._scorer = scoring.Scorer(self._model)
         return_freed_memory()
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from phaseloom.worker.backends.architectures import attention_masks, logits
 from phaseloom.worker.backends.batch import Batch
 from phaseloom.worker.backends.packing import Pass, passes
 
@@ -34,22 +35,24 @@ class Scorer(nn.Module):
         if visible_BTT is None:
             output = model.base_model(input_ids=tokens_BT, use_cache=False)
         else:
+            positions_BT = torch.from_numpy(packed.positions_BT).to(device)
             output = model.base_model(
                 input_ids=tokens_BT,
-                position_ids=torch.from_numpy(packed.positions_BT).to(device),
-                attention_mask=_additive_mask(torch.from_numpy(visible_BTT[:, None])).to(device),
+                position_ids=positions_BT,
+                attention_mask=attention_masks(
+                    model.config,
+                    torch.from_numpy(visible_BTT).to(device),
+                    positions_BT[:, :, None] - positions_BT[:, None, :],
+                    torch.float32,
+                ),
                 use_cache=False,
             )
         hidden_BTH = output.last_hidden_state
         index_N = torch.from_numpy(packed.index_N).to(device)
         asked_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
-        logits_NV = model.lm_head(asked_NH)
+        logits_NV = logits(model, asked_NH)
         targets_N = torch.from_numpy(packed.targets_N).to(device)
         return -nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
-
-
-def _additive_mask(visible: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
 
 
 def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None) -> list[bytes]:

@@ -118,7 +118,7 @@ class Follower:
         if not self.settings.is_first_here:
             return
         if share.prepares:
-            await self.state.cut_state(operation, args.name, self.executor.applied)
+            await self.state.take_snapshot(operation, args.name, self.executor.applied)
         else:
             await self.state.write_checkpoint(operation, args.name, "", args.keep)
 

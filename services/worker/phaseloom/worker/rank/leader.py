@@ -33,7 +33,7 @@ from phaseloom.common.contract.errors import (
     ResourceError,
     unforeseen,
 )
-from phaseloom.common.contract.events import StateCut
+from phaseloom.common.contract.events import StateSnapshotTaken
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS, kind_for
 from phaseloom.common.contract.operations import (
@@ -326,11 +326,11 @@ class Leader:
             return  # what follows is run again in order
         self._reading.discard(permit.operation)
         self._outcomes.unended.discard(permit.operation)
-        cut = StateCut(permit.operation, permit.epoch, permit.incarnation)
-        msg_id = f"cut:{permit.operation}:{permit.incarnation}:{permit.id}"
+        taken = StateSnapshotTaken(permit.operation, permit.epoch, permit.incarnation)
+        msg_id = f"snapshot:{permit.operation}:{permit.incarnation}:{permit.id}"
         # First, so that the next permit finds the lock free.
         await self._note_free(permit.operation, batch)
-        await until_done(lambda: self.bus.append(cut, msg_id=msg_id), "append")
+        await until_done(lambda: self.bus.append(taken, msg_id=msg_id), "append")
 
     async def _note_free(self, operation: OperationKey, batch: _PermitBatch) -> None:
         """Note that an operation needs no devices any more; tell the agent after the batch's last

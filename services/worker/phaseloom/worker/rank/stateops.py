@@ -205,7 +205,7 @@ class StateOperations:
         config = json.dumps(self.executor.backend.config, indent=2, sort_keys=True)
         try:
             await self._on_all_nodes(
-                self.state.cut_state(operation, args.name, self.executor.applied), call
+                self.state.take_snapshot(operation, args.name, self.executor.applied), call
             )
             call.duration_s = time.perf_counter() - clock_s
             await free_devices()

@@ -217,7 +217,7 @@ class RankStateClient:
         self._copies.commit(applied, digest)
         await self._run(heap.release)
 
-    async def cut_state(self, operation: str, name: str, seq: int) -> None:
+    async def take_snapshot(self, operation: str, name: str, seq: int) -> None:
         """Have the state of all ranks copied for a checkpoint; then the ranks may go on.
 
         Raises: CallerError: ALREADY_EXISTS. ResourceError: no host memory.

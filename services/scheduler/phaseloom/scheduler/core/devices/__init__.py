@@ -1,4 +1,4 @@
-"""Devices and their slots, claims on them, host memory, durations, turns of the round robin.
+"""Devices and their slots, claims on them, host memory, durations, round-robin positions.
 
 Called by `wpgs` and `dispatch`.
 """

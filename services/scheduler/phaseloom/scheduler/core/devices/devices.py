@@ -27,7 +27,11 @@ def slot(node: Node, index: int) -> Slot:
 def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
     """The slot of each rank."""
     nodes = step.state.nodes
-    return [slot(nodes[span.node], i) for span in deployment.wpg.spans for i in span.devices]
+    return [
+        slot(nodes[assigned.node], i)
+        for assigned in deployment.wpg.assignments
+        for i in assigned.devices
+    ]
 
 
 def placed_on(node: Node) -> list[str]:
@@ -78,7 +82,10 @@ def claimant(step: Step, node: Node, index: int) -> Deployment | None:
     """The deployment that was chosen first among those that wait for this device."""
     for name in node.claims:
         deployment = step.state.deployments[name]
-        if any(span.node == node.node and index in span.devices for span in deployment.wpg.spans):
+        if any(
+            assigned.node == node.node and index in assigned.devices
+            for assigned in deployment.wpg.assignments
+        ):
             return deployment
     return None
 
@@ -99,7 +106,7 @@ def unclaim(step: Step, deployment: Deployment) -> None:
 
 
 def use(step: Step, deployment: Deployment) -> None:
-    """The turn of a deployment has come: it holds its slots, and its state is the newest there."""
+    """Let a deployment hold its slots: its state is the newest there."""
     name, job = deployment.name, deployment.job_name
     for slot in slots_of(step, deployment):
         slot.running = name
@@ -134,14 +141,14 @@ def place(node: Node, indices: Iterable[int], deployment: Deployment) -> None:
 
 
 def leave(step: Step, deployment: Deployment) -> None:
-    """A deployment does not run on its devices any more."""
+    """Note that a deployment does not run on its devices any more."""
     for slot in slots_of(step, deployment):
         slot.placed.remove(deployment.name)
         forget_job(step, slot, deployment)
 
 
 def forget(step: Step, deployment: Deployment) -> None:
-    """Nothing that a deployment has left on its devices counts any more."""
+    """Forget all that is noted of a deployment on its devices."""
     name = deployment.name
     for slot in slots_of(step, deployment):
         slot.ready.pop(name, None)
@@ -154,7 +161,7 @@ def forget(step: Step, deployment: Deployment) -> None:
 
 
 def switch_in(node: Node, indices: Iterable[int], deployment: Deployment) -> None:
-    """The state of a deployment is on these devices of a node from now on."""
+    """Note that the state of a deployment is on these devices of a node."""
     for index in indices:
         resident = slot(node, index).resident
         if deployment.name not in resident:
@@ -162,7 +169,7 @@ def switch_in(node: Node, indices: Iterable[int], deployment: Deployment) -> Non
 
 
 def switch_out(node: Node, indices: Iterable[int], deployment: Deployment) -> None:
-    """The state of a deployment is not on these devices of a node any more."""
+    """Note that the state of a deployment is not on these devices of a node any more."""
     for index in indices:
         resident = slot(node, index).resident
         if deployment.name in resident:
@@ -170,14 +177,14 @@ def switch_out(node: Node, indices: Iterable[int], deployment: Deployment) -> No
 
 
 def book_again(step: Step, deployment: Deployment) -> None:
-    """The state of a deployment may be on its devices still, and is the first to leave them."""
+    """Note that the state of a deployment may still be on its devices: it is the first to leave."""
     for slot in slots_of(step, deployment):
         if deployment.name not in slot.resident:
             slot.resident.insert(0, deployment.name)
 
 
 def vacate(step: Step, deployment: Deployment) -> None:
-    """The processes of a deployment are gone: nothing of it is on a device, nothing of it runs."""
+    """Note that a deployment's processes are gone: nothing of it runs, or is on a device."""
     name = deployment.name
     deployment.activation.close()
     for key in list(deployment.activation.running):
@@ -199,7 +206,7 @@ def vacate(step: Step, deployment: Deployment) -> None:
 
 
 def free(step: Step, deployment: Deployment, key: OperationKey, kind: str) -> None:
-    """A running operation has ended; with the last one its devices are idle."""
+    """Note that a running operation has ended; with the last one its devices are idle."""
     deployment.activation.ended(key, step.now_s)
     for slot in slots_of(step, deployment):
         if not deployment.activation.running:
@@ -209,13 +216,13 @@ def free(step: Step, deployment: Deployment, key: OperationKey, kind: str) -> No
 
 
 def release(step: Step, deployment: Deployment) -> None:
-    """Nothing runs on the devices of a deployment whose turn had come."""
+    """Note that nothing runs on the devices of a deployment that held them."""
     for slot in slots_of(step, deployment):
         slot.running = ""
 
 
 def note_ready(step: Step, deployment: Deployment, *, is_ready: bool) -> None:
-    """Whether a deployment has an operation that could run."""
+    """Note whether a deployment has an operation that could run."""
     for slot in slots_of(step, deployment):
         if is_ready:
             slot.ready[deployment.name] = deployment.job_name
@@ -224,18 +231,18 @@ def note_ready(step: Step, deployment: Deployment, *, is_ready: bool) -> None:
 
 
 def note_phase(slot: Slot, phase: Phase) -> None:
-    """A slot is in another phase from now on."""
+    """Begin another phase in a slot."""
     slot.phase = phase
 
 
 def note_kind(slot: Slot, kind: str) -> None:
-    """An operation of this kind goes on with the slot's phase."""
+    """Note that an operation of this kind belongs to the slot's phase."""
     if kind not in slot.phase.kinds:
         slot.phase.kinds.append(kind)
 
 
 def note_served(slot: Slot, job: str, sequence: int) -> None:
-    """An operation of a job begins at this place in the log."""
+    """Note at which place in the log an operation of a job begins."""
     slot.served[job] = sequence
 
 
@@ -247,12 +254,12 @@ def set_released(slot: Slot, is_released: bool) -> None:
 
 
 def note_round(slot: Slot, job: str, number: int) -> None:
-    """A job begins a phase of this round, or what it has begun here counts for this round."""
+    """Note the round for which the phase counts that a job has begun in a slot."""
     slot.rounds[job] = number
 
 
 def note_timer(slot: Slot, timer: str) -> None:
-    """A slot is looked at again when this timer fires."""
+    """Note the timer at which a slot is looked at again."""
     slot.timer = timer
 
 
@@ -260,7 +267,7 @@ def note_timer(slot: Slot, timer: str) -> None:
 
 
 def expect(slot: Slot, job: str, expected: Expected | None) -> None:
-    """When a job needs the slot next, as far as that is predicted."""
+    """Note when a job needs the slot next; None: nothing is predicted."""
     if expected is None:
         slot.expected.pop(job, None)
     else:
@@ -268,11 +275,11 @@ def expect(slot: Slot, job: str, expected: Expected | None) -> None:
 
 
 def came(slot: Slot, job: str) -> Expected | None:
-    """An operation of a job begins; returns what was predicted of it."""
+    """Note that an operation of a job begins. Returns: what was predicted of it."""
     slot.speculative = ""
     return slot.expected.pop(job, None)
 
 
 def note_speculative(slot: Slot, name: str) -> None:
-    """An activation was opened speculatively for this deployment; empty: none is any more."""
+    """Note for which deployment an activation was opened speculatively; empty: for none."""
     slot.speculative = name

@@ -1,9 +1,9 @@
-"""Rounds: in which meta-iteration of its group a job is, the same on every pool (WEAVE §4.3).
+"""Round-robin positions: in which meta-iteration of its group each job is (WEAVE §4.3).
 
-A *turn* is (round, place in the group's order). On every device the turns that were served grow, so
-that what goes from pool to pool finds there those before it that were before it elsewhere. Were the
-turns counted by each device for itself, two pools could serve the same jobs out of phase for good,
-with a period of twice the longest iteration.
+A *position* is (round, place in the group's order). On every device the positions that were served
+grow, so that a job which goes from pool to pool has the same jobs before it everywhere. If each
+device counted positions for itself, two pools could serve the same jobs out of phase for good, with
+a period of twice the longest iteration.
 
 A job's round grows with each phase that it begins on a device where it has had its phase of that
 round. Where others have overtaken it (it was late, or it has joined them just now), its round is
@@ -26,14 +26,17 @@ NOWHERE = -1
 
 
 def in_order(state: State, slot: Slot, jobs: Iterable[str]) -> list[str]:
-    """Jobs of the device by the turns of their next phases on it."""
+    """Jobs of the device by the positions of their next phases on it."""
     places = _places(state, jobs)
     last = _last(slot, places)
     return sorted(places, key=lambda job: (_round(state, slot, job, places, last), places[job]))
 
 
 def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
-    """A phase of its job begins on its devices: they all serve the latest of its turns on them."""
+    """Note that a phase of a deployment begins on its devices.
+
+    They all serve the latest of the positions that the job has on them.
+    """
     state, name = step.state, deployment.job_name
     job = state.jobs[name]
     before = number = job.progress.round
@@ -44,7 +47,7 @@ def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
         places = _places(state, [name, *slot.rounds])
         number = max(number, _round(state, slot, name, places, _last(slot, places)))
     if number > before and all(slot.rounds.get(name) != before for slot in here):
-        # It goes on with a round on these devices, and that has become a later one.
+        # The job goes on with a round on these devices, and that round has become a later one.
         for other in step.deployments_of(job.key):
             for slot in slots_of(step, other):
                 if slot.rounds.get(name) == before:
@@ -55,7 +58,7 @@ def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
 
 
 def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
-    """In the order in which they joined their group; first those that have left it."""
+    """The place of each job in the order of its group; `NOWHERE`: it has left the group."""
     cluster = state.cluster
     found: dict[str, int] = {}
     order: dict[str, int] = {}
@@ -68,7 +71,7 @@ def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
 
 
 def _last(slot: Slot, places: Mapping[str, int]) -> tuple[int, int] | None:
-    """The latest turn that it served of those jobs; None: it has served none."""
+    """The latest position that the slot served of these jobs; None: it has served none."""
     served = [(number, places.get(job, NOWHERE)) for job, number in slot.rounds.items()]
     return max(served, default=None)
 

@@ -1,9 +1,10 @@
-"""The turns on a device: the rules of its holder first, the ordering policy among the rest.
+"""The choice on a device: the holder's quantum first, then the ordering policy.
 
-A deployment over several devices is chosen only where it is its turn on all of them, so that the
-jobs beside it on each are served as fairly as on a device of their own. Turns of several devices
-may miss each other for ever: once it has waited for `TURN_TIMEOUT` quanta, one turn is enough.
-Being chosen is a claim on all of its devices at once, in one order for all: nothing deadlocks.
+A deployment over several devices is chosen only where it would be chosen on each of them (gang
+scheduling), so that the jobs beside it are served as fairly as on a device of their own. Choices on
+several devices may miss each other for ever: once the deployment has waited for `GANG_TIMEOUT`
+quanta, being chosen on one device is enough. Being chosen is a claim on all of its devices at once,
+and claims are in one order on every device: nothing deadlocks.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
-TURN_TIMEOUT = 2.0
-"""Quanta that a deployment over several devices waits for a turn on all of them."""
-LEAST_TURN_TIMEOUT_S = 1.0
+GANG_TIMEOUT = 2.0
+"""Quanta for which a deployment over several devices waits to be chosen on all of them."""
+LEAST_GANG_TIMEOUT_S = 1.0
 NEVER_S = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """The turn on one device: the operations among which the policy chooses."""
+class Contenders:
+    """The operations of one device among which the policy chooses."""
 
     options: list[Option]
     """The operations that are let in now; the policy chooses among them."""
     rest: list[Option]
-    """The holder's operations, where its turn is over: they go on if no other can begin."""
+    """The holder's operations after its quantum: they go on if no other operation can begin."""
     lets_in_s: float
-    """When others are let in."""
+    """When the operations of other jobs are let in."""
     may_wait: bool = True
     """Whether the policy may leave the device idle."""
 
 
-NOBODYS = Turn([], [], NEVER_S)
+NO_CONTENDERS = Contenders([], [], NEVER_S)
 
 
 def policy_of(step: Step) -> Ordering:
@@ -53,9 +54,9 @@ def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float
     Returns: the deployment, or None and the time at which to look again (`NEVER_S`: at the next
     event).
     """
-    turn = turn_on(step, devices.slot(node, index))
-    again_s, may_wait = turn.lets_in_s, turn.may_wait
-    for group in (turn.options, turn.rest):
+    among = contenders_on(step, devices.slot(node, index))
+    again_s, may_wait = among.lets_in_s, among.may_wait
+    for group in (among.options, among.rest):
         options = group
         while options:
             preferred = prefer(step, node, index, options, may_wait=may_wait)
@@ -74,14 +75,14 @@ def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float
     return None, again_s
 
 
-def turn_on(step: Step, slot: Slot) -> Turn:
+def contenders_on(step: Step, slot: Slot) -> Contenders:
     """The operations among which the policy chooses: for a quantum the holder's, then others'.
 
-    A policy that may wait says itself when the holder's turn ends: for it the quantum is only how
-    long that lasts at least.
+    A policy that may wait says itself when the holder gives the device away: for such a policy the
+    quantum is only the least time of the holder.
     """
     if not slot.ready:
-        return NOBODYS
+        return NO_CONTENDERS
     quantum_s = step.config.quantum_s
     of_holder = list(ready.on(step, slot, of_job=slot.holder))
     if (
@@ -91,20 +92,20 @@ def turn_on(step: Step, slot: Slot) -> Turn:
     ):
         is_alone = len(of_holder) == len(slot.ready)
         lets_in_s = NEVER_S if is_alone else slot.held_since_s + quantum_s
-        return Turn(_after_turn(step, slot, of_holder), [], lets_in_s, may_wait=False)
+        return Contenders(_after_quantum(step, slot, of_holder), [], lets_in_s, may_wait=False)
     others = list(ready.on(step, slot, but_job=slot.holder))
     if not others:
-        return Turn(_after_turn(step, slot, of_holder), [], NEVER_S)
+        return Contenders(_after_quantum(step, slot, of_holder), [], NEVER_S)
     if slot.speculative or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
-        return Turn([*of_holder, *others], [], NEVER_S)
+        return Contenders([*of_holder, *others], [], NEVER_S)
     lets_in_s = 0.0 if of_holder else idle_hold.held_until_s(step, slot)
     if lets_in_s > step.now_s:
-        return Turn([], [], lets_in_s)
-    return Turn(others, of_holder, NEVER_S)
+        return Contenders([], [], lets_in_s)
+    return Contenders(others, of_holder, NEVER_S)
 
 
-def _after_turn(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
-    """Within a job too, the deployment whose quantum is over goes after its siblings."""
+def _after_quantum(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
+    """The options without the deployment whose quantum is over, if its job has others."""
     if step.config.quantum_s and idle_hold.is_quantum_over(step, slot.used_since_s):
         return [o for o in options if o[0].name != slot.used_by] or options
     return options
@@ -112,27 +113,27 @@ def _after_turn(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
 
 def _elsewhere_s(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> float:
     """The time from which a deployment may claim its other devices; a past time: now."""
-    if len(deployment.wpg.spans) == 1 and len(deployment.wpg.spans[0].devices) == 1:
+    if len(deployment.wpg.assignments) == 1 and len(deployment.wpg.assignments[0].devices) == 1:
         return 0.0
-    timeout_s = _turn_timeout_s(step, deployment)
+    timeout_s = _gang_timeout_s(step, deployment)
     until_s = max(op.ready_s, deployment.activation.idle_since_s) + timeout_s
     for place, other in step.places_of(deployment):
         if until_s <= step.now_s or (place is node and other == index):
             continue
-        turn = turn_on(step, devices.slot(place, other))
-        if not turn.options:
-            return min(until_s, turn.lets_in_s)
-        preferred = prefer(step, place, other, turn.options, may_wait=turn.may_wait)
+        among = contenders_on(step, devices.slot(place, other))
+        if not among.options:
+            return min(until_s, among.lets_in_s)
+        preferred = prefer(step, place, other, among.options, may_wait=among.may_wait)
         if isinstance(preferred, Wait):
-            return min(until_s, turn.lets_in_s, preferred.until_s)
+            return min(until_s, among.lets_in_s, preferred.until_s)
         if preferred[0] is not deployment:
-            return min(until_s, turn.lets_in_s)
+            return min(until_s, among.lets_in_s)
     return 0.0
 
 
-def _turn_timeout_s(step: Step, deployment: Deployment) -> float:
-    """How long a deployment waits for a turn on all of its devices."""
-    least_s = max(TURN_TIMEOUT * step.config.quantum_s, LEAST_TURN_TIMEOUT_S)
+def _gang_timeout_s(step: Step, deployment: Deployment) -> float:
+    """How long a deployment waits to be chosen on all of its devices."""
+    least_s = max(GANG_TIMEOUT * step.config.quantum_s, LEAST_GANG_TIMEOUT_S)
     if not policy_of(step).is_strict:
         return least_s
     job = step.job(deployment.key.job_key)

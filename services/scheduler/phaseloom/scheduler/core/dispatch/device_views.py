@@ -1,6 +1,6 @@
 """The view of a free device that ordering policies get: its candidates, and who is expected.
 
-Cost: O(candidates), and for policies that go by turns O(jobs of the device).
+Cost: O(candidates), and for round robin O(jobs of the device).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) ->
 
 
 def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) -> list[Member]:
-    """The jobs of the device by their next turns on it.
+    """The jobs of the device by their next round-robin positions on it.
 
     Where the policy may wait, up to the first that has an option: it looks at none behind it.
     """
@@ -151,13 +151,13 @@ def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) 
     for name in slot.placed:
         deployment = step.state.deployments[name]
         here.setdefault(job_of(deployment), []).append(deployment)
-    turned = round_robin.in_order(step.state, slot, here)
+    by_position = round_robin.in_order(step.state, slot, here)
     if not may_wait:
-        return [Member(job, 0.0) for job in turned]
+        return [Member(job, 0.0) for job in by_position]
     ready_jobs = {job_of(deployment) for deployment, _ in options}
     since_s = max(slot.idle_since_s, min(op.ready_s for _, op in options))
     members = []
-    for job in turned:
+    for job in by_position:
         if job in ready_jobs:
             members.append(Member(job, 0.0))
             break
@@ -170,8 +170,8 @@ def _awaited_until_s(
 ) -> float:
     """Until when a job that has nothing ready on a device is waited for; a past time: not at all.
 
-    One that is busy on other devices, for a round: what runs ends, and what waits there has its
-    turn; but two devices whose orders differ could wait for each other.
+    A job that is busy on other devices is waited for during one round at most: two devices whose
+    orders differ could wait for each other.
 
     Args: here: the deployments of each job of the device. since_s: when the waiting began.
     """

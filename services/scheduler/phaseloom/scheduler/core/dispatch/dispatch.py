@@ -4,7 +4,7 @@ A device runs the operations of one deployment at a time (one claim on all of it
 mutating operation alone, or reading ones together, up to `max_reading`. While reading ones run,
 more of their deployment join them, until a mutating one is at its head (which then goes before all
 that came after it), another deployment has claimed one of its devices, or its quantum has ended
-while another waits: then what runs drains and the others go first. Whose turn it is on a free
+while another waits: then what runs drains and the others go first. What runs next on a free
 device is decided in `choice`, how long it is kept for its holder in `idle_hold`, and what is
 switched in before it is asked for in `speculative`.
 
@@ -114,7 +114,7 @@ def _batch(step: Step, deployment: Deployment) -> list[Op]:
 
 
 def _go_on(step: Step, deployment: Deployment) -> None:
-    """A deployment whose turn it is has more to run, or was waited for by its permits."""
+    """Run more of the deployment that holds a device, or what its activation was opened for."""
     if deployment.activation.running:
         _join(step, deployment)
     elif not deployment.activation.opening_on:
@@ -122,8 +122,7 @@ def _go_on(step: Step, deployment: Deployment) -> None:
 
 
 def _begin_opened(step: Step, deployment: Deployment) -> None:
-    """The activation is open on all nodes: run what it was opened for, if that is still
-    wanted."""
+    """Run what an activation was opened for, now that it is open on all nodes."""
     ops = _batch(step, deployment)
     for op in ops:
         _permit(step, deployment, op)
@@ -147,7 +146,7 @@ def _join(step: Step, deployment: Deployment) -> None:
 
 
 def _is_closed(step: Step, node: Node, index: int, deployment: Deployment) -> bool:
-    """Whether what runs there must drain, because it is others' turn."""
+    """Whether what runs on a device must drain, because others go next."""
     slot = devices.slot(node, index)
     if devices.claimant(step, node, index) is not None:
         return True
@@ -182,18 +181,18 @@ def _open_speculatively(step: Step, node: Node, index: int) -> None:
 
 def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -> None:
     """Open an activation on all of its nodes: its epoch is this event's place in the log."""
-    opening_on = deployment.nodes if len(deployment.wpg.spans) > 1 else []
+    opening_on = deployment.nodes if len(deployment.wpg.assignments) > 1 else []
     deployment.activation.open(step.sequence, step.now_s, opening_on)
     gone: list[Deployment] = []
-    for span in deployment.wpg.spans:
-        node = step.node(span.node)
+    for assigned in deployment.wpg.assignments:
+        node = step.node(assigned.node)
         leaving: list[Deployment] = []
-        for index in span.devices:
+        for index in assigned.devices:
             found = devices.victims(step, node, index, deployment)
             leaving += [victim for victim in found if victim not in leaving]
         for victim in leaving:
             _displace(step, victim, node)
-        devices.switch_in(node, span.devices, deployment)
+        devices.switch_in(node, assigned.devices, deployment)
         step.send(
             OpenActivation,
             node,
@@ -201,7 +200,7 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
             incarnation=deployment.wpg.incarnation,
             epoch=deployment.activation.epoch,
             displaces=[victim.key for victim in leaving],
-            early=is_speculative,
+            is_speculative=is_speculative,
         )
         gone += [victim for victim in leaving if victim not in gone]
     for victim in gone:
@@ -213,9 +212,9 @@ def _displace(step: Step, victim: Deployment, node: Node) -> None:
     """End an activation. The state leaves this node, and stays on others until it must go."""
     victim.activation.close()
     speculative.displaced(step, victim)
-    for span in victim.wpg.spans:
-        if span.node == node.node:
-            devices.switch_out(node, span.devices, victim)
+    for assigned in victim.wpg.assignments:
+        if assigned.node == node.node:
+            devices.switch_out(node, assigned.devices, victim)
 
 
 def _permit(step: Step, deployment: Deployment, op: Op) -> None:
@@ -240,13 +239,13 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         sources=_sources(step, op),
         partial=gradients.is_partial(deployment, op),
         ticket=_ticket(step, deployment, op),
-        sealing=deployment.durability.sealing if len(deployment.wpg.spans) > 1 else 0,
+        sealing=deployment.durability.sealing if len(deployment.wpg.assignments) > 1 else 0,
     )
 
 
 def _sources(step: Step, op: Op) -> list[str]:
-    """The nodes that have the weights version of a `sync_weights`: those of its policy, the ones
-    that are up first."""
+    """Endpoints of the nodes that have the weights version of a `sync_weights`, nodes that are up
+    first."""
     if op.version is None:
         return []
     nodes = [step.node(node) for node in seals.nodes_of(step, op.version)]
@@ -288,8 +287,10 @@ def _opened_part(step: Step, deployment: Deployment, event: ActivationOpened) ->
 
 
 def refused(step: Step, event: ActivationRefused) -> None:
-    """An activation did not open: what it was opened for is tried again a while later, or given up
-    where that has failed too often."""
+    """Try again, after a pause, what a refused activation was opened for.
+
+    An operation whose activation was refused too often is given up.
+    """
     ops = _closed(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is None:
@@ -318,8 +319,10 @@ def _given_up(error: ErrorInfo, refusals: int) -> ErrorInfo:
 
 
 def returned(step: Step, event: PermitReturned) -> None:
-    """A permit came back unused: it is given again, as often as it takes, since a node that is away
-    may come back, and others use the device meanwhile."""
+    """Give a permit that came back unused again, after a pause.
+
+    It is given as often as it takes, since a node that is away may come back.
+    """
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
@@ -369,7 +372,7 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
 
 
 def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
-    """Operations that have a permit, or would have had one once all of their nodes were ready."""
+    """Operations that have a permit, or would get one once all of their nodes were ready."""
     if deployment.activation.running:
         ops = [deployment.queue.find(key) for key in deployment.activation.running]
         return [op for op in ops if op is not None and op.state is OpState.PERMITTED]

@@ -101,9 +101,9 @@ def _comes_first(deployment: Deployment, op: Op) -> int | None:
     """The lowest seq of the same deployment that must end before it."""
     for seq in range(deployment.queue.next_seq, op.key.seq or 0):
         other = deployment.queue.operations.get(seq)
-        is_cut = other is not None and other.is_cut
+        has_snapshot = other is not None and other.has_snapshot
         is_together = other is not None and not (op.is_mutating or other.is_mutating)
-        if not (deployment.queue.is_done(seq) or is_together or is_cut):
+        if not (deployment.queue.is_done(seq) or is_together or has_snapshot):
             return seq
     return None
 
@@ -199,10 +199,10 @@ def _wait_on(step: Step, node: Node, index: int) -> Wait | None:
     slot = devices.slot(node, index)
     if slot.running or devices.claimant(step, node, index) is not None:
         return None
-    turn = choice.turn_on(step, slot)
-    if not turn.options:
+    among = choice.contenders_on(step, slot)
+    if not among.options:
         return None
-    preferred = choice.prefer(step, node, index, turn.options, may_wait=turn.may_wait)
+    preferred = choice.prefer(step, node, index, among.options, may_wait=among.may_wait)
     return preferred if isinstance(preferred, Wait) else None
 
 
@@ -251,13 +251,13 @@ def _running(step: Step, asker: Deployment, name: str) -> str:
 
 def _queue_on(step: Step, node: Node, index: int) -> Queue:
     slot = devices.slot(node, index)
-    turn = choice.turn_on(step, slot)
+    among = choice.contenders_on(step, slot)
     every = list(ready.on(step, slot))
-    first = [*turn.options, *turn.rest]
+    first = [*among.options, *among.rest]
     later = [option for option in every if option[0] not in [d for d, _ in first]]
     claimed = devices.claimant(step, node, index)
     queue: Queue = []
-    for options, what in ((turn.options, ""), (turn.rest, "; its turn is over"), (later, "")):
+    for options, what in ((among.options, ""), (among.rest, "; its quantum is over"), (later, "")):
         left = [option for option in options if option[0] is not claimed]
         queue += [(c, why + what) for c, why in _ordered(step, node, index, left)]
     if claimed is not None and (op := ready.first(step, claimed)) is not None:
@@ -267,7 +267,7 @@ def _queue_on(step: Step, node: Node, index: int) -> Queue:
 
 
 def _ordered(step: Step, node: Node, index: int, options: list[device_views.Option]) -> Queue:
-    """In the order in which the policy would choose them now, each in its turn."""
+    """In the order in which the policy would choose them now, each in its among."""
     if not options:
         return []
     policy = choice.policy_of(step)

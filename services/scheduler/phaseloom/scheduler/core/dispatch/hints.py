@@ -1,7 +1,7 @@
 """Hints to the state managers: what a node will need soon that is not on its devices.
 
 Where host memory may not hold all states of a node, some of them lie on its NVMe. A state manager
-that knows what is needed next brings that up while the device is busy with others, and lets go what
+that knows what is needed next promotes that while the device is busy with others, and demotes what
 is needed last. It is told of a deployment whose operation waits for the device, and of the one that
 a prediction says runs next (see `speculative`): once a prediction, and that it was wrong when
 another operation came, when it is overdue, or when what waited is cancelled. A deployment that is
@@ -32,7 +32,7 @@ def tell(step: Step, name: str) -> None:
 
 
 def _tell(step: Step, deployment: Deployment) -> None:
-    if not deployment.wpg.spans or _is_resident(step, deployment):
+    if not deployment.wpg.assignments or _is_resident(step, deployment):
         return
     is_told = deployment.activation.hinted_s != NOT_TOLD_S
     if _is_waiting(step, deployment):

@@ -77,7 +77,7 @@ def _pool(step: Step, slot: Slot) -> str:
 
 
 def declare(step: Step, event: PhaseDeclared) -> None:
-    """The controller began or ended a phase on a pool; older sessions have no say."""
+    """Open or close the phase that a controller declared on a pool; older sessions have no say."""
     job = step.state.jobs.get(str(event.job))
     if job is None or job.state in JOB_ENDED or event.session != job.controller.session:
         return

@@ -21,7 +21,7 @@ SOON = 0.05
 
 
 def began(step: Step, deployment: Deployment, op: Op) -> None:
-    """An operation is about to be permitted: it goes on with a phase, or begins one."""
+    """Note an operation that is about to be permitted: it continues a phase, or begins one."""
     if deployment.activation.running:
         return  # It joins others.
     job = step.job_of(deployment)
@@ -89,7 +89,7 @@ def _is_complete(step: Step, slot: Slot) -> bool:
 
 
 def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
-    """How long something else kept the operation from running."""
+    """Seconds for which other operations kept this one from running."""
     return max(0.0, step.now_s - max(op.ready_s, deployment.activation.idle_since_s))
 
 

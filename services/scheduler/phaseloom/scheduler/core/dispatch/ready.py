@@ -110,7 +110,7 @@ def waits_elsewhere(deployment: Deployment) -> bool:
 
 
 def waits_for_device(op: Op) -> bool:
-    is_wanted = not (op.is_cancelled or op.is_settling or op.is_cut)
+    is_wanted = not (op.is_cancelled or op.is_settling or op.has_snapshot)
     return op.state is OpState.QUEUED and op.eligible_s >= 0 and is_wanted
 
 
@@ -135,8 +135,8 @@ def _may_begin(deployment: Deployment, op: Op) -> bool:
 def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
     """Whether the weights version that it brings can be had, as far as is known.
 
-    A version lives in the memory of its policy's node and may be gone with it: it is then cut again
-    when the policy is rebuilt, unless it is on disk.
+    A version lives in the memory of its policy's node and may be gone with it: it is then made
+    again when the policy is rebuilt, unless it is on disk.
     """
     policy = step.deployment(op.version.policy) if op.version else None
     if policy is None or op.version is None or op.version.seq < policy.queue.first_seq:

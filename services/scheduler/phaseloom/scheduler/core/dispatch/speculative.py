@@ -1,4 +1,4 @@
-"""Early switch-in: open an activation on an idle device before the predicted operation comes.
+"""Speculative switch-in: an idle device is switched before the predicted operation comes.
 
 After each operation the profiler's estimates tell when its job needs the device again, and what ran
 next after such a gap last time tells which deployment will. Where that one is not resident and the
@@ -52,7 +52,7 @@ def expect(step: Step, deployment: Deployment, kind: str) -> None:
 
 
 def came(step: Step, deployment: Deployment, op: Op) -> None:
-    """An operation begins: learn what follows what, and whether a guess was right."""
+    """Learn from an operation that begins what follows what, and whether a guess was right."""
     name = deployment.name
     job = step.job_of(deployment)
     step.foresee(deployment)
@@ -65,7 +65,7 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def displaced(step: Step, victim: Deployment) -> None:
-    """An activation leaves the device: count a miss where it was opened for nothing."""
+    """Count a miss where an activation that leaves its device was opened for nothing."""
     step.foresee(victim)
     guessed = [slot for slot in devices.slots_of(step, victim) if slot.speculative == victim.name]
     for slot in guessed:
@@ -79,9 +79,9 @@ def key_of(deployment: Deployment) -> str:
 
 
 def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
-    """The activation to open early on a device with nothing ready, and when; `NEVER_S`: none."""
+    """The activation to open on a device with nothing ready, and when; `NEVER_S`: none."""
     slot = devices.slot(node, index)
-    if not step.config.early_switch or slot.speculative:
+    if not step.config.speculative_switch_in or slot.speculative:
         return None, NEVER_S
     for name, expected in sorted(slot.expected.items(), key=lambda item: item[1].at_s):
         target = None if expected.is_tried else _target(step, slot, name, expected)
@@ -158,14 +158,16 @@ def _lead_s(step: Step, target: Deployment) -> float:
 
 
 def took(step: Step, deployment: Deployment) -> None:
-    """Note how long an activation took to open: the longest of late counts, as one that is begun
-    too late is in vain."""
+    """Note how long an activation took to open.
+
+    The longest recent time counts, because an activation that is begun too late is in vain.
+    """
     taken_s = step.now_s - deployment.activation.opening_s
     deployment.activation.took(max(taken_s, MEMORY * deployment.activation.lead_s))
 
 
 def opened(step: Step, deployment: Deployment) -> None:
-    """An activation was opened for an operation that is only predicted."""
+    """Note that an activation was opened for an operation that is only predicted."""
     for slot in devices.slots_of(step, deployment):
         devices.note_speculative(slot, deployment.name)
         expected = slot.expected.get(deployment.job_name)

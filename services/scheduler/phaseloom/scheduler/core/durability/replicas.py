@@ -64,7 +64,7 @@ def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
         return
     if step.job_of(deployment).spec.durability is not Durability.REMOTE:
         return  # its seal is on its own nodes, and moves with it
-    for part in range(len(deployment.wpg.spans)):
+    for part in range(len(deployment.wpg.assignments)):
         if len(_staying(step, seals.holders(deployment, part))) < seals.NUM_REMOTE_COPIES:
             yield part
 
@@ -126,7 +126,7 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
         versions=seals.durable_needed(step, deployment),
         sources=sources,
         ticket=seals.ticket(deployment, [node]),
-        rank_offset=sum(len(earlier.devices) for earlier in deployment.wpg.spans[:part]),
+        rank_offset=sum(len(earlier.devices) for earlier in deployment.wpg.assignments[:part]),
         num_ranks=deployment.spec.layout.num_ranks,
     )
     if before is not None:

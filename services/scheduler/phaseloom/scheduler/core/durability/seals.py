@@ -47,7 +47,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
     elif op.kind == "sync_weights":
         deployment.durability.hold(op.version)
         # A sync replaces the whole state: no operation before it is needed to rebuild that.
-        if not volatile_versions(step, deployment) and not deployment.queue.cuts:
+        if not volatile_versions(step, deployment) and not deployment.queue.snapshots:
             delete(step, deployment, deployment.durability.forget_before_last())
         release_versions(step, step.job(op.key.job_key))
     if deployment.spec.trainable:
@@ -210,7 +210,7 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
         and has_enough
         and not deployment.durability.sealing
         # A state that is being saved may have to be made again, from the seal before it.
-        and not deployment.queue.cuts
+        and not deployment.queue.snapshots
         and (
             deployment.move.relocation is None
             or deployment.move.relocation.stage is MoveStage.WAITING
@@ -247,7 +247,7 @@ def seal(step: Step, deployment: Deployment) -> None:
             versions=sorted(versions),
             durability=durability,
             replicas={} if not replicas else replicas[node.node],
-            num_parts=len(deployment.wpg.spans),
+            num_parts=len(deployment.wpg.assignments),
             ticket=ticket(deployment, replicas[node.node]) if replicas else None,
         )
 
@@ -312,7 +312,7 @@ def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None
     Returns: the seqs of the weights versions that are durable with the whole seal; None while parts
              are missing, or where the part belongs to another seal.
     """
-    if len(deployment.wpg.spans) == 1:
+    if len(deployment.wpg.assignments) == 1:
         return event.versions
     if event.seq != deployment.durability.seal_asked:
         return None
@@ -334,7 +334,7 @@ def _note_copies(
     before = _copied_to(deployment)
     parts = (
         deployment.durability.part_copies
-        if len(deployment.wpg.spans) > 1
+        if len(deployment.wpg.assignments) > 1
         else {event.node: event.copies}
     )
     # A part that was noted by a core that knew of no copies has none.
@@ -391,7 +391,7 @@ def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
     Where the seal has several parts the node forgets the copy at once; else it becomes a stale
     holder, which forgets it after the next seal.
     """
-    if len(deployment.wpg.spans) > 1:
+    if len(deployment.wpg.assignments) > 1:
         forget_at(step, deployment, node)  # the node may be about to get another part
     elif node not in deployment.move.stale_holders:
         deployment.move.keep([*deployment.move.stale_holders, node])
@@ -433,7 +433,7 @@ def _targets(deployment: Deployment) -> list[NodeId]:
     return (
         []
         if deployment.move.relocation is None
-        else [span.node for span in deployment.move.relocation.spans]
+        else [assigned.node for assigned in deployment.move.relocation.assignments]
     )
 
 
@@ -456,7 +456,7 @@ def is_readable(step: Step, deployment: Deployment) -> bool:
         return True
     return all(
         any(step.node(node).is_up for node in holders(deployment, index))
-        for index in range(len(deployment.wpg.spans))
+        for index in range(len(deployment.wpg.assignments))
     )
 
 
@@ -469,7 +469,7 @@ def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> l
     Args: but: a node that is left out: the one that fetches.
     """
     own = holders(deployment, index)
-    parts = range(len(deployment.wpg.spans))
+    parts = range(len(deployment.wpg.assignments))
     others = {node for i in parts if i != index for node in holders(deployment, i)}
     names = [
         *own,
@@ -536,7 +536,7 @@ def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, s
     chosen: dict[NodeId, dict[NodeId, str]] = {}
     for index, node in enumerate(deployment.nodes):
         # A node that the deployment is moving to gets the part that it is to run.
-        name = wanted[index] if len(wanted) == len(deployment.wpg.spans) else None
+        name = wanted[index] if len(wanted) == len(deployment.wpg.assignments) else None
         if name is None or name not in names:
             if not others:
                 return None

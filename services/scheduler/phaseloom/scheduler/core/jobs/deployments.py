@@ -21,7 +21,7 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.queue import OperationQueue
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState
-from phaseloom.scheduler.core.state.wpg import Span, Wpg
+from phaseloom.scheduler.core.state.wpg import RankAssignment, Wpg
 from phaseloom.scheduler.core.wpgs import wpgs
 
 
@@ -58,7 +58,7 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
             field="spec.name",
             remedy="choose another name, or delete that one",
         )
-    where: list[Span] = []
+    where: list[RankAssignment] = []
     if job.state is not JobState.SUBMITTED:
         found = assignment.room_for(step, job, spec)
         if isinstance(found, ErrorInfo):
@@ -123,7 +123,7 @@ def unknown(job: Job, name: str) -> ErrorInfo:
 
 def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
     """Note which nodes have the weights versions of a policy that others want."""
-    if not policy.wpg.spans:
+    if not policy.wpg.assignments:
         return
     wanted = seals.wanted_versions(step, job, but=policy)
     for version in job.versions.published:

@@ -63,8 +63,11 @@ def submit(step: Step, event: JobSubmitted) -> None:
 
 
 def _succeed(step: Step, job: Job, old: Job) -> None:
-    """The name was an ended job's, of which outcomes, seals and late messages may still be about:
-    sequence numbers and incarnations go on from its last ones, and its sessions are over."""
+    """Take over the name of an ended job.
+
+    Outcomes, seals and late messages of that job may still be about: sequence numbers and
+    incarnations go on from its last ones, and its sessions are over.
+    """
     job.controller.succeed(old.controller.session)
     job.earlier.succeed(old.earlier)
     for deployment in step.deployments_of(job.key):

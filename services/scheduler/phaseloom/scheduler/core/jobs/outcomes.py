@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code, ErrorInfo
-from phaseloom.common.contract.events import OperationFinished, StateCut
+from phaseloom.common.contract.events import OperationFinished, StateSnapshotTaken
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import speculative
@@ -15,7 +15,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Mutation
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import CutEvent, OpEvent, OpState, WpgState
+from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, SnapshotEvent, WpgState
 from phaseloom.scheduler.core.wpgs import wpgs
 
 
@@ -27,7 +27,9 @@ def finish(step: Step, event: OperationFinished) -> None:
     if event.incarnation == 0:
         _settle(step, deployment, event)
         return
-    is_current = event.incarnation == deployment.wpg.incarnation and bool(deployment.wpg.spans)
+    is_current = event.incarnation == deployment.wpg.incarnation and bool(
+        deployment.wpg.assignments
+    )
     if is_current:
         if event.key in deployment.activation.running:
             devices.free(step, deployment, event.key, event.kind)
@@ -40,23 +42,23 @@ def finish(step: Step, event: OperationFinished) -> None:
         _record(step, deployment, event)
         wpgs.rebuild(step, deployment, event.error)
     elif deployment.durability.replay and event.key.seq == deployment.durability.replay[0]:
-        if event.key.seq in deployment.queue.cuts:
+        if event.key.seq in deployment.queue.snapshots:
             _record(step, deployment, event)
         wpgs.replayed(step, deployment, deployment.durability.replay[0])
     else:
         _record(step, deployment, event)
 
 
-def cut(step: Step, event: StateCut) -> None:
-    """Let a deployment go on while a `save_state` is written: the snapshot is apart from it."""
+def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
+    """Let a deployment go on while the snapshot of its `save_state` is written."""
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
     op = deployment.queue.find(event.key)
     if op is None or event.key not in deployment.activation.running or deployment.durability.replay:
         return
-    step.advance_cut(op, CutEvent.CUT)
-    deployment.queue.cut(op)
+    step.advance_snapshot(op, SnapshotEvent.TAKEN)
+    deployment.queue.note_snapshot(op)
     if deployment.move.relocation is not None:
         step.job_changed(deployment.job_name)
     devices.free(step, deployment, event.key, op.kind)

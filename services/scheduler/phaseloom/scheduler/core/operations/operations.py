@@ -24,10 +24,10 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Asked, FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import (
     JOB_ENDED,
-    CutEvent,
     JobState,
     OpEvent,
     OpState,
+    SnapshotEvent,
     WpgState,
 )
 
@@ -225,8 +225,10 @@ def give_up(
     error: ErrorInfo,
     outcome: Outcome = Outcome.FAILED,
 ) -> None:
-    """End an operation that has no permit now; where it may have taken effect, what is stored
-    decides."""
+    """End an operation that has no permit now.
+
+    Where it may have taken effect, the stored outcome decides.
+    """
     if not op.uncertain:
         end_unrun(step, deployment, op, error, outcome)
         return
@@ -278,11 +280,11 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
         step.job_changed(str(job.key))  # this may have been the last
     if op.expires_s:
         step.state.take_timer(_expiry_timer(op.key))
-    if op.is_cut and seq is not None and deployment.move.relocation is not None:
+    if op.has_snapshot and seq is not None and deployment.move.relocation is not None:
         step.job_changed(str(job.key))  # the move may have waited for that
     has_advanced = deployment.queue.close(op, completed=completed)
-    if op.is_cut:
-        step.advance_cut(op, CutEvent.ENDED)
+    if op.has_snapshot:
+        step.advance_snapshot(op, SnapshotEvent.ENDED)
     if completed or has_advanced:
         deployment.wpg.forgive_losses()
     if has_advanced:
@@ -329,10 +331,12 @@ def requeue(step: Step, op: Op) -> None:
     if op.state is OpState.PERMITTED:
         step.advance_op(op, OpEvent.TAKEN_BACK)
         op.lose_wpg()
-        if op.is_cut:
+        if op.has_snapshot:
             # An ordered one is run again among the mutations, where its place is.
             is_ordered = op.key.seq is not None
-            step.advance_cut(op, CutEvent.DIED if is_ordered else CutEvent.DIED_UNORDERED)
+            step.advance_snapshot(
+                op, SnapshotEvent.DIED if is_ordered else SnapshotEvent.DIED_UNORDERED
+            )
         deployment = step.deployment(op.key.deployment_key)
         assert deployment is not None
         end_unwanted(step, deployment, op)

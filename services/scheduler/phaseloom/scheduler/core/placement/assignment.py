@@ -34,7 +34,7 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Closing, Leave
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import WpgState
-from phaseloom.scheduler.core.state.wpg import Span
+from phaseloom.scheduler.core.state.wpg import RankAssignment
 from phaseloom.scheduler.core.wpgs import wpgs
 
 _MAX_NAMED = 8
@@ -95,7 +95,7 @@ def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
     count_iterations(step, job)
     _note_peers(step, group)
     for deployment in step.deployments_of(job.key):
-        wpgs.place(step, deployment, spans(step, deployment.spec, member))
+        wpgs.place(step, deployment, assign(step, deployment.spec, member))
     return group
 
 
@@ -151,16 +151,16 @@ def _move_all(step: Step, job: Job, member: Member) -> None:
     """Move the deployments that are neither where the job is pinned nor on their way there."""
     for deployment in step.deployments_of(job.key):
         pins = set(member.nodes.get(deployment.spec.pool, []))
-        if not pins.issuperset(span.node for span in target(deployment)):
-            wpgs.move(step, deployment, spans(step, deployment.spec, member))
+        if not pins.issuperset(assigned.node for assigned in target(deployment)):
+            wpgs.move(step, deployment, assign(step, deployment.spec, member))
 
 
-def target(deployment: Deployment) -> list[Span]:
+def target(deployment: Deployment) -> list[RankAssignment]:
     """The ranks' places of a deployment: where it is going, else where it is."""
     return (
-        deployment.wpg.spans
+        deployment.wpg.assignments
         if deployment.move.relocation is None
-        else deployment.move.relocation.spans
+        else deployment.move.relocation.assignments
     )
 
 
@@ -186,19 +186,19 @@ def note_free(step: Step, nodes: list[NodeId]) -> None:
             groups.host_up(cluster, replace(host, pool=pool))
 
 
-def spans(step: Step, spec: DeploymentSpec, member: Member) -> list[Span]:
+def assign(step: Step, spec: DeploymentSpec, member: Member) -> list[RankAssignment]:
     """Nodes and devices for a deployment: the least loaded nodes among those its job is pinned
     to."""
-    return _spans(step, spec, member.nodes[spec.pool])
+    return _assign(step, spec, member.nodes[spec.pool])
 
 
-def _spans(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[Span]:
+def _assign(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[RankAssignment]:
     if spec.num_nodes < len(nodes):
         load = {name: len(devices.placed_on(step.node(name))) for name in nodes}
         chosen = set(sorted(nodes, key=lambda name: load[name])[: spec.num_nodes])
         nodes = [name for name in nodes if name in chosen]
     num_devices = groups.devices_per_node(spec)
-    return [Span(name, _least_loaded(step, name, num_devices)) for name in nodes]
+    return [RankAssignment(name, _least_loaded(step, name, num_devices)) for name in nodes]
 
 
 def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
@@ -210,7 +210,7 @@ def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
 # --- deployments that come and go while their job runs --------------------------------------------
 
 
-def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[Span] | ErrorInfo:
+def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment] | ErrorInfo:
     """Room for one more deployment of a job that has a place: on the job's own nodes, else on
     others of its group, else on free ones."""
     cluster = step.state.cluster
@@ -241,10 +241,10 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[Span] | ErrorIn
             field="spec.pool",
             remedy="try again once one of those jobs has ended",
         )
-    return _spans(step, spec, among[spec.pool])
+    return _assign(step, spec, among[spec.pool])
 
 
-def extend(step: Step, job: Job, deployment: Deployment, where: list[Span]) -> None:
+def extend(step: Step, job: Job, deployment: Deployment, where: list[RankAssignment]) -> None:
     """Place one more deployment of a job.
 
     Args: where: the answer of `room_for`.
@@ -273,7 +273,7 @@ def repin(step: Step, job: Job) -> None:
     for deployment in alive:
         pool = deployment.spec.pool
         names = nodes.setdefault(pool, [])
-        names += [span.node for span in target(deployment) if span.node not in names]
+        names += [assigned.node for assigned in target(deployment) if assigned.node not in names]
     needs = groups.needs_of(d.spec for d in alive)
     note_free(step, groups.repin(cluster, name, needs, nodes))
     step.job_changed(name)

@@ -144,7 +144,7 @@ def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
         if deployment.wpg.state is not WpgState.STOPPED
         and (
             node in deployment.nodes
-            or any(span.node == node for span in assignment.target(deployment))
+            or any(assigned.node == node for assigned in assignment.target(deployment))
         )
     ]
 
@@ -161,7 +161,7 @@ def _write_off(step: Step, node: NodeId) -> None:
         deployment.durability.set_replicas(
             [
                 [name for name in seals.holders(deployment, index) if name != node]
-                for index in range(len(deployment.wpg.spans) if had_seal else 0)
+                for index in range(len(deployment.wpg.assignments) if had_seal else 0)
             ]
         )
         deployment.move.keep(deployment.move.stale_holders, but=[node])
@@ -180,7 +180,7 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
     there = [
         deployment
         for deployment in step.deployments_of(job.key)
-        if any(span.node == node for span in assignment.target(deployment))
+        if any(assigned.node == node for assigned in assignment.target(deployment))
         and deployment.wpg.state is not WpgState.STOPPED
     ]
     if not there:
@@ -194,7 +194,7 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
 
 def _needs_no(node: NodeId, deployment: Deployment) -> bool:
     """Whether a deployment can be rebuilt without this node."""
-    parts = range(len(deployment.wpg.spans) if deployment.durability.seal_seq else 0)
+    parts = range(len(deployment.wpg.assignments) if deployment.durability.seal_seq else 0)
     return all(set(seals.holders(deployment, index)) - {node} for index in parts)
 
 
@@ -214,7 +214,7 @@ def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployme
     assignment.note_free(step, released)
     step.tell("job moved", f"{node} is left: {', '.join(chosen)}", member.job)
     for deployment in there:
-        wpgs.move(step, deployment, assignment.spans(step, deployment.spec, member))
+        wpgs.move(step, deployment, assignment.assign(step, deployment.spec, member))
     for name in group.members:
         step.job_changed(name)
     return True
@@ -249,7 +249,7 @@ def status(step: Step, name: NodeId) -> NodeStatus:
 
 def _why_there(step: Step, deployment: Deployment, node: NodeId) -> str:
     if deployment.move.relocation is not None and all(
-        s.node != node for s in deployment.move.relocation.spans
+        s.node != node for s in deployment.move.relocation.assignments
     ):
         return f"{deployment.name} moves {moves.describe(deployment)}"
     job = JobKey(deployment.key.tenant, deployment.key.job)

@@ -21,15 +21,15 @@ class Activation(msgspec.Struct):
     opening_s: float = 0.0
     """When the activation was asked for."""
     lead_s: float = 0.0
-    """How long activations of late took from then until they were open, at the most."""
+    """How long recent activations took to open, at the most."""
     running: list[OperationKey] = []
     """Operations that were permitted in this incarnation and have not ended: a mutating one, or
     reading ones."""
     idle_since_s: float = 0.0
     """When the last operation that ran ended."""
     hinted_s: float = NOT_TOLD_S
-    """The next use, as the state managers were told while it is off its devices; `NOT_TOLD_S`:
-    nothing."""
+    """The time of the next use that the state managers were told while the deployment is off its
+    devices; `NOT_TOLD_S`: they were told nothing."""
     retry_at_s: float = 0.0
     """Nothing of the deployment runs before this time: its activation was refused, or the weights
     version that its next operation brings was out of reach."""

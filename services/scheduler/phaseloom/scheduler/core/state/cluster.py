@@ -24,9 +24,9 @@ class Need(msgspec.Struct, frozen=True):
 
     num_nodes: int = 1
     num_devices: int = 1
-    """On each of them."""
+    """Devices on each of the nodes."""
     host_bytes: int = 0
-    """Working set in the host memory of each of them; 0: not known."""
+    """Working set in the host memory of each of the nodes; 0: not known."""
 
 
 class Host(msgspec.Struct):
@@ -38,12 +38,11 @@ class Host(msgspec.Struct):
     host_bytes: int
     price_per_hour: float
     is_up: bool = True
-    """And not being drained: it may be given to jobs."""
+    """Whether the node may be given to jobs: it is up and is not being drained."""
     group: str = ""
     """The group that the node belongs to; empty: it is free."""
     leaving: list[str] = []
-    """Deployments that are to go elsewhere and are still on it: until they are gone it is not
-    free."""
+    """Deployments that are still on the node and are to leave it: until then it is not free."""
 
 
 class Member(msgspec.Struct):
@@ -57,13 +56,13 @@ class Member(msgspec.Struct):
     """The cycle of the job alone, worst case included; None: not known yet."""
     submitted_s: float = 0.0
     ends_s: float = 0.0
-    """When it is expected to end at the latest, were it placed now where it waits; 0: not known."""
+    """The latest expected end of the job; of one that waits, were it placed now. 0: not known."""
     nodes: dict[Pool, list[NodeId]] = {}
     """The nodes that the job is pinned to, by pool; empty: it waits."""
     shift_s: float = 0.0
-    """Seconds by which its cycle was shifted to fit (PlexRL §4.3.2)."""
+    """Seconds by which the job's cycle was shifted to fit (PlexRL §4.3.2)."""
     began_s: float = 0.0
-    """When its cycle began where it is: its placing, and the shift."""
+    """When the job's cycle began on its nodes: the time of its placing, plus the shift."""
     iterations: int = 0
     """Iterations finished since the job was submitted."""
     num_optim_steps: int = 0
@@ -72,27 +71,28 @@ class Member(msgspec.Struct):
     """Seconds that the finished iterations take alone at worst, each by the cycle as it was then:
     an SLO is a multiple of it."""
     iterated_s: float = 0.0
-    """When the last of them was finished."""
+    """When the last iteration was finished."""
     num_iterations: int = 0
-    """Expected in all; 0: not known."""
+    """Iterations expected in all; 0: not known."""
 
 
 class Group(msgspec.Struct):
     name: str
     members: dict[str, Member] = {}
-    """By job, in the order in which they came: that of a meta-iteration."""
+    """The members by job, in the order in which they came: that of a meta-iteration."""
     nodes: dict[Pool, list[NodeId]] = {}
     is_closed: bool = False
-    """A job without a known cycle is alone on it, until that is measured."""
+    """Whether no further job may join: the only member's cycle is still being measured."""
     version: int = 0
-    """Grows with each change of its members, what is known of them, or its nodes."""
+    """A number that grows with each change of the members, of what is known of them, or of the
+    nodes."""
 
 
 class Limits(msgspec.Struct, frozen=True):
     max_group_jobs: int = 5
     duty_limit: float = 0.5
     switch_s: float = 0.0
-    """Planned for each phase of a group of several jobs."""
+    """Seconds of switching that are planned for each phase of a group of several jobs."""
 
 
 class Cluster(msgspec.Struct, dict=True):
@@ -120,14 +120,14 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """There is no place now."""
+    """An answer: there is no place now."""
 
     why: str
-    """With the numbers."""
+    """The reason, with the numbers."""
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """There never will be one."""
+    """An answer: there never will be a place."""
 
     error: ErrorInfo
 

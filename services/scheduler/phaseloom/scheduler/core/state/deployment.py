@@ -41,7 +41,7 @@ class Deployment(msgspec.Struct, dict=True):
     @property
     def node(self) -> NodeId | None:
         """The leader's node."""
-        return self.wpg.spans[0].node if self.wpg.spans else None
+        return self.wpg.assignments[0].node if self.wpg.assignments else None
 
     @property
     def nodes(self) -> list[NodeId]:
@@ -50,12 +50,16 @@ class Deployment(msgspec.Struct, dict=True):
     @property
     def devices(self) -> list[int]:
         """The device of each rank, on its node."""
-        return [index for span in self.wpg.spans for index in span.devices]
+        return [index for assigned in self.wpg.assignments for index in assigned.devices]
 
     @property
     def places(self) -> list[tuple[NodeId, int]]:
         """(node, device) of each rank."""
-        return [(span.node, index) for span in self.wpg.spans for index in span.devices]
+        return [
+            (assigned.node, index)
+            for assigned in self.wpg.assignments
+            for index in assigned.devices
+        ]
 
     @property
     def last_seq(self) -> int:
@@ -76,6 +80,6 @@ class Deployment(msgspec.Struct, dict=True):
             is_up = self.wpg.state in (WpgState.READY, WpgState.RECOVERING)
             assert is_up, f"{name}: an activation of a WPG that is {self.wpg.state}"
         if self.activation.hinted_s >= 0:
-            assert self.wpg.spans, f"{name}: a hint for nothing"
+            assert self.wpg.assignments, f"{name}: a hint for nothing"
         if self.wpg.state is WpgState.READY:
             assert not self.durability.replay, f"{name}: ready with mutations still to replay"

@@ -15,7 +15,7 @@ from phaseloom.scheduler.core.state.transitions import CopyState
 
 
 class Copying(msgspec.Struct):
-    """A node fetches a copy of what others have, so that one of these may be left."""
+    """A copy that a node fetches from other nodes, one of which is to be left."""
 
     node: NodeId
     revision: int
@@ -23,7 +23,7 @@ class Copying(msgspec.Struct):
     command: CommandId
     """The command that told the node to fetch the copy."""
     part: int = 0
-    """The part of a seal that is fetched, by the place of its node."""
+    """The number of the part of a seal that is fetched."""
     state: CopyState = CopyState.FETCHING
     failures: int = 0
     """Failed tries in a row, on whichever node."""

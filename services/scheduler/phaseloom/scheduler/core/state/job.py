@@ -109,10 +109,9 @@ class Speculation(msgspec.Struct):
     follows: dict[str, str] = {}
     """`<deployment>.<kind>` → deployment that ran next on its pool, last time after a gap."""
     misses: int = 0
-    """Activations opened early for the job, in a row, that were displaced before their
-    operation."""
+    """Speculative activations of the job, in a row, that were displaced before their operation."""
     skips: int = 0
-    """Gaps still to pass before an activation is opened early for the job again."""
+    """Gaps still to pass before an activation is opened speculatively for the job again."""
 
     def note_next(self, after: str, deployment: str) -> None:
         self.follows[after] = deployment
@@ -137,9 +136,9 @@ class Progress(msgspec.Struct):
     """How far a job has come, beside the others of its group."""
 
     began_s: float = -1.0
-    """When its first operation was ready; -1: none has begun."""
+    """When the job's first operation was ready; -1: none has begun."""
     lag_s: float = 0.0
-    """For how long, since then, others or a switch kept its operations from running."""
+    """Seconds since `began_s` for which other jobs or a switch kept its operations from running."""
     round: int = 0
     """The last meta-iteration of its group that it began, under a policy that serves them."""
 

@@ -11,27 +11,27 @@ import msgspec
 
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.state.transitions import MoveStage
-from phaseloom.scheduler.core.state.wpg import Span
+from phaseloom.scheduler.core.state.wpg import RankAssignment
 
 
 class Relocation(msgspec.Struct):
-    """A deployment is to go elsewhere."""
+    """The way of a deployment to other devices."""
 
-    spans: list[Span]
+    assignments: list[RankAssignment]
     """The devices that the deployment is to have."""
     is_sealed: bool = False
-    """Whether its seal was asked for: whether or not it came, once is enough."""
+    """Whether the seal of the move was asked for. It is asked for once, whether or not it comes."""
     is_last: bool = False
-    """Whether it leaves with the seal that is made now: nothing runs meanwhile."""
+    """Whether the deployment leaves with the seal that is made now: nothing runs meanwhile."""
     began_s: float = 0.0
-    """When its sealing and copying began."""
+    """When the sealing and copying began."""
     copy_s: float = 0.0
-    """How long its sealing and copying took."""
+    """How long the sealing and copying took."""
     stage: MoveStage = MoveStage.BEGUN
     fetching: list[NodeId] = []
     """The new nodes that have not yet said that they have their copy."""
     asked: int = 0
-    """Log sequence at which its new nodes were told to fetch their copies."""
+    """Log sequence at which the new nodes were told to fetch their copies."""
     retry_at_s: float = 0.0
     """A new node that could not take its copy is not asked again before this time."""
     failures: int = 0
@@ -81,11 +81,10 @@ class Move(msgspec.Struct):
     relocation: Relocation | None = None
     """None: the deployment stays where it is."""
     stale_holders: list[NodeId] = []
-    """Nodes that the deployment was on and that keep its seal for it, until it has made one where
-    it is."""
+    """Nodes that the deployment was on and that keep its seal, until it has made a new one."""
 
-    def begin(self, spans: list[Span]) -> None:
-        self.relocation = Relocation(spans)
+    def begin(self, assignments: list[RankAssignment]) -> None:
+        self.relocation = Relocation(assignments)
 
     def end(self) -> None:
         """The deployment has arrived, stays after all, or has ended."""

@@ -53,14 +53,14 @@ class Expected(msgspec.Struct):
     """The operation that ended: `<deployment>.<kind>`."""
     ended_s: float
     soonest_s: float
-    """10th percentile, where the profiler knows it."""
+    """The 10th percentile of the predicted time, where the profiler knows it."""
     at_s: float
     late_s: float
     """The prediction counts as wrong from this time on."""
     is_tried: bool = False
-    """Whether an activation was opened for it, or deliberately was not: once a gap is enough."""
+    """Whether an activation was opened for the prediction, or deliberately not: one try a gap."""
     is_told: bool = False
-    """Whether state managers have had a hint of it."""
+    """Whether state managers were given a hint of the prediction."""
 
     def tried(self) -> None:
         self.is_tried = True
@@ -74,7 +74,7 @@ class Phase(msgspec.Struct):
 
     job: str = ""
     kinds: list[str] = []
-    """`<deployment>.<kind>` of each that began in it."""
+    """`<deployment>.<kind>` of each operation that began in the phase."""
     began_s: float = 0.0
 
 
@@ -134,8 +134,8 @@ class Node(msgspec.Struct):
     residency: Residency
     is_up: bool = True
     claims: list[str] = []
-    """Deployments that were chosen and wait until all of their devices are free, in that order:
-    any two are in the same one on every node that they share."""
+    """Deployments that were chosen and wait until all of their devices are free, the oldest choice
+    first. Any two of them are in the same order on every node that they share."""
 
     def lose(self) -> None:
         """Note that the agent of the node has lost its lease."""

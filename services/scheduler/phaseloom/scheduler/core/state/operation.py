@@ -7,7 +7,7 @@ import msgspec
 from phaseloom.common.contract.ids import OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
-from phaseloom.scheduler.core.state.transitions import OpState, TakeSnapshot
+from phaseloom.scheduler.core.state.transitions import OpState, SnapshotState
 
 
 class Op(msgspec.Struct):
@@ -38,13 +38,13 @@ class Op(msgspec.Struct):
     """When it was permitted last."""
     num_bytes: int = 0
     """Size of its payload."""
-    cut_state: TakeSnapshot = TakeSnapshot.NONE
-    """Whether what a `save_state` saves is apart from its deployment."""
+    snapshot_state: SnapshotState = SnapshotState.NONE
+    """Whether the state that a `save_state` saves has been copied from its deployment."""
 
     @property
-    def is_cut(self) -> bool:
+    def has_snapshot(self) -> bool:
         """Whether it is a `save_state` that needs neither devices nor state any more."""
-        return self.cut_state is not TakeSnapshot.NONE
+        return self.snapshot_state is not SnapshotState.NONE
 
     @property
     def is_mutating(self) -> bool:
@@ -85,14 +85,14 @@ class Op(msgspec.Struct):
     def lose_wpg(self) -> None:
         """Note that the WPG died while the operation was permitted.
 
-        An ordered `save_state` that is cut stays so: it is run again in its place among the
-        mutations.
+        An ordered `save_state` keeps its snapshot's state: it is run again in its place among
+        the mutations.
         """
         self.uncertain = True
 
-    def enter_cut(self, state: TakeSnapshot) -> None:
-        """Called by `Step.advance_cut`, which knows the transitions."""
-        self.cut_state = state
+    def enter_snapshot_state(self, state: SnapshotState) -> None:
+        """Called by `Step.advance_snapshot`, which knows the transitions."""
+        self.snapshot_state = state
 
 
 class Mutation(msgspec.Struct, frozen=True):

@@ -25,8 +25,8 @@ class OperationQueue(msgspec.Struct):
     """The lowest seq without an outcome: it may run, and so may the reading ones that follow it if
     it only reads too."""
     head_seq: int = 1
-    """The lowest seq that those behind it have to wait for: an operation that has ended, or that is
-    cut, lets them go on."""
+    """The lowest seq that those behind it have to wait for: an operation that has ended, or a
+    `save_state` whose snapshot is taken, lets them go on."""
     not_completed: list[int] = []
     """Seqs whose outcome was not COMPLETED, sorted."""
     awaited_seq: int = 0
@@ -35,8 +35,8 @@ class OperationQueue(msgspec.Struct):
     """Weights version that each open `sync_weights` brings, by seq."""
     missing_gradients: list[int] = []
     """Seqs of the `forward_backward`s since the last step that were not completed."""
-    cuts: list[int] = []
-    """Seqs of ordered `save_state`s that are cut and have no outcome yet, sorted."""
+    snapshots: list[int] = []
+    """Seqs of ordered `save_state`s with a snapshot and without an outcome, sorted."""
 
     def is_done(self, seq: int) -> bool:
         """Whether this ordered operation has an outcome."""
@@ -72,10 +72,10 @@ class OperationQueue(msgspec.Struct):
     def note_awaited(self, seq: int) -> None:
         self.awaited_seq = max(self.awaited_seq, seq)
 
-    def cut(self, op: Op) -> None:
-        """A `save_state` has been cut: those behind it may go on."""
+    def note_snapshot(self, op: Op) -> None:
+        """The snapshot of a `save_state` is taken: those behind it may go on."""
         if op.key.seq is not None:
-            bisect.insort(self.cuts, op.key.seq)
+            bisect.insort(self.snapshots, op.key.seq)
             self._pass()
 
     def close(self, op: Op, *, completed: bool) -> bool:
@@ -90,8 +90,8 @@ class OperationQueue(msgspec.Struct):
             self.unordered.pop(op.key.slot, None)
             return False
         self.queued_syncs.pop(seq, None)
-        if op.is_cut:
-            self.cuts.remove(seq)
+        if op.has_snapshot:
+            self.snapshots.remove(seq)
         if not completed:
             bisect.insort(self.not_completed, seq)
         before = self.next_seq
@@ -103,9 +103,9 @@ class OperationQueue(msgspec.Struct):
         return self.next_seq > before
 
     def _pass(self) -> None:
-        """Move `head_seq` past what has ended or is cut: it stays so until it is off the queue."""
+        """Move `head_seq` past the operations that have ended or have their snapshot."""
         seq = max(self.next_seq, self.head_seq)
-        while (op := self.operations.get(seq)) is not None and (op.has_ended or op.is_cut):
+        while (op := self.operations.get(seq)) is not None and (op.has_ended or op.has_snapshot):
             seq += 1
         self.head_seq = seq
 
@@ -129,10 +129,10 @@ class OperationQueue(msgspec.Struct):
         assert all(seq >= self.next_seq for seq in self.operations), f"{name}: stale op"
         for seq in range(self.next_seq, self.head_seq):
             passed = self.operations[seq]
-            assert passed.has_ended or passed.is_cut, f"I1 {name}: {seq} is not behind it yet"
+            assert passed.has_ended or passed.has_snapshot, f"I1 {name}: {seq} is not behind it yet"
         head = self.operations.get(self.head_seq)
-        is_head = head is None or not (head.has_ended or head.is_cut)
+        is_head = head is None or not (head.has_ended or head.has_snapshot)
         assert is_head, f"{name}: {self.head_seq} is passed, and still the head"
         assert set(self.queued_syncs) <= set(self.operations), f"{name}: a sync that ended"
-        cuts = [op.key.seq for op in self.every if op.is_cut and op.key.seq is not None]
-        assert sorted(cuts) == self.cuts, f"{name}: saves {cuts}, known as {self.cuts}"
+        taken = [op.key.seq for op in self.every if op.has_snapshot and op.key.seq is not None]
+        assert sorted(taken) == self.snapshots, f"{name}: saves {taken}, known as {self.snapshots}"

@@ -21,16 +21,16 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.outputs import Output, SendCommand, SetTimer, Tell
 from phaseloom.scheduler.core.state.transitions import (
     COPIES,
-    CUTS,
     JOBS,
     MOVES,
     OPERATIONS,
+    SNAPSHOTS,
     WPGS,
     CopyEvent,
-    CutEvent,
     JobEvent,
     MoveEvent,
     OpEvent,
+    SnapshotEvent,
     WpgEvent,
     next_state,
 )
@@ -130,17 +130,21 @@ class Step:
 
     def node_of(self, deployment: Deployment) -> Node:
         """The node of the leader."""
-        assert deployment.wpg.spans, deployment.name
-        return self.state.nodes[deployment.wpg.spans[0].node]
+        assert deployment.wpg.assignments, deployment.name
+        return self.state.nodes[deployment.wpg.assignments[0].node]
 
     def nodes_of(self, deployment: Deployment) -> list[Node]:
         """The nodes of a deployment, in the order of its ranks."""
-        return [self.state.nodes[span.node] for span in deployment.wpg.spans]
+        return [self.state.nodes[assigned.node] for assigned in deployment.wpg.assignments]
 
     def places_of(self, deployment: Deployment) -> list[tuple[Node, int]]:
         """The node and device of each rank."""
         nodes = self.state.nodes
-        return [(nodes[span.node], i) for span in deployment.wpg.spans for i in span.devices]
+        return [
+            (nodes[assigned.node], i)
+            for assigned in deployment.wpg.assignments
+            for i in assigned.devices
+        ]
 
     def deployments_of(self, job: JobKey) -> list[Deployment]:
         specs = self.state.jobs[str(job)].spec.deployments
@@ -171,8 +175,10 @@ class Step:
     def advance_op(self, op: Op, event: OpEvent) -> None:
         op.enter(next_state(OPERATIONS, "operation", op.key, op.state, event, self.sequence))
 
-    def advance_cut(self, op: Op, event: CutEvent) -> None:
-        op.enter_cut(next_state(CUTS, "cut of", op.key, op.cut_state, event, self.sequence))
+    def advance_snapshot(self, op: Op, event: SnapshotEvent) -> None:
+        op.enter_snapshot_state(
+            next_state(SNAPSHOTS, "snapshot of", op.key, op.snapshot_state, event, self.sequence)
+        )
 
     def advance_wpg(self, deployment: Deployment, event: WpgEvent) -> None:
         wpg, name = deployment.wpg, deployment.name

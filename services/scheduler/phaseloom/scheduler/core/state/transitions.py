@@ -1,4 +1,4 @@
-"""The transitions of operations, WPGs, jobs, moves, copies and cuts: a table for each.
+"""The transitions of operations, WPGs, jobs, moves, copies and snapshots: a table for each.
 
 A table says which state follows on an event: {(state, event): next state}. What it does not have
 raises `InvalidTransition`. The scheduler's README shows the tables.
@@ -67,10 +67,10 @@ class CopyState(StrEnum):
     CAME = "came"
 
 
-class TakeSnapshot(StrEnum):
+class SnapshotState(StrEnum):
     NONE = "none"
     WRITING = "writing"
-    """The state that a `save_state` saves is apart from its deployment, and is being written."""
+    """The snapshot of a `save_state` is taken, and is being written."""
     LOST = "lost"
     """The WPG died meanwhile: the `save_state` is run again in its place among the mutations."""
 
@@ -133,8 +133,10 @@ class CopyEvent(StrEnum):
     CAME = "came"
 
 
-class CutEvent(StrEnum):
-    CUT = "cut"
+class SnapshotEvent(StrEnum):
+    """The snapshots that `save_state`s take of their deployments."""
+
+    TAKEN = "taken"
     ENDED = "ended"
     """The `save_state` has an outcome."""
     DIED = "died"
@@ -228,13 +230,13 @@ COPIES: dict[tuple[CopyState, CopyEvent], CopyState] = {
 """An answer may come twice. A try that has failed may still succeed later, and that counts."""
 
 
-CUTS: dict[tuple[TakeSnapshot, CutEvent], TakeSnapshot] = {
-    (TakeSnapshot.NONE, CutEvent.CUT): TakeSnapshot.WRITING,
-    (TakeSnapshot.WRITING, CutEvent.ENDED): TakeSnapshot.NONE,
-    (TakeSnapshot.WRITING, CutEvent.DIED): TakeSnapshot.LOST,
-    (TakeSnapshot.WRITING, CutEvent.DIED_UNORDERED): TakeSnapshot.NONE,
-    (TakeSnapshot.LOST, CutEvent.ENDED): TakeSnapshot.NONE,
-    (TakeSnapshot.LOST, CutEvent.DIED): TakeSnapshot.LOST,
+SNAPSHOTS: dict[tuple[SnapshotState, SnapshotEvent], SnapshotState] = {
+    (SnapshotState.NONE, SnapshotEvent.TAKEN): SnapshotState.WRITING,
+    (SnapshotState.WRITING, SnapshotEvent.ENDED): SnapshotState.NONE,
+    (SnapshotState.WRITING, SnapshotEvent.DIED): SnapshotState.LOST,
+    (SnapshotState.WRITING, SnapshotEvent.DIED_UNORDERED): SnapshotState.NONE,
+    (SnapshotState.LOST, SnapshotEvent.ENDED): SnapshotState.NONE,
+    (SnapshotState.LOST, SnapshotEvent.DIED): SnapshotState.LOST,
 }
 
 

@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
 
-CORE_VERSION = 7
+CORE_VERSION = 8
 """Raised whenever the same log would give other commands: a snapshot of another one is refused."""
 
 

@@ -12,8 +12,8 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.state.transitions import WpgState
 
 
-class Span(msgspec.Struct, frozen=True):
-    """The devices of one node that a deployment has."""
+class RankAssignment(msgspec.Struct, frozen=True):
+    """The devices of one node that ranks of a deployment run on."""
 
     node: NodeId
     devices: list[int]
@@ -21,19 +21,19 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Wpg(msgspec.Struct):
-    spans: list[Span] = []
-    """The devices of its ranks, in order: the first is the leader's. Empty: it has no place."""
+    assignments: list[RankAssignment] = []
+    """The devices of the ranks, the leader's first. Empty: the WPG has no place."""
     state: WpgState = WpgState.UNPLACED
     starting_on: list[NodeId] = []
-    """While it is STARTING: its nodes that have not yet said that their ranks are up."""
+    """The nodes of a STARTING WPG that have not yet said that their ranks are up."""
     dying_on: list[NodeId] = []
-    """While it is LOST: its nodes that have not yet said that their ranks are dead."""
+    """The nodes of a LOST WPG that have not yet said that their ranks are dead."""
     incarnation: int = 0
     state_bytes: int = 0
     base: int = 0
     """The seal that this incarnation was started from."""
     checkpoint: str = ""
-    """The checkpoint that it starts from where it has no seal; empty: its seeds."""
+    """The checkpoint that a WPG without a seal starts from; empty: its seeds."""
     origin_seq: int = 0
     """The seq that the checkpoint, or the fresh state, stands for."""
     losses: int = 0
@@ -41,23 +41,23 @@ class Wpg(msgspec.Struct):
     refusals: int = 0
     """Switch-ins in a row that were refused for good while it is rebuilt."""
     is_trial: bool = False
-    """Whether it was added to a job that was placed already, and is not up yet: if it cannot
-    start, it ends alone."""
+    """Whether the deployment was added to a job that was placed already, and is not up yet: if it
+    cannot start, it ends alone."""
     error: ErrorInfo | None = None
-    """Why it died last, until it is up again; or why it was stopped."""
+    """Why the WPG died last, until it is up again; or why it was stopped."""
 
     @property
     def nodes(self) -> list[NodeId]:
-        return [span.node for span in self.spans]
+        return [assigned.node for assigned in self.assignments]
 
     # --- placing ---------------------------------------------------------------------------------
 
-    def put_on(self, spans: list[Span]) -> None:
-        self.spans = spans
+    def put_on(self, assignments: list[RankAssignment]) -> None:
+        self.assignments = assignments
 
-    def lose_span(self, span: Span) -> None:
-        """The node of this span has come back without its devices."""
-        self.spans = [other for other in self.spans if other is not span]
+    def lose_assignment(self, lost: RankAssignment) -> None:
+        """The node has come back without these devices."""
+        self.assignments = [other for other in self.assignments if other is not lost]
 
     # --- an incarnation --------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Wpg(msgspec.Struct):
             self.dying_on.remove(node)
 
     def stop(self) -> None:
-        """For good: nobody is waited for any more."""
+        """Note that the WPG is stopped for good: no node is waited for any more."""
         self.starting_on = []
         self.dying_on = []
 

@@ -31,7 +31,7 @@ from phaseloom.scheduler.core.state.move import Relocation
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import MoveEvent, MoveStage
-from phaseloom.scheduler.core.state.wpg import Span
+from phaseloom.scheduler.core.state.wpg import RankAssignment
 
 RETRY_PAUSE_S = 5.0
 """First pause before a node that could not take a copy is asked again; each one is twice as long
@@ -39,26 +39,26 @@ as the one before."""
 MAX_RETRY_PAUSE_S = 80.0
 
 
-def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
+def begin(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
     """Begin to move a deployment to these nodes and devices.
 
     A move to where the deployment is already just ends any move that is under way.
     """
     name = deployment.name
-    spans = _arranged(deployment, spans)
+    assignments = _arranged(deployment, assignments)
     release_nodes(step, deployment)
     seals.stop_copying(step, deployment)
     if deployment.move.relocation is not None:
         # There may be a copy on the nodes that the earlier move was to go to.
         holders = {node for part in deployment.durability.replicas for node in part}
         deployment.move.keep(seals.nodes_with(deployment), but={*deployment.nodes, *holders})
-    if spans == deployment.wpg.spans:
+    if assignments == deployment.wpg.assignments:
         deployment.move.end()
     else:
-        deployment.move.begin(spans)
+        deployment.move.begin(assignments)
         seals.drop_other_parts(step, deployment)
         for node in deployment.nodes:
-            if all(span.node != node for span in spans):
+            if all(assigned.node != node for assigned in assignments):
                 groups.hold(step.state.cluster, node, name)
         step.state.begin_move(name)
         devices.unclaim(step, deployment)
@@ -66,21 +66,21 @@ def begin(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     step.touch(deployment)
 
 
-def _arranged(deployment: Deployment, spans: list[Span]) -> list[Span]:
-    """Order the spans of a move by rank.
+def _arranged(deployment: Deployment, assignments: list[RankAssignment]) -> list[RankAssignment]:
+    """Order the assignments of a move by rank.
 
     A node that stays keeps its ranks, and one that has a copy of a part gets the ranks of that.
     """
-    if len(spans) != len(deployment.wpg.spans):
-        return spans
-    new = {span.node: span for span in spans}
+    if len(assignments) != len(deployment.wpg.assignments):
+        return assignments
+    new = {assigned.node: assigned for assigned in assignments}
     kept = [new.pop(node, None) for node in deployment.nodes]
-    for index, span in enumerate(kept):
-        if span is None:
+    for index, assigned in enumerate(kept):
+        if assigned is None:
             having = next((node for node in seals.holders(deployment, index) if node in new), None)
             kept[index] = None if having is None else new.pop(having)
     rest = iter(new.values())
-    return [next(rest) if span is None else span for span in kept]
+    return [next(rest) if assigned is None else assigned for assigned in kept]
 
 
 def release_nodes(step: Step, deployment: Deployment) -> None:
@@ -96,15 +96,16 @@ def release_nodes(step: Step, deployment: Deployment) -> None:
 def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
     """Whether the new nodes of a move are up, and none still has to forget the deployment."""
     return all(
-        step.node(span.node).is_up and deployment.name not in step.state.stopping.get(span.node, {})
-        for span in move.spans
+        step.node(assigned.node).is_up
+        and deployment.name not in step.state.stopping.get(assigned.node, {})
+        for assigned in move.assignments
     )
 
 
 def is_held(deployment: Deployment) -> bool:
     """Whether a deployment is given no new operations: it is about to be sealed, or to leave."""
     move = deployment.move.relocation
-    if move is None or deployment.queue.cuts:
+    if move is None or deployment.queue.snapshots:
         return False
     if move.stage is MoveStage.BEGUN:
         return _is_to_be_sealed(deployment, move) and not _has_gradients_to_use(deployment)
@@ -115,12 +116,12 @@ def is_held(deployment: Deployment) -> bool:
 
 def holds_back(deployment: Deployment, op: Op) -> bool:
     """Whether an operation is a `save_state` that must wait: the move waits for an earlier one."""
-    return op.kind == "save_state" and _waits_for_cut(deployment)
+    return op.kind == "save_state" and _waits_for_snapshot(deployment)
 
 
-def _waits_for_cut(deployment: Deployment) -> bool:
+def _waits_for_snapshot(deployment: Deployment) -> bool:
     move = deployment.move.relocation
-    if move is None or not deployment.queue.cuts:
+    if move is None or not deployment.queue.snapshots:
         return False
     is_to_be_sealed = move.stage is MoveStage.BEGUN and _is_to_be_sealed(deployment, move)
     return is_to_be_sealed or move.stage is MoveStage.LEAVING
@@ -131,12 +132,13 @@ def describe(deployment: Deployment) -> str:
     move = deployment.move.relocation
     if move is None:
         return ""
-    return f"to {', '.join(span.node for span in move.spans)}: {_waits_for(deployment, move)}"
+    nodes = ", ".join(assigned.node for assigned in move.assignments)
+    return f"to {nodes}: {_waits_for(deployment, move)}"
 
 
 def _waits_for(deployment: Deployment, move: Relocation) -> str:
-    if _waits_for_cut(deployment):
-        seqs = ", ".join(str(seq) for seq in deployment.queue.cuts)
+    if _waits_for_snapshot(deployment):
+        seqs = ", ".join(str(seq) for seq in deployment.queue.snapshots)
         return f"once save_state {seqs} is durable"
     match move.stage:
         case MoveStage.WAITING:
@@ -175,7 +177,7 @@ def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
         deployment.activation.running
         or deployment.activation.opening_on
         or deployment.durability.sealing
-        or deployment.queue.cuts
+        or deployment.queue.snapshots
     )
     if move.stage is not MoveStage.LEAVING or is_busy or _has_gradients_to_use(deployment):
         return False
@@ -216,7 +218,11 @@ def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
         return False
     if not _is_to_be_sealed(deployment, move):
         return True
-    if deployment.activation.running or deployment.activation.opening_on or deployment.queue.cuts:
+    if (
+        deployment.activation.running
+        or deployment.activation.opening_on
+        or deployment.queue.snapshots
+    ):
         return False
     move.note_sealed()
     seals.seal(step, deployment)
@@ -246,21 +252,21 @@ def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
     """Have each new node of a move fetch the part of the seal and the versions that it lacks."""
     fetching: list[NodeId] = []
     versions = seals.durable_needed(step, deployment)
-    for index, span in enumerate(move.spans):
+    for index, assigned in enumerate(move.assignments):
         holders = seals.holders(deployment, index)
-        seal_seq = 0 if span.node in holders else deployment.durability.seal_seq
+        seal_seq = 0 if assigned.node in holders else deployment.durability.seal_seq
         if seal_seq or versions or deployment.durability.holds is not None:
-            fetching.append(span.node)
+            fetching.append(assigned.node)
             step.send(
                 MirrorState,
-                step.node(span.node),
+                step.node(assigned.node),
                 deployment=deployment.key,
                 seal_seq=seal_seq,
                 versions=versions,
-                sources=seals.sources(step, deployment, index, but=span.node),
-                ticket=seals.ticket(deployment, [span.node]),
-                holds=_ticket_of_held(deployment, span.node),
-                rank_offset=sum(len(before.devices) for before in move.spans[:index]),
+                sources=seals.sources(step, deployment, index, but=assigned.node),
+                ticket=seals.ticket(deployment, [assigned.node]),
+                holds=_ticket_of_held(deployment, assigned.node),
+                rank_offset=sum(len(before.devices) for before in move.assignments[:index]),
                 num_ranks=deployment.spec.layout.num_ranks,
             )
     move.ask(step.sequence, fetching)
@@ -292,7 +298,9 @@ def mirrored(step: Step, event: StateMirrored) -> None:
         step.tell("move put off", f"{event.node}: {event.error.message}", deployment.name)
         _wait(step, deployment, move)
     elif event.seq and event.seq == deployment.durability.seal_seq:
-        index = next(i for i, span in enumerate(move.spans) if span.node == event.node)
+        index = next(
+            i for i, assigned in enumerate(move.assignments) if assigned.node == event.node
+        )
         seals.note_replica(deployment, index, event.node)
 
 
@@ -306,7 +314,7 @@ def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:
         step.advance_move(deployment, MoveEvent.NODE_RESTARTED)
 
 
-def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
+def relocate(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
     """Place a deployment, whose ranks on its old nodes are dead, on the new nodes of its move."""
     name, old = deployment.name, deployment.nodes
     devices.leave(step, deployment)
@@ -314,9 +322,9 @@ def relocate(step: Step, deployment: Deployment, spans: list[Span]) -> None:
     step.dirty.update(deployment.places)
     release_nodes(step, deployment)
     deployment.move.end()
-    deployment.wpg.put_on(spans)
-    for span in spans:
-        devices.place(step.node(span.node), span.devices, deployment)
+    deployment.wpg.put_on(assignments)
+    for assigned in assignments:
+        devices.place(step.node(assigned.node), assigned.devices, deployment)
     for node in deployment.nodes:
         # A node may confirm late that it has forgotten the deployment: the next incarnation must
         # not be taken for the one that is confirmed dead.

@@ -26,7 +26,7 @@ from phaseloom.scheduler.core.state.node import Node, new_devices
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import WpgEvent, WpgState
-from phaseloom.scheduler.core.state.wpg import Span
+from phaseloom.scheduler.core.state.wpg import RankAssignment
 from phaseloom.scheduler.core.wpgs import moves
 
 _REPLACES_STATE = frozenset(name for name, kind in KINDS.items() if kind.replaces_state)
@@ -57,38 +57,42 @@ def node_up(step: Step, event: NodeUp) -> None:
     step.state.add_node(node)
     for name in placed:
         deployment = step.state.deployments[name]
-        span = next(span for span in deployment.wpg.spans if span.node == event.node)
-        if _has_lost_a_device(step, deployment, span):
+        assigned = next(
+            assigned for assigned in deployment.wpg.assignments if assigned.node == event.node
+        )
+        if _has_lost_a_device(step, deployment, assigned):
             groups.end_hold(step.state.cluster, event.node, name)
-            deployment.wpg.lose_span(span)
+            deployment.wpg.lose_assignment(assigned)
             # `stop` does not reach this node any more: it is told below to forget the deployment.
             step.state.ask_to_forget(event.node, name, deployment.wpg.incarnation)
             continue
-        devices.place(node, span.devices, deployment)
+        devices.place(node, assigned.devices, deployment)
         _try_start(step, deployment)
     for deployment in step.state.deployments.values():
-        if deployment.wpg.state is WpgState.LOST and deployment.wpg.spans:
+        if deployment.wpg.state is WpgState.LOST and deployment.wpg.assignments:
             _try_start(step, deployment)  # the deployment may have waited for a copy on this node
     for name in step.state.moving:
         deployment = step.state.deployments[name]
-        spans = deployment.move.relocation.spans if deployment.move.relocation is not None else []
-        for span in spans:
-            if span.node == event.node:
-                _has_lost_a_device(step, deployment, span)
+        assignments = (
+            deployment.move.relocation.assignments if deployment.move.relocation is not None else []
+        )
+        for assigned in assignments:
+            if assigned.node == event.node:
+                _has_lost_a_device(step, deployment, assigned)
                 moves.came_back(step, deployment, event.node)
     _stop_again(step, node)
     step.follow(FollowUp.PLACE)
 
 
-def _has_lost_a_device(step: Step, deployment: Deployment, span: Span) -> bool:
+def _has_lost_a_device(step: Step, deployment: Deployment, assigned: RankAssignment) -> bool:
     """Whether a node has come back without a device that a deployment has, or is to get.
 
     The deployment's job is then failed.
     """
-    last = max(span.devices)
-    if last < len(step.node(span.node).devices):
+    last = max(assigned.devices)
+    if last < len(step.node(assigned.node).devices):
         return False
-    gone = f"device {last} of {span.node} is gone"
+    gone = f"device {last} of {assigned.node} is gone"
     error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
     step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
     return True
@@ -143,25 +147,25 @@ def node_lost(step: Step, event: NodeLost) -> None:
             step.set_timer(f"{what}/{node.node}/{node.revision}", step.now_s + after_s)
 
 
-def place(step: Step, deployment: Deployment, spans: list[Span]) -> None:
+def place(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
     """Put a deployment on devices and start it there.
 
-    Args: spans: a device for each rank, in order; the first is the leader's.
+    Args: assignments: a device for each rank, in order; the first is the leader's.
     """
-    deployment.wpg.put_on(spans)
-    for span in spans:
-        devices.place(step.node(span.node), span.devices, deployment)
+    deployment.wpg.put_on(assignments)
+    for assigned in assignments:
+        devices.place(step.node(assigned.node), assigned.devices, deployment)
     start(step, deployment)
 
 
-def move(step: Step, deployment: Deployment, spans: list[Span]) -> None:
+def move(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
     """Have a deployment go elsewhere with its state, as soon as the operations that run have ended.
 
-    Args: spans: as for `place`. Where they are its present ones, the deployment stays, and a move
-              that was decided before is ended.
+    Args: assignments: as for `place`. Where they are its present ones, the deployment stays, and a
+              move that was decided before is ended.
     """
     if deployment.wpg.state is not WpgState.STOPPED:
-        moves.begin(step, deployment, spans)
+        moves.begin(step, deployment, assignments)
 
 
 def move_on(step: Step) -> None:
@@ -190,15 +194,15 @@ def start(step: Step, deployment: Deployment) -> None:
     nodes = deployment.nodes
     versions = seals.durable_needed(step, deployment) if deployment.durability.seal_seq else []
     rank_offset = 0
-    for index, span in enumerate(deployment.wpg.spans):
+    for index, assigned in enumerate(deployment.wpg.assignments):
         sources = _seal_sources(step, deployment, index)
         step.send(
             StartWpg,
-            step.node(span.node),
+            step.node(assigned.node),
             deployment=deployment.key,
             incarnation=deployment.wpg.incarnation,
             spec=deployment.spec,
-            devices=span.devices,
+            devices=assigned.devices,
             seal_seq=deployment.durability.seal_seq,
             checkpoint="" if deployment.durability.seal_seq else deployment.wpg.checkpoint,
             applied=0 if deployment.durability.seal_seq else deployment.wpg.origin_seq,
@@ -206,9 +210,9 @@ def start(step: Step, deployment: Deployment) -> None:
             nodes=nodes if len(nodes) > 1 else [],
             versions=versions,
             sources=sources,
-            ticket=seals.ticket(deployment, [span.node]) if sources else None,
+            ticket=seals.ticket(deployment, [assigned.node]) if sources else None,
         )
-        rank_offset += len(span.devices)
+        rank_offset += len(assigned.devices)
 
 
 def _seal_sources(step: Step, deployment: Deployment, index: int) -> list[str]:
@@ -232,7 +236,7 @@ def _try_start(step: Step, deployment: Deployment) -> None:
     if deployment.move.relocation is not None and moves.is_possible(
         step, deployment, deployment.move.relocation
     ):
-        moves.relocate(step, deployment, deployment.move.relocation.spans)
+        moves.relocate(step, deployment, deployment.move.relocation.assignments)
     if all(node.is_up for node in step.nodes_of(deployment)):
         start(step, deployment)
 
@@ -242,7 +246,7 @@ def restart(step: Step, deployment: Deployment) -> None:
 
     It starts from the seal or checkpoint that the deployment's record names.
     """
-    if not deployment.wpg.spans:
+    if not deployment.wpg.assignments:
         return
     is_alive = deployment.wpg.state in _ALIVE
     _note_death(step, deployment)
@@ -262,7 +266,7 @@ def started(step: Step, event: WpgStarted) -> None:
         or event.node not in deployment.wpg.starting_on
     ):
         return
-    is_first = len(deployment.wpg.starting_on) == len(deployment.wpg.spans)
+    is_first = len(deployment.wpg.starting_on) == len(deployment.wpg.assignments)
     deployment.wpg.came_up(event.node)
     if is_first:
         deployment.wpg.measure(event.state_bytes)
@@ -318,12 +322,12 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
     wanted = seals.volatile_versions(step, deployment)
     first = 0
     for index, mutation in enumerate(history):
-        if mutation.seq in wanted or any(cut < mutation.seq for cut in deployment.queue.cuts):
+        if mutation.seq in wanted or any(seq < mutation.seq for seq in deployment.queue.snapshots):
             break
         if mutation.kind in _REPLACES_STATE:
             first = index
     again = [m.seq for m in history[first:] if m.kind != "publish_weights" or m.seq in wanted]
-    return sorted([*again, *deployment.queue.cuts])
+    return sorted([*again, *deployment.queue.snapshots])
 
 
 def replayed(step: Step, deployment: Deployment, seq: int) -> None:
@@ -461,8 +465,8 @@ def _note_death(step: Step, deployment: Deployment) -> None:
     if deployment.wpg.state in _ALIVE:
         step.advance_wpg(deployment, WpgEvent.DIED)
         deployment.wpg.stop_waiting()
-    cut = [op for op in deployment.queue.every if op.is_cut]
-    for op in [*_running_ops(deployment), *cut]:
+    being_saved = [op for op in deployment.queue.every if op.has_snapshot]
+    for op in [*_running_ops(deployment), *being_saved]:
         operations.requeue(step, op)
     devices.vacate(step, deployment)
     deployment.durability.incarnation_died()
@@ -496,7 +500,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     if deployment.wpg.state is WpgState.STOPPED:
         return
     devices.vacate(step, deployment)
-    if deployment.wpg.spans and deployment.wpg.state is WpgState.LOST:
+    if deployment.wpg.assignments and deployment.wpg.state is WpgState.LOST:
         # Its loss is confirmed already: a new number tells the confirmation of this stop apart.
         deployment.wpg.next_incarnation()
     nodes = seals.nodes_with(deployment) if forget else deployment.nodes

@@ -184,7 +184,9 @@ def _sharing(cluster: Cluster, member: Member) -> str:
             whose = min((*group.members.values(), member), key=lambda m: timing_of(m).allowed_s)
             best_s, allowed_s = settled_s, timing_of(whose).allowed_s
     if best_s == inf:
-        return "no group has a seat, the nodes and the host memory left that it needs"
+        return (
+            "no group has room for one more job, with the nodes and the host memory that it needs"
+        )
     # The job is not named: it may be another tenant's.
     who = "it" if whose is member else "another job"
     if best_s > allowed_s:

@@ -1,4 +1,4 @@
-"""A `save_state` that is cut: its deployment goes on while it is written, and none is lost."""
+"""The snapshot of a `save_state`: its deployment goes on while it is written; none is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.commands import OpenActivation, Permit, SealState
-from phaseloom.common.contract.events import CancelRequested, NodeDrainRequested, StateCut
+from phaseloom.common.contract.events import CancelRequested, NodeDrainRequested, StateSnapshotTaken
 from phaseloom.common.contract.ids import NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.dispatch.explain import explain
@@ -194,9 +194,9 @@ def test_cut_of_a_life_that_is_over_counts_for_nothing() -> None:
     queue(w, "save_state", "forward_backward")
     permit = next(c for c in iter_permits(w) if c.operation == key(1))
     w.kill(POLICY)
-    w.feed(StateCut(key(1), permit.epoch, permit.incarnation))
+    w.feed(StateSnapshotTaken(key(1), permit.epoch, permit.incarnation))
     op = w.core.state.deployments[str(POLICY)].queue.operations[1]
-    assert (op.state, op.is_cut) == (OpState.QUEUED, False)
+    assert (op.state, op.has_snapshot) == (OpState.QUEUED, False)
     w.run()
     assert set(outcomes(w)) == {1, 2}
 

@@ -1,0 +1,151 @@
+"""The architectures that packing, scoring and decoding can do, and what they differ in.
+
+A model's logits are its head's of its body's hidden states, scaled and capped as its config says.
+A body attends to all earlier positions, or in some layers to those of a window. Whatever an
+architecture does differently (experts, recurrent state, chunks, a cache of its own) keeps it out of
+`MODEL_TYPES`. Each one in it is tested against `transformers`.
+
+Shapes: B rows, T query columns, S key columns, N positions asked for, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from phaseloom.common.contract.errors import CallerError
+
+MODEL_TYPES: Final = frozenset(
+    {
+        "arcee",
+        "cohere",
+        "cohere2",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "helium",
+        "llama",
+        "ministral",
+        "mistral",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    }
+)
+"""The values of `model_type` that can be trained and sampled."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+Masks = torch.Tensor | dict[str, torch.Tensor]
+"""An additive mask (B, 1, T, S) for all layers, or one for each type of layer."""
+
+
+def check_model_type(model_type: object) -> None:
+    """Raises: CallerError: no backend can do models of this type."""
+    if model_type not in MODEL_TYPES:
+        raise CallerError(
+            f"models of type {model_type!r} are not supported",
+            field="model.config.model_type",
+            remedy=f"use one of {', '.join(sorted(MODEL_TYPES))}",
+        )
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """Raises: CallerError: some layers attend in a way that no backend can do."""
+    odd = sorted({*_layer_types(config)} - {FULL, SLIDING})
+    if odd:
+        raise CallerError(
+            f"layers of {', '.join(odd)} are not supported",
+            field="model.config.layer_types",
+            remedy=f"use {FULL} or {SLIDING} in every layer",
+        )
+    # Samples of all lengths share a pass, and its longest would choose the frequencies of all.
+    if "longrope" in _rope_types(getattr(config, "rope_parameters", None) or {}):
+        raise CallerError(
+            "rotary frequencies that depend on the length of the sequence are not supported",
+            field="model.config.rope_parameters",
+            remedy="use another rope_type, as linear, yarn or llama3",
+        )
+
+
+def attention_kernel(config: PreTrainedConfig) -> str:
+    """The implementation of attention: `sdpa` is a tenth faster than eager on a CPU thread, and as
+    reproducible there, but it cannot cap attention's logits."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def has_windows(config: PreTrainedConfig) -> bool:
+    """Whether some layer attends to fewer positions than the model has."""
+    types = _layer_types(config)
+    if types and SLIDING not in types:
+        return False
+    window = getattr(config, "sliding_window", None)
+    return window is not None and int(window) < int(config.max_position_embeddings)
+
+
+def attention_masks(
+    config: PreTrainedConfig,
+    visible_BTS: torch.Tensor,
+    distance_BTS: torch.Tensor,
+    dtype: torch.dtype,
+) -> Masks:
+    """The masks that a body takes for what each query may see.
+
+    Args: visible_BTS: causality included.
+          distance_BTS: positions from each key to the query that sees it.
+    """
+    types = {*_layer_types(config)}
+    window = getattr(config, "sliding_window", None)
+    full = _additive(visible_BTS, dtype)
+    if window is None or types == {FULL}:
+        return {FULL: full} if types else full
+    sliding = _additive(visible_BTS & (distance_BTS < window), dtype)
+    return {FULL: full, SLIDING: sliding} if types else sliding
+
+
+def logits(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
+    """The logits (N, V) of a body's hidden states."""
+    whole: Any = model
+    logits_NV: torch.Tensor = whole.get_output_embeddings()(hidden_NH)
+    config = model.config
+    divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    if divisor is not None:
+        logits_NV = logits_NV / divisor
+    if factor is not None:
+        logits_NV = logits_NV * factor
+    if cap is not None:
+        logits_NV = torch.tanh(logits_NV / cap) * cap
+    return logits_NV
+
+
+def _layer_types(config: PreTrainedConfig) -> list[str]:
+    return getattr(config, "layer_types", None) or []
+
+
+def _rope_types(parameters: dict[str, Any]) -> set[object]:
+    """The types of a rope, or of one for each type of layer."""
+    nested = [each for each in parameters.values() if isinstance(each, dict)]
+    return {each.get("rope_type") for each in nested or [parameters]}
+
+
+def _additive(visible_BTS: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    mask = torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device)
+    return mask.masked_fill_(~visible_BTS, -torch.inf)[:, None]
