@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from phaseloom.common.contract.api import (
+    CancelRequest,
     CreateDeployment,
     DeploymentRequest,
     DrainNode,
@@ -314,9 +315,10 @@ def job_api(
         await shell.append(PhaseDeclared(job.key, request.session, request.pool, request.is_open))
         return jobs.status(_now(shell), job)
 
-    async def cancel(tenant: str, request: OperationRequest) -> Explanation:
+    async def cancel(tenant: str, request: CancelRequest) -> Explanation:
         id = uuid.uuid4().hex
-        return await shell.ask_why(CancelRequested(_key(tenant, request), id), id)
+        event = CancelRequested(_key(tenant, request), id, request.keeps_partial)
+        return await shell.ask_why(event, id)
 
     async def why(tenant: str, request: OperationRequest) -> Explanation:
         key = _key(tenant, request)
@@ -355,7 +357,7 @@ def job_api(
         "deployment.delete": (DeploymentRequest, delete),
         "job.status": (JobRequest, status),
         "phase.declare": (PhaseRequest, declare),
-        "operation.cancel": (OperationRequest, cancel),
+        "operation.cancel": (CancelRequest, cancel),
         "operation.explain": (OperationRequest, why),
     }
 

@@ -477,7 +477,7 @@ class Agent:
             log.info("%s is not cancelled: its ranks are gone", command.operation)
             return
         try:
-            await wpg.cancel(command.operation)
+            await wpg.cancel(command.operation, keeps_partial=command.keeps_partial)
         except PhaseloomError as error:
             log.info("%s is not cancelled: %s", command.operation, error)
 
@@ -505,7 +505,7 @@ class Agent:
                 except IncarnationEnded as error:
                     return IncarnationOver(error.info)
             case CancelPart():
-                await wpg.cancel_here(request.operation)
+                await wpg.cancel_here(request.operation, keeps_partial=request.keeps_partial)
         return Present()
 
     async def _take_part(self, wpg: Wpg, share: RunShare) -> SharesDone:

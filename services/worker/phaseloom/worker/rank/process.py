@@ -223,7 +223,7 @@ def _leader_answers(leader: Leader) -> Answer:
             case RunPermits():
                 await leader.run(body)
             case CancelRun():
-                leader.cancel(body.operation)
+                leader.cancel(body)
             case _:
                 raise InternalError(f"a leader does not answer {type(body).__name__}")
         return Done()
@@ -238,7 +238,7 @@ def _follower_answers(follower: Follower) -> Answer:
                 with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
                     return await follower.run(body)
             case CancelRun():
-                follower.cancel(body.operation)
+                follower.cancel(body)
             case RollCall():
                 return Done()
             case _:
