@@ -16,7 +16,8 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The model to build: a Hugging Face causal-LM config, initialised from a seed."""
 
     config: dict[str, Any]
-    """The config as `config.to_dict()` gives it; `model_type` picks the architecture."""
+    """The config as `config.to_dict()` gives it; `model_type` picks the architecture, `dtype` that
+    of the weights: `float32`, or `bfloat16`, which training keeps float32 masters of."""
     init_seed: int = 0
     token_texts: list[str] = []
     """The text of each token id, where operations give stop strings; else empty."""
