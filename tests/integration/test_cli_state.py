@@ -16,10 +16,10 @@ from phaseloom.client import DeploymentSpec, ModelSpec
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import (
-    ContentState,
     DeploymentState,
     DiskMethod,
     DiskPath,
+    SharedCopyState,
     StatusReport,
     VersionState,
 )
@@ -54,8 +54,8 @@ REPORT = StatusReport(
     nvme_budget_bytes=2**40,
     nvme_used_bytes=4 * MiB,
     version_states=[VersionState(VERSION, 5 * MiB, in_host=True, on_nvme=False, num_users=2)],
-    contents=[
-        ContentState(
+    shared_copies=[
+        SharedCopyState(
             num_bytes=3 * MiB,
             hash="0123456789abcdef" * 4,
             base="a model",
@@ -64,7 +64,7 @@ REPORT = StatusReport(
             in_host=True,
             on_nvme=False,
         ),
-        ContentState(
+        SharedCopyState(
             num_bytes=5 * MiB,
             hash="",
             base="",

@@ -32,7 +32,7 @@ SLICES = [
 
 @pytest.mark.parametrize("site", ["east", "west"])
 async def test_slices_of_tensors_with_long_names_come(short_dir: Path, site: str) -> None:
-    """From a source nearby, and from one on another site, by way of a neighbour."""
+    """From a source nearby, and from one on another site, by way of a peer."""
     async with AsyncExitStack() as stack:
         source = await stack.enter_async_context(daemon(short_dir / "source", SITE="east"))
         writer = await version_rank(source, POLICY)

@@ -43,8 +43,8 @@ async def on_nvme(bus: Bus) -> set[str]:
     """`<job>.<deployment>` of each whose state is on the node's NVMe alone."""
     answer = await bus.client.request(state_subject(NODE), timeout=30)
     report: StatusReport = decode(answer.data, StatusReport)
-    spilled = [d.deployment for d in report.deployments if not (d.host_bytes or d.device_bytes)]
-    return {f"{key.job}.{key.deployment}" for key in spilled}
+    demoted = [d.deployment for d in report.deployments if not (d.host_bytes or d.device_bytes)]
+    return {f"{key.job}.{key.deployment}" for key in demoted}
 
 
 async def predict(bus: Bus, log: Log, job: str, *deployments: str) -> None:

@@ -61,10 +61,10 @@ async def report_of(mesh: Mesh, node: str) -> StatusReport:
         await bus.close()
 
 
-async def report_with(mesh: Mesh, num_contents: int) -> StatusReport:
-    """Of the rollout node, once so many contents are held there."""
+async def report_with(mesh: Mesh, num_copies: int) -> StatusReport:
+    """Of the rollout node, once so many copies are held there."""
     async with asyncio.timeout(60):
-        while len((report := await report_of(mesh, "rollout-0")).contents) != num_contents:
+        while len((report := await report_of(mesh, "rollout-0")).shared_copies) != num_copies:
             pass
     return report
 
@@ -81,10 +81,10 @@ async def test_two_tenants_hold_one_copy_of_a_registered_reference_model(
                 answers.append((await job.deployment("reference").forward(BATCH)).logprobs)
         assert answers[0] == answers[1]
         report = await report_with(mesh, 1)
-        (content,) = report.contents
-        assert content.users == ["acme.grpo.reference", "umbrella.grpo.reference"]
-        assert (content.base, content.hash) == ("tiny", bases["tiny"][0])
-        assert content.num_bytes == len(weights)
+        (copy,) = report.shared_copies
+        assert copy.users == ["acme.grpo.reference", "umbrella.grpo.reference"]
+        assert (copy.base, copy.hash) == ("tiny", bases["tiny"][0])
+        assert copy.num_bytes == len(weights)
         assert report.held_bytes == len(weights)
         assert report.owned_bytes / report.held_bytes == 2.0
         console = Console(width=200, file=io.StringIO())
@@ -92,7 +92,7 @@ async def test_two_tenants_hold_one_copy_of_a_registered_reference_model(
         assert isinstance(console.file, io.StringIO)
         shown = console.file.getvalue()
         assert "(2.00 to 1)" in shown
-        assert f"tiny ({content.hash[:12]})" in shown
+        assert f"tiny ({copy.hash[:12]})" in shown
 
 
 async def test_sampler_reference_and_version_of_a_job_are_what_their_bytes_are(
@@ -119,6 +119,6 @@ async def test_sampler_reference_and_version_of_a_job_are_what_their_bytes_are(
         report = await report_with(mesh, 2)
         assert report.held_bytes == 2 * len(weights)
         assert report.owned_bytes == 3 * len(weights)
-        versions = [content.version for content in report.contents]
+        versions = [copy.version for copy in report.shared_copies]
         assert [version is not None for version in versions].count(True) == 1
         assert (await sampler.forward(BATCH)).logprobs == after

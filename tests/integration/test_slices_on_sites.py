@@ -86,14 +86,14 @@ async def _world(directory: Path, num_far: int, *, num_sources: int = 1) -> Asyn
 
 
 async def _came(node: Daemon, number: int = 1) -> tuple[int, int, int]:
-    """(from sources, from here, by neighbours): what came as the `number`th slices."""
+    """(from sources, from here, by peers): what came as the `number`th slices."""
     found: list[tuple[str, str, str]] = []
     async with asyncio.timeout(30):
         while len(found) < number:
             await node.agent.status()  # its log comes here meanwhile
             found = re.findall(r"came: (\d+) bytes .*, (\d+) from here, (\d+) by", node.text())
-    source, here, neighbours = map(int, found[number - 1])
-    return source, here, neighbours
+    source, here, peers = map(int, found[number - 1])
+    return source, here, peers
 
 
 def _union_bytes(needed: Sequence[Sequence[Slice]]) -> int:
@@ -210,7 +210,7 @@ async def _opened(reader: RankStateClient, slices: list[Slice], *sources: str) -
     return bytes(memory)
 
 
-async def test_who_comes_late_finds_all_at_its_neighbours(short_dir: Path) -> None:
+async def test_who_comes_late_finds_all_at_its_peers(short_dir: Path) -> None:
     async with _world(short_dir, 2) as world:
         await _write_part(*world.writers)
         (slow,) = world.sources
@@ -225,7 +225,7 @@ async def test_who_comes_late_finds_all_at_its_neighbours(short_dir: Path) -> No
 
 
 async def test_slices_of_one_node_for_several_readers_cross_once(short_dir: Path) -> None:
-    """A node is its own neighbour."""
+    """A node is its own peer."""
     async with _world(short_dir, 1) as world:
         await _write_part(*world.writers)
         (slow,), (reader,) = world.sources, world.readers
@@ -250,7 +250,7 @@ async def test_a_part_and_slices_of_it_cross_once(short_dir: Path) -> None:
         for node in world.nodes:
             await node.agent.drop_versions([KEY])
             assert (await node.agent.status()).versions == []
-        # And who needs only some comes last: after a restart the neighbour has the part still.
+        # And who needs only some comes last: after a restart the peer has the part still.
         await _opened_part(whole, slow)
         endpoint = await world.nodes[0].endpoint()
         await world.nodes[0].relaunch()
@@ -271,7 +271,7 @@ async def _opened_part(reader: RankStateClient, source: Link) -> None:
     assert bytes(opened.memory[large.offset :][: large.num_bytes]) == CONTENT.tobytes()
 
 
-async def test_what_a_neighbour_that_died_was_to_bring_comes_from_the_source(
+async def test_what_a_peer_that_died_was_to_fetch_comes_from_the_source(
     short_dir: Path,
 ) -> None:
     async with _world(short_dir, 2) as world, link(world.sources[0].source) as held:
@@ -380,13 +380,13 @@ async def _talks_nonsense(stream: tls.Stream, give: wire.Give) -> None:
 
 
 async def _sends_elsewhere(stream: tls.Stream, give: wire.Give) -> None:
-    boxes: list[wire.Cut] = [(number, [], []) for number in range(len(give.boxes))]
+    boxes: list[wire.FragmentSpec] = [(number, [], []) for number in range(len(give.boxes))]
     elsewhere = [wire.Shared(Peer("127.0.0.1:1", "s"), boxes, "")]
     await stream.send(wire.Given("", wire.Assigned(len(boxes), [], elsewhere)))
 
 
 @asynccontextmanager
-async def _neighbour(
+async def _peer(
     world: World, behave: Callable[[tls.Stream, wire.Give], Awaitable[None]]
 ) -> AsyncIterator[str]:
     """A node of the site that was given the first rows of `LEFT`, and what it does then."""
@@ -426,28 +426,28 @@ async def _opened_by(peer: Peer, source: str) -> tls.Stream:
 
 
 @pytest.mark.parametrize("behave", [_lies, _talks_nonsense, _sends_elsewhere])
-async def test_a_neighbour_that_lies_is_left(
+async def test_a_peer_that_lies_is_left(
     short_dir: Path, behave: Callable[[tls.Stream, wire.Give], Awaitable[None]]
 ) -> None:
     async with _world(short_dir, 1) as world:
         await _write_part(*world.writers)
-        async with _neighbour(world, behave) as endpoint:
+        async with _peer(world, behave) as endpoint:
             before = world.passed_bytes
             await _opened(world.readers[0], LEFT, world.sources[0].endpoint)
-            # What the neighbour was given has crossed for it; now it crosses again.
+            # What the peer was given has crossed for it; now it crosses again.
             assert await _came(world.nodes[0]) == (SIZE // 2, 0, 0)
             assert world.passed_bytes - before < SIZE // 2 + _CONTROL
             await world.nodes[0].logged(f"by way of Peer(endpoint={endpoint!r}")
 
 
-async def test_a_neighbour_that_never_delivers_is_left(
+async def test_a_peer_that_never_delivers_is_left(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says again and again that it comes."""
-    monkeypatch.setattr(fetching, "PEER_PATIENCE", 0.1)
+    monkeypatch.setattr(fetching, "PEER_TIMEOUTS", 0.1)
     async with _world(short_dir, 0) as world:
         await _write_part(*world.writers)
-        async with _neighbour(world, _keeps_waiting):
+        async with _peer(world, _keeps_waiting):
             memory = memoryview(bytearray(SIZE // 2))
             at = home(site="west", endpoint="127.0.0.1:1")
             running = fetch_of(KEY, LEFT, memory, at)
@@ -470,7 +470,7 @@ async def _serving(session: tls.Session) -> AsyncIterator[str]:
         await asyncio.wait([serving])
 
 
-async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_still() -> None:
+async def test_a_fetch_that_failed_ends_also_where_a_source_names_peers_still() -> None:
     """One part can be had nowhere while a source is being asked for another."""
     content = bytes(BATCH)
     digest = xxhash.xxh3_128_hexdigest(content)
@@ -482,12 +482,12 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_sti
         payload = await stream.receive(tls.MAX_REQUEST_BYTES)
         return msgspec.msgpack.decode(payload, type=wire.Give)
 
-    async def neighbour(stream: tls.Stream) -> None:
+    async def peer(stream: tls.Stream) -> None:
         await holds(stream, is_far=False)
         await stream.send(wire.Given(digest))
         await stream.send_bytes(memoryview(content), 10.0)
 
-    async def deals(stream: tls.Stream) -> None:
+    async def assigns(stream: tls.Stream) -> None:
         await holds(stream, is_far=True)
         asked.set()
         await running._over.wait()
@@ -507,8 +507,8 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_sti
     at = home(site="west", endpoint="127.0.0.1:1")
     running = fetch_of(KEY, slices, memoryview(bytearray(2 * BATCH)), at)
     async with (
-        _serving(neighbour) as holders[0],
-        _serving(deals) as one,
+        _serving(peer) as holders[0],
+        _serving(assigns) as one,
         _serving(has_nothing) as other,
         asyncio.timeout(30),
     ):
@@ -517,7 +517,7 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_neighbours_sti
     assert caught.value.info.code is Code.NOT_FOUND
 
 
-async def test_slices_go_to_neighbours_with_a_ticket_only(short_dir: Path) -> None:
+async def test_slices_go_to_peers_with_a_ticket_only(short_dir: Path) -> None:
     async with _world(short_dir, 1) as world:
         await _write_part(*world.writers)
         await _opened(world.readers[0], LEFT, world.sources[0].endpoint)

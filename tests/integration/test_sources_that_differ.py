@@ -38,7 +38,7 @@ async def test_a_part_comes_from_the_source_that_has_the_one_that_is_meant(
         reader = await version_rank(rollout, SAMPLER)
         await reader.versions.open(KEY, [good], ticket(KEY))
         with pytest.raises(
-            PhaseloomError, match=r"could not be brought: .*it has digest"
+            PhaseloomError, match=r"could not be fetched: .*it has digest"
         ) as caught:
             await reader.versions.open(PART, [bad], ticket(KEY), digests[0])
         assert caught.value.info.code is Code.FAILED_PRECONDITION

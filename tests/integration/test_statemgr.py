@@ -168,7 +168,7 @@ async def test_older_incarnation_is_fenced_when_a_newer_registers(short_dir: Pat
             await d.agent.switch_in(POLICY, 1, 2, [])
         with pytest.raises(ResourceError, match="fenced"):
             await d.agent.register_wpg(["late"], POLICY, 1, [0], 0)
-        await d.agent.drop_wpg(POLICY, 1)  # of the old life: must not touch the new one
+        await d.agent.drop_wpg(POLICY, 1)  # of the old incarnation: must not touch the new one
         await d.agent.switch_in(POLICY, 2, 3, [])
         status = await d.agent.status()
         assert status.device_used_bytes == [MiB]
@@ -343,7 +343,7 @@ def _num_fds(d: Daemon) -> int:
 # --- seals ---
 
 
-async def test_seal_restores_the_state_in_a_new_life_also_after_a_daemon_restart(
+async def test_seal_restores_the_state_in_a_new_incarnation_also_after_a_daemon_restart(
     short_dir: Path,
 ) -> None:
     async with daemon(short_dir) as d:
@@ -459,7 +459,9 @@ async def test_files_of_a_job_that_ended_while_the_node_was_down_are_removed(
         assert left == [directory / "seal-1.state", directory / "version-1.state"]
 
 
-async def test_forgetting_an_older_life_leaves_the_newer_one_its_files(short_dir: Path) -> None:
+async def test_forgetting_an_older_incarnation_leaves_the_newer_one_its_files(
+    short_dir: Path,
+) -> None:
     async with daemon(short_dir) as d:
         rank = await start(d, POLICY, incarnation=2)
         await d.agent.switch_in(POLICY, 2, 1, [])
@@ -601,7 +603,7 @@ async def test_version_brings_weights_to_another_deployment_on_the_node(short_di
         made = await policy.client.versions.create(key, _weights(policy.slots))
         assert made.is_new
         weights = _weights_of(policy)
-        policy.run(3)  # the version is a cut: what comes after does not change it
+        policy.run(3)  # the version is immutable: what comes after does not change it
         again = await policy.client.versions.create(key, _weights(policy.slots))
         assert (again.digest, again.num_bytes, again.is_new) == (made.digest, made.num_bytes, False)
         assert await load_version(sampler.client, key, [], sampler.slots) == made.digest
@@ -924,7 +926,7 @@ async def test_socket_of_a_killed_daemon_is_taken_over(short_dir: Path) -> None:
 
 
 async def test_bad_host_copy_is_found_at_the_load_and_the_switch_undone(short_dir: Path) -> None:
-    """Its life is over, so that it is rebuilt: no later load of it could succeed."""
+    """Its incarnation is over, so that it is rebuilt: no later load of it could succeed."""
     async with daemon(short_dir, devices=[MiB]) as d:
         first, second = await start(d, POLICY), await start(d, OTHER)
         await d.agent.switch_in(POLICY, 1, 1, [])
@@ -994,7 +996,7 @@ async def test_bad_version_is_never_loaded_and_never_persisted(short_dir: Path) 
         flip_in_memory(d.process.pid, f"version {key}")
         with pytest.raises(ResourceError) as caught:
             await load_version(sampler.client, key, [], sampler.slots)
-        # No seal has it: its policy, whose life is over, makes it again.
+        # No seal has it: its policy, whose incarnation is over, makes it again.
         assert caught.value.info.code is Code.UNAVAILABLE
         assert sampler.digest() == before
         await asyncio.wait_for(policy.client.closed, 60)

@@ -82,7 +82,7 @@ async def seal(d: Daemon, key: DeploymentKey, seq: int, versions: list[int] | No
 
 
 async def reborn(d: Daemon, key: DeploymentKey, seq: int, num_bytes: int = SIZE) -> str:
-    """The digest of what its next life begins with, from that seal."""
+    """The digest of what its next one begins with, from that seal."""
     rank = await start(d, key, num_bytes, incarnation=2, seal_seq=seq)
     await d.agent.switch_in(key, 2, 100, [])
     return rank.digest()
@@ -108,7 +108,7 @@ async def refused(call: Awaitable[object], code: Code) -> ResourceError:
 # --- bits that flip ------------------------------------------------------------------------------
 
 
-async def test_bad_host_copy_ends_its_life_and_the_next_one_begins_from_its_seal(
+async def test_bad_host_copy_ends_its_incarnation_and_the_next_one_begins_from_its_seal(
     short_dir: Path,
 ) -> None:
     async with breaking(short_dir) as d:
@@ -127,7 +127,7 @@ async def test_bad_host_copy_ends_its_life_and_the_next_one_begins_from_its_seal
 
 
 @pytest.mark.parametrize("is_sealed", [True, False])
-async def test_bad_file_of_a_drained_copy_is_replaced_by_its_seal_or_ends_that_life(
+async def test_bad_file_of_a_demoted_copy_is_replaced_by_its_seal_or_ends_that_life(
     short_dir: Path, is_sealed: bool
 ) -> None:
     async with breaking(short_dir, host_bytes=5 * MiB, host_spare="0.5") as d:
@@ -137,12 +137,12 @@ async def test_bad_file_of_a_drained_copy_is_replaced_by_its_seal_or_ends_that_l
             await seal(d, POLICY, 1)
         await d.agent.switch_out(POLICY, 1, 1)
         other, other_content = await put_down(d, OTHER, 2)
-        file = d.files / "acme" / "sums" / "policy" / "spill-1-0.state"
+        file = d.files / "acme" / "sums" / "policy" / "demoted-1-0.state"
         async with asyncio.timeout(30):
             while not file.exists():
                 await d.agent.status()
         flip_in_file(file, -SIZE // 2)
-        # What is on the device stays, so it is the drained one that makes room, once it is booked.
+        # What is on the device stays: the one written back makes room, once that is recorded.
         await d.agent.switch_in(OTHER, 1, 3, [])
         await start(d, SAMPLER, SIZE)
         if is_sealed:
@@ -231,23 +231,23 @@ async def test_full_disk_fails_a_seal_that_refers_to_the_one_before(short_dir: P
     size = 24 * MiB  # three blocks
     async with breaking(short_dir) as d:
         rank = await trained(d, POLICY, 1, size)
-        contents = [rank.digest()]
+        digests = [rank.digest()]
         await seal(d, POLICY, 1)
         rank.heap.buffer[5] ^= 1
         rank.seq = 2
-        contents.append(rank.digest())
+        digests.append(rank.digest())
         async with full_disk(d):
             await refused(seal(d, POLICY, 2), Code.RESOURCE_EXHAUSTED)
         assert names(d) == ["seal-1.state"]
         await seal(d, POLICY, 2)
-        assert await reborn(d, POLICY, 1, size) == contents[0]
+        assert await reborn(d, POLICY, 1, size) == digests[0]
         again = await start(d, POLICY, size, incarnation=3, seal_seq=2)
         await d.agent.switch_in(POLICY, 3, 101, [])
-        assert again.digest() == contents[1]
+        assert again.digest() == digests[1]
 
 
 async def test_full_disk_keeps_in_host_memory_what_should_leave_it(short_dir: Path) -> None:
-    """A version that nobody reads, and a copy that is drained."""
+    """A version that nobody reads, and a copy that is written back."""
     async with breaking(short_dir, host_bytes=7 * MiB, host_spare="0.4") as d:
         async with full_disk(d, SIZE):  # with its header each file is longer
             rank = await trained(d, POLICY, 1)
@@ -297,10 +297,10 @@ async def test_kill_as_a_version_of_a_seal_is_written_loses_neither(short_dir: P
         assert await reborn(d, POLICY, 1, LARGE) == content
 
 
-async def test_kill_as_a_copy_is_drained_leaves_it_in_host_memory(short_dir: Path) -> None:
+async def test_kill_as_a_copy_is_written_back_leaves_it_in_host_memory(short_dir: Path) -> None:
     async with breaking(short_dir, host_bytes=LARGE + 8 * MiB, host_spare="0.5") as d:
         rank, content = await put_down(d, POLICY, 1, LARGE)
-        await killed_in(d, "spill-1-0.*")
+        await killed_in(d, "demoted-1-0.*")
         (state,) = (await d.agent.status()).deployments
         assert (state.host_bytes, state.nvme_bytes) == (LARGE, 0)
         assert await visited(d, POLICY, rank, 2) == content
@@ -356,8 +356,8 @@ async def test_host_memory_goes_to_as_many_as_fit_whatever_they_want_it_for(
     """Cuts, and the copies of those that begin; nothing can go down."""
     async with breaking(short_dir, host_bytes=4 * SIZE, nvme_bytes=0) as d:
         ranks = [await trained(d, key, seq) for seq, key in enumerate(RACERS[:2], 1)]
-        cuts = [rank.client.cut_state("op", "c", rank.seq) for rank in ranks]
-        num, errors = await raced([*cuts, *(start(d, key, SIZE) for key in RACERS[2:])])
+        snapshots = [rank.client.take_snapshot("op", "c", rank.seq) for rank in ranks]
+        num, errors = await raced([*snapshots, *(start(d, key, SIZE) for key in RACERS[2:])])
         assert (num, len(errors)) == (2, len(RACERS) - 2)
         assert (await d.agent.status()).host_used_bytes == 4 * SIZE
 

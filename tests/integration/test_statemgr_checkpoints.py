@@ -85,7 +85,7 @@ async def active(d: Daemon, key: DeploymentKey = POLICY, *, incarnation: int = 1
 
 async def save(rank: Rank, name: str, operation: str = "", keep: int = 0) -> str:
     operation = operation or f"saves {name}"
-    await rank.client.cut_state(operation, name, rank.seq)
+    await rank.client.take_snapshot(operation, name, rank.seq)
     return await rank.client.write_checkpoint(operation, name, CONFIG, keep)
 
 
@@ -127,13 +127,13 @@ async def used_bytes(d: Daemon) -> int:
 # --- saving while work goes on -------------------------------------------------------------------
 
 
-async def test_checkpoint_is_of_the_cut_whatever_the_deployment_does_afterwards(
+async def test_checkpoint_is_of_the_snapshot_whatever_the_deployment_does_afterwards(
     short_dir: Path,
 ) -> None:
     async with saving(short_dir) as d:
         rank, other = await active(d), await start(d, OTHER, SIZE)
         expected = tensors(rank)
-        await rank.client.cut_state("op", "c", 1)
+        await rank.client.take_snapshot("op", "c", 1)
         rank.run(2)
         await d.agent.switch_in(OTHER, 1, 2, [POLICY])
         other.run(1)
@@ -142,16 +142,18 @@ async def test_checkpoint_is_of_the_cut_whatever_the_deployment_does_afterwards(
         sha256 = await rank.client.write_checkpoint("op", "c", CONFIG, 0)
         assert_holds(place(d, "c"), expected)
         assert (place(d, "c") / "config.json").read_text() == CONFIG
-        # Whoever asks again is answered the same, cut or not.
-        await rank.client.cut_state("op", "c", 3)
+        # Whoever asks again is answered the same, whether there is a snapshot or not.
+        await rank.client.take_snapshot("op", "c", 3)
         assert await rank.client.write_checkpoint("op", "c", CONFIG, 0) == sha256
         with pytest.raises(CallerError) as taken:
-            await rank.client.cut_state("another", "c", 3)
+            await rank.client.take_snapshot("another", "c", 3)
         assert taken.value.info.code is Code.ALREADY_EXISTS
         assert left_over(d) == []
 
 
-async def test_memory_of_a_cut_is_used_for_the_next_one_and_never_lost(short_dir: Path) -> None:
+async def test_memory_of_a_snapshot_is_used_for_the_next_one_and_never_lost(
+    short_dir: Path,
+) -> None:
     async with saving(short_dir) as d:
         rank = await active(d)
         before = await used_bytes(d)
@@ -161,25 +163,25 @@ async def test_memory_of_a_cut_is_used_for_the_next_one_and_never_lost(short_dir
         for number in range(3):
             await save(rank, f"again{number}")
             # One that nobody has written makes room for the next.
-            await rank.client.cut_state(f"never {number}", f"never{number}", rank.seq)
+            await rank.client.take_snapshot(f"never {number}", f"never{number}", rank.seq)
         await save(rank, "last")
         assert await used_bytes(d) == after
         await d.agent.drop_wpg(POLICY, 1, forget=True)
         assert await used_bytes(d) == 0
 
 
-async def test_cut_at_another_operation_than_the_last_is_refused(short_dir: Path) -> None:
+async def test_snapshot_at_another_operation_than_the_last_is_refused(short_dir: Path) -> None:
     async with saving(short_dir) as d:
         rank = await active(d)
         with pytest.raises(CallerError) as stale:
-            await rank.client.cut_state("op", "c", 0)
+            await rank.client.take_snapshot("op", "c", 0)
         assert stale.value.info.code is Code.FAILED_PRECONDITION
-        with pytest.raises(CallerError, match=r"nothing of .* is cut"):
+        with pytest.raises(CallerError, match=r"there is no snapshot of .*"):
             await rank.client.write_checkpoint("op", "c", CONFIG, 0)
         assert await save(rank, "c")
 
 
-async def test_cut_that_host_memory_has_no_room_for_is_refused_with_the_numbers(
+async def test_snapshot_that_host_memory_has_no_room_for_is_refused_with_the_numbers(
     short_dir: Path,
 ) -> None:
     async with saving(short_dir, host_bytes=SIZE) as d:
@@ -200,13 +202,13 @@ async def test_names_that_lead_elsewhere_and_ranks_that_do_not_lead_are_refused(
         rank = await active(d)
         for name in ("../c", "/tmp/c", ".c", ""):
             with pytest.raises(CallerError) as refused:
-                await rank.client.cut_state("op", name, 1)
+                await rank.client.take_snapshot("op", name, 1)
             assert refused.value.info.field == "args.name"
             with pytest.raises(CallerError):
                 await rank.client.read_checkpoint(name)
         _, follower = await start_ranks(d, OTHER, [MiB, MiB], devices=[0, 0])
         for call in (
-            follower.client.cut_state("op", "c", 0),
+            follower.client.take_snapshot("op", "c", 0),
             follower.client.write_checkpoint("op", "c", CONFIG, 0),
             follower.client.prune_checkpoints(1, []),
         ):
@@ -292,24 +294,24 @@ async def test_checkpoint_of_two_ranks_is_loaded_by_one_and_back(short_dir: Path
 
 
 @pytest.mark.parametrize("has_left", [False, True])
-async def test_lives_of_a_deployment_over_nodes_are_never_mixed_in_a_checkpoint(
+async def test_incarnations_of_a_deployment_over_nodes_are_never_mixed_in_a_checkpoint(
     short_dir: Path, *, has_left: bool
 ) -> None:
-    """Two lives at one seq may differ in bits, where devices do not sum up in one order. When the
-    first one ends, one node has cut; or the other one has left its part, too."""
+    """Two incarnations at one seq may differ in bits, where devices do not sum up in one order.
+    When the first one ends, one node has a snapshot; or the other one has left its part, too."""
     root = str(short_dir / "checkpoints")
     async with (
         daemon(short_dir / "a", NODE="a", CHECKPOINT_ROOT=root) as one,
         daemon(short_dir / "b", NODE="b", CHECKPOINT_ROOT=root) as two,
     ):
         first, second = await pair_of_nodes([one, two], 1)
-        await first.client.cut_state("op", "c", 1)
+        await first.client.take_snapshot("op", "c", 1)
         if has_left:
-            await second.client.cut_state("op", "c", 1)
+            await second.client.take_snapshot("op", "c", 1)
             await second.client.write_checkpoint("op", "c", "", 0)
         first, second = again = await pair_of_nodes([one, two], 2)
         for rank in again:
-            await rank.client.cut_state("op", "c", 1)
+            await rank.client.take_snapshot("op", "c", 1)
         await second.client.write_checkpoint("op", "c", "", 0)
         # As the agent does whose answer was lost.
         await second.client.write_checkpoint("op", "c", "", 0)
@@ -350,13 +352,13 @@ def together(parts: list[Tensors]) -> Tensors:
 # --- kills ---------------------------------------------------------------------------------------
 
 
-async def test_daemon_that_is_killed_after_the_cut_writes_it_in_its_next_life(
+async def test_daemon_that_is_killed_after_the_snapshot_writes_it_in_its_next_life(
     short_dir: Path,
 ) -> None:
     async with saving(short_dir) as d:
         rank = await active(d)
         expected = tensors(rank)
-        await rank.client.cut_state("op", "c", 1)
+        await rank.client.take_snapshot("op", "c", 1)
         rank.run(2)
         await d.relaunch()
         await rank.client.write_checkpoint("op", "c", CONFIG, 0)
@@ -364,11 +366,11 @@ async def test_daemon_that_is_killed_after_the_cut_writes_it_in_its_next_life(
 
 
 async def test_daemon_that_is_killed_in_the_middle_leaves_all_or_nothing(short_dir: Path) -> None:
-    """Wherever it was: the call that waited is answered by the next life, from the same cut."""
+    """Wherever it was: the call that waited is answered by the next one, from the same snapshot."""
     async with saving(short_dir) as d:
         rank = await active(d)
         expected = tensors(rank)
-        await rank.client.cut_state("op", "c", 1)
+        await rank.client.take_snapshot("op", "c", 1)
         rank.run(2)
         writing = asyncio.create_task(rank.client.write_checkpoint("op", "c", CONFIG, 0))
         async with asyncio.timeout(60):
@@ -381,17 +383,17 @@ async def test_daemon_that_is_killed_in_the_middle_leaves_all_or_nothing(short_d
         assert await rank.client.read_checkpoint("c") == sha256
 
 
-async def test_what_was_cut_outlives_its_ranks_and_is_written_for_their_successors(
+async def test_snapshot_outlives_its_ranks_and_is_written_for_their_successors(
     short_dir: Path,
 ) -> None:
     async with saving(short_dir) as d:
         rank = await active(d)
         expected = tensors(rank)
-        await rank.client.cut_state("op", "c", 1)
+        await rank.client.take_snapshot("op", "c", 1)
         await rank.client.close()
         await d.agent.drop_wpg(POLICY, 1)
         again = await active(d, incarnation=2)
-        await again.client.cut_state("op", "c", 1)
+        await again.client.take_snapshot("op", "c", 1)
         await again.client.write_checkpoint("op", "c", CONFIG, 0)
         assert_holds(place(d, "c"), expected)
 
@@ -400,7 +402,7 @@ async def test_job_that_ends_takes_what_is_not_durable_with_it(short_dir: Path) 
     async with saving(short_dir) as d:
         rank = await active(d)
         await save(rank, "durable")
-        await rank.client.cut_state("op", "c", 1)
+        await rank.client.take_snapshot("op", "c", 1)
         writing = asyncio.create_task(rank.client.write_checkpoint("op", "c", CONFIG, 0))
         await d.agent.drop_wpg(POLICY, 1, forget=True)
         with contextlib.suppress(PhaseloomError):
@@ -414,17 +416,17 @@ async def test_job_that_ends_takes_what_is_not_durable_with_it(short_dir: Path) 
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-async def test_bit_that_flips_in_a_cut_is_in_no_checkpoint(
+async def test_bit_that_flips_in_a_snapshot_is_in_no_checkpoint(
     short_dir: Path, *, is_killed: bool
 ) -> None:
     """The operation fails by it, with all names, and nothing else."""
     async with saving(short_dir) as d:
         rank = await active(d)
-        await rank.client.cut_state("op", "c", 1)
-        await d.logged(f"the cut of {POLICY} for checkpoint 'c' has its checksums")
+        await rank.client.take_snapshot("op", "c", 1)
+        await d.logged(f"the snapshot of {POLICY} for checkpoint 'c' has its checksums")
         if is_killed:
             await d.relaunch()
-            await d.agent.status()  # answered once the cut is taken over
+            await d.agent.status()  # answered once the snapshot is taken over
         flip_in_memory(d.process.pid, f"a copy of {POLICY}")
         with pytest.raises(ResourceError, match=rf"{POLICY} rank 0.*a\.weight") as bad:
             await rank.client.write_checkpoint("op", "c", CONFIG, 0)
@@ -438,17 +440,17 @@ async def test_bit_that_flips_in_a_cut_is_in_no_checkpoint(
         assert_holds(place(d, "c"), expected)
 
 
-async def test_bit_that_flips_before_the_checksums_of_a_cut_are_known_is_found_by_the_host_copys(
+async def test_bit_that_flips_before_a_snapshot_has_its_checksums_is_found_by_the_host_copys(
     short_dir: Path,
 ) -> None:
-    """An offloaded state is cut from its host copy, which has a digest."""
+    """An offloaded state is copied from its host copy, which has a digest."""
     async with saving(short_dir) as d:
         rank = await active(d)
         await d.agent.switch_out(POLICY, 1, 1)
         await d.digested()
         flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
         with pytest.raises(ResourceError, match=rf"{POLICY}.* is bad") as bad:
-            await rank.client.cut_state("op", "c", 1)
+            await rank.client.take_snapshot("op", "c", 1)
         assert bad.value.info.code is Code.DATA_LOSS
 
 
@@ -488,7 +490,7 @@ async def test_flipped_bit_is_found_named_and_never_loaded(short_dir: Path) -> N
         rank = await active(d)
         await save(rank, "c")
         content = rank.run(2)
-        await d.relaunch()  # its memory of the cut is gone
+        await d.relaunch()  # its memory of the snapshot is gone
         for file, offset, named in (
             ("model.safetensors", 4096 + 5, "a.weight"),
             ("model.safetensors", -3, "b.weight"),
@@ -528,7 +530,7 @@ async def test_file_that_ends_early_or_is_gone_is_data_loss(short_dir: Path) -> 
 
 
 async def begun(d: Daemon, name: str, *, incarnation: int) -> Rank:
-    """A life whose initial state is a checkpoint; it is offloaded."""
+    """An incarnation whose initial state is a checkpoint; it is offloaded."""
     token = f"begun {incarnation}"
     await d.agent.register_wpg([token], POLICY, incarnation, [0], 0)
     rank = Rank(Heap(heap_bytes()), slots())
@@ -542,7 +544,7 @@ async def begun(d: Daemon, name: str, *, incarnation: int) -> Rank:
     return rank
 
 
-async def test_life_begins_from_a_checkpoint(short_dir: Path) -> None:
+async def test_incarnation_begins_from_a_checkpoint(short_dir: Path) -> None:
     async with saving(short_dir) as d:
         rank = await active(d)
         await save(rank, "c")
@@ -566,7 +568,7 @@ async def test_load_where_host_memory_has_no_room_changes_nothing(short_dir: Pat
 
 
 async def test_daemon_that_is_stopped_for_a_moment_loads_all_the_same(short_dir: Path) -> None:
-    """A load that is under way as the daemon is killed is asked again of its next life."""
+    """A load that is under way as the daemon is killed is asked again of its next one."""
     async with saving(short_dir) as d:
         rank = await active(d)
         await save(rank, "c")
@@ -607,9 +609,9 @@ async def test_name_that_is_being_written_is_taken(short_dir: Path) -> None:
     async with saving(short_dir) as d:
         rank = await active(d)
         expected = tensors(rank)
-        await rank.client.cut_state("first", "one", 1)
+        await rank.client.take_snapshot("first", "one", 1)
         first = asyncio.create_task(rank.client.write_checkpoint("first", "one", CONFIG, 0))
-        second = asyncio.create_task(rank.client.cut_state("second", "one", 1))
+        second = asyncio.create_task(rank.client.take_snapshot("second", "one", 1))
         with pytest.raises(CallerError) as caught:
             await second
         assert caught.value.info.code is Code.ALREADY_EXISTS

@@ -91,7 +91,7 @@ async def test_another_node_restores_a_seal_that_it_brought(short_dir: Path) -> 
         assert VERSION in (await b.agent.status()).versions
 
 
-async def test_what_is_here_is_not_brought_again(short_dir: Path) -> None:
+async def test_what_is_here_is_not_fetched_again(short_dir: Path) -> None:
     async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
         await sealed(a)
         await b.agent.fetch_state(asked(wire.endpoint, node="b"))
@@ -107,11 +107,11 @@ async def test_a_cut_link_costs_the_blocks_that_were_under_way(short_dir: Path) 
         await sealed(a)
         wire.hold_after_bytes = SIZE // 2
         request = asked(wire.endpoint, node="b", versions=())
-        bringing = asyncio.create_task(b.agent.fetch_state(request))
+        fetching = asyncio.create_task(b.agent.fetch_state(request))
         await wire.held.wait()
         wire.cut()
         wire.release()
-        await bringing
+        await fetching
         assert files(b)["seal-3.state"] == files(a)["seal-3.state"]
         assert wire.passed_bytes < 2 * SIZE
 
@@ -127,7 +127,7 @@ async def test_a_block_that_is_bad_at_one_source_comes_from_the_next(short_dir: 
         assert files(c) == good
 
 
-async def test_a_seal_that_went_bad_here_is_brought_again_when_it_is_read(short_dir: Path) -> None:
+async def test_a_seal_that_went_bad_here_is_fetched_again_when_it_is_read(short_dir: Path) -> None:
     async with nodes(short_dir, "a", "b") as (a, b):
         policy = await sealed(a)
         await b.agent.fetch_state(asked(await a.endpoint(), node="b"))
@@ -159,7 +159,7 @@ async def test_other_nodes_part_of_a_seal_is_replaced_by_the_own(short_dir: Path
 
         await c.agent.fetch_state(of_rank(0))
         assert files(c) == files(a)
-        # What it brought was for another part than the one that it is to run.
+        # What it fetched was for another part than the one that it is to run.
         await c.agent.fetch_state(of_rank(1))
         assert files(c) == files(b)
         restored = await start(
@@ -294,12 +294,12 @@ async def test_a_kill_of_the_receiver_leaves_nothing_and_it_begins_afresh(short_
     async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
         await sealed(a)
         wire.hold_after_bytes = SIZE // 2
-        bringing = asyncio.create_task(b.agent.fetch_state(asked(wire.endpoint, node="b")))
+        fetching = asyncio.create_task(b.agent.fetch_state(asked(wire.endpoint, node="b")))
         await wire.held.wait()
         await b.kill()
         wire.release()
         await b.launch()
-        await bringing
+        await fetching
         assert files(b) == files(a)
         assert not list(b.files.rglob("*.partial"))
 

@@ -22,7 +22,7 @@ async def report(node: TestNode) -> StatusReport:
     return told
 
 
-async def spilled(node: TestNode) -> set[DeploymentKey]:
+async def demoted(node: TestNode) -> set[DeploymentKey]:
     deployments = (await report(node)).deployments
     return {state.deployment for state in deployments if state.nvme_bytes}
 
@@ -38,10 +38,10 @@ async def test_hint_of_the_scheduler_brings_a_state_up() -> None:
             keys.append(key)
             while any((await report(node)).device_used_bytes):
                 pass
-        assert await spilled(node) == {keys[0]}
+        assert await demoted(node) == {keys[0]}
         gone = DeploymentKey("acme", "gone", "policy")
         for key in (gone, keys[0]):
             await node.command(PrefetchState, deployment=key, incarnation=1, in_s=3.0)
-        while await spilled(node) != {keys[1]}:
+        while await demoted(node) != {keys[1]}:
             pass
         await node.open(keys[0], 1, epoch=2)

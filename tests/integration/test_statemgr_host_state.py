@@ -276,7 +276,7 @@ async def test_version_goes_from_device_to_device_without_the_host(short_dir: Pa
         assert await load_version(sampler, VERSION, [], SLOTS) == made.digest
         assert driver.bytes_at(target.address, MiB) == content[:MiB]
         assert driver.num_bytes_in == before[0], "the host's copy was used"
-        # What is shared is a cut: the policy goes on.
+        # What is shared is a version: the policy goes on.
         source.copy_in(memory_of(HEAP))
         await load_version(sampler, VERSION, [], SLOTS)
         assert driver.bytes_at(target.address, MiB) == content[:MiB]

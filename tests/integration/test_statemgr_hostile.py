@@ -75,7 +75,7 @@ async def _serving(directory: Path, *, peer_timeout_s: float = 10.0) -> AsyncIte
         await policy.client.versions.create(KEY, policy.slots)
         before = await d.agent.status()
         yield d
-        after = await d.agent.status()  # fails where its books contradict themselves
+        after = await d.agent.status()  # fails where its records contradict themselves
         assert after.host_used_bytes == before.host_used_bytes
         assert after.versions == [KEY]
         _, served = await fetch(await d.endpoint(), KEY)
@@ -324,7 +324,7 @@ async def test_garbage_and_half_frames_end_their_own_connection(short_dir: Path)
 
 
 async def test_a_client_that_dies_with_a_mapping_leaves_nothing(short_dir: Path) -> None:
-    """Its pages go with it; the books have them back as soon as its connection ends."""
+    """Its pages go with it; the records have them back as soon as its connection ends."""
     async with _serving(short_dir) as d:
         before = await d.agent.status()
         async with child(d, SAMPLER, 4 * MiB) as held:

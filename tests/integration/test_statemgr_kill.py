@@ -1,4 +1,4 @@
-"""kill -9 of the state manager: what host memory holds is there for its next life, or is given up.
+"""kill -9 of the state manager: what host memory holds is there for its next one, or is given up.
 
 The agent's and the ranks' connections of a test outlive the daemon, as they do on a node.
 """
@@ -140,7 +140,7 @@ async def test_switch_is_completed_when_the_daemon_dies_in_a_copy_in(short_dir: 
         assert await rank.ask("digest") == content
 
 
-async def test_seal_is_written_by_the_next_life_when_the_daemon_dies_before(
+async def test_seal_is_written_by_the_next_one_when_the_daemon_dies_before(
     short_dir: Path,
 ) -> None:
     async with daemon(short_dir) as d:
@@ -290,11 +290,11 @@ async def test_deployment_with_several_ranks_comes_back_whole_or_not_at_all(
     async with daemon(short_dir, devices=[MiB, MiB], RESUME_TIMEOUT_S="5") as d:
         ranks = await start_ranks(d, POLICY, [MiB, MiB])
         await d.agent.switch_in(POLICY, 1, 1, [])
-        contents = [rank.run(1 + index) for index, rank in enumerate(ranks)]
+        digests = [rank.run(1 + index) for index, rank in enumerate(ranks)]
         await d.relaunch()
         await d.agent.switch_out(POLICY, 1, 1)
         await d.agent.switch_in(POLICY, 1, 2, [])
-        assert [rank.digest() for rank in ranks] == contents
+        assert [rank.digest() for rank in ranks] == digests
         await d.kill()
         await ranks[1].client.close()
         await d.launch()
@@ -433,7 +433,7 @@ def _extents(pid: int) -> set[int]:
     return {*real_memory(pid), *real_memory(pid, "version")}
 
 
-async def test_both_are_killed_and_nothing_of_that_life_is_left_but_files(
+async def test_both_are_killed_and_nothing_of_that_incarnation_is_left_but_files(
     short_dir: Path,
 ) -> None:
     async with daemon(short_dir) as d:

@@ -34,7 +34,7 @@ async def test_all_ranks_move_together_and_are_counted_by_device(short_dir: Path
         switched = await d.agent.switch_in(POLICY, 1, 1, [])
         assert switched.bytes_in == 3 * MiB
         assert (await d.agent.status()).device_used_bytes == [MiB, 2 * MiB]
-        contents = [rank.run(index + 1) for index, rank in enumerate(pair)]
+        digests = [rank.run(index + 1) for index, rank in enumerate(pair)]
         with pytest.raises(ResourceError, match="of device 1: 2097152 of 3145728 are in use"):
             await d.agent.switch_in(OTHER, 1, 2, [])
         switched = await d.agent.switch_in(OTHER, 1, 3, [POLICY])
@@ -43,7 +43,7 @@ async def test_all_ranks_move_together_and_are_counted_by_device(short_dir: Path
         assert (await d.agent.status()).device_used_bytes == [0, 2 * MiB]
         assert [rank.heap.resident_bytes() for rank in (*pair, single)] == [0, 0, 2 * MiB]
         await d.agent.switch_in(POLICY, 1, 4, [OTHER])
-        assert [rank.digest() for rank in pair] == contents
+        assert [rank.digest() for rank in pair] == digests
         assert (await d.agent.switch_out(POLICY, 1, 4)).bytes_out == 3 * MiB
         assert (await d.agent.status()).device_used_bytes == [0, 0]
         (state,) = [s for s in (await d.agent.status()).deployments if s.deployment == POLICY]
@@ -72,13 +72,13 @@ async def test_ranks_that_are_loaded_are_taken_back_when_one_cannot_be(short_dir
     async with daemon(short_dir, devices=[MiB, MiB]) as d:
         before = await start_ranks(d, OTHER, [MiB, MiB])
         await d.agent.switch_in(OTHER, 1, 1, [])
-        contents = [rank.run(index + 3) for index, rank in enumerate(before)]
+        digests = [rank.run(index + 3) for index, rank in enumerate(before)]
         pair = await start_ranks(d, POLICY, [MiB, MiB])
         pair[1].on_loaded = broken
         with pytest.raises(PhaseloomError, match="derived tensors"):
             await d.agent.switch_in(POLICY, 1, 2, [OTHER])
         assert [rank.heap.resident_bytes() for rank in pair] == [0, 0]
-        assert [rank.digest() for rank in before] == contents
+        assert [rank.digest() for rank in before] == digests
         status = await d.agent.status()
         assert status.device_used_bytes == [MiB, MiB]
         assert {s.deployment: s.resident for s in status.deployments} == {
@@ -90,7 +90,7 @@ async def test_ranks_that_are_loaded_are_taken_back_when_one_cannot_be(short_dir
         assert [rank.heap.resident_bytes() for rank in pair] == [MiB, MiB]
 
 
-async def test_whole_life_is_over_with_one_rank(short_dir: Path) -> None:
+async def test_whole_incarnation_is_over_with_one_rank(short_dir: Path) -> None:
     async with daemon(short_dir, devices=[MiB, MiB]) as d:
         first, second = await start_ranks(d, POLICY, [MiB, MiB])
         await d.agent.switch_in(POLICY, 1, 1, [])
@@ -105,11 +105,11 @@ async def test_seal_holds_every_rank_and_is_refused_by_another_layout(short_dir:
     async with daemon(short_dir, devices=[4 * MiB, 4 * MiB]) as d:
         ranks = await start_ranks(d, POLICY, [MiB, 2 * MiB])
         await d.agent.switch_in(POLICY, 1, 1, [])
-        contents = []
+        digests = []
         for index, rank in enumerate(ranks):
             rank.run(20 + index)
             rank.seq = 4
-            contents.append(rank.digest())
+            digests.append(rank.digest())
         await d.agent.prepare_seal(POLICY, 1, 4)
         for rank in ranks:
             rank.run(5)  # the deployment runs on while the seal is written
@@ -119,7 +119,7 @@ async def test_seal_holds_every_rank_and_is_refused_by_another_layout(short_dir:
         reborn = await start_ranks(d, POLICY, [MiB, 2 * MiB], incarnation=2, seal_seq=4)
         assert [rank.seq for rank in reborn] == [4, 4]
         await d.agent.switch_in(POLICY, 2, 2, [])
-        assert [rank.digest() for rank in reborn] == contents
+        assert [rank.digest() for rank in reborn] == digests
         for incarnation, sizes in ((3, [3 * MiB]), (4, [MiB, MiB]), (5, [MiB, 2 * MiB, MiB])):
             with pytest.raises(CallerError, match="holds another layout") as caught:
                 await start_ranks(
@@ -136,7 +136,7 @@ async def test_seal_holds_every_rank_and_is_refused_by_another_layout(short_dir:
             assert info.details["ranks"] == str(len(sizes))
         again = await start_ranks(d, POLICY, [MiB, 2 * MiB], incarnation=6, seal_seq=4)
         await d.agent.switch_in(POLICY, 6, 3, [])
-        assert [rank.digest() for rank in again] == contents
+        assert [rank.digest() for rank in again] == digests
 
 
 async def test_seal_is_refused_when_ranks_are_not_at_the_same_seq(short_dir: Path) -> None:

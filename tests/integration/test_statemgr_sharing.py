@@ -16,8 +16,8 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import (
     AgentHello,
-    ContentState,
     DropVersions,
+    SharedCopyState,
     StatusReport,
     StatusRequest,
 )
@@ -69,10 +69,10 @@ async def until(d: Daemon, predicate: Callable[[StatusReport], bool]) -> StatusR
     return report
 
 
-async def identified(d: Daemon, num_contents: int) -> StatusReport:
-    """Once so many contents are held, and each of them is known by its hash."""
+async def identified(d: Daemon, num_copies: int) -> StatusReport:
+    """Once so many copies are held, and each of them is known by its hash."""
     return await until(
-        d, lambda r: len(r.contents) == num_contents and all(c.hash for c in r.contents)
+        d, lambda r: len(r.shared_copies) == num_copies and all(c.hash for c in r.shared_copies)
     )
 
 
@@ -84,9 +84,9 @@ async def frozen(
     )
 
 
-def only(report: StatusReport) -> ContentState:
-    (content,) = report.contents
-    return content
+def only(report: StatusReport) -> SharedCopyState:
+    (copy,) = report.shared_copies
+    return copy
 
 
 async def visit(d: Daemon, rank: Rank, key: DeploymentKey, epoch: int) -> str:
@@ -128,15 +128,15 @@ async def test_other_tenants_share_what_the_operator_registered_and_nothing_else
         await frozen(d, FIRST)
         await frozen(d, FOREIGN)
         report = await identified(d, 2)
-        assert len({content.hash for content in report.contents}) == 1
-        assert {content.base for content in report.contents} == {""}
+        assert len({copy.hash for copy in report.shared_copies}) == 1
+        assert {copy.base for copy in report.shared_copies} == {""}
         assert report.held_bytes == 2 * SIZE
-        known = report.contents[0].hash
+        known = report.shared_copies[0].hash
     bases = json.dumps({"a model": [known]})
     async with daemon(short_dir, FROZEN_BASES=bases) as d:
         ranks = {key: await frozen(d, key) for key in (FIRST, FOREIGN)}
-        content = only(await identified(d, 1))
-        assert (content.base, content.users) == ("a model", [str(FIRST), str(FOREIGN)])
+        copy = only(await identified(d, 1))
+        assert (copy.base, copy.users) == ("a model", [str(FIRST), str(FOREIGN)])
         assert len({await visit(d, rank, key, 1) for key, rank in ranks.items()}) == 1
         await taken(d, SIZE)
 
@@ -199,7 +199,7 @@ async def test_content_goes_with_its_last_user(short_dir: Path) -> None:
         assert await visit(d, first, FIRST, 1) != before  # it was released, and came back
         await d.agent.drop_wpg(FIRST, 1)
         report = await d.agent.status()
-        assert (report.contents, report.host_used_bytes) == ([], 0)
+        assert (report.shared_copies, report.host_used_bytes) == ([], 0)
         await taken(d, 0)
 
 
@@ -244,7 +244,7 @@ async def test_extent_that_a_rank_keeps_mapped_is_never_shared(short_dir: Path) 
         good = await frozen(d, SECOND)
         await peer.call(CommitInitial(good.client._copies.copied[1]))
         await d.logged("is mapped by somebody still")
-        assert sorted(bool(c.hash) for c in (await d.agent.status()).contents) == [False, True]
+        assert sorted(bool(c.hash) for c in (await d.agent.status()).shared_copies) == [False, True]
         mapping[:] = bytes(SIZE)
         await visit(d, good, SECOND, 1)
         assert bytes(good.heap.buffer[:1]) == b"\0"  # released
@@ -254,7 +254,7 @@ async def test_extent_that_a_rank_keeps_mapped_is_never_shared(short_dir: Path) 
         await peer.close()
 
 
-async def test_rank_that_lies_about_its_copy_loses_its_life_and_nobody_else_anything(
+async def test_rank_that_lies_about_its_copy_loses_its_incarnation_and_nobody_else_anything(
     short_dir: Path,
 ) -> None:
     async def lie(body: StateMessage, fds: list[int]) -> tuple[StateMessage, list[int]]:
@@ -317,13 +317,13 @@ async def test_replicas_of_a_deployment_hold_one_copy(short_dir: Path) -> None:
         assert only(report).users == [str(SAMPLER)] * 2
         assert (report.owned_bytes, report.held_bytes) == (2 * SIZE, SIZE)
         await d.agent.switch_in(SAMPLER, 1, 1, [])
-        contents = [rank.run(1) for rank in ranks]  # both load the same
+        digests = [rank.run(1) for rank in ranks]  # both load the same
         await d.agent.switch_out(SAMPLER, 1, 1)
         report = await identified(d, 1)
         assert report.host_used_bytes == SIZE
         await d.relaunch()
         await d.agent.switch_in(SAMPLER, 1, 2, [])
-        assert [rank.digest() for rank in ranks] == contents
+        assert [rank.digest() for rank in ranks] == digests
 
 
 # --- weights versions ----------------------------------------------------------------------------
@@ -452,7 +452,7 @@ async def test_shared_content_goes_down_once_and_comes_up_for_both(short_dir: Pa
         report = await d.agent.status()
         assert (only(report).in_host, only(report).on_nvme) == (False, True)
         assert report.nvme_used_bytes == SIZE
-        assert [p.name for p in (d.files / ".contents").iterdir()] == ["content-1.state"]
+        assert [p.name for p in (d.files / ".shared").iterdir()] == ["shared-1.state"]
         await taken(d, 2 * SIZE)
         async with asyncio.timeout(30):
             while shared & mapped_here():  # a thread may hold it a moment longer
@@ -460,7 +460,7 @@ async def test_shared_content_goes_down_once_and_comes_up_for_both(short_dir: Pa
         await d.agent.drop_wpg(SAMPLER, 1)
         assert await visit(d, second, SECOND, 2) == expected
         assert only(await d.agent.status()).in_host
-        assert not list((d.files / ".contents").iterdir())
+        assert not list((d.files / ".shared").iterdir())
         assert await visit(d, first, FIRST, 3) == expected
         with pytest.raises(OSError, match="Operation not permitted"):
             write_into(d, "the host copy of acme.sums.reference")
@@ -481,7 +481,7 @@ def write_into(d: Daemon, what: str) -> None:
             os.close(fd)
 
 
-async def test_spilled_content_is_removed_with_its_last_user(short_dir: Path) -> None:
+async def test_demoted_copy_is_removed_with_its_last_user(short_dir: Path) -> None:
     async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0") as d:
         await frozen(d, FIRST)
         await frozen(d, SECOND)
@@ -489,9 +489,9 @@ async def test_spilled_content_is_removed_with_its_last_user(short_dir: Path) ->
         await start(d, POLICY, SIZE)
         await start(d, SAMPLER, SIZE)
         for key in (FIRST, SECOND):
-            assert list((d.files / ".contents").iterdir())
+            assert list((d.files / ".shared").iterdir())
             await d.agent.drop_wpg(key, 1)
-        assert not list((d.files / ".contents").iterdir())
+        assert not list((d.files / ".shared").iterdir())
         assert (await d.agent.status()).nvme_used_bytes == 0
 
 
@@ -502,7 +502,7 @@ async def test_bad_content_below_ends_its_users_and_nobody_else(short_dir: Path)
         await identified(d, 1)
         policy = await start(d, POLICY, SIZE)
         await start(d, SAMPLER, SIZE)
-        (path,) = (d.files / ".contents").iterdir()
+        (path,) = (d.files / ".shared").iterdir()
         with path.open("r+b") as file:
             file.seek(-5000, os.SEEK_END)
             file.write(b"bad")
@@ -566,7 +566,7 @@ async def test_full_disk_leaves_a_content_where_it_is(short_dir: Path) -> None:
 LARGE = 64 * MiB
 
 
-@pytest.mark.parametrize("moment", ["content-*", "content-*.state"])
+@pytest.mark.parametrize("moment", ["shared-*", "shared-*.state"])
 async def test_kill_as_a_content_goes_down_leaves_the_old_place_or_the_new(
     short_dir: Path, moment: str
 ) -> None:
@@ -585,11 +585,11 @@ async def test_kill_as_a_content_goes_down_leaves_the_old_place_or_the_new(
 
 
 def _wait_for(d: Daemon, pattern: str) -> None:
-    while not list((d.files / ".contents").glob(pattern)):
+    while not list((d.files / ".shared").glob(pattern)):
         os.sched_yield()
 
 
-async def test_shared_contents_are_there_after_a_kill(short_dir: Path) -> None:
+async def test_shared_copies_are_there_after_a_kill(short_dir: Path) -> None:
     async with daemon(short_dir, devices=[2 * SIZE]) as d:
         first, second = await frozen(d, FIRST), await frozen(d, SECOND)
         await identified(d, 1)
@@ -623,7 +623,7 @@ async def test_version_that_a_sampler_refers_to_is_there_after_a_kill(short_dir:
         assert (await d.agent.status()).host_used_bytes == 2 * SIZE
 
 
-async def test_spilled_content_is_there_after_a_kill(short_dir: Path) -> None:
+async def test_demoted_copy_is_there_after_a_kill(short_dir: Path) -> None:
     async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0") as d:
         first = await frozen(d, FIRST)
         await frozen(d, SECOND)
@@ -683,27 +683,27 @@ async def test_rank_that_died_meanwhile_leaves_the_content_to_the_other(short_di
         await visit(d, second, SECOND, 1)
 
 
-async def test_stale_files_of_contents_are_swept(short_dir: Path) -> None:
+async def test_stale_files_of_shared_copies_are_swept(short_dir: Path) -> None:
     async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0", reconnect_s=0.1) as d:
         await frozen(d, FIRST)
         await identified(d, 1)
         await start(d, POLICY, SIZE)
         await start(d, SAMPLER, SIZE)
-        assert list((d.files / ".contents").iterdir())
+        assert list((d.files / ".shared").iterdir())
         await d.agent.close()
         await d.kill()
     async with daemon(short_dir) as d:
         async with asyncio.timeout(30):
-            while list((d.files / ".contents").iterdir()):
+            while list((d.files / ".shared").iterdir()):
                 await d.agent.status()
 
 
 async def test_stale_files_go_before_anything_goes_down_under_their_names(short_dir: Path) -> None:
-    """Each life of a node numbers its contents from one on; so many files take a while to go."""
-    files = short_dir / "files" / ".contents"
+    """Each daemon of a node numbers its copies from one on; so many files take a while to go."""
+    files = short_dir / "files" / ".shared"
     files.mkdir(parents=True)
     for number in range(1, 1001):
-        (files / f"content-{number}.state").touch()
+        (files / f"shared-{number}.state").touch()
     async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0") as d:
         first = await frozen(d, FIRST)
         await identified(d, 1)
@@ -750,11 +750,11 @@ async def test_kill_in_a_seal_that_refers_to_the_one_before_leaves_both_whole(
     async with daemon(short_dir, devices=[LARGE]) as d:
         rank = await start(d, POLICY, LARGE)
         await d.agent.switch_in(POLICY, 1, 1, [])
-        contents = {1: rank.run(1)}
+        digests = {1: rank.run(1)}
         assert await sealed(d, POLICY, 1) == LARGE
         rank.heap.buffer[LARGE // 2 :] = os.urandom(LARGE // 2)
         rank.seq = 2
-        contents[2] = rank.digest()
+        digests[2] = rank.digest()
         await d.agent.prepare_seal(POLICY, 1, 2)
         write = asyncio.create_task(d.agent.write_seal(POLICY, 1, 2, []))
         await asyncio.to_thread(_wait_for_a_link, d)
@@ -764,7 +764,7 @@ async def test_kill_in_a_seal_that_refers_to_the_one_before_leaves_both_whole(
         for incarnation, seq in enumerate((1, 2), start=2):
             reborn = await start(d, POLICY, LARGE, incarnation=incarnation, seal_seq=seq)
             await d.agent.switch_in(POLICY, incarnation, incarnation, [])
-            assert reborn.digest() == contents[seq]
+            assert reborn.digest() == digests[seq]
             await d.agent.drop_wpg(POLICY, incarnation)
 
 

@@ -19,7 +19,7 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.disk.blockfile import probe
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
-from tests.support.machine import needs_touching
+from tests.support.machine import needs_prefault
 from tests.support.meshcerts import certificates
 from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import (
@@ -81,7 +81,7 @@ async def test_least_recently_used_copy_goes_down_and_comes_back_bit_equal(short
         second, second_content = await filled(d, OTHER, 2)
         third, third_content = await filled(d, SAMPLER, 3)
         assert await tiers(d) == {POLICY: "nvme", OTHER: "host", SAMPLER: "host"}
-        assert names(d) == ["spill-1-0.state"]
+        assert names(d) == ["demoted-1-0.state"]
         status = await d.agent.status()
         assert (status.nvme_used_bytes, status.host_used_bytes) == (SIZE, 2 * SIZE)
         assert status.disk == probe(short_dir)
@@ -126,7 +126,7 @@ async def test_switch_out_of_what_is_on_nvme_moves_nothing_and_needs_no_room(
         assert rank.digest() == content
 
 
-@needs_touching
+@needs_prefault
 async def test_memory_of_a_host_copy_is_there_before_its_rank_copies_out(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         await d.agent.register_wpg(["token"], POLICY, 1, [0], 0)
@@ -257,7 +257,7 @@ async def test_flipped_bit_below_is_data_loss_of_that_deployment_only(short_dir:
         await filled(d, POLICY, 1)
         other, content = await filled(d, OTHER, 2)
         await filled(d, SAMPLER, 3)
-        (path,) = d.files.rglob("spill-*")
+        (path,) = d.files.rglob("demoted-*")
         flip(path)
         with pytest.raises(ResourceError, match=f"{POLICY} rank 0.*checksum") as caught:
             await d.agent.switch_in(POLICY, 1, 4, [])
@@ -278,7 +278,7 @@ async def test_bad_copy_below_is_read_from_the_seal_of_the_same_state(short_dir:
         await d.agent.write_seal(POLICY, 1, 1, [])
         await filled(d, OTHER, 2)
         await filled(d, SAMPLER, 3)
-        (path,) = d.files.rglob("spill-*")
+        (path,) = d.files.rglob("demoted-*")
         flip(path)
         await d.agent.switch_in(POLICY, 1, 4, [])
         assert first.digest() == content
@@ -361,7 +361,7 @@ async def kill_while(d: Daemon, is_reached: Callable[[], bool]) -> None:
     await d.relaunch()
 
 
-async def test_spilled_state_is_there_after_a_kill(short_dir: Path) -> None:
+async def test_demoted_state_is_there_after_a_kill(short_dir: Path) -> None:
     async with daemon(short_dir, host_bytes=5 * MiB) as d:
         first, content = await filled(d, POLICY, 1)
         await filled(d, OTHER, 2)
@@ -377,14 +377,14 @@ async def test_spilled_state_is_there_after_a_kill(short_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["the file is being written", "the file is in place"])
-async def test_kill_in_a_spill_leaves_the_old_place_or_the_new(
+async def test_kill_in_a_demotion_leaves_the_old_place_or_the_new(
     short_dir: Path, moment: str
 ) -> None:
     async with daemon(short_dir, devices=[LARGE], host_bytes=2 * LARGE + MiB) as d:
         first, first_content = await filled(d, POLICY, 1, LARGE)
         second, second_content = await filled(d, OTHER, 2, LARGE)
         # Who looks late finds the whole file, and no half-written one ever again.
-        pattern = "spill-*" if "written" in moment else "spill-*.state"
+        pattern = "demoted-*" if "written" in moment else "demoted-*.state"
         starting = asyncio.create_task(start(d, SAMPLER, LARGE))
         await kill_while(d, lambda: bool(list(d.files.rglob(pattern))))
         await starting  # asked again, it completes
@@ -411,12 +411,12 @@ async def test_kill_while_a_copy_comes_up_leaves_it_below_or_above(short_dir: Pa
         assert first.digest() == content
 
 
-async def test_files_of_a_life_that_is_over_are_swept(short_dir: Path) -> None:
+async def test_files_of_an_incarnation_that_is_over_are_swept(short_dir: Path) -> None:
     async with daemon(short_dir, host_bytes=5 * MiB, reconnect_s=0.1) as d:
         await filled(d, POLICY, 1)
         await filled(d, OTHER, 2)
         await filled(d, SAMPLER, 3)
-        assert names(d) == ["spill-1-0.state"]
+        assert names(d) == ["demoted-1-0.state"]
         await d.agent.close()
         await d.kill()
     async with daemon(short_dir, host_bytes=5 * MiB) as d:
@@ -523,13 +523,13 @@ async def test_version_that_a_rank_uses_stays_and_the_refusal_has_the_numbers(
         assert policy.heap.resident_bytes() == SIZE
 
 
-async def test_drained_copy_makes_room_at_once_and_nothing_of_it_is_lost_in_a_kill(
+async def test_written_back_copy_makes_room_at_once_and_nothing_of_it_is_lost_in_a_kill(
     short_dir: Path,
 ) -> None:
     async with daemon(short_dir, host_bytes=5 * MiB, HOST_SPARE="0.5") as d:
         first, content = await filled(d, POLICY, 1)
         second, other_content = await filled(d, OTHER, 2)
-        while names(d) != ["spill-1-0.state"]:
+        while names(d) != ["demoted-1-0.state"]:
             await asyncio.to_thread(os.sched_yield)
         assert set((await tiers(d)).values()) == {"host"}
         await d.relaunch()

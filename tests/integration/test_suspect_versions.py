@@ -164,7 +164,7 @@ async def test_bad_copy_of_slices_is_made_anew(short_dir: Path) -> None:
         await d.logged("is bad in host memory")
 
 
-async def test_lives_end_whose_host_copy_is_a_bad_version(short_dir: Path) -> None:
+async def test_incarnations_end_whose_host_copy_is_a_bad_version(short_dir: Path) -> None:
     """Also where the version itself comes again from disk."""
     async with suspecting(short_dir) as d:
         policy = await published(d, is_sealed=True)
@@ -177,7 +177,7 @@ async def test_lives_end_whose_host_copy_is_a_bad_version(short_dir: Path) -> No
         flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
         assert await synced(other) == policy.digest()
         await asyncio.wait_for(sampler.client.closed, 60)
-        assert (await d.agent.status()).contents == []
+        assert (await d.agent.status()).shared_copies == []
 
 
 # --- On another node ------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ async def test_bad_part_is_fetched_anew_from_another_node(
 
 
 async def test_version_that_is_lost_is_named_and_can_be_published_again(short_dir: Path) -> None:
-    """A seal has it, whose file is bad: no life that is rebuilt from there would make it again."""
+    """A seal has it, whose file is bad: no incarnation rebuilt from there would make it again."""
     async with suspecting(short_dir) as d:
         policy = await published(d, is_sealed=True)
         sampler = await sampling(d)
@@ -250,8 +250,8 @@ async def test_version_that_is_lost_is_named_and_can_be_published_again(short_di
 
 
 async def test_version_that_no_seal_has_is_made_again_by_its_policy(short_dir: Path) -> None:
-    """What is not sealed is rebuilt from the seal and the log: its life is over, and who syncs the
-    version is told to come again, until the next life begins."""
+    """What is not sealed is rebuilt from the seal and the log: its incarnation is over, and who
+    syncs the version is told to come again, until the next one begins."""
     async with suspecting(short_dir) as d:
         policy = await published(d, is_sealed=False)
         sampler = await sampling(d)
@@ -315,7 +315,7 @@ async def test_part_that_is_lost_is_named(
 
 async def test_parts_that_are_made_again_leave_no_file(short_dir: Path) -> None:
     """One that made room for the others is on disk, though no seal has it. Found there by the next
-    daemon, it would stand instead of what the policy's next life makes."""
+    daemon, it would stand instead of what the policy's next one makes."""
     shapes = {"a": [512, 1024]}
     limits = {"host_bytes": 3 * MiB + 128 * 1024, "NVME_BYTES": "0"}
     async with daemon(short_dir, devices=[4 * MiB] * 3, **limits) as d:  # type: ignore[arg-type]
@@ -332,7 +332,7 @@ async def test_parts_that_are_made_again_leave_no_file(short_dir: Path) -> None:
         assert names(d) == []
 
 
-async def test_lives_end_whose_host_copy_is_a_version_that_is_lost(short_dir: Path) -> None:
+async def test_incarnations_end_whose_host_copy_is_a_version_that_is_lost(short_dir: Path) -> None:
     async with suspecting(short_dir) as d:
         await published(d, is_sealed=False)
         sampler = await sampling(d, frozen=True)
@@ -346,7 +346,7 @@ async def test_lives_end_whose_host_copy_is_a_version_that_is_lost(short_dir: Pa
             await synced(other)
         await asyncio.wait_for(sampler.client.closed, 60)
         assert not other.client.closed.done()
-        assert (await d.agent.status()).contents == []
+        assert (await d.agent.status()).shared_copies == []
 
 
 # --- At its source --------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ async def test_equal_weights_of_one_layout_are_one_version_and_of_another_layout
             assert reader.backend.holds(ONE)
 
 
-async def test_nothing_is_readable_before_all_parts_are_and_a_dead_life_s_are_gone(
+async def test_nothing_is_readable_before_all_parts_are_and_a_dead_incarnation_s_are_gone(
     short_dir: Path,
 ) -> None:
     """One of two ranks dies when the other has committed its part."""
@@ -123,7 +123,7 @@ async def test_nothing_is_readable_before_all_parts_are_and_a_dead_life_s_are_go
         status = await train.agent.status()
         assert status.versions == []
         assert status.host_used_bytes < before
-        # The next life makes it again, whatever the one before had.
+        # The next one makes it again, whatever the one before had.
         again = await _policy(train, incarnation=2)
         await publish(again, VERSION, arrays(2))
         await there.sync(VERSION, source)
@@ -214,14 +214,14 @@ async def test_a_source_is_killed_in_the_middle_and_goes_on(short_dir: Path) -> 
             await reader.client.versions.open(key, [slow.endpoint], shown)
         # More than the first blocks of all streams: some has come whole of what is under way.
         slow.hold_after_bytes = slow.passed_bytes + NUM_BYTES // 4
-        bringing = asyncio.create_task(reader.bring(VERSION, slow.endpoint))
+        fetching = asyncio.create_task(reader.bring(VERSION, slow.endpoint))
         await slow.held.wait()
         await train.kill()
         slow.cut()
         await train.launch()
         slow.source = await train.endpoint()
         slow.release()
-        await reader.weights.take(await bringing)
+        await reader.weights.take(await fetching)
         assert reader.backend.holds(ONE)
 
 

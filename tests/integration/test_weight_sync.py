@@ -21,7 +21,7 @@ from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.fetching import ask
-from phaseloom.statemgr.transfer.served import Content, Fetched, Incoming
+from phaseloom.statemgr.transfer.served import Fetched, Incoming, Served
 from phaseloom.statemgr.transfer.serving import Files, Server, Versions
 from phaseloom.statemgr.transfer.tensorslices import all_of, batch_bytes, batches
 from phaseloom.worker.state.copying import hashed
@@ -149,7 +149,7 @@ async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
 
     class Fetching:
         @asynccontextmanager
-        async def open_fetched(self, key: VersionKey) -> AsyncIterator[Content]:
+        async def open_fetched(self, key: VersionKey) -> AsyncIterator[Served]:
             assert key == KEY
             yield Fetched(incoming, content)
 
@@ -280,11 +280,11 @@ async def test_a_source_that_is_killed_goes_on_where_it_was(short_dir: Path) -> 
         await train.launch()
         await asyncio.gather(*syncing)
         assert [sampler.digest() for sampler in samplers] == [policy.digest()] * 2
-        # The new life does not know who has what: a node may fetch what its peer has.
+        # The new incarnation does not know who has what: a node may fetch what its peer has.
         assert one.passed_bytes + other.passed_bytes < 2 * SIZE
 
 
-async def test_what_one_source_brought_no_other_brings_again(short_dir: Path) -> None:
+async def test_what_one_source_fetched_no_other_brings_again(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a") as train,
         daemon(short_dir / "b") as rollout,

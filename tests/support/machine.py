@@ -9,11 +9,11 @@ import pytest
 from phaseloom.common.tensors.hugepages import touch
 
 
-def touches_ahead() -> bool:
+def can_prefault() -> bool:
     """Whether memory can be had before it is written (Linux 5.14)."""
     return touch(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))
 
 
-needs_touching = pytest.mark.skipif(
-    not touches_ahead(), reason="this system gives no memory before it is written"
+needs_prefault = pytest.mark.skipif(
+    not can_prefault(), reason="this system gives no memory before it is written"
 )

@@ -115,13 +115,13 @@ class Daemon:
         return code
 
     async def leave(self) -> None:
-        """Let agent and ranks go: they come to no later life."""
+        """Let agent and ranks go: they come to no later incarnation."""
         for rank in self.ranks:
             await rank.close()
         await self.agent.close()
 
     async def relaunch(self) -> None:
-        """kill -9, and another life; agent and ranks come back to it by themselves."""
+        """kill -9, and another incarnation; agent and ranks come back to it by themselves."""
         await self.kill()
         await self.launch()
 
@@ -162,7 +162,7 @@ async def daemon(
         try:
             yield running
             if running.process.returncode is None:
-                await running.agent.status()  # fails where its books contradict themselves
+                await running.agent.status()  # fails where its records contradict themselves
         finally:
             await running.leave()
             if running.process.returncode is None:
@@ -347,7 +347,7 @@ def names(daemon: Daemon) -> list[str]:
 def is_empty(report: StatusReport) -> bool:
     """Nothing is held any more, in whatever tier."""
     sums = (report.host_used_bytes, report.nvme_used_bytes, *report.device_used_bytes)
-    return not any(sums) and not (report.deployments or report.versions or report.contents)
+    return not any(sums) and not (report.deployments or report.versions or report.shared_copies)
 
 
 async def emptied(daemon: Daemon) -> None:

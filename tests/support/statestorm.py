@@ -4,8 +4,8 @@ Several deployments of two jobs (trainers of one and two ranks, one whose optimi
 memory, frozen ones) are switched, run, sealed, saved, loaded, synced and hinted by tasks side by
 side, under budgets that are too small for all of it. Ranks die, the daemon is killed, and the disk
 is full for a while. Whatever is refused, and whoever dies: what a rank has on its device is, byte
-for byte, what the model says, no life ends but those that were killed, and every refusal is typed
-and says what to do.
+for byte, what the model says, no incarnation ends but those that were killed, and every
+refusal is typed and says what to do.
 """
 
 from __future__ import annotations
@@ -212,14 +212,14 @@ class Storm:
         self, member: Member, what: str, call: Awaitable[T], told: Set[Code] = TOLD
     ) -> T | None:
         """None: refused, as may be."""
-        kills, life = self.num_kills, member.incarnation
+        kills, incarnation = self.num_kills, member.incarnation
         self._tell(member, what)
         try:
             result = await call
         except PhaseloomError as error:
             self._tell(member, f"{what} was refused: {error}")
             self.counts[f"{what}, refused"] += 1
-            is_over = member.is_killed or member.incarnation != life
+            is_over = member.is_killed or member.incarnation != incarnation
             gone = {Code.NOT_FOUND} if is_over else set()
             self._judge(f"{what} of {member.key}", error, kills, told | gone)
             return None
@@ -252,12 +252,12 @@ class Storm:
     # --- lives ---
 
     async def _live(self, member: Member) -> None:
-        """Its next life, from its seal where it has one."""
+        """Its next one, from its seal where it has one."""
         member.incarnation += 1
         member.is_killed = False
         member.ranks = [Actor(member, index) for index in range(member.num_ranks)]
         tokens = [f"{member.key} {member.incarnation} {i}" for i in range(member.num_ranks)]
-        self._tell(member, f"begins life {member.incarnation} from {member.committed}")
+        self._tell(member, f"begins incarnation {member.incarnation} from {member.committed}")
         await self.d.agent.register_wpg(
             tokens, member.key, member.incarnation, member.devices, member.committed
         )
@@ -444,8 +444,8 @@ class Storm:
                 return
             name = f"c{member.seq}-{len(self.story)}"
             leader, state = member.ranks[0], member.state
-            cut = leader.client.cut_state(f"op {name}", name, member.seq)
-            if await self._try(member, "cut", _done(cut)) is None:
+            taking = leader.client.take_snapshot(f"op {name}", name, member.seq)
+            if await self._try(member, "snapshot", _done(taking)) is None:
                 return
             member.is_saving = True
             self._tasks.create_task(self._write_checkpoint(member, leader, name, state))

@@ -59,7 +59,6 @@ CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "pop
 CHANGING |= {"setdefault", "sort", "reverse", "update"}
 
 CACHES = {
-    "planning/timeline/timeline.py": "the timelines of a cluster's groups",
     "planning/weave/fifo.py": "the iteration times of jobs that share nodes first in, first out",
     "planning/weave/period.py": "the greatest cycle mean of a lap",
     "state/deployment.py": "the text forms of a deployment's keys",

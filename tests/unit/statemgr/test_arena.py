@@ -94,11 +94,11 @@ def test_budget_is_never_exceeded_and_no_extent_has_two_owners(
 
 def test_extents_of_the_daemon_before_keep_their_numbers() -> None:
     arena = Arena(3 * PAGE_BYTES)
-    arena.adopt(7, PAGE_BYTES + 1)
+    arena.take_over(7, PAGE_BYTES + 1)
     arena.validate()
     assert arena.extents_in_use() == {7}
     with pytest.raises(ResourceError, match="8192 of 12288 are in use"):
-        arena.adopt(3, 2 * PAGE_BYTES)
+        arena.take_over(3, 2 * PAGE_BYTES)
     assert arena.reserve(PAGE_BYTES, "another").extent > 7
     arena.free(7)
     arena.validate()
@@ -110,7 +110,7 @@ def test_extent_is_counted_once_and_stays_until_its_last_holder_lets_go() -> Non
     arena.hold(extent)
     arena.hold(extent)
     assert (arena.num_holders(extent), arena.used_bytes) == (3, PAGE_BYTES)
-    assert [arena.let_go(extent) for _ in range(3)] == [True, True, False]
+    assert [arena.drop_holder(extent) for _ in range(3)] == [True, True, False]
     arena.free(extent)
     arena.validate()
     assert arena.used_bytes == 0

@@ -1,4 +1,4 @@
-"""Whole tensors from slices of any layout: every byte once, or a refusal."""
+"""WholeTensor tensors from slices of any layout: every byte once, or a refusal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.checkpoints.assembly import wholes
+from phaseloom.statemgr.checkpoints.assembly import assemble
 
 
 def slot(
@@ -64,7 +64,7 @@ def test_runs_of_all_ranks_make_the_whole_tensor(drawn: tuple[list[int], list[Te
         start = each.start or [0] * len(shape)
         box = tuple(slice(at, at + size) for at, size in zip(start, each.shape, strict=True))
         memories.append(b"\xff" * each.offset + expected[box].tobytes())
-    (whole,) = wholes([[each] for each in slots])
+    (whole,) = assemble([[each] for each in slots])
     content = bytearray()
     for run in whole.runs():
         assert run.whole_offset == len(content)
@@ -98,16 +98,16 @@ def test_runs_of_all_ranks_make_the_whole_tensor(drawn: tuple[list[int], list[Te
 )
 def test_slices_that_contradict_are_refused_by_name(slots: list[TensorSlot], why: str) -> None:
     with pytest.raises(CallerError, match=why) as refused:
-        wholes([[each] for each in slots])
+        assemble([[each] for each in slots])
     assert refused.value.info.field == "tensors[w]"
 
 
 def test_long_runs_stay_together() -> None:
     rows = [slot([2, 8], whole=[4, 8], start=[at, 0]) for at in (0, 2)]
-    (whole,) = wholes([[each] for each in rows])
+    (whole,) = assemble([[each] for each in rows])
     assert [run.num_bytes for run in whole.runs()] == [64, 64]
     columns = [slot([4, 4], whole=[4, 8], start=[0, at]) for at in (0, 4)]
-    (whole,) = wholes([[each] for each in columns])
+    (whole,) = assemble([[each] for each in columns])
     assert [run.num_bytes for run in whole.runs()] == [16] * 8
 
 
@@ -133,11 +133,11 @@ def test_slices_are_taken_where_each_element_is_in_one(boxes: list[list[tuple[in
         )
     replicas = {tuple(box) for box in boxes}
     if len(replicas) == len(boxes) and (held == 1).all():
-        (whole,) = wholes([[slot] for slot in slots])
+        (whole,) = assemble([[slot] for slot in slots])
         assert len(whole.slices) == len(boxes)
     elif len(replicas) == len(boxes):
         with pytest.raises(CallerError):
-            wholes([[slot] for slot in slots])
+            assemble([[slot] for slot in slots])
 
 
 def test_slices_of_many_ranks_are_not_compared_each_with_each() -> None:
@@ -147,5 +147,5 @@ def test_slices_of_many_ranks_are_not_compared_each_with_each() -> None:
         TensorSlot("w", Role.WEIGHT, "uint8", [2, 1], 0, 2, global_shape=[2, number], start=[0, at])
         for at in range(number)
     ]
-    (whole,) = wholes([[slot] for slot in slots])
+    (whole,) = assemble([[slot] for slot in slots])
     assert len(whole.slices) == number

@@ -73,7 +73,7 @@ def rank_of(residency: Residency) -> Rank:
     return rank
 
 
-async def test_dirty_copy_gets_its_digest_and_the_books_are_kept() -> None:
+async def test_dirty_copy_gets_its_digest_and_the_manifest_is_written() -> None:
     async with world() as w:
         rank = w.offloaded()
         assert (rank.is_dirty, rank.is_whole, rank.digest) == (True, True, "")
@@ -94,7 +94,7 @@ async def test_digest_is_taken_for_who_waits_though_nobody_began() -> None:
         await w.digests.taken(rank)
 
 
-async def test_who_waits_hears_that_the_life_is_over() -> None:
+async def test_who_waits_hears_that_the_incarnation_is_over() -> None:
     async with world() as w:
         rank = w.offloaded()
         waiting = w.tasks.create_task(_refused(w.digests.taken(rank)))
@@ -125,7 +125,7 @@ async def test_digest_of_an_older_copy_is_not_taken_for_that_of_a_newer_one() ->
         assert rank.digest == digest_of(w.content(rank))
 
 
-async def test_life_that_ends_as_its_digest_is_begun_harms_nobody() -> None:
+async def test_incarnation_that_ends_as_its_digest_is_begun_harms_nobody() -> None:
     async with world() as w:
         rank = w.offloaded()
         w.digests.begin([rank])
@@ -151,7 +151,7 @@ async def _refused(waiting: object) -> str:
     return caught.value.info.message
 
 
-def test_copy_that_is_dirty_may_be_sealed_and_spilled_but_not_taken_for_verified() -> None:
+def test_copy_that_is_dirty_may_be_sealed_and_demoted_but_not_taken_for_verified() -> None:
     residency = Residency([10])
     residency.register(["token"], KEY, 1, [0], 0)
     rank = residency.authenticate("token")

@@ -61,7 +61,7 @@ async def test_checkpoint_that_fails_as_nobody_foresaw_fails_alone_and_can_be_wr
 ) -> None:
     """As on a machine that has no thread to give in that moment."""
     async with exporting(tmp_path) as (node, exporter, rank):
-        await exporter.cut(rank, TakeSnapshot("op", "c", 1))
+        await exporter.take_snapshot(rank, TakeSnapshot("op", "c", 1))
         loop, busy, last = asyncio.get_running_loop(), threading.Event(), ThreadPoolExecutor(1)
         loop.set_default_executor(last)
         last.submit(busy.wait)
@@ -74,7 +74,7 @@ async def test_checkpoint_that_fails_as_nobody_foresaw_fails_alone_and_can_be_wr
         loop.set_default_executor(ThreadPoolExecutor(4))
         assert "Traceback" in caplog.text
         node.validate()
-        await exporter.cut(rank, TakeSnapshot("op", "c", 1))
+        await exporter.take_snapshot(rank, TakeSnapshot("op", "c", 1))
         await exporter.write(rank, WriteCheckpoint("op", "c", "{}"))
         assert (tmp_path / "checkpoints" / "acme" / "job" / "policy" / "c").is_dir()
 
@@ -83,6 +83,6 @@ async def test_operation_whose_id_has_no_end_is_refused(tmp_path: Path) -> None:
     async with exporting(tmp_path) as (_, exporter, rank):
         for operation in ("", "x" * (MAX_OPERATION_CHARS + 1)):
             with pytest.raises(CallerError, match=str(MAX_OPERATION_CHARS)) as caught:
-                await exporter.cut(rank, TakeSnapshot(operation, "c", 1))
+                await exporter.take_snapshot(rank, TakeSnapshot(operation, "c", 1))
             info = caught.value.info
             assert (info.code, info.field) == (Code.INVALID_ARGUMENT, "operation")

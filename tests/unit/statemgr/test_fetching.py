@@ -60,16 +60,16 @@ async def test_nobody_writes_any_more_when_a_fetch_that_was_cancelled_has_ended(
     monkeypatch.setattr(Batch, "put", put_late)
     slices = [Slice("0of1", "w", "uint8", [0], [len(CONTENT)], 0, len(CONTENT))]
     memory = memoryview(bytearray(len(CONTENT)))
-    fetching = fetch_of(KEY, slices, memory, home())
+    fetch = fetch_of(KEY, slices, memory, home())
     async with _serving(_gives_all) as source:
-        bringing = asyncio.create_task(fetching.fetch_all(batches(slices), {"0of1": [source]}))
+        fetching = asyncio.create_task(fetch.fetch_all(batches(slices), {"0of1": [source]}))
         try:
             await begun.wait()
-            bringing.cancel()
-            done, _ = await asyncio.wait([bringing], timeout=0.1)
+            fetching.cancel()
+            done, _ = await asyncio.wait([fetching], timeout=0.1)
         finally:
             go_on.set()
         assert not done, "its memory is still being written"
-        await asyncio.wait([bringing])
-        assert bringing.cancelled()
+        await asyncio.wait([fetching])
+        assert fetching.cancelled()
         assert bytes(memory) == CONTENT

@@ -72,7 +72,7 @@ def _content(node: Node, number: int) -> None:
 def _version(node: Node, number: int) -> None:
     extent, digest = _filled(node, number)
     key, table = VersionKey(_key(number), 1), TensorTable.of([SLOT])
-    assert node.versions.adopt(Version(key, SIZE, table, digest, extent, 1))
+    assert node.versions.take_over(Version(key, SIZE, table, digest, extent, 1))
 
 
 def _key(number: int) -> DeploymentKey:
@@ -88,8 +88,8 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
     for number in range(2, 4):
         _version(before, number)
     books = manifest_of(
-        *(before.residency, before.versions, before.contents),
-        *(before.cuts, before.seals, ""),
+        *(before.residency, before.versions, before.shared_copies),
+        *(before.snapshots, before.seals, ""),
     )
     index = [os.memfd_create("index") for _ in INDEX_HANDLES]
     os.pwrite(index[0], encode_record(1, msgspec.msgpack.encode(books)), 0)
@@ -102,7 +102,7 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
     asyncio.get_running_loop().set_default_executor(SideBySide(2))
     with other:
         assert await adoption.restore(agent) == ""
-        assert len(node.contents.all()) == 2
+        assert len(node.shared_copies.all()) == 2
         assert len(node.versions.committed()) == 2
         node.validate()
         await agent.close()

@@ -23,52 +23,54 @@ def _life(num_ranks: int = 1) -> Wpg:
 
 
 def test_the_same_bytes_are_one_layout() -> None:
-    layouts, life = Layouts(), _life()
-    one = layouts.read(_table("w").packed, life)
+    layouts, incarnation = Layouts(), _life()
+    one = layouts.read(_table("w").packed, incarnation)
     assert layouts.read(bytes(bytearray(_table("w").packed)), _life()) is one
-    assert layouts.read(_table("v").packed, life) is not one
+    assert layouts.read(_table("v").packed, incarnation) is not one
     assert one == _table("w")
 
 
 def test_what_came_longest_ago_is_forgotten_where_there_are_too_many() -> None:
     table_bytes = _table("00").memory_bytes
-    layouts, life = Layouts(max_bytes=8 * table_bytes), _life()
+    layouts, incarnation = Layouts(max_bytes=8 * table_bytes), _life()
     for number in range(100):
         for name in ("--", f"{number:02}"):
-            layouts.read(_table(name).packed, life)
+            layouts.read(_table(name).packed, incarnation)
         assert layouts.known_bytes <= 8 * table_bytes
-    kept = {slot.name for table in life.layouts for slot in table.tensors}
+    kept = {slot.name for table in incarnation.layouts for slot in table.tensors}
     assert kept == {"--", *(f"{number:02}" for number in range(93, 100))}
 
 
 def test_what_somebody_uses_is_one_however_many_came_since() -> None:
-    layouts, life = Layouts(max_bytes=16), _life()
-    used = layouts.read(_table("w").packed, life)
+    layouts, incarnation = Layouts(max_bytes=16), _life()
+    used = layouts.read(_table("w").packed, incarnation)
     assert layouts.known_bytes == 0
-    assert layouts.read(_table("v").packed, life) == _table("v")
-    assert layouts.read(_table("w").packed, life) is used
+    assert layouts.read(_table("v").packed, incarnation) == _table("v")
+    assert layouts.read(_table("w").packed, incarnation) is used
 
 
 def test_what_cannot_be_a_layout_is_not_kept_and_refused_each_time() -> None:
-    layouts, life = Layouts(), _life()
+    layouts, incarnation = Layouts(), _life()
     for _ in range(2):
-        table = layouts.read(_table("w", offset=32).packed, life)
+        table = layouts.read(_table("w", offset=32).packed, incarnation)
         with pytest.raises(CallerError, match="no multiple of 64"):
             check_layout(table, 4096)
     with pytest.raises(CallerError, match="no table"):
-        layouts.read(b"", life)
+        layouts.read(b"", incarnation)
     assert layouts.known_bytes == 0
 
 
 @pytest.mark.parametrize("max_bytes", [0, 2**20])
-def test_life_that_sends_layouts_without_end_is_refused_and_others_are_not(max_bytes: int) -> None:
+def test_incarnation_that_sends_layouts_without_end_is_refused_and_others_are_not(
+    max_bytes: int,
+) -> None:
     """Whether they are kept or not: somebody uses each of them."""
     table_bytes = _table("0").memory_bytes
     layouts = Layouts(max_bytes, max_bytes_of_a_rank=2 * table_bytes)
-    life = _life(num_ranks=2)
-    used = [layouts.read(_table(str(number)).packed, life) for number in range(4)]
+    incarnation = _life(num_ranks=2)
+    used = [layouts.read(_table(str(number)).packed, incarnation) for number in range(4)]
     with pytest.raises(ResourceError, match="a layout of 1 tensors") as refused:
-        layouts.read(_table("4").packed, life)
+        layouts.read(_table("4").packed, incarnation)
     assert refused.value.info.code is Code.RESOURCE_EXHAUSTED
     assert refused.value.info.remedy
     assert refused.value.info.details == {
@@ -76,15 +78,15 @@ def test_life_that_sends_layouts_without_end_is_refused_and_others_are_not(max_b
         "used_bytes": str(4 * table_bytes),
         "limit": str(4 * table_bytes),
     }
-    assert [layouts.read(table.packed, life) for table in used] == used
+    assert [layouts.read(table.packed, incarnation) for table in used] == used
     assert layouts.read(_table("4").packed, _life()) == _table("4")
 
 
-def test_what_a_life_uses_no_more_counts_no_more() -> None:
+def test_what_an_incarnation_uses_no_more_counts_no_more() -> None:
     table_bytes = _table("0").memory_bytes
-    layouts, life = Layouts(0, max_bytes_of_a_rank=table_bytes), _life()
+    layouts, incarnation = Layouts(0, max_bytes_of_a_rank=table_bytes), _life()
     for number in range(10):
-        assert layouts.read(_table(str(number)).packed, life) == _table(str(number))
+        assert layouts.read(_table(str(number)).packed, incarnation) == _table(str(number))
 
 
 def test_a_layout_is_held_against_the_memory_it_is_for() -> None:

@@ -12,10 +12,10 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.snapshots import Snapshots
 from phaseloom.statemgr.handover.manifest import (
     Manifest,
-    content_of,
     encode_record,
     manifest_of,
     newest_record,
+    shared_copy_of,
 )
 from phaseloom.statemgr.residency.residency import Residency, State
 from phaseloom.statemgr.seals.hostseals import HostSeals
@@ -66,8 +66,8 @@ def test_flipped_bit_is_found(data: st.DataObject) -> None:
     assert newest_record([bytes(record)]) is None
 
 
-def test_books_say_what_is_needed_to_go_on() -> None:
-    residency, versions, contents = Residency([100, 100]), Versions(), SharedCopies({})
+def test_manifest_says_what_is_needed_to_go_on() -> None:
+    residency, versions, shared_copies = Residency([100, 100]), Versions(), SharedCopies({})
     residency.register(["gone"], DeploymentKey("acme", "gone", "policy"), 9, [0], 0)
     residency.drop(DeploymentKey("acme", "gone", "policy"), 9)
     residency.register(["t0", "t1"], KEY, 3, [0, 1], 5)
@@ -75,7 +75,7 @@ def test_books_say_what_is_needed_to_go_on() -> None:
     residency.register_heap(rank, 24, [SLOT], 4)
     residency.fill(rank, 5, "digest")
     table = TensorTable.of([SLOT])
-    versions.adopt(Version(VersionKey(KEY, 6), 24, table, "version's digest", 8, 3))
+    versions.take_over(Version(VersionKey(KEY, 6), 24, table, "version's digest", 8, 3))
     versions.add_from_disk(VersionKey(KEY, 2), 24, [SLOT], "on disk only")
     residency.register(["frozen"], FROZEN, 1, [0], 0)
     frozen = residency.authenticate("frozen")
@@ -83,22 +83,22 @@ def test_books_say_what_is_needed_to_go_on() -> None:
     frozen.frozen, frozen.model = True, "model"
     residency.fill(frozen, 2, "its digest")
     frozen.extent = None
-    contents.attach(frozen, content := contents.add(frozen, 9))
-    content.hash, content.is_immutable = "hash", True
+    shared_copies.attach(frozen, copy := shared_copies.add(frozen, 9))
+    copy.hash, copy.is_immutable = "hash", True
     encoded = msgspec.msgpack.encode(
-        manifest_of(residency, versions, contents, Snapshots(), HostSeals(), "host:1")
+        manifest_of(residency, versions, shared_copies, Snapshots(), HostSeals(), "host:1")
     )
-    books = msgspec.msgpack.decode(encoded, type=Manifest)
-    assert books.endpoint == "host:1"
+    manifest = msgspec.msgpack.decode(encoded, type=Manifest)
+    assert manifest.endpoint == "host:1"
     gone = DeploymentKey("acme", "gone", "policy")
-    assert dict(books.fences) == {gone: 9, KEY: 3, FROZEN: 1}
-    other, wpg = books.wpgs
+    assert dict(manifest.fences) == {gone: 9, KEY: 3, FROZEN: 1}
+    other, wpg = manifest.wpgs
     assert (other.ranks[0].frozen, other.ranks[0].model) == (True, "model")
-    assert (other.ranks[0].content, other.ranks[0].extent) == (content.number, None)
-    content.users.clear()
-    (found,) = map(content_of, books.contents)
+    assert (other.ranks[0].shared_copy, other.ranks[0].extent) == (copy.number, None)
+    copy.users.clear()
+    (found,) = map(shared_copy_of, manifest.shared_copies)
     assert {name: getattr(found, name) for name in found.__slots__} == {
-        name: getattr(content, name) for name in content.__slots__
+        name: getattr(copy, name) for name in copy.__slots__
     }
     assert (wpg.key, wpg.incarnation, wpg.seal_seq, wpg.prepared) == (KEY, 3, 5, None)
     assert [r.state for r in wpg.ranks] == [State.AWAITING, State.HOST]
@@ -109,5 +109,5 @@ def test_books_say_what_is_needed_to_go_on() -> None:
         "digest",
         [SLOT],
     )
-    (version,) = books.versions
+    (version,) = manifest.versions
     assert (version.key, version.extent, version.incarnation) == (VersionKey(KEY, 6), 8, 3)

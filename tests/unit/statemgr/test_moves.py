@@ -1,4 +1,4 @@
-"""Contents that go to NVMe and come back, whoever still looks at their memory."""
+"""Shared copies that go to NVMe and come back, whoever still looks at their memory."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class World:
         digest = digest_of(memory)
         node.residency.fill(rank, 1, digest)
         sharing.settle_copy(node, rank, 1, digest)
-        assert rank.content is not None
-        return rank.content
+        assert rank.shared_copy is not None
+        return rank.shared_copy
 
 
 @asynccontextmanager
@@ -63,32 +63,32 @@ async def test_content_comes_up_immutable_though_a_thread_forgets_late_what_it_w
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as w:
-        content = w.add("a")
-        await w.tiering._send_down(content)
-        assert (content.state, content.extent) == (State.DEMOTED, None)
+        copy = w.add("a")
+        await w.tiering._send_down(copy)
+        assert (copy.state, copy.extent) == (State.DEMOTED, None)
         loop = asyncio.get_running_loop()
         loop.set_default_executor(Remembering())
-        await w.tiering._promote(content)
-        assert content.state is State.HOST
-        assert content.extent is not None
-        extent = w.node.memory[content.extent]
+        await w.tiering._promote(copy)
+        assert copy.state is State.HOST
+        assert copy.extent is not None
+        extent = w.node.memory[copy.extent]
         assert extent.is_frozen
-        assert digest_of(extent.readable(SIZE)) == content.digest
+        assert digest_of(extent.readable(SIZE)) == copy.digest
 
 
 async def test_content_whose_file_is_bad_comes_up_from_a_seal_immutable(tmp_path: Path) -> None:
     """What was raised over the bad file refers to the memory, as long as it lasts."""
     async with world(tmp_path) as w:
-        content = w.add("a")
-        await w.tiering._send_down(content)
+        copy = w.add("a")
+        await w.tiering._send_down(copy)
         directory = StateDirectory(tmp_path)
-        (file,) = directory.contents()
+        (file,) = directory.shared_copies()
         whole = file.read_bytes()
-        await asyncio.to_thread(directory.make_directory, directory.seal(content.owner, 1).parent)
-        directory.seal(content.owner, 1).write_bytes(whole)
+        await asyncio.to_thread(directory.make_directory, directory.seal(copy.owner, 1).parent)
+        directory.seal(copy.owner, 1).write_bytes(whole)
         file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        await w.tiering._promote(content)
-        assert content.extent is not None
-        extent = w.node.memory[content.extent]
+        await w.tiering._promote(copy)
+        assert copy.extent is not None
+        extent = w.node.memory[copy.extent]
         assert extent.is_frozen
-        assert digest_of(extent.readable(SIZE)) == content.digest
+        assert digest_of(extent.readable(SIZE)) == copy.digest

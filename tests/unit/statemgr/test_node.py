@@ -19,7 +19,7 @@ KEY = DeploymentKey("acme", "sums", "reference")
 async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_given_up(
     tmp_path: Path,
 ) -> None:
-    """Two contents may become one while the books are kept before an order leaves."""
+    """Two contents may become one while the manifest is written before an order leaves."""
     inodes: list[int] = []
 
     async def answer(body: StateMessage, fds: list[int]) -> tuple[StateMessage, list[int]]:

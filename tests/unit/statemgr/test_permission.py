@@ -1,4 +1,4 @@
-"""Tickets: what is signed is what is permitted, and a later life ends the earlier one's."""
+"""Tickets: what is signed is what is permitted, and a later incarnation ends the earlier one's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_gate_says_why_not(
     assert caught.value.info.remedy
 
 
-def test_ticket_lasts_until_a_later_life_of_its_reader() -> None:
+def test_ticket_lasts_until_a_later_incarnation_of_its_reader() -> None:
     gate = Gate("secret")
     for node in ("a", "b", "a"):
         gate.check(GOOD, VERSION, node)
@@ -97,7 +97,7 @@ def test_a_reader_shows_its_own_ticket_or_none() -> None:
         check_reader(_wpg(DeploymentKey("globex", "sums", "s"), 1), VERSION, None)
 
 
-def test_files_go_to_the_nodes_of_a_ticket_until_a_later_life_asks() -> None:
+def test_files_go_to_the_nodes_of_a_ticket_until_a_later_incarnation_asks() -> None:
     gate = Gate("secret")
     good = signed(FilesTicket(POLICY, 3, ["a", "b"]), "secret")
     gate.check_files(good, POLICY, "b")
@@ -113,5 +113,5 @@ def test_files_go_to_the_nodes_of_a_ticket_until_a_later_life_asks() -> None:
     gate.check_files(later, POLICY, "a")
     with pytest.raises(CallerError, match="which is at 4"):
         gate.check_files(good, POLICY, "a")
-    # Lives of readers are counted apart from lives of owners.
+    # Lives of readers are counted apart from incarnations of owners.
     gate.check(GOOD, VERSION, "a")

@@ -18,7 +18,7 @@ from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.residency import Rank, State
 from phaseloom.statemgr.tiering.prefault import Prefault
-from tests.support.machine import needs_touching
+from tests.support.machine import needs_prefault
 from tests.support.threads import Remembering
 
 SIZE = 5 * 1024 * 1024 + 4096
@@ -54,29 +54,29 @@ async def filling(path: Path) -> AsyncIterator[tuple[Node, Prefault, Rank, Busy]
     node.memory.close()
 
 
-def touched_bytes(node: Node, rank: Rank) -> int:
+def prefaulted_bytes(node: Node, rank: Rank) -> int:
     assert rank.extent is not None
     return os.fstat(node.memory[rank.extent].fd).st_blocks * 512
 
 
-@needs_touching
+@needs_prefault
 async def test_all_of_an_extent_is_there_and_its_content_stays(tmp_path: Path) -> None:
     """Nothing maps it afterwards, though a thread forgets late what it was given."""
     asyncio.get_running_loop().set_default_executor(Remembering())
     async with filling(tmp_path) as (node, touching, rank, _):
-        assert touched_bytes(node, rank) == 0
+        assert prefaulted_bytes(node, rank) == 0
         assert rank.extent is not None
         node.memory[rank.extent].view(SIZE)[-1] = 7
         touching.begin(rank)
         async with asyncio.timeout(30):
-            while touched_bytes(node, rank) < SIZE:
+            while prefaulted_bytes(node, rank) < SIZE:
                 await asyncio.sleep(0)
         await touching.end(rank)
         assert node.memory[rank.extent].view(SIZE)[-1] == 7
         assert node.memory[rank.extent].freeze()
 
 
-@needs_touching
+@needs_prefault
 async def test_it_waits_for_what_is_moved(tmp_path: Path) -> None:
     async with filling(tmp_path) as (node, touching, rank, busy):
         busy.is_busy = True
@@ -84,15 +84,15 @@ async def test_it_waits_for_what_is_moved(tmp_path: Path) -> None:
         for _ in range(3):
             node.announce()
             await asyncio.sleep(0)
-        assert touched_bytes(node, rank) == 0
+        assert prefaulted_bytes(node, rank) == 0
         busy.is_busy = False
         node.announce()
         async with asyncio.timeout(30):
-            while touched_bytes(node, rank) < SIZE:
+            while prefaulted_bytes(node, rank) < SIZE:
                 await asyncio.sleep(0)
 
 
-@needs_touching
+@needs_prefault
 async def test_the_answer_that_brings_the_extent_goes_first(tmp_path: Path) -> None:
     """It leaves when the agent keeps the handles that it speaks of."""
     was_told, may_answer = asyncio.Event(), asyncio.Event()
@@ -123,7 +123,7 @@ async def test_the_answer_that_brings_the_extent_goes_first(tmp_path: Path) -> N
         may_answer.set()
         await answering
         async with asyncio.timeout(30):
-            while touched_bytes(node, rank) < SIZE:
+            while prefaulted_bytes(node, rank) < SIZE:
                 await asyncio.sleep(0)
         node.handles.detach(agent)
     await agent.close()
@@ -144,4 +144,4 @@ async def test_it_ends_though_others_are_busy(why: str, tmp_path: Path) -> None:
                 os.fstat(extent.fd)
         if why == "filled":
             await touching.end(rank)
-            assert touched_bytes(node, rank) == 0
+            assert prefaulted_bytes(node, rank) == 0

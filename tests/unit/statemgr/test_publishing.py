@@ -1,4 +1,4 @@
-"""Weights versions that one life of a policy makes after another."""
+"""Weights versions that one incarnation of a policy makes after another."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class World:
     node: Node
     publishing: Publishing
 
-    def life(self, incarnation: int) -> Wpg:
+    def incarnation(self, incarnation: int) -> Wpg:
         """The next one of the policy."""
         residency = self.node.residency
         replaced = residency.register([f"token{incarnation}"], POLICY, incarnation, [0], 0)
@@ -53,11 +53,11 @@ class World:
     def has(self, key: VersionKey) -> bool:
         return self.node.versions.find(key) is not None
 
-    async def commit(self, life: Wpg, digest: str) -> None:
+    async def commit(self, incarnation: Wpg, digest: str) -> None:
         """A version of one part."""
         part = VersionPart(PART.part, 64, digest, "")
         await self.publishing.commit_parts(
-            life, CommitParts(KEY, VersionParts(Layout(), 1, "", [part]))
+            incarnation, CommitParts(KEY, VersionParts(Layout(), 1, "", [part]))
         )
 
 
@@ -84,20 +84,20 @@ async def test_what_came_here_of_an_earlier_lifes_version_goes_with_that(
 ) -> None:
     """For a reader on this node, of a part that another one has written."""
     async with world(tmp_path) as w:
-        await w.commit(w.life(1), ONE)
+        await w.commit(w.incarnation(1), ONE)
         w.have(key, digest)
-        later = w.life(2)
+        later = w.incarnation(2)
         await w.commit(later, ONE)
-        assert w.has(key), "the later life came to the same bits"
-        await w.commit(w.life(3), OTHER)
+        assert w.has(key), "the later incarnation came to the same bits"
+        await w.commit(w.incarnation(3), OTHER)
         assert w.has(KEY)
         assert not w.has(key)
 
 
-async def test_a_part_that_this_life_wrote_otherwise_is_refused(tmp_path: Path) -> None:
+async def test_a_part_that_this_incarnation_wrote_otherwise_is_refused(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
-        await w.commit(w.life(1), ONE)
-        later = w.life(2)
+        await w.commit(w.incarnation(1), ONE)
+        later = w.incarnation(2)
         w.have(PART, OTHER, incarnation=2)
         with pytest.raises(CallerError) as caught:
             await w.commit(later, "3" * 32)

@@ -24,23 +24,23 @@ from phaseloom.statemgr.residency.residency import (
 A, B, C = (DeploymentKey("acme", job, "policy") for job in "abc")
 
 
-def add(books: Residency, key: DeploymentKey, heap_bytes: int, *devices: int) -> Wpg:
+def add(residency: Residency, key: DeploymentKey, heap_bytes: int, *devices: int) -> Wpg:
     """A deployment in host memory, one rank on each device (0 where none is named)."""
     devices = devices or (0,)
     tokens = [f"token {key} {index}" for index in range(len(devices))]
-    books.register(tokens, key, 1, list(devices), 0)
+    residency.register(tokens, key, 1, list(devices), 0)
     for token in tokens:
-        rank = books.authenticate(token)
-        books.check_heap(rank, heap_bytes, [])
-        books.register_heap(rank, heap_bytes, [], extent=hash(token))
-        books.fill(rank, 0, "digest")
+        rank = residency.authenticate(token)
+        residency.check_heap(rank, heap_bytes, [])
+        residency.register_heap(rank, heap_bytes, [], extent=hash(token))
+        residency.fill(rank, 0, "digest")
     return rank.wpg
 
 
-def load(books: Residency, wpg: Wpg) -> None:
+def load(residency: Residency, wpg: Wpg) -> None:
     for rank in wpg.ranks:
-        books.begin_load(rank)
-        books.step(rank, Step.LOAD_VERIFIED)
+        residency.begin_load(rank)
+        residency.step(rank, Step.LOAD_VERIFIED)
 
 
 def extents(key: DeploymentKey, num_ranks: int = 1) -> list[int]:
@@ -52,16 +52,16 @@ def extents(key: DeploymentKey, num_ranks: int = 1) -> list[int]:
 def test_every_step_leads_where_the_table_says_or_raises_with_the_story(
     state: State, step: Step
 ) -> None:
-    books = Residency([10])
-    (rank,) = add(books, A, 10).ranks
+    residency = Residency([10])
+    (rank,) = add(residency, A, 10).ranks
     rank.state = state
     following = TRANSITIONS.get((state, step))
     if following is None:
         with pytest.raises(InvalidTransition, match=f"{state}: no .*{step}.*awaiting → filling"):
-            books.step(rank, step)
+            residency.step(rank, step)
         assert rank.state is state
     else:
-        books.step(rank, step)
+        residency.step(rank, step)
         assert rank.state is following
 
 
@@ -71,188 +71,188 @@ def test_every_state_can_be_left_and_reached() -> None:
 
 
 def test_lost_deployment_takes_no_step() -> None:
-    books = Residency([10])
-    wpg = add(books, A, 10)
-    load(books, wpg)
-    books.lose(wpg)
+    residency = Residency([10])
+    wpg = add(residency, A, 10)
+    load(residency, wpg)
+    residency.lose(wpg)
     for step in Step:
         with pytest.raises(ResourceError, match="has lost its rank"):
-            books.step(wpg.ranks[0], step)
-    assert books.device_used_bytes(0) == 0
-    assert books.reap(wpg) == extents(A)
-    assert books.reap(wpg) == []
+            residency.step(wpg.ranks[0], step)
+    assert residency.device_used_bytes(0) == 0
+    assert residency.reap(wpg) == extents(A)
+    assert residency.reap(wpg) == []
 
 
 def test_all_ranks_are_lost_with_one() -> None:
-    books = Residency([10, 10])
-    wpg = add(books, A, 10, 0, 1)
-    load(books, wpg)
-    assert [books.device_used_bytes(device) for device in (0, 1)] == [10, 10]
-    books.lose(wpg)
-    books.validate()
-    assert [books.device_used_bytes(device) for device in (0, 1)] == [0, 0]
-    assert books.reap(wpg) == extents(A, 2)
+    residency = Residency([10, 10])
+    wpg = add(residency, A, 10, 0, 1)
+    load(residency, wpg)
+    assert [residency.device_used_bytes(device) for device in (0, 1)] == [10, 10]
+    residency.lose(wpg)
+    residency.validate()
+    assert [residency.device_used_bytes(device) for device in (0, 1)] == [0, 0]
+    assert residency.reap(wpg) == extents(A, 2)
 
 
 def test_plan_offloads_what_is_resident_of_what_it_displaces() -> None:
-    books = Residency([20])
-    a, b, c = add(books, A, 10), add(books, B, 10), add(books, C, 20)
-    load(books, a)
+    residency = Residency([20])
+    a, b, c = add(residency, A, 10), add(residency, B, 10), add(residency, C, 20)
+    load(residency, a)
     unknown = DeploymentKey("acme", "z", "policy")
-    plan = books.plan_switch_in(C, 1, 1, [A, B, A, unknown])
+    plan = residency.plan_switch_in(C, 1, 1, [A, B, A, unknown])
     assert (plan.wpg, plan.offload, plan.load) == (c, a.ranks, c.ranks)
     with pytest.raises(ResourceError, match="20 bytes of device 0: 10 of 20 are in use") as caught:
-        books.plan_switch_in(C, 1, 1, [B])
+        residency.plan_switch_in(C, 1, 1, [B])
     assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
-    assert books.plan_switch_in(A, 1, 1, []).load == []
+    assert residency.plan_switch_in(A, 1, 1, []).load == []
     assert b.ranks[0].state is State.HOST
 
 
 def test_plan_moves_all_ranks_of_both_and_counts_each_device_by_itself() -> None:
-    books = Residency([10, 20, 10])
-    a, b, c = add(books, A, 10, 0, 1), add(books, B, 10, 1), add(books, C, 10, 1, 2)
-    load(books, a)
-    load(books, b)
-    assert books.devices_of([A, B, C]) == {0, 1}
-    plan = books.plan_switch_in(C, 1, 1, [A])
+    residency = Residency([10, 20, 10])
+    a, b, c = add(residency, A, 10, 0, 1), add(residency, B, 10, 1), add(residency, C, 10, 1, 2)
+    load(residency, a)
+    load(residency, b)
+    assert residency.devices_of([A, B, C]) == {0, 1}
+    plan = residency.plan_switch_in(C, 1, 1, [A])
     assert (plan.offload, plan.load) == (a.ranks, c.ranks)
     with pytest.raises(ResourceError, match="10 bytes of device 1: 20 of 20 are in use"):
-        books.plan_switch_in(C, 1, 2, [])
-    assert books.plan_switch_out(A, 1, 3) == a.ranks
-    assert books.plan_switch_out(C, 1, 4) == []
+        residency.plan_switch_in(C, 1, 2, [])
+    assert residency.plan_switch_out(A, 1, 3) == a.ranks
+    assert residency.plan_switch_out(C, 1, 4) == []
     for state in (State.DEMOTING, State.DEMOTED, State.PROMOTING):
         c.ranks[0].state = state
-        assert books.plan_switch_out(C, 1, 4) == []
+        assert residency.plan_switch_out(C, 1, 4) == []
         with pytest.raises(CallerError, match=state):
-            books.plan_switch_in(C, 1, 4, [])
+            residency.plan_switch_in(C, 1, 4, [])
     c.ranks[0].state = State.FILLING
     with pytest.raises(CallerError, match="filling"):
-        books.plan_switch_out(C, 1, 4)
+        residency.plan_switch_out(C, 1, 4)
 
 
 def test_plan_counts_two_ranks_on_one_device_together() -> None:
-    books = Residency([15])
-    add(books, A, 10, 0, 0)
+    residency = Residency([15])
+    add(residency, A, 10, 0, 0)
     with pytest.raises(ResourceError, match="20 bytes of device 0: 0 of 15 are in use"):
-        books.plan_switch_in(A, 1, 1, [])
+        residency.plan_switch_in(A, 1, 1, [])
 
 
 def test_plan_of_an_earlier_epoch_displaces_nothing_that_came_later() -> None:
     """An order to switch in may be lost, and come again when what it displaces runs once more."""
-    books = Residency([10])
-    a, b = add(books, A, 10), add(books, B, 10)
-    load(books, a)
-    books.plan_switch_in(A, 1, 17, [])
+    residency = Residency([10])
+    a, b = add(residency, A, 10), add(residency, B, 10)
+    load(residency, a)
+    residency.plan_switch_in(A, 1, 17, [])
     with pytest.raises(ResourceError, match=r"epoch 16 .* is over: .* at 17") as caught:
-        books.plan_switch_in(B, 1, 16, [A])
+        residency.plan_switch_in(B, 1, 16, [A])
     assert caught.value.info.code is Code.ABORTED
-    assert books.plan_switch_in(B, 1, 18, [A]).offload == a.ranks
+    assert residency.plan_switch_in(B, 1, 18, [A]).offload == a.ranks
     assert b.ranks[0].state is State.HOST
 
 
 def test_plan_refuses_to_displace_itself_or_on_another_device() -> None:
-    books = Residency([10, 10])
-    a, b = add(books, A, 10), add(books, B, 10, 1)
-    load(books, a)
-    load(books, b)
+    residency = Residency([10, 10])
+    a, b = add(residency, A, 10), add(residency, B, 10, 1)
+    load(residency, a)
+    load(residency, b)
     with pytest.raises(CallerError, match="cannot displace itself"):
-        books.plan_switch_in(A, 1, 1, [A])
+        residency.plan_switch_in(A, 1, 1, [A])
     with pytest.raises(CallerError, match="on device 1, not 0"):
-        books.plan_switch_in(A, 1, 1, [B])
+        residency.plan_switch_in(A, 1, 1, [B])
 
 
 def test_load_is_refused_when_the_room_is_gone_since_the_plan() -> None:
-    books = Residency([10])
-    a, b = add(books, A, 10), add(books, B, 10)
-    books.plan_switch_in(A, 1, 1, [])
-    load(books, b)
+    residency = Residency([10])
+    a, b = add(residency, A, 10), add(residency, B, 10)
+    residency.plan_switch_in(A, 1, 1, [])
+    load(residency, b)
     with pytest.raises(ResourceError, match="RESOURCE_EXHAUSTED"):
-        books.begin_load(a.ranks[0])
+        residency.begin_load(a.ranks[0])
     assert a.ranks[0].state is State.HOST
 
 
 def test_same_registration_again_changes_nothing() -> None:
-    books = Residency([10])
-    wpg = add(books, A, 10)
+    residency = Residency([10])
+    wpg = add(residency, A, 10)
     token = wpg.ranks[0].token
-    assert books.register([token], A, 1, [0], 0) is None
-    assert books.current(A, 1) is wpg
+    assert residency.register([token], A, 1, [0], 0) is None
+    assert residency.current(A, 1) is wpg
     with pytest.raises(CallerError, match="ALREADY_EXISTS"):
-        books.register(["another"], A, 1, [0], 0)
+        residency.register(["another"], A, 1, [0], 0)
     with pytest.raises(CallerError, match="in use"):
-        books.register([token], B, 1, [0], 0)
+        residency.register([token], B, 1, [0], 0)
     with pytest.raises(CallerError, match="in use"):
-        books.register(["twice", "twice"], B, 1, [0, 0], 0)
+        residency.register(["twice", "twice"], B, 1, [0, 0], 0)
     with pytest.raises(CallerError, match="device 1 of 1"):
-        books.register(["t"], B, 1, [1], 0)
+        residency.register(["t"], B, 1, [1], 0)
     for tokens, devices in ((["t"], [0, 0]), ([], [])):
         with pytest.raises(CallerError, match=f"{len(devices)} devices for {len(tokens)} ranks"):
-            books.register(tokens, B, 1, devices, 0)
+            residency.register(tokens, B, 1, devices, 0)
 
 
 def test_fence_outlives_the_deployment_until_it_is_forgotten() -> None:
-    books = Residency([10])
-    books.register(["t3"], A, 3, [0], 0)
-    assert books.drop(A, 3) is not None
+    residency = Residency([10])
+    residency.register(["t3"], A, 3, [0], 0)
+    assert residency.drop(A, 3) is not None
     with pytest.raises(ResourceError, match="fenced"):
-        books.register(["t2"], A, 2, [0], 0)
+        residency.register(["t2"], A, 2, [0], 0)
     with pytest.raises(CallerError, match="NOT_FOUND"):
-        books.current(A, 4)
-    books.forget(A)
-    books.register(["t1"], A, 1, [0], 0)
+        residency.current(A, 4)
+    residency.forget(A)
+    residency.register(["t1"], A, 1, [0], 0)
 
 
 def test_offload_over_a_prepared_seal_is_our_own_bug() -> None:
-    books = Residency([10])
-    wpg = add(books, A, 10)
+    residency = Residency([10])
+    wpg = add(residency, A, 10)
     (rank,) = wpg.ranks
-    load(books, wpg)
-    books.begin_copy(rank)
-    books.finish_copy(rank, 4, "digest 4")
+    load(residency, wpg)
+    residency.begin_copy(rank)
+    residency.finish_copy(rank, 4, "digest 4")
     with pytest.raises(CallerError, match="has applied 4, not 5"):
-        books.prepare_seal(wpg, 5)
-    books.prepare_seal(wpg, 4)
+        residency.prepare_seal(wpg, 5)
+    residency.prepare_seal(wpg, 4)
     with pytest.raises(PhaseloomError, match="over the seal prepared at 4"):
-        books.begin_offload(rank)
-    books.begin_write(wpg, 4)
+        residency.begin_offload(rank)
+    residency.begin_write(wpg, 4)
     with pytest.raises(CallerError, match="no copy"):
-        books.begin_write(wpg, 4)
-    books.end_seal(wpg)
-    books.begin_offload(rank)
+        residency.begin_write(wpg, 4)
+    residency.end_seal(wpg)
+    residency.begin_offload(rank)
 
 
 def test_seal_needs_all_ranks_at_the_same_seq() -> None:
-    books = Residency([10, 10])
-    wpg = add(books, A, 10, 0, 1)
-    load(books, wpg)
+    residency = Residency([10, 10])
+    wpg = add(residency, A, 10, 0, 1)
+    load(residency, wpg)
     for rank, applied in zip(wpg.ranks, (4, 3), strict=True):
-        books.begin_copy(rank)
-        books.finish_copy(rank, applied, "digest")
+        residency.begin_copy(rank)
+        residency.finish_copy(rank, applied, "digest")
     with pytest.raises(CallerError, match=r"rank 1 of .* has applied 3, not 4"):
-        books.prepare_seal(wpg, 4)
+        residency.prepare_seal(wpg, 4)
 
 
 def test_extent_of_a_lost_deployment_is_kept_while_it_is_sealed() -> None:
-    books = Residency([10])
-    wpg = add(books, A, 10)
-    books.prepare_seal(wpg, 0)
-    books.begin_write(wpg, 0)
-    books.register(["t2"], A, 2, [0], 0)
+    residency = Residency([10])
+    wpg = add(residency, A, 10)
+    residency.prepare_seal(wpg, 0)
+    residency.begin_write(wpg, 0)
+    residency.register(["t2"], A, 2, [0], 0)
     assert wpg.is_lost
-    assert books.reap(wpg) == []
-    books.validate()
-    assert books.extents() == extents(A)
-    books.end_seal(wpg)
-    assert books.reap(wpg) == extents(A)
-    assert books.extents() == []
+    assert residency.reap(wpg) == []
+    residency.validate()
+    assert residency.extents() == extents(A)
+    residency.end_seal(wpg)
+    assert residency.reap(wpg) == extents(A)
+    assert residency.extents() == []
 
 
 class AnySequence(RuleBasedStateMachine):
-    """Whatever agents ask and ranks do, in any order: the budgets hold and the books agree."""
+    """Whatever agents ask and ranks do, in any order: the budgets hold and the records agree."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.books = Residency([10, 16])
+        self.residency = Residency([10, 16])
         self.arena = Arena(8 * PAGE_BYTES)
         self.incarnations: dict[DeploymentKey, int] = {}
         self.epoch = 0
@@ -271,7 +271,7 @@ class AnySequence(RuleBasedStateMachine):
         return ready[pick % len(ready)] if ready else None
 
     def over(self, wpg: Wpg) -> None:
-        for extent in self.books.reap(wpg):
+        for extent in self.residency.reap(wpg):
             self.arena.free(extent)
         self.live = [other for other in self.live if other is not wpg]
 
@@ -279,10 +279,10 @@ class AnySequence(RuleBasedStateMachine):
     def register(self, key: DeploymentKey, devices: list[int]) -> None:
         number = self.incarnations[key] = self.incarnations.get(key, 0) + 1
         tokens = [f"{key} {number} {index}" for index in range(len(devices))]
-        replaced = self.books.register(tokens, key, number, devices, 0)
+        replaced = self.residency.register(tokens, key, number, devices, 0)
         if replaced is not None and (replaced.prepared is None):
             self.over(replaced)
-        self.live.append(self.books.authenticate(tokens[0]).wpg)
+        self.live.append(self.residency.authenticate(tokens[0]).wpg)
 
     @rule(pick=pick, heap_bytes=st.integers(0, 18))
     def register_heap(self, pick: int, heap_bytes: int) -> None:
@@ -290,12 +290,12 @@ class AnySequence(RuleBasedStateMachine):
         if rank is None:
             return
         try:
-            self.books.check_heap(rank, heap_bytes, [])
+            self.residency.check_heap(rank, heap_bytes, [])
             grant = self.arena.reserve(heap_bytes * PAGE_BYTES // 4, str(rank))
         except ResourceError:
             return
-        self.books.register_heap(rank, heap_bytes, [], grant.extent)
-        self.books.fill(rank, 0, "digest")
+        self.residency.register_heap(rank, heap_bytes, [], grant.extent)
+        self.residency.fill(rank, 0, "digest")
 
     @rule(pick=pick, displaces=st.lists(keys), fails=st.booleans())
     def switch_in(self, pick: int, displaces: list[DeploymentKey], fails: bool) -> None:
@@ -304,32 +304,32 @@ class AnySequence(RuleBasedStateMachine):
             return
         self.epoch += 1
         try:
-            plan = self.books.plan_switch_in(wpg.key, wpg.incarnation, self.epoch, displaces)
+            plan = self.residency.plan_switch_in(wpg.key, wpg.incarnation, self.epoch, displaces)
         except PhaseloomError:
             return
         done = []
         for other in plan.offload:
             if other.state is State.RESIDENT and other.wpg.prepared is None:
-                self.books.begin_offload(other)
-                self.books.finish_offload(other, other.applied + 1, "digest")
+                self.residency.begin_offload(other)
+                self.residency.finish_offload(other, other.applied + 1, "digest")
                 done.append(other)
         if len(done) < len(plan.offload):
             return
         for rank in plan.load:
-            self.books.begin_load(rank)  # the plan said that it fits
+            self.residency.begin_load(rank)  # the plan said that it fits
         for rank in plan.load:
-            self.books.step(rank, Step.LOAD_FAILED if fails else Step.LOAD_VERIFIED)
+            self.residency.step(rank, Step.LOAD_FAILED if fails else Step.LOAD_VERIFIED)
         if fails:
             for other in done:  # and so does what was there before
-                self.books.begin_load(other)
-                self.books.step(other, Step.LOAD_VERIFIED)
+                self.residency.begin_load(other)
+                self.residency.step(other, Step.LOAD_VERIFIED)
 
     @rule(pick=pick)
     def load_what_was_not_planned(self, pick: int) -> None:
         rank = self.chosen_rank(pick, State.HOST)
         if rank is not None:
             try:
-                self.books.begin_load(rank)
+                self.residency.begin_load(rank)
             except ResourceError:
                 assert rank.state is State.HOST
 
@@ -339,16 +339,16 @@ class AnySequence(RuleBasedStateMachine):
         if rank is None or (rank.state, step) not in TRANSITIONS:
             return
         if step is Step.OFFLOAD_VERIFIED:
-            self.books.finish_offload(rank, rank.applied, "digest")
+            self.residency.finish_offload(rank, rank.applied, "digest")
         else:
             rank.digest = "digest"
-            self.books.step(rank, step)
+            self.residency.step(rank, step)
 
     @rule(pick=pick)
     def begin_offload(self, pick: int) -> None:
         rank = self.chosen_rank(pick, State.RESIDENT)
         if rank is not None and rank.wpg.prepared is None:
-            self.books.begin_offload(rank)
+            self.residency.begin_offload(rank)
 
     @rule(pick=pick)
     def seal(self, pick: int) -> None:
@@ -356,18 +356,18 @@ class AnySequence(RuleBasedStateMachine):
         if wpg is not None and wpg.prepared is None:
             seq = wpg.ranks[0].applied
             try:
-                self.books.prepare_seal(wpg, seq)
+                self.residency.prepare_seal(wpg, seq)
             except CallerError:
                 assert any(rank.applied != seq for rank in wpg.ranks)
             else:
-                self.books.begin_write(wpg, seq)
+                self.residency.begin_write(wpg, seq)
 
     @rule(pick=pick)
     def end_seal(self, pick: int) -> None:
         sealed = [wpg for wpg in self.live if wpg.prepared is not None]
         if sealed:
             wpg = sealed[pick % len(sealed)]
-            self.books.end_seal(wpg)
+            self.residency.end_seal(wpg)
             if wpg.is_lost:
                 self.over(wpg)
 
@@ -375,7 +375,7 @@ class AnySequence(RuleBasedStateMachine):
     def lose(self, pick: int) -> None:
         if self.live:
             wpg = self.live[pick % len(self.live)]
-            self.books.lose(wpg)
+            self.residency.lose(wpg)
             if wpg.prepared is None:
                 self.over(wpg)
 
@@ -384,20 +384,20 @@ class AnySequence(RuleBasedStateMachine):
         if not self.live:
             return
         wpg = self.live[pick % len(self.live)]
-        was_current = self.books.drop(wpg.key, wpg.incarnation) is not None
+        was_current = self.residency.drop(wpg.key, wpg.incarnation) is not None
         if was_current and wpg.prepared is None:
             self.over(wpg)
 
     @invariant()
     def holds(self) -> None:
-        self.books.validate()
+        self.residency.validate()
         self.arena.validate()
-        assert sorted(self.books.extents()) == sorted(self.arena.extents_in_use())
+        assert sorted(self.residency.extents()) == sorted(self.arena.extents_in_use())
         # Counted here from the other side: an oracle of the budget rule.
         ranks = [rank for wpg in self.live for rank in wpg.ranks]
-        for device, budget in enumerate(self.books.device_budget_bytes):
+        for device, budget in enumerate(self.residency.device_budget_bytes):
             loaded = [r.heap_bytes for r in ranks if r.device == device and r.state in ON_DEVICE]
-            assert self.books.device_used_bytes(device) == sum(loaded) <= budget
+            assert self.residency.device_used_bytes(device) == sum(loaded) <= budget
 
 
 TestAnySequence = AnySequence.TestCase

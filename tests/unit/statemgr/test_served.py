@@ -1,4 +1,4 @@
-"""Slices on their way: given to neighbours as soon as they are there, and never before."""
+"""Slices on their way: given to peers as soon as they are there, and never before."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     directory = StateDirectory(tmp_path)
     node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
     node.settled.set()
-    hierarchy = Tiering(node, 0)
-    weights = Weights(node, directory, hierarchy, identity(), 10.0)
+    tiering = Tiering(node, 0)
+    weights = Weights(node, directory, tiering, identity(), 10.0)
     files = StateFiles(node, directory, 10.0, _never)
     server = Server(Gate("secret"), 10.0, weights, files, node=node.name)
 

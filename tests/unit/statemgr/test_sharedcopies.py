@@ -1,4 +1,4 @@
-"""Contents: who may share what, and that each is held as long as somebody refers to it."""
+"""Shared copies: who may share what, and that each is held as long as somebody refers to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class World:
 
     def __init__(self) -> None:
         self.residency = Residency([10**9])
-        self.contents = SharedCopies(BASES)
+        self.shared_copies = SharedCopies(BASES)
         self.ranks: list[Rank] = []
         self.extents: set[int] = set()
 
@@ -39,34 +39,34 @@ class World:
         return rank
 
     def hold(self, rank: Rank, known: str = "", *, is_immutable: bool = True) -> SharedCopy:
-        """Give it a content of its own."""
+        """Give it a copy of its own."""
         extent = max(self.extents, default=0) + 1
         self.extents.add(extent)
         self.leave(rank)
-        content = self.contents.add(rank, extent)
-        self.contents.attach(rank, content)
-        content.is_immutable, content.hash = is_immutable, known
-        return content
+        copy = self.shared_copies.add(rank, extent)
+        self.shared_copies.attach(rank, copy)
+        copy.is_immutable, copy.hash = is_immutable, known
+        return copy
 
     def leave(self, rank: Rank) -> None:
-        gone = self.contents.detach(rank)
+        gone = self.shared_copies.detach(rank)
         if gone is not None and gone.extent is not None:
             self.extents.remove(gone.extent)
 
-    def merge(self, content: SharedCopy) -> SharedCopy | None:
+    def merge(self, copy: SharedCopy) -> SharedCopy | None:
         """With its twin, if it has one."""
-        twin = self.contents.twin(content)
+        twin = self.shared_copies.twin(copy)
         if twin is not None:
-            self.contents.merge(content, twin)
-            assert content.extent is not None
-            self.extents.remove(content.extent)
+            self.shared_copies.merge(copy, twin)
+            assert copy.extent is not None
+            self.extents.remove(copy.extent)
         return twin
 
     def check(self) -> None:
-        self.contents.validate()
-        assert set(self.contents.extents()) == self.extents
+        self.shared_copies.validate()
+        assert set(self.shared_copies.extents()) == self.extents
         for rank in self.ranks:
-            assert rank.content is None or rank in rank.content.users
+            assert rank.shared_copy is None or rank in rank.shared_copy.users
 
 
 def test_bases_are_hashes_with_one_name() -> None:
@@ -93,7 +93,7 @@ def test_bases_are_hashes_with_one_name() -> None:
         (("a", "b"), (BASE, BASE), (False, True), False),
     ],
 )
-def test_equal_contents_are_shared_where_they_may_be(
+def test_equal_copies_are_shared_where_they_may_be(
     tenants: tuple[str, str],
     hashes: tuple[str, str],
     immutable: tuple[bool, bool],
@@ -113,19 +113,19 @@ def test_content_of_another_length_is_another_one() -> None:
     world = World()
     first, second = (world.hold(world.rank("a"), PRIVATE) for _ in range(2))
     second.num_bytes += 1
-    assert world.contents.twin(first) is None
+    assert world.shared_copies.twin(first) is None
 
 
 def test_what_tenants_share_is_not_taken_from_them_when_it_is_no_base_any_more() -> None:
     world = World()
-    content = world.hold(world.rank("a"), BASE)
+    copy = world.hold(world.rank("a"), BASE)
     world.merge(world.hold(world.rank("b"), BASE))
     later = SharedCopies({})
-    users, content.users = content.users, []
-    later.adopt(content)
+    users, copy.users = copy.users, []
+    later.take_over(copy)
     for rank in users:
-        rank.content = None
-        later.attach(rank, content)
+        rank.shared_copy = None
+        later.attach(rank, copy)
     later.validate()
     stranger = World().rank("c")
     newcomer = later.add(stranger, 99)
@@ -136,35 +136,35 @@ def test_what_tenants_share_is_not_taken_from_them_when_it_is_no_base_any_more()
 
 def test_jobs_share_nothing_that_one_of_them_can_write() -> None:
     world = World()
-    content = world.hold(world.rank("a", "one"), PRIVATE, is_immutable=False)
-    world.contents.attach(world.rank("a", "two"), content)
+    copy = world.hold(world.rank("a", "one"), PRIVATE, is_immutable=False)
+    world.shared_copies.attach(world.rank("a", "two"), copy)
     with pytest.raises(AssertionError, match="can be written by another"):
-        world.contents.validate()
+        world.shared_copies.validate()
 
 
 def test_memory_of_a_version_is_found() -> None:
     world = World()
     version = VersionKey(DeploymentKey("a", "job", "policy"), 7)
     rank = world.rank("a")
-    content = world.contents.add(rank, 5, version=version)
-    world.contents.attach(rank, content)
-    assert world.contents.of_version(version, 5) is content
-    assert world.contents.of_version(version, 6) is None
-    assert world.contents.states()[0].version == version
+    copy = world.shared_copies.add(rank, 5, version=version)
+    world.shared_copies.attach(rank, copy)
+    assert world.shared_copies.of_version(version, 5) is copy
+    assert world.shared_copies.of_version(version, 6) is None
+    assert world.shared_copies.states()[0].version == version
 
 
 def test_content_stays_while_a_user_needs_it() -> None:
     world = World()
     first, second = world.rank("a"), world.rank("a")
-    content = world.hold(first, PRIVATE)
+    copy = world.hold(first, PRIVATE)
     world.merge(world.hold(second, PRIVATE))
-    demotable = world.contents.demotable
-    assert demotable() == [content]
+    demotable = world.shared_copies.demotable
+    assert demotable() == [copy]
     world.residency.begin_use(second.wpg)
     assert demotable() == []
     world.residency.end_use(second.wpg)
     first.wpg.next_use_s = 50.0
-    assert demotable(after_s=40.0) == [content]
+    assert demotable(after_s=40.0) == [copy]
     assert demotable(after_s=60.0) == []
     world.residency.prepare_seal(first.wpg, 1)
     assert demotable() == []
@@ -172,35 +172,35 @@ def test_content_stays_while_a_user_needs_it() -> None:
 
 def test_moves_follow_the_table_and_nvme_is_counted_once() -> None:
     world = World()
-    content = world.hold(world.rank("a"), PRIVATE)
+    copy = world.hold(world.rank("a"), PRIVATE)
     world.merge(world.hold(world.rank("a"), PRIVATE))
     with pytest.raises(InternalError):
-        world.contents.step(content, Step.PROMOTE_BEGUN)
-    world.contents.step(content, Step.DEMOTE_BEGUN)
-    assert world.contents.nvme_used_bytes() == SIZE
-    world.contents.step(content, Step.DEMOTE_VERIFIED)
-    assert content.state is State.DEMOTED
-    assert world.contents.nvme_used_bytes() == SIZE
-    assert world.contents.states()[0].on_nvme
+        world.shared_copies.step(copy, Step.PROMOTE_BEGUN)
+    world.shared_copies.step(copy, Step.DEMOTE_BEGUN)
+    assert world.shared_copies.nvme_used_bytes() == SIZE
+    world.shared_copies.step(copy, Step.DEMOTE_VERIFIED)
+    assert copy.state is State.DEMOTED
+    assert world.shared_copies.nvme_used_bytes() == SIZE
+    assert world.shared_copies.states()[0].on_nvme
 
 
 class Storm(World):
     """Anything that ranks of three tenants may do, in any order."""
 
     def act(self, draw: st.DataObject) -> None:
-        whole = [rank for rank in self.ranks if rank.content is not None]
+        whole = [rank for rank in self.ranks if rank.shared_copy is not None]
         match draw.draw(st.sampled_from(["join", "write", "find", "leave"])):
             case "join":
                 self.hold(self.rank(draw.draw(st.sampled_from("abc"))))
             case "write" if whole:
                 self.hold(draw.draw(st.sampled_from(whole)))
             case "find":
-                for content in self.contents.all():
+                for copy in self.shared_copies.all():
                     known = st.sampled_from([BASE, OTHER_BASE, PRIVATE])
-                    content.hash = content.hash or draw.draw(known)
-                for content in self.contents.all():
-                    if self.contents.is_known(content):
-                        self.merge(content)
+                    copy.hash = copy.hash or draw.draw(known)
+                for copy in self.shared_copies.all():
+                    if self.shared_copies.is_known(copy):
+                        self.merge(copy)
             case "leave" if whole:
                 self.leave(draw.draw(st.sampled_from(whole)))
 
@@ -214,7 +214,7 @@ def test_every_content_has_its_users_and_no_memory_is_lost(data: st.DataObject) 
     for rank in storm.ranks:
         storm.leave(rank)
     storm.check()
-    assert storm.contents.all() == []
+    assert storm.shared_copies.all() == []
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
@@ -224,5 +224,5 @@ def test_one_copy_a_tenant_is_held_of_what_is_no_base_and_one_of_what_is(tenants
         for tenant in tenants:
             world.merge(world.hold(world.rank(tenant), known))
             world.check()
-        assert len(world.contents.all()) == expected
-        assert sum(len(content.users) for content in world.contents.all()) == len(tenants)
+        assert len(world.shared_copies.all()) == expected
+        assert sum(len(copy.users) for copy in world.shared_copies.all()) == len(tenants)

@@ -28,7 +28,7 @@ def parts_of(root: Path, node: str) -> NodeParts:
     return NodeParts(Checkpoints(root, NodeId(node)), StateDirectory(root))
 
 
-def cut(rank: int, *, seq: int = 1, num_ranks: int = 2, incarnation: int = 1) -> Snapshot:
+def snapshot(rank: int, *, seq: int = 1, num_ranks: int = 2, incarnation: int = 1) -> Snapshot:
     """Of one rank a node."""
     part = SnapshotPart(1, SIZE, TensorTable.of(SLOTS))
     return Snapshot(
@@ -43,36 +43,38 @@ def held(rank: int, byte: int) -> StagedState:
 
 
 @pytest.mark.parametrize("incarnation", [1, 2, 3])
-def test_part_of_the_same_life_is_taken_where_the_ranks_were_on_several_nodes(
+def test_part_of_the_same_incarnation_is_taken_where_the_ranks_were_on_several_nodes(
     tmp_path: Path, incarnation: int
 ) -> None:
-    """Whichever was left last: two lives' states at one seq may differ."""
-    for age, (node, life) in enumerate([("z", 1), ("a", 3), ("m", 2)]):
-        parts_of(tmp_path, node).write(cut(1, incarnation=life), [held(1, life)], NEVER)
+    """Whichever was left last: two incarnations' states at one seq may differ."""
+    for age, (node, number) in enumerate([("z", 1), ("a", 3), ("m", 2)]):
+        parts_of(tmp_path, node).write(snapshot(1, incarnation=number), [held(1, number)], NEVER)
         (written,) = tmp_path.rglob(f".*.{node}.part")
         os.utime(written, (age, age))
     found = parts_of(tmp_path, "first")
-    (place,) = found.find(cut(0, incarnation=incarnation))
+    (place,) = found.find(snapshot(0, incarnation=incarnation))
     memory = memoryview(bytearray(SIZE))
     found.read(place, memory)
     assert bytes(memory) == bytes([incarnation]) * SIZE
-    found.discard(cut(0))
+    found.discard(snapshot(0))
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_what_an_earlier_life_left_is_not_this_one_s(tmp_path: Path) -> None:
+def test_what_an_earlier_incarnation_left_is_not_this_one_s(tmp_path: Path) -> None:
     node = parts_of(tmp_path, "second")
-    assert not node.is_written(cut(1))
-    node.write(cut(1), [held(1, 1)], NEVER)
-    assert node.is_written(cut(1))
-    assert not node.is_written(cut(1, incarnation=2))
+    assert not node.is_written(snapshot(1))
+    node.write(snapshot(1), [held(1, 1)], NEVER)
+    assert node.is_written(snapshot(1))
+    assert not node.is_written(snapshot(1, incarnation=2))
 
 
-@pytest.mark.parametrize("other", [cut(1, seq=2), cut(1, num_ranks=4), cut(1, incarnation=2)])
-def test_part_of_another_cut_is_not_taken(tmp_path: Path, other: Snapshot) -> None:
+@pytest.mark.parametrize(
+    "other", [snapshot(1, seq=2), snapshot(1, num_ranks=4), snapshot(1, incarnation=2)]
+)
+def test_part_of_another_snapshot_is_not_taken(tmp_path: Path, other: Snapshot) -> None:
     parts_of(tmp_path, "second").write(other, [held(1, 1)], NEVER)
     with pytest.raises(PhaseloomError, match="another") as refused:
-        parts_of(tmp_path, "first").find(cut(0))
+        parts_of(tmp_path, "first").find(snapshot(0))
     assert refused.value.info.code is Code.DATA_LOSS
 
 
@@ -80,7 +82,7 @@ def test_part_that_nobody_wants_any_more_is_not_written_to_its_end(tmp_path: Pat
     cancelled = threading.Event()
     cancelled.set()
     with pytest.raises(PhaseloomError) as refused:
-        parts_of(tmp_path, "second").write(cut(1), [held(1, 1)], cancelled)
+        parts_of(tmp_path, "second").write(snapshot(1), [held(1, 1)], cancelled)
     assert refused.value.info.code is Code.ABORTED
     assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
 
@@ -89,6 +91,6 @@ def test_part_whose_memory_has_changed_is_left_to_nobody(tmp_path: Path) -> None
     changed = held(1, 1)
     changed.memory[7] ^= 1
     with pytest.raises(PhaseloomError, match=rf"{KEY} rank .*\(w\)") as refused:
-        parts_of(tmp_path, "second").write(cut(1), [changed], NEVER)
+        parts_of(tmp_path, "second").write(snapshot(1), [changed], NEVER)
     assert refused.value.info.code is Code.DATA_LOSS
     assert not [path for path in tmp_path.rglob(".*") if path.is_file()]

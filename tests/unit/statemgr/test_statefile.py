@@ -235,14 +235,14 @@ def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
     directory = StateDirectory(tmp_path)
     path = directory.seal(KEY, 3)
     directory.write(path, header(b"x"), [memoryview(b"x")])
-    contents = directory.content(1).parent
+    shared = directory.shared_copy(1).parent
     odd = [
         path.with_name("seal-4.partial"),
         path.with_name("seal-5.state"),
         path.with_name("seal-6.abc.base"),
-        path.with_name("spill-1-0.state"),
-        contents / "content-1.partial",
-        contents / "content-2.state",
+        path.with_name("demoted-1-0.state"),
+        shared / "shared-1.partial",
+        shared / "shared-2.state",
     ]
     for each in odd:
         each.mkdir(parents=True)
@@ -257,7 +257,7 @@ def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
     left_out = [*odd[:3], odd[4], probe, pipe]
     assert all(str(each) in caplog.text for each in left_out)
     # Neither is it taken for a host copy, nor in the way of a job that ends.
-    assert directory.spilled() == directory.contents() == set()
+    assert directory.all_demoted() == directory.shared_copies() == set()
     directory.clear(KEY)
     assert not path.exists()
     assert all(each.exists() for each in (*odd, pipe))

@@ -23,9 +23,9 @@ from phaseloom.statemgr.transfer.tensorslices import (
     batches,
     box_of,
     contains,
-    left_of,
     overlap,
     raw_slot,
+    rest_of,
     runs,
     slots_of,
 )
@@ -120,7 +120,7 @@ def test_what_is_left_of_a_box_and_what_is_taken_are_the_box(data: st.DataObject
             assert contains(whole, each)
             assert contains(taken, each)
             seen[_inside(each)] += 1
-        left = left_of(left, taken)
+        left = rest_of(left, taken)
         assert all(overlap(box, taken) is None for box in left)
     for each in left:
         seen[_inside(each)] += 1
@@ -147,7 +147,7 @@ def test_shares_of_a_batch_go_where_the_whole_would(
     at = [data.draw(st.integers(s, s + n - 1)) for s, n in zip(start, size, strict=True)]
     end = [data.draw(st.integers(a + 1, s + n)) for a, s, n in zip(at, start, size, strict=True)]
     cut = Box("w", at, [e - a for a, e in zip(at, end, strict=True)])
-    shares = [[(0, cut)], [(0, each) for each in left_of(batch.boxes, cut)]]
+    shares = [[(0, cut)], [(0, each) for each in rest_of(batch.boxes, cut)]]
     memory = memoryview(bytearray(128 + num_bytes))
     for share in batch.split(shares):
         share.put(memory, b"".join(part[_inside(each)].tobytes() for each in share.boxes))

@@ -95,7 +95,7 @@ class World:
         token = f"token {name} {incarnation}"
         replaced = node.residency.register([token], key, incarnation, [0], 0)
         if replaced is not None:
-            node.retire(replaced, "another life has come")
+            node.retire(replaced, "another incarnation has come")
         (rank,) = node.residency.current(key, incarnation).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
         with self.tiering.using(rank.wpg):
@@ -165,7 +165,7 @@ async def world(directory: Path, *, room: int = 2, closed: bool = True) -> Async
     node.memory.close()
 
 
-async def test_spill_is_cancelled_by_who_needs_the_copy(tmp_path: Path) -> None:
+async def test_demotion_is_cancelled_by_who_needs_the_copy(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         asking = asyncio.create_task(w.tiering.reserve(SIZE, "new"))
         await w.at_gate()
@@ -178,7 +178,7 @@ async def test_spill_is_cancelled_by_who_needs_the_copy(tmp_path: Path) -> None:
         assert w.state("c") is State.DEMOTING
         w.directory.gate.set()
         w.node.memory.free(await asking)
-        assert [p.name for p in w.directory.spilled()] == ["spill-1-0.state"] * 2
+        assert [p.name for p in w.directory.all_demoted()] == ["demoted-1-0.state"] * 2
 
 
 async def test_move_upward_is_joined_and_then_no_withdrawn_hint_ends_it(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ async def test_deployment_that_ends_on_its_way_up_leaves_no_file_and_no_bytes(
         with pytest.raises(ResourceError):
             await using
         await w.rest()
-        assert w.directory.spilled() == set()
+        assert w.directory.all_demoted() == set()
         assert w.node.memory.arena.used_bytes == SIZE
 
 
@@ -238,7 +238,7 @@ async def test_deployment_that_ends_on_its_way_down_leaves_no_file_and_no_bytes(
         w.directory.gate.set()
         w.node.memory.free(await asking)
         await w.rest()
-        assert {path.parent.name for path in w.directory.spilled()} == {"a"}
+        assert {path.parent.name for path in w.directory.all_demoted()} == {"a"}
         assert w.node.memory.arena.used_bytes == SIZE
 
 
@@ -252,7 +252,7 @@ async def test_deployment_that_ends_as_its_way_down_begins_makes_the_room_itself
         w.node.retire(w.wpgs["b"], "its rank has left")
         w.node.memory.free(await asking)
         await w.rest()
-        assert not w.directory.spill(w.wpgs["b"].key, 1, 0).exists()
+        assert not w.directory.demoted(w.wpgs["b"].key, 1, 0).exists()
 
 
 async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> 
         assert not w.directory.at_gate.acquire(blocking=False)
 
 
-async def test_books_are_sound_while_a_seal_is_written_to_host_memory(tmp_path: Path) -> None:
+async def test_records_are_sound_while_a_seal_is_written_to_host_memory(tmp_path: Path) -> None:
     async with world(tmp_path, closed=False) as w:
         w.node.memory.arena.budget_bytes += 2 * SIZE
         sealer = sealer_of(w)
@@ -296,10 +296,10 @@ async def test_books_are_sound_while_a_seal_is_written_to_host_memory(tmp_path: 
         await sealer.forget(wpg.key)
 
 
-async def test_seals_of_two_lives_at_one_seq_are_written_one_after_the_other(
+async def test_seals_of_two_incarnations_at_one_seq_are_written_one_after_the_other(
     tmp_path: Path,
 ) -> None:
-    """The write of a life that is over goes on, in a half-written file of the same name."""
+    """The write of an incarnation that is over goes on, in a half-written file of the same name."""
     async with world(tmp_path, closed=False) as w:
         w.node.memory.arena.budget_bytes += 2 * SIZE
         sealer, key = sealer_of(w), w.wpgs["b"].key
@@ -319,7 +319,7 @@ async def test_seals_of_two_lives_at_one_seq_are_written_one_after_the_other(
         await sealer.forget(key)
 
 
-async def test_seal_of_a_life_that_is_over_does_not_replace_that_of_the_next(
+async def test_seal_of_an_incarnation_that_is_over_does_not_replace_that_of_the_next(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path, closed=False) as w:
@@ -347,7 +347,7 @@ async def test_seal_of_a_life_that_is_over_does_not_replace_that_of_the_next(
         await sealer.forget(key)
 
 
-async def test_one_spill_makes_room_for_one_of_two_who_ask(tmp_path: Path) -> None:
+async def test_one_demotion_makes_room_for_one_of_two_who_ask(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
         w.node.retire(w.wpgs["c"], "room")
         kept = await w.tiering.reserve(SIZE, "kept")
@@ -373,7 +373,9 @@ async def test_nothing_goes_down_for_what_cannot_fit_anyway(tmp_path: Path) -> N
         assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
 
 
-async def test_host_copy_that_went_bad_is_not_spilled_and_its_life_is_over(tmp_path: Path) -> None:
+async def test_host_copy_that_went_bad_is_not_demoted_and_its_incarnation_is_over(
+    tmp_path: Path,
+) -> None:
     async with world(tmp_path, closed=False) as w:
         (rank,) = w.wpgs["b"].ranks
         assert rank.extent is not None
@@ -396,9 +398,11 @@ async def test_caller_that_is_cancelled_leaves_the_move_whole(tmp_path: Path) ->
         await w.use("b")
 
 
-async def test_directory_in_the_place_of_a_copy_below_ends_that_life_only(tmp_path: Path) -> None:
+async def test_directory_in_the_place_of_a_copy_below_ends_that_incarnation_only(
+    tmp_path: Path,
+) -> None:
     async with world(tmp_path, closed=False) as w:
-        (path,) = w.directory.spilled()
+        (path,) = w.directory.all_demoted()
         path.unlink()
         (path / "in the way").mkdir(parents=True)
         with pytest.raises(ResourceError) as caught:
@@ -412,7 +416,7 @@ async def test_directory_in_the_place_of_a_copy_below_ends_that_life_only(tmp_pa
 async def test_directory_in_the_way_of_a_copy_down_leaves_it_above(tmp_path: Path) -> None:
     async with world(tmp_path, closed=False) as w:
         for name in ("b", "c"):
-            (w.directory.spill(w.wpgs[name].key, 1, 0) / "in the way").mkdir(parents=True)
+            (w.directory.demoted(w.wpgs[name].key, 1, 0) / "in the way").mkdir(parents=True)
         with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
             await w.tiering.reserve(SIZE, "new")
         assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
@@ -448,7 +452,7 @@ async def test_move_that_fails_as_nobody_foresaw_fails_alone_and_the_copy_is_whe
 
 
 @asynccontextmanager
-async def draining(directory: Path, *, nvme_bytes: int = 10 * SIZE) -> AsyncIterator[World]:
+async def writing_back(directory: Path, *, nvme_bytes: int = 10 * SIZE) -> AsyncIterator[World]:
     """Room for three, one of which is to be had at once; the gate is closed. `a` and `b` are there,
     and the room of the third is free."""
     gated = await asyncio.to_thread(GatedDirectory, directory)
@@ -473,27 +477,27 @@ async def draining(directory: Path, *, nvme_bytes: int = 10 * SIZE) -> AsyncIter
     node.memory.close()
 
 
-def drained(w: World) -> list[str]:
+def written_back(w: World) -> list[str]:
     return [name for name, wpg in w.wpgs.items() if wpg.ranks[0].is_written_back]
 
 
 async def test_copy_that_is_needed_last_is_written_ahead_so_that_nobody_waits_for_the_disk(
     tmp_path: Path,
 ) -> None:
-    async with draining(tmp_path) as w:
+    async with writing_back(tmp_path) as w:
         assert len(w.node.moves) == 0
         await w.add("c")
         await w.at_gate()
         assert w.state("a") is State.DEMOTING
         w.directory.gate.set()
-        await w.node.until(lambda: drained(w) == ["a"] and not w.node.moves)
+        await w.node.until(lambda: written_back(w) == ["a"] and not w.node.moves)
         assert w.state("a") is State.HOST
         assert w.is_whole("a")
         assert w.node.nvme_used_bytes() == HEAP
         w.node.validate()
         w.directory.gate.clear()
         extent = await w.tiering.reserve(SIZE, "new")
-        assert (w.state("a"), drained(w)) == (State.DEMOTED, [])
+        assert (w.state("a"), written_back(w)) == (State.DEMOTED, [])
         # That took the room which was to be had at once: the next one is on its way.
         await w.at_gate()
         assert w.state("b") is State.DEMOTING
@@ -504,7 +508,7 @@ async def test_copy_that_is_needed_last_is_written_ahead_so_that_nobody_waits_fo
 
 
 async def test_draining_gives_way_to_who_needs_the_copy(tmp_path: Path) -> None:
-    async with draining(tmp_path) as w:
+    async with writing_back(tmp_path) as w:
         await w.add("c")
         await w.at_gate()
         await w.use("a")
@@ -513,11 +517,13 @@ async def test_draining_gives_way_to_who_needs_the_copy(tmp_path: Path) -> None:
         await w.at_gate()
         assert w.state("b") is State.DEMOTING
         w.directory.gate.set()
-        await w.node.until(lambda: drained(w) == ["b"])
+        await w.node.until(lambda: written_back(w) == ["b"])
 
 
-async def test_who_needs_room_takes_that_of_a_copy_as_soon_as_it_is_drained(tmp_path: Path) -> None:
-    async with draining(tmp_path) as w:
+async def test_who_needs_room_takes_that_of_a_copy_as_soon_as_it_is_written_back(
+    tmp_path: Path,
+) -> None:
+    async with writing_back(tmp_path) as w:
         for name in ("b", "a"):
             w.hint(name, {"a": 1.0, "b": 2.0}[name])
         await w.add("c")
@@ -532,40 +538,40 @@ async def test_who_needs_room_takes_that_of_a_copy_as_soon_as_it_is_drained(tmp_
         assert [name for name in w.wpgs if w.state(name) is State.DEMOTED] == going
 
 
-async def test_copy_that_goes_to_the_device_is_drained_no_more(tmp_path: Path) -> None:
-    async with draining(tmp_path) as w:
+async def test_copy_that_goes_to_the_device_is_written_back_no_more(tmp_path: Path) -> None:
+    async with writing_back(tmp_path) as w:
         await w.add("c")
         w.directory.gate.set()
-        await w.node.until(lambda: drained(w) == ["a"] and not w.node.moves)
+        await w.node.until(lambda: written_back(w) == ["a"] and not w.node.moves)
         (rank,) = w.wpgs["a"].ranks
         async with w.tiering.in_host(w.wpgs["a"]):
             w.node.residency.begin_load(rank)
             w.node.residency.step(rank, Step.LOAD_VERIFIED)
-        assert "a" not in drained(w)
-        assert "a" not in {path.parent.name for path in w.directory.spilled()}
-        await w.node.until(lambda: drained(w) == ["b"])
+        assert "a" not in written_back(w)
+        assert "a" not in {path.parent.name for path in w.directory.all_demoted()}
+        await w.node.until(lambda: written_back(w) == ["b"])
 
 
-async def test_drained_copy_goes_though_nothing_more_fits_below(tmp_path: Path) -> None:
-    async with draining(tmp_path, nvme_bytes=HEAP) as w:
+async def test_written_back_copy_goes_though_nothing_more_fits_below(tmp_path: Path) -> None:
+    async with writing_back(tmp_path, nvme_bytes=HEAP) as w:
         await w.add("c")
         w.directory.gate.set()
-        await w.node.until(lambda: drained(w) == ["a"] and not w.node.moves)
+        await w.node.until(lambda: written_back(w) == ["a"] and not w.node.moves)
         w.node.memory.free(await w.tiering.reserve(SIZE, "new"))
         assert w.state("a") is State.DEMOTED
         assert w.node.nvme_used_bytes() == HEAP
 
 
-async def test_nothing_is_drained_where_the_tier_below_is_full(tmp_path: Path) -> None:
-    async with draining(tmp_path, nvme_bytes=HEAP - 1) as w:
+async def test_nothing_is_written_back_where_the_tier_below_is_full(tmp_path: Path) -> None:
+    async with writing_back(tmp_path, nvme_bytes=HEAP - 1) as w:
         await w.add("c")
         with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
             await w.tiering.reserve(SIZE, "new")
         assert [w.state(name) for name in NAMES] == [State.HOST] * 3
-        assert drained(w) == []
+        assert written_back(w) == []
 
 
-async def test_copy_that_has_just_come_up_goes_down_once_the_end_of_that_is_booked(
+async def test_copy_that_has_just_come_up_goes_down_once_the_end_of_that_is_recorded(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path, closed=False) as w:
@@ -581,7 +587,7 @@ async def test_copy_that_has_just_come_up_goes_down_once_the_end_of_that_is_book
         assert w.state("a") is State.DEMOTED
 
 
-async def test_dirty_copy_that_is_spilled_has_the_digest_of_what_was_written(
+async def test_dirty_copy_that_is_demoted_has_the_digest_of_what_was_written(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path, closed=False) as w:

@@ -1,4 +1,4 @@
-"""The books of weights versions, and the checks on layouts."""
+"""The records of weights versions, and the checks on layouts."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_bad_layout_is_refused_naming_the_tensor(tensors: list[TensorSlot], mess
 def test_version_in_memory_joins_its_file_unless_they_differ() -> None:
     versions = Versions()
     versions.add_from_disk(KEY, 64, [], "digest")
-    assert versions.adopt(Version(KEY, 64, EMPTY, "digest", extent=5))
-    adopted = versions.find(KEY)
-    assert adopted is not None
-    assert (adopted.extent, adopted.is_on_disk) == (5, True)
-    assert not versions.adopt(Version(KEY, 64, EMPTY, "another", extent=6))
-    assert versions.find(KEY) is adopted
+    assert versions.take_over(Version(KEY, 64, EMPTY, "digest", extent=5))
+    taken = versions.find(KEY)
+    assert taken is not None
+    assert (taken.extent, taken.is_on_disk) == (5, True)
+    assert not versions.take_over(Version(KEY, 64, EMPTY, "another", extent=6))
+    assert versions.find(KEY) is taken
     versions.validate()
 
 
@@ -128,7 +128,7 @@ PARTS = [part_of(KEY, "0of2"), part_of(KEY, "1of2")]
 
 
 def with_parts(*, is_committed: bool) -> Versions:
-    """One that life 3 wrote."""
+    """One that incarnation 3 wrote."""
     versions = Versions()
     for extent, key in enumerate(PARTS):
         versions.commit(versions.begin(key, 64, [], extent=extent, incarnation=3), f"part {extent}")
@@ -165,7 +165,9 @@ def test_all_that_is_here_of_a_version_belongs_together() -> None:
     assert [piece.key for piece in versions.pieces(KEY)] == [KEY, *PARTS]
 
 
-def test_parts_that_never_came_to_be_a_version_go_with_their_life_or_the_next_publish() -> None:
+def test_parts_that_never_came_to_be_a_version_go_with_their_incarnation_or_the_next_publish() -> (
+    None
+):
     versions = with_parts(is_committed=False)
     assert versions.unfinished(KEY.policy, 3) == PARTS
     assert versions.unfinished(KEY.policy, 4) == []

@@ -15,7 +15,7 @@ from phaseloom.cli.rundir import bus_config
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.common.contract.state_agent import ContentState, StatusReport
+from phaseloom.common.contract.state_agent import SharedCopyState, StatusReport
 from phaseloom.common.contract.streams import Bucket, state_subject
 from phaseloom.common.transport.bus import Bus, BusConfig, connect
 from phaseloom.common.transport.leases import node_lease_key
@@ -150,15 +150,15 @@ def tables(report: StatusReport) -> list[Table]:
             _size(version.num_bytes * version.on_nvme),
             str(version.num_users),
         )
-    contents = Table(_names("shared copy"), "bytes", "in", _names("held for"), box=None)
-    for content in report.contents:
-        contents.add_row(
-            _named(content),
-            _size(content.num_bytes),
-            "NVMe" if content.on_nvme else "host",
-            ", ".join(_users(content)),
+    shared_copies = Table(_names("shared copy"), "bytes", "in", _names("held for"), box=None)
+    for copy in report.shared_copies:
+        shared_copies.add_row(
+            _named(copy),
+            _size(copy.num_bytes),
+            "NVMe" if copy.on_nvme else "host",
+            ", ".join(_users(copy)),
         )
-    return [table for table in (deployments, versions, contents) if table.row_count]
+    return [table for table in (deployments, versions, shared_copies) if table.row_count]
 
 
 def _names(header: str) -> Column:
@@ -166,22 +166,21 @@ def _names(header: str) -> Column:
     return Column(header, overflow="fold")
 
 
-def _named(content: ContentState) -> str:
+def _named(copy: SharedCopyState) -> str:
     """What a shared copy is called: its version, its base, or the beginning of its hash.
 
     `--json` has the whole hash.
     """
-    if content.version is not None:
-        return str(content.version)
-    known = content.hash[:_HASH_CHARS] or "not hashed"
-    return f"{content.base} ({known})" if content.base else known
+    if copy.version is not None:
+        return str(copy.version)
+    known = copy.hash[:_HASH_CHARS] or "not hashed"
+    return f"{copy.base} ({known})" if copy.base else known
 
 
-def _users(content: ContentState) -> list[str]:
+def _users(copy: SharedCopyState) -> list[str]:
     """Each user once, with the number of its ranks where it has several."""
     return [
-        user if number == 1 else f"{user} ×{number}"
-        for user, number in Counter(content.users).items()
+        user if number == 1 else f"{user} ×{number}" for user, number in Counter(copy.users).items()
     ]
 
 

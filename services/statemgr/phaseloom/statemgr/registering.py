@@ -55,7 +55,7 @@ async def register_heap(
         sharing.settle_copy(node, rank, rank.applied, rank.digest)
         return HeapRegistered(rank.applied), []
     if rank.state is State.FILLING:
-        tiering.touching.begin(rank)
+        tiering.prefault.begin(rank)
     return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
 
 
@@ -65,13 +65,13 @@ async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: Comm
     Raises: CallerError: the rank is not filling its extent. ResourceError: DATA_LOSS: the bytes do
             not match the rank's digest; ABORTED: the incarnation is over.
     """
-    if rank.content is not None and rank.digest == request.digest:
+    if rank.shared_copy is not None and rank.digest == request.digest:
         return  # the rank asks again after a kill of the daemon
     if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
         raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
     if request.applied < 0:
         raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
-    await tiering.touching.end(rank)
+    await tiering.prefault.end(rank)
     require_alive(rank.wpg)
     assert rank.extent is not None
     extent = node.memory[rank.extent]

@@ -308,7 +308,7 @@ class StateManager:
                     await self._replicator.replicate(body)
                     return sealed
             case FetchState():
-                await self._replicator.bring(body)
+                await self._replicator.fetch(body)
             case DropWpg():
                 await self._drop_wpg(body)
             case Prefetch():
@@ -412,7 +412,7 @@ class StateManager:
             case TakeSnapshot():
                 _require_leader(rank)
                 require_alive(rank.wpg)
-                return await self._exporter.cut(rank, body)
+                return await self._exporter.take_snapshot(rank, body)
             case WriteCheckpoint():
                 _require_leader(rank)
                 return await self._exporter.write(rank, body)
@@ -467,7 +467,7 @@ class StateManager:
             nvme_budget_bytes=self._tiering.nvme_budget_bytes,
             nvme_used_bytes=node.nvme_used_bytes(),
             version_states=node.versions.states(),
-            contents=node.contents.states(),
+            shared_copies=node.shared_copies.states(),
             owned_bytes=owned_bytes,
             held_bytes=held_bytes,
         )
@@ -488,7 +488,7 @@ def _require_first(rank: Rank) -> None:
 def _require_leader(rank: Rank) -> None:
     if rank.index:
         raise CallerError(
-            f"{rank} is not the first of its node, which alone cuts and writes checkpoints",
+            f"{rank} is not the first of its node, which alone saves checkpoints",
             code=Code.PERMISSION_DENIED,
         )
 

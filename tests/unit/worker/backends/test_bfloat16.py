@@ -27,9 +27,11 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Layout, OptimizerOn
 from phaseloom.common.contract.state_layout import Role
+from phaseloom.worker.backends import pretrained
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.state.heap import Heap
+from tests.support.pretrained import loaded, pinned, save_model
 from tests.support.saved import load, save
 from tests.support.versions import take, written
 from tests.unit.worker.backends.models import batch, generate, running, spec
@@ -283,3 +285,18 @@ def test_ranks_train_like_one_and_a_rerun_gives_the_same_bits(
         assert difference.max() < 6.1 * RATE, name
         assert np.mean(difference.numpy()) < 0.1 * RATE, name
     _check_rounded(backend, heap)
+
+
+def test_masters_of_a_registered_model_are_its_files_weights(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model", torch.bfloat16)
+    model = pinned(directory)
+    model = replace(model, config={**model.config, "dtype": "bfloat16"})
+    expected = loaded(directory).state_dict()
+    with running(replace(SPEC, model=model)) as (backend, heap):
+        assert model.pinned is not None
+        pretrained.fill(heap, backend.slots, model.pinned, ties_embeddings=True)
+        backend.weights_changed()
+        masters = _tensors(backend, heap, ".master")
+        for name, weight in _tensors(backend, heap).items():
+            assert torch.equal(weight.float(), expected[name].float())
+            assert torch.equal(masters[name], weight.float())

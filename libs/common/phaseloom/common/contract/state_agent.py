@@ -230,7 +230,7 @@ class DeploymentState(msgspec.Struct, frozen=True):
     """The part of `host_bytes` that is offloaded and whose digest is still being taken."""
 
 
-class ContentState(msgspec.Struct, frozen=True):
+class SharedCopyState(msgspec.Struct, frozen=True):
     """A host copy that is held once for all deployments that share it."""
 
     num_bytes: int
@@ -293,7 +293,7 @@ class StatusReport(Message, frozen=True):
     nvme_used_bytes: int = 0
     version_states: list[VersionState] = msgspec.field(default_factory=list)
     """The state of each committed version, in the order of `versions`."""
-    contents: list[ContentState] = msgspec.field(default_factory=list)
+    shared_copies: list[SharedCopyState] = msgspec.field(default_factory=list)
     owned_bytes: int = 0
     """Host copies and versions in host memory and on NVMe, shared bytes counted at each owner."""
     held_bytes: int = 0

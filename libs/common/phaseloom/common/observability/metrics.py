@@ -357,7 +357,7 @@ TRANSFER_DURATION = Metric(
     ("node", "direction"),
     "statemgr",
     "Moves of a rank's state; direction is `offload`, `load`, `copy` for a "
-    "seal of resident state, or `spill`, `drain` and `lift` between host memory and NVMe",
+    "seal of resident state, or `demote`, `write_back` and `promote` between host memory and NVMe",
 )
 TRANSFER_MOVED = Metric(
     "phaseloom.transfer.moved",
@@ -381,7 +381,7 @@ CHECKPOINT_DURATION = Metric(
     "s",
     ("node",),
     "statemgr",
-    "Writing a checkpoint to disk from the copy that was cut for it, the fsync included",
+    "Writing a checkpoint to disk from its snapshot, the fsync included",
 )
 NOT_ON_DEVICE = Metric(
     "phaseloom.version.unshared",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.checkpoints.safetensors import item_bytes, tensor_bytes
+from phaseloom.common.tensors.safetensors import item_bytes, tensor_bytes
 
 Box = tuple[tuple[int, int], ...]
 """A box of a tensor: (first index, index after the last) along each axis."""
@@ -32,7 +32,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeTensor:
     """A whole tensor, and one holder of each of its slices."""
 
     name: str
@@ -58,34 +58,34 @@ def global_shape(slot: TensorSlot) -> tuple[int, ...]:
     return tuple(slot.global_shape or slot.shape)
 
 
-def wholes(ranks: Sequence[Sequence[TensorSlot]]) -> list[Whole]:
+def assemble(ranks: Sequence[Sequence[TensorSlot]]) -> list[WholeTensor]:
     """All whole tensors of a deployment, sorted by name.
 
     Args:   ranks: the slots that each rank holds.
     Raises: CallerError: the slices of a tensor do not make a whole, or contradict one another.
     """
-    held: dict[str, list[tuple[int, TensorSlot]]] = {}
+    slices_of: dict[str, list[tuple[int, TensorSlot]]] = {}
     for rank, slots in enumerate(ranks):
         for slot in slots:
-            held.setdefault(slot.name, []).append((rank, slot))
-    return [_whole(name, slices) for name, slices in sorted(held.items())]
+            slices_of.setdefault(slot.name, []).append((rank, slot))
+    return [_assemble(name, slices) for name, slices in sorted(slices_of.items())]
 
 
-def _whole(name: str, held: list[tuple[int, TensorSlot]]) -> Whole:
-    first = held[0][1]
+def _assemble(name: str, slices: list[tuple[int, TensorSlot]]) -> WholeTensor:
+    first = slices[0][1]
     shape = global_shape(first)
     boxes: dict[Box, tuple[int, TensorSlot]] = {}
-    for rank, slot in held:
+    for rank, slot in slices:
         same = (slot.role, slot.dtype, global_shape(slot)) == (first.role, first.dtype, shape)
         if not same or not is_sound(slot):
-            raise _contradiction(name, f"rank {rank} says otherwise of it than rank {held[0][0]}")
+            raise _contradiction(name, f"rank {rank} says otherwise of it than rank {slices[0][0]}")
         if math.prod(slot.shape):
             boxes.setdefault(_box(slot), (rank, slot))
     if sum(math.prod(slot.shape) for _, slot in boxes.values()) != math.prod(shape):
         raise _contradiction(name, "its slices do not make a whole")
     if _some_overlap(list(boxes)):
         raise _contradiction(name, "its slices overlap")
-    return Whole(name, first.role, first.dtype, shape, list(boxes.values()))
+    return WholeTensor(name, first.role, first.dtype, shape, list(boxes.values()))
 
 
 def is_sound(slot: TensorSlot) -> bool:

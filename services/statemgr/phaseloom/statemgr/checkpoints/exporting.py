@@ -88,7 +88,7 @@ class Exporter:
         for write in self._writes.values():
             write.cancelled.set()
 
-    async def cut(self, rank: Rank, request: TakeSnapshot) -> SnapshotTaken:
+    async def take_snapshot(self, rank: Rank, request: TakeSnapshot) -> SnapshotTaken:
         """Copy every rank's state into a snapshot. Do nothing where this operation's snapshot is
         taken, or its checkpoint is written.
 
@@ -104,35 +104,35 @@ class Exporter:
                 remedy=f"name it in at most {MAX_OPERATION_CHARS}",
             )
         async with self._locks[key]:
-            await self._until_other_lives_end(rank.wpg, operation)
+            await self._until_others_end(rank.wpg, operation)
             written = await self._checkpoints.written_by(operation, key, request.name)
-            if written is not None or self._is_cut(rank.wpg, operation):
+            if written is not None or self._has_snapshot(rank.wpg, operation):
                 return SnapshotTaken()
             if any(
                 w.snapshot.key == key and w.snapshot.name == request.name
                 for w in self._writes.values()
             ):
                 raise name_taken(request.name)
-            for old in self._node.cuts.of(key):
+            for old in self._node.snapshots.of(key):
                 if (key, old.operation) not in self._writes:
                     self._staging.free(old)
             await self._staging.snapshot(rank.wpg, request)
         return SnapshotTaken()
 
-    def _is_cut(self, wpg: Wpg, operation: str) -> bool:
+    def _has_snapshot(self, wpg: Wpg, operation: str) -> bool:
         """Whether the operation's snapshot need not be taken again. Where a deployment is on
         several nodes, each incarnation has a snapshot of its own on all of them: two incarnations
         may differ in bits, and only some nodes may have the snapshot of the first."""
-        snapshot = self._node.cuts.find(wpg.key, operation)
+        snapshot = self._node.snapshots.find(wpg.key, operation)
         return snapshot is not None and (
             snapshot.is_whole or snapshot.incarnation == wpg.incarnation
         )
 
-    async def _until_other_lives_end(self, wpg: Wpg, operation: str) -> None:
+    async def _until_others_end(self, wpg: Wpg, operation: str) -> None:
         """Wait until another incarnation's snapshot for this operation is written, where the
         snapshot must be taken again."""
         write = self._writes.get((wpg.key, operation))
-        if write is not None and not self._is_cut(wpg, operation):
+        if write is not None and not self._has_snapshot(wpg, operation):
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(write.done)
 
@@ -158,16 +158,16 @@ class Exporter:
 
     async def _has_left_part(self, wpg: Wpg, request: WriteCheckpoint) -> bool:
         """Whether this node's part of a checkpoint that another node writes is on disk already."""
-        if not wpg.rank_offset or self._node.cuts.find(wpg.key, request.operation) is not None:
+        if not wpg.rank_offset or self._node.snapshots.find(wpg.key, request.operation) is not None:
             return False
         snapshot = Snapshot.of(wpg, request.operation, request.name, 0, [])
         return await asyncio.to_thread(self._files.node_parts.is_written, snapshot)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
-        snapshot = self._node.cuts.find(key, request.operation)
+        snapshot = self._node.snapshots.find(key, request.operation)
         if snapshot is None or snapshot.name != request.name:
             raise CallerError(
-                f"nothing of {key} is cut for {request.name!r}",
+                f"there is no snapshot of {key} for {request.name!r}",
                 code=Code.FAILED_PRECONDITION,
                 field="operation",
                 remedy="send TakeSnapshot first",
@@ -223,7 +223,7 @@ class Exporter:
 
     def abandon(self) -> None:
         """Free the snapshots that are not being written: the agent that would ask is gone."""
-        for snapshot in self._node.cuts.every():
+        for snapshot in self._node.snapshots.every():
             if (snapshot.key, snapshot.operation) not in self._writes:
                 self._staging.free(snapshot)
 
@@ -234,7 +234,7 @@ class Exporter:
             write.cancelled.set()
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(write.done)
-        for snapshot in self._node.cuts.of(key):
+        for snapshot in self._node.snapshots.of(key):
             self._staging.free(snapshot)
         self._locks.pop(key, None)
         await asyncio.to_thread(self._files.node_parts.forget, key)

@@ -26,12 +26,13 @@ from pathlib import Path
 
 import msgspec
 import xxhash
+from blake3 import blake3
 
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.checkpoints.assembly import Whole, wholes
-from phaseloom.statemgr.checkpoints.files import write_synced, writing
-from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
-from phaseloom.statemgr.checkpoints.safetensors import (
+from phaseloom.common.tensors.modelfiles import CONFIG_FILE
+from phaseloom.common.tensors.safetensors import (
     Entry,
     Index,
     file_names,
@@ -39,6 +40,9 @@ from phaseloom.statemgr.checkpoints.safetensors import (
     lay_out,
     split,
 )
+from phaseloom.statemgr.checkpoints.assembly import WholeTensor, assemble
+from phaseloom.statemgr.checkpoints.files import write_synced, writing
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Cancelled, Disk
 
@@ -48,7 +52,6 @@ CHUNK_BYTES = 8 * BLOCK_BYTES
 """The size of a chunk, which is read or written at once."""
 DEPTH = 4
 """The number of chunks that are read or written at a time."""
-CONFIG_FILE = "config.json"
 _HASHED_BYTES = 4 * BLOCK_BYTES
 
 
@@ -66,15 +69,17 @@ def write_state(
     *,
     file_bytes: int,
     cancelled: threading.Event,
+    companions: ModelDirectory | None = None,
 ) -> Written:
     """Write a whole state into an empty directory; every file is fsynced.
 
     Args:   ranks: the slots that each rank holds, and the rank's memory. file_bytes: the most bytes
-            of a file, unless one tensor is larger.
-    Raises: CallerError: the slices do not make whole tensors. ResourceError: RESOURCE_EXHAUSTED:
-            the disk is full; UNAVAILABLE: the disk fails; ABORTED: cancelled.
+            of a file, unless one tensor is larger. companions: files to copy beside the tensors.
+    Raises: CallerError: the slices do not make whole tensors; NOT_FOUND: a companion is not there.
+            ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: the disk fails;
+            ABORTED: cancelled; DATA_LOSS: a companion is not as it was registered.
     """
-    tensors = wholes([slots for slots, _ in ranks])
+    tensors = assemble([slots for slots, _ in ranks])
     memories = [memory for _, memory in ranks]
     weights = [tensor for tensor in tensors if tensor.role is Role.WEIGHT]
     training = [tensor for tensor in tensors if tensor.role is not Role.WEIGHT]
@@ -92,10 +97,43 @@ def write_state(
                     files |= writer.write(stem, group, file_bytes)
             write_synced(draft / CONFIG_FILE, config.encode())
             files[CONFIG_FILE] = sums_of(config.encode())
+            for name, content in _contents(companions):
+                write_synced(draft / name, content)
+                files[name] = sums_of(content)
             return Written(digest.result(), files)
         except BaseException:
             cancelled.set()
             raise
+
+
+def _contents(companions: ModelDirectory | None) -> Iterator[tuple[str, bytes]]:
+    """The files to copy, each verified.
+
+    Raises: CallerError: NOT_FOUND: one is not there. ResourceError: DATA_LOSS: one has changed.
+    """
+    if companions is None:
+        return
+    for file in companions.files:
+        path = Path(companions.path) / file.name
+        if path.name != file.name:
+            raise CallerError(f"{file.name!r} is no file's name", field="companions")
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CallerError(
+                f"{path} of the registered model cannot be copied: {error.strerror}",
+                code=Code.NOT_FOUND,
+                field="model.registered",
+                remedy="put the model's directory back, and save again",
+            ) from None
+        if blake3(content).hexdigest() != file.blake3:
+            raise ResourceError(
+                f"{path} is not the file that was registered",
+                code=Code.DATA_LOSS,
+                field="model.registered",
+                remedy="restore the file, and save again",
+            )
+        yield file.name, content
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +145,7 @@ class _Writer:
     buffers: queue.SimpleQueue[memoryview]
     cancelled: threading.Event
 
-    def write(self, stem: str, tensors: list[Whole], file_bytes: int) -> dict[str, FileSums]:
+    def write(self, stem: str, tensors: list[WholeTensor], file_bytes: int) -> dict[str, FileSums]:
         counts = split([tensor.num_bytes for tensor in tensors], file_bytes)
         names = file_names(stem, len(counts))
         rest = iter(tensors)
@@ -124,7 +162,7 @@ class _Writer:
             files[index_name(stem)] = sums_of(index)
         return files
 
-    def _write_file(self, path: Path, tensors: list[Whole]) -> FileSums:
+    def _write_file(self, path: Path, tensors: list[WholeTensor]) -> FileSums:
         described = [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
         header, entries = lay_out(described, {"format": "pt"})
         end = entries[-1].end
@@ -144,7 +182,9 @@ class _Writer:
             file.finish(end)
         return FileSums(end, BLOCK_BYTES, blocks.hex())
 
-    def _pieces(self, header: bytes, tensors: list[Whole], entries: list[Entry]) -> Iterator[Piece]:
+    def _pieces(
+        self, header: bytes, tensors: list[WholeTensor], entries: list[Entry]
+    ) -> Iterator[Piece]:
         yield Piece(0, memoryview(bytearray(header)))
         for tensor, entry in zip(tensors, entries, strict=True):
             for run in tensor.runs():
@@ -167,7 +207,7 @@ class _Writer:
 
 
 def _weights_sha256(
-    weights: list[Whole], memories: list[memoryview], cancelled: threading.Event
+    weights: list[WholeTensor], memories: list[memoryview], cancelled: threading.Event
 ) -> str:
     """The SHA-256 over (name, dtype, shape, bytes) of each tensor, sorted by name, which is the
     same as a worker computes."""

@@ -88,7 +88,7 @@ class SnapshotFiles:
         Raises: PhaseloomError: a state is not there, or there is no host memory for it.
         """
         extents: list[int] = []
-        held: list[StagedState] = []
+        staged: list[StagedState] = []
         try:
             if not snapshot.is_whole and not snapshot.rank_offset:
                 for place in await asyncio.to_thread(self.node_parts.find, snapshot):
@@ -96,17 +96,17 @@ class SnapshotFiles:
                     extent = await self._tiering.reserve(
                         num_bytes, f"other ranks' part of {snapshot}"
                     )
-                    self._node.cuts.lend(extent)
+                    self._node.snapshots.lend(extent)
                     extents.append(extent)
                     memory = self._node.memory[extent].view(num_bytes)
                     await asyncio.to_thread(self.node_parts.read, place, memory)
                     index = place.header.rank_offset + place.index
-                    held.append(StagedState(index, place.part.tensors, memory, place.part.blocks))
-            yield held
+                    staged.append(StagedState(index, place.part.tensors, memory, place.part.blocks))
+            yield staged
         finally:
-            held.clear()
+            staged.clear()
             for extent in extents:
-                self._node.cuts.give_back(extent)
+                self._node.snapshots.give_back(extent)
                 self._node.memory.free(extent)
             self._node.announce()
 
@@ -120,15 +120,13 @@ class SnapshotFiles:
         self,
         snapshot: Snapshot,
         request: WriteCheckpoint,
-        held: list[StagedState],
+        staged: list[StagedState],
         cancelled: threading.Event,
     ) -> str:
         """Write a checkpoint from all ranks' states. Returns: the SHA-256 of the weights."""
         path = f"{snapshot.key.job}/{snapshot.key.deployment}/{snapshot.name}"
         try:
-            written = await asyncio.to_thread(
-                self._draft, snapshot, held, request.config, cancelled
-            )
+            written = await asyncio.to_thread(self._draft, snapshot, staged, request, cancelled)
             async with self._numbering:
                 with writing():
                     number = await self._checkpoints.next_number(snapshot.key)
@@ -150,30 +148,35 @@ class SnapshotFiles:
         return written.weights_sha256
 
     def _draft(
-        self, snapshot: Snapshot, held: list[StagedState], config: str, cancelled: threading.Event
+        self,
+        snapshot: Snapshot,
+        staged: list[StagedState],
+        request: WriteCheckpoint,
+        cancelled: threading.Event,
     ) -> Written:
         """Write the draft of a checkpoint, then verify the states that were written. Blocking: call
         it in a thread."""
         written = write_state(
             self._disk,
             self._checkpoints.begin(snapshot.key, snapshot.name),
-            [(each.tensors, each.memory) for each in held],
-            config,
+            [(each.tensors, each.memory) for each in staged],
+            request.config,
             file_bytes=self._file_bytes,
             cancelled=cancelled,
+            companions=request.companions,
         )
         # All states were read by now: a state that is still whole was whole when it was read.
-        check(snapshot.key, held)
+        check(snapshot.key, staged)
         return written
 
     def _staged(self, snapshot: Snapshot) -> list[StagedState]:
         """The staged states of this node's ranks in a snapshot, whose checksums are taken."""
-        held = []
+        staged = []
         for index, part in enumerate(snapshot.parts, snapshot.rank_offset):
             assert part.checksums is not None
             memory = self._node.memory[part.extent].view(part.num_bytes)
-            held.append(StagedState(index, part.tensors, memory, part.checksums))
-        return held
+            staged.append(StagedState(index, part.tensors, memory, part.checksums))
+        return staged
 
 
 class NodeParts:

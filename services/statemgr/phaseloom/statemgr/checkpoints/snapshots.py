@@ -64,7 +64,7 @@ class Snapshot:
         return [part.extent for part in self.parts]
 
     def __str__(self) -> str:
-        return f"the cut of {self.key} for checkpoint {self.name!r}"
+        return f"the snapshot of {self.key} for checkpoint {self.name!r}"
 
 
 class Snapshots:

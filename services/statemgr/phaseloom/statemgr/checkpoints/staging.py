@@ -67,12 +67,12 @@ class Staging:
             for rank in wpg.ranks:
                 what = f"a copy of {rank.owner} for a checkpoint"
                 extent = await self._tiering.reserve(rank.extent_bytes, what, pool_of(wpg))
-                self._node.cuts.lend(extent)
+                self._node.snapshots.lend(extent)
                 extents.append(extent)
             yield extents
         finally:
             for extent in extents:
-                self._node.cuts.give_back(extent)
+                self._node.snapshots.give_back(extent)
                 self._give_up(extent, wpg)
             self._node.announce()
 
@@ -95,16 +95,16 @@ class Staging:
             ]
             extents.clear()  # from here on they are the snapshot's
             snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
-            self._node.cuts.add(snapshot)
+            self._node.snapshots.add(snapshot)
             for part in parts:
-                self._node.cuts.give_back(part.extent)
+                self._node.snapshots.give_back(part.extent)
         self._begin_checksums(snapshot)
         return snapshot
 
     def free(self, snapshot: Snapshot) -> None:
         wpg = self._node.residency.find(snapshot.key)
         is_same = wpg is not None and wpg.incarnation == snapshot.incarnation
-        self._node.cuts.remove(snapshot)
+        self._node.snapshots.remove(snapshot)
         for extent in snapshot.extents:
             self._give_up(extent, wpg if is_same else None)
         self._node.announce()
@@ -132,7 +132,7 @@ class Staging:
                     f"{rank} has applied {applied}, not {seq}",
                     code=Code.FAILED_PRECONDITION,
                     field="seq",
-                    remedy="cut between operations, at the seq that was applied last",
+                    remedy="take the snapshot between operations, at the seq that was applied last",
                 )
 
         async with self._tiering.in_host(wpg), self._node.holding(lambda: set(wpg.devices)):

@@ -3,7 +3,7 @@
 The module `disk` moves the bytes.
 
 Files are in `<directory>/<tenant>/<job>/<deployment>/`: `seal-<seq>.state`, `version-<seq>.state`
-(for a part `version-<seq>-2of4.state`), and `spill-<incarnation>-<rank>.state`, which is the host
+(for a part `version-<seq>-2of4.state`), and `demoted-<incarnation>-<rank>.state`, which is the host
 copy of one rank. A file appears under its name whole and fsynced, or not at all; a file that a
 crash left half-written is a `.partial`, and is removed at the next start.
 """
@@ -44,10 +44,10 @@ from phaseloom.statemgr.disk.statefile import (
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(seal|version)-([1-9][0-9]{0,17})(-[0-9]+of[0-9]+)?\.state\Z")
-_CONTENTS = ".contents"
+_SHARED = ".shared"
 """The directory of shared copies, which may belong to several tenants; no tenant has this name."""
 _BASE = re.compile(r"seal-[0-9]+\.[0-9a-f]+\.base\Z")
-_SPILL = re.compile(r"spill-[0-9]+-[0-9]+\.state\Z")
+_DEMOTED = re.compile(r"demoted-[0-9]+-[0-9]+\.state\Z")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NEVER = threading.Event()
 """The event for a move that nobody cancels: it is never set."""
@@ -74,20 +74,20 @@ class StateDirectory:
         found = [_NAME.match(path.name) for path in self._directory(key.policy).glob(pattern)]
         return sorted(name[3].removeprefix("-") for name in found if name)
 
-    def spill(self, key: DeploymentKey, incarnation: int, rank: int) -> Path:
-        return self._directory(key) / f"spill-{incarnation:d}-{rank:d}.state"
+    def demoted(self, key: DeploymentKey, incarnation: int, rank: int) -> Path:
+        return self._directory(key) / f"demoted-{incarnation:d}-{rank:d}.state"
 
-    def content(self, number: int) -> Path:
-        return self._root / _CONTENTS / f"content-{number:d}.state"
+    def shared_copy(self, number: int) -> Path:
+        return self._root / _SHARED / f"shared-{number:d}.state"
 
-    def contents(self) -> set[Path]:
+    def shared_copies(self) -> set[Path]:
         """The whole files of shared copies on this disk, whichever daemon wrote them."""
-        return {p for p in (self._root / _CONTENTS).glob("content-*.state") if p.is_file()}
+        return {p for p in (self._root / _SHARED).glob("shared-*.state") if p.is_file()}
 
-    def spilled(self) -> set[Path]:
+    def all_demoted(self) -> set[Path]:
         """The whole files of host copies on this disk, of whichever incarnation."""
         every = self._root.glob("*/*/*/*.state")
-        return {path for path in every if _SPILL.match(path.name) and path.is_file()}
+        return {path for path in every if _DEMOTED.match(path.name) and path.is_file()}
 
     def _path(self, kind: str, key: DeploymentKey, seq: int, part: str = "") -> Path:
         return self._directory(key) / f"{kind}-{seq:d}{'-' if part else ''}{part}.state"
@@ -102,7 +102,7 @@ class StateDirectory:
     def scan(self) -> Iterator[tuple[Path, StateHeader]]:
         """Every readable seal and version, with its header, after the leavings of a crash are
         removed. Unreadable files, and paths that are no plain file, are left alone and logged."""
-        self._clear_left_behind()
+        self._clear_leftovers()
         for path in sorted(self._root.glob("*/*/*/*.state")):
             if not _NAME.match(path.name) or not _is_file(path):
                 continue
@@ -115,9 +115,9 @@ class StateDirectory:
                 continue
             yield path, header
 
-    def _clear_left_behind(self) -> None:
+    def _clear_leftovers(self) -> None:
         """Remove half-written files, unused links, probes and empty directories of a crash."""
-        for pattern in ("*/*/*/*.partial", f"{_CONTENTS}/*.partial"):
+        for pattern in ("*/*/*/*.partial", f"{_SHARED}/*.partial"):
             for half_written in filter(_is_file, self._root.glob(pattern)):
                 half_written.unlink()
         for link in filter(_is_file, self._root.glob(f"*/*/*/*{BASE_SUFFIX}")):
@@ -275,7 +275,7 @@ class StateDirectory:
         directory = self._directory(key)
         if directory.is_dir():
             for path in filter(Path.is_file, directory.iterdir()):
-                if any(known.match(path.name) for known in (_NAME, _SPILL, _BASE)):
+                if any(known.match(path.name) for known in (_NAME, _DEMOTED, _BASE)):
                     self.remove(path)
 
     def _write_synced(

@@ -56,8 +56,7 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
-    """The kind of the file: `seal`, `version`, `spill` (a demoted host copy) or `content` (a shared
-    copy)."""
+    """`seal`, `version`, `demoted` (a host copy) or `shared` (a shared copy)."""
     deployment: DeploymentKey
     """The deployment of a seal or a host copy; the policy of a version."""
     seq: int

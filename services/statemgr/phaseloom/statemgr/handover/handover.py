@@ -31,9 +31,9 @@ from phaseloom.statemgr.handover.manifest import (
     SnapshotEntry,
     VersionEntry,
     WpgEntry,
-    content_of,
-    cut_of,
     newest_record,
+    shared_copy_of,
+    snapshot_of,
 )
 from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
@@ -59,7 +59,7 @@ class Handover:
         self._missing: set[Rank] = set()
         """The ranks that have memory, and have not come back yet."""
         self._lost: list[DeploymentKey] = []
-        self._contents: dict[int, SharedCopy] = {}
+        self._copies: dict[int, SharedCopy] = {}
         """The shared copies that are whole, by number."""
 
     def take(self, handles: list[int], fds: list[int]) -> None:
@@ -86,32 +86,32 @@ class Handover:
             return self._give_up(agent, "its agent keeps no index")
         found = newest_record([os.pread(fd, os.fstat(fd).st_size, 0) for fd in index])
         try:
-            books = msgspec.msgpack.decode(found[1] if found else b"", type=Manifest)
+            manifest = msgspec.msgpack.decode(found[1] if found else b"", type=Manifest)
         except msgspec.DecodeError as error:
             close_fds(index)
             return self._give_up(agent, f"its index cannot be read: {error}")
-        for key, incarnation in books.fences:
+        for key, incarnation in manifest.fences:
             self._node.residency.fence(key, incarnation)
-        await _side_by_side(map(self._restore_content, books.contents))
-        for wpg in books.wpgs:
+        await _side_by_side(map(self._restore_copy, manifest.shared_copies))
+        for wpg in manifest.wpgs:
             self._restore_wpg(wpg)
         # Versions' manifests before their parts: without one a part counts as never committed.
         for is_part in (False, True):
-            versions = [each for each in books.versions if bool(each.key.part) is is_part]
+            versions = [each for each in manifest.versions if bool(each.key.part) is is_part]
             await _side_by_side(map(self._restore_version, versions))
         # Only now: a copy that nobody refers to may be the memory of a version all the same.
-        self._drop_unused_contents()
+        self._drop_unused_copies()
         for alive in self._node.residency.alive():
             await self._check_prepared(alive)
-        for cut in books.cuts:
-            self._restore_cut(cut)
-        for seal in books.seals:
+        for snapshot in manifest.snapshots:
+            self._restore_snapshot(snapshot)
+        for seal in manifest.seals:
             self._restore_seal(HostSeal(seal.key, seal.seq, seal.extent, seal.num_bytes))
         close_fds(self._handles.values())
         self._handles.clear()
         # Only now: before, the manifest that would be recorded was not whole.
         self._node.handles.take_over(agent, self._index, index, found[0] if found else 0, held)
-        return books.endpoint
+        return manifest.endpoint
 
     def _give_up(self, agent: Peer[StateMessage], why: str) -> str:
         log.error("nothing can be taken over from the daemon before: %s", why)
@@ -120,95 +120,95 @@ class Handover:
         self._node.handles.attach(agent)
         return ""
 
-    def _restore_wpg(self, book: WpgEntry) -> None:
-        wpg = Wpg(book.key, book.incarnation, book.seal_seq, epoch=book.epoch)
-        wpg.sealed = set(book.sealed)
-        wpg.rank_offset = book.rank_offset
-        wpg.num_ranks = book.num_ranks or len(book.ranks)
-        if book.prepared is not None:
-            wpg.prepared = PreparedSeal(book.prepared)
-        for index, described in enumerate(book.ranks):
+    def _restore_wpg(self, entry: WpgEntry) -> None:
+        wpg = Wpg(entry.key, entry.incarnation, entry.seal_seq, epoch=entry.epoch)
+        wpg.sealed = set(entry.sealed)
+        wpg.rank_offset = entry.rank_offset
+        wpg.num_ranks = entry.num_ranks or len(entry.ranks)
+        if entry.prepared is not None:
+            wpg.prepared = PreparedSeal(entry.prepared)
+        for index, described in enumerate(entry.ranks):
             wpg.ranks.append(Rank(wpg, index, described.device, described.token))
         if max(wpg.devices) >= len(self._node.residency.device_budget_bytes):
             self._lose(wpg, "its device is no longer configured")
             return
-        self._node.residency.adopt(wpg)
-        for rank, described in zip(wpg.ranks, book.ranks, strict=True):
+        self._node.residency.take_over(wpg)
+        for rank, described in zip(wpg.ranks, entry.ranks, strict=True):
             if not self._restore_rank(rank, described):
                 self._node.residency.end_seal(wpg)
                 self._lose(wpg, "its memory is not what the index says")
                 return
 
-    def _restore_rank(self, rank: Rank, book: RankEntry) -> bool:
-        if book.extent is None and book.content is None:
+    def _restore_rank(self, rank: Rank, entry: RankEntry) -> bool:
+        if entry.extent is None and entry.shared_copy is None:
             return True
-        if book.frozen:
-            return self._restore_frozen(rank, book)
-        assert book.extent is not None
-        name, is_below = f"the host copy of {rank.owner}", book.state in ON_NVME
-        num_bytes = extent_bytes(book.heap_bytes, book.host_bytes)
-        if not self._adopt_extent(book.extent, num_bytes, name, is_vacated=is_below):
+        if entry.frozen:
+            return self._restore_frozen(rank, entry)
+        assert entry.extent is not None
+        name, is_below = f"the host copy of {rank.owner}", entry.state in ON_NVME
+        num_bytes = extent_bytes(entry.heap_bytes, entry.host_bytes)
+        if not self._take_extent(entry.extent, num_bytes, name, is_vacated=is_below):
             return False
         self._node.residency.restore(
-            rank, book.heap_bytes, TensorTable.read(book.tensors), book.extent, book.host_bytes
+            rank, entry.heap_bytes, TensorTable.read(entry.tensors), entry.extent, entry.host_bytes
         )
-        rank.pins = book.pins
-        rank.state, rank.applied = book.state, book.applied
-        rank.digest, rank.is_dirty = book.digest, book.is_dirty
+        rank.pins = entry.pins
+        rank.state, rank.applied = entry.state, entry.applied
+        rank.digest, rank.is_dirty = entry.digest, entry.is_dirty
         self._missing.add(rank)
         return True
 
-    def _restore_frozen(self, rank: Rank, book: RankEntry) -> bool:
-        content = None if book.content is None else self._contents.get(book.content)
-        if content is None and book.content is not None:
+    def _restore_frozen(self, rank: Rank, entry: RankEntry) -> bool:
+        copy = None if entry.shared_copy is None else self._copies.get(entry.shared_copy)
+        if copy is None and entry.shared_copy is not None:
             return False
         name = f"the host copy of {rank.owner}"
-        if book.extent is not None and not self._adopt_extent(book.extent, book.heap_bytes, name):
+        if entry.extent is not None and not self._take_extent(entry.extent, entry.heap_bytes, name):
             return False
-        contents, tensors = self._node.contents, TensorTable.read(book.tensors)
-        rank.frozen, rank.model = True, book.model
-        self._node.residency.restore(rank, book.heap_bytes, tensors, book.extent)
-        rank.state, rank.applied, rank.digest = book.state, book.applied, book.digest
-        if content is not None:
-            if not contents.is_known(content):
-                contents.adopt(content)
-            contents.attach(rank, content)
+        shared_copies, tensors = self._node.shared_copies, TensorTable.read(entry.tensors)
+        rank.frozen, rank.model = True, entry.model
+        self._node.residency.restore(rank, entry.heap_bytes, tensors, entry.extent)
+        rank.state, rank.applied, rank.digest = entry.state, entry.applied, entry.digest
+        if copy is not None:
+            if not shared_copies.is_known(copy):
+                shared_copies.take_over(copy)
+            shared_copies.attach(rank, copy)
         self._missing.add(rank)
         return True
 
-    async def _restore_content(self, book: SharedCopyEntry) -> None:
+    async def _restore_copy(self, entry: SharedCopyEntry) -> None:
         """Find a shared copy where it is whole: in host memory, or else on NVMe.
 
         A kill in the middle of a move leaves it whole in one of the two places.
         """
-        content, memory = content_of(book), self._node.memory
-        is_above = book.state not in ON_NVME
-        extent = content.extent
-        name = str(content)
-        if is_above and extent and self._adopt_extent(extent, content.num_bytes, name):
-            if await _has(self._node.shared_memory(content), content.digest):
-                content.state = State.HOST
-                content.is_immutable = memory[extent].is_frozen
-                self._contents[content.number] = content
+        copy, memory = shared_copy_of(entry), self._node.memory
+        is_above = entry.state not in ON_NVME
+        extent = copy.extent
+        name = str(copy)
+        if is_above and extent and self._take_extent(extent, copy.num_bytes, name):
+            if await _has(self._node.shared_memory(copy), copy.digest):
+                copy.state = State.HOST
+                copy.is_immutable = memory[extent].is_frozen
+                self._copies[copy.number] = copy
                 return
             memory.free(extent)
-        content.extent = None
-        content.state = State.DEMOTED
-        if await asyncio.to_thread(self._tiering.is_demoted, content, content.digest):
-            self._contents[content.number] = content
+        copy.extent = None
+        copy.state = State.DEMOTED
+        if await asyncio.to_thread(self._tiering.is_demoted, copy, copy.digest):
+            self._copies[copy.number] = copy
         else:
-            log.error("%s cannot be taken over", content)
+            log.error("%s cannot be taken over", copy)
 
-    def _drop_unused_contents(self) -> None:
+    def _drop_unused_copies(self) -> None:
         """Give up the shared copies whose users' incarnations are all lost."""
-        for content in self._contents.values():
-            if not self._node.contents.is_known(content):
-                self._node.vacate_shared(content)
+        for copy in self._copies.values():
+            if not self._node.shared_copies.is_known(copy):
+                self._node.vacate_shared(copy)
 
     def _restore_seal(self, seal: HostSeal) -> None:
         """Take over a seal that is in host memory; its blocks are verified when it is read."""
         node = self._node
-        if not self._adopt_extent(seal.extent, seal.num_bytes, seal.name):
+        if not self._take_extent(seal.extent, seal.num_bytes, seal.name):
             return
         try:
             find_image_parts(node.memory[seal.extent].view(seal.num_bytes), seal.name)
@@ -218,25 +218,25 @@ class Handover:
             return
         node.seals.add(seal)
 
-    def _restore_cut(self, book: SnapshotEntry) -> None:
+    def _restore_snapshot(self, entry: SnapshotEntry) -> None:
         """Take over a checkpoint's snapshot, which the next request to write it will find."""
-        name = f"checkpoint {book.name!r} of {book.key}"
-        adopted: list[int] = []
-        for part in book.parts:
-            if not self._adopt_extent(part.extent, part.num_bytes, name):
-                for extent in adopted:
+        name = f"checkpoint {entry.name!r} of {entry.key}"
+        taken: list[int] = []
+        for part in entry.parts:
+            if not self._take_extent(part.extent, part.num_bytes, name):
+                for extent in taken:
                     self._node.memory.free(extent)
                 return
-            adopted.append(part.extent)
-        self._node.cuts.add(cut_of(book))
+            taken.append(part.extent)
+        self._node.snapshots.add(snapshot_of(entry))
 
-    def _adopt_extent(
+    def _take_extent(
         self, extent: int, num_bytes: int | None, name: str, *, is_vacated: bool = False
     ) -> bool:
         """Take over the memory of an extent, or one share more of it where it is taken already.
 
         Args:    num_bytes: the size that it must have; None: any size.
-                 is_vacated: whether the extent's content is on NVMe.
+                 is_vacated: whether the extent's bytes are on NVMe.
         Returns: False: the memory was not handed over, or is not what the manifest says.
         """
         if extent in self._node.memory.arena.extents_in_use():
@@ -249,49 +249,49 @@ class Handover:
         if num_bytes is None:
             num_bytes = os.fstat(fd).st_size
         try:
-            self._node.memory.adopt(extent, fd, num_bytes, name, is_vacated=is_vacated)
+            self._node.memory.take_over(extent, fd, num_bytes, name, is_vacated=is_vacated)
         except ResourceError as error:
             log.error("%s", error)
             return False
         del self._handles[extent]
         return True
 
-    async def _restore_version(self, book: VersionEntry) -> None:
+    async def _restore_version(self, entry: VersionEntry) -> None:
         node = self._node
-        if await self._is_version_kept(book):
+        if await self._is_version_kept(entry):
             return
-        log.error("version %s cannot be taken over from memory", book.key)
-        if book.key.is_copy:
+        log.error("version %s cannot be taken over from memory", entry.key)
+        if entry.key.is_copy:
             return  # a node that needs the copy fetches it again
         # Only its policy can make it again, from the log; syncs of this version wait for that.
-        policy = node.residency.find(book.key.policy)
-        if policy is not None and book.digest and node.versions.find(book.key) is None:
-            self._lose(policy, f"version {book.key} is bad, and on no disk")
+        policy = node.residency.find(entry.key.policy)
+        if policy is not None and entry.digest and node.versions.find(entry.key) is None:
+            self._lose(policy, f"version {entry.key} is bad, and on no disk")
 
-    async def _is_version_kept(self, book: VersionEntry) -> bool:
+    async def _is_version_kept(self, entry: VersionEntry) -> bool:
         node = self._node
-        if not self._adopt_extent(book.extent, book.num_bytes, f"version {book.key}"):
+        if not self._take_extent(entry.extent, entry.num_bytes, f"version {entry.key}"):
             return False
-        if book.digest:
-            memory = node.memory[book.extent].view(book.num_bytes)
-            is_good = await asyncio.to_thread(digest_of, memory) == book.digest
+        if entry.digest:
+            memory = node.memory[entry.extent].view(entry.num_bytes)
+            is_good = await asyncio.to_thread(digest_of, memory) == entry.digest
         else:
             # The version is not committed: its writer goes on, or is lost and the version with it.
-            is_good = node.residency.is_alive(book.key.policy, book.incarnation)
+            is_good = node.residency.is_alive(entry.key.policy, entry.incarnation)
         version = Version(
-            key=book.key,
-            num_bytes=book.num_bytes,
-            table=TensorTable.read(book.tensors),
-            digest=book.digest,
-            extent=book.extent,
-            incarnation=book.incarnation,
+            key=entry.key,
+            num_bytes=entry.num_bytes,
+            table=TensorTable.read(entry.tensors),
+            digest=entry.digest,
+            extent=entry.extent,
+            incarnation=entry.incarnation,
         )
         # The manifest does not name the readers that have it mapped: any of its job may.
-        job = book.key.policy.job_key
+        job = entry.key.policy.job_key
         version.readers = {wpg for wpg in node.residency.alive() if wpg.key.job_key == job}
-        if is_good and node.versions.adopt(version):
+        if is_good and node.versions.take_over(version):
             return True
-        node.memory.free(book.extent)
+        node.memory.free(entry.extent)
         return False
 
     async def _check_prepared(self, wpg: Wpg) -> None:
@@ -299,7 +299,7 @@ class Handover:
             return
         for rank in wpg.ranks:
             # Snapshots of host-only state were not kept, and the rank may have worked on there.
-            is_known = rank.is_dirty or rank.content is not None
+            is_known = rank.is_dirty or rank.shared_copy is not None
             is_kept = is_known or await self._is_whole(rank, rank.digest)
             if rank.host_bytes or not is_kept:
                 self._node.residency.end_seal(wpg)
@@ -350,11 +350,13 @@ class Handover:
         that is whole, or else its shared copy."""
         node, digest = self._node, message.digest or rank.digest
         state = State.HOST
-        if rank.content is None and not message.filled:
+        if rank.shared_copy is None and not message.filled:
             state = State.FILLING
         elif message.filled and not message.resident and await self._has_copied(rank, digest):
             sharing.settle_copy(node, rank, message.applied, digest)
-        elif rank.content is not None and (message.resident or rank.content.digest == digest):
+        elif rank.shared_copy is not None and (
+            message.resident or rank.shared_copy.digest == digest
+        ):
             sharing.drop_copy(node, rank)
             state = State.RESIDENT if message.resident else State.HOST
         else:
@@ -422,8 +424,8 @@ class Handover:
         except TimeoutError:
             for wpg in {rank.wpg for rank in self._awaited()}:
                 self._lose(wpg, f"not all of its ranks came back within {timeout_s:.0f} s")
-        for content in self._node.contents.all():
-            self._node.compare_later(content)
+        for copy in self._node.shared_copies.all():
+            self._node.compare_later(copy)
         return self._lost
 
     def _awaited(self) -> list[Rank]:

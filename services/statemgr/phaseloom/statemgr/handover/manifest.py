@@ -3,7 +3,7 @@
     magic (8 bytes) | generation (uint64) | length (uint64) | xxh3-128 (16 bytes) | `Manifest`
 
 Records are written in turn to two places, so that a kill in the middle of a write leaves the
-record before. The checksum covers generation and content. Where both records are whole, the one of
+record before. The checksum covers generation and payload. Where both records are whole, the one of
 the higher generation counts. What a record says of memory is never taken for granted: the memory is
 verified by digest.
 """
@@ -25,7 +25,7 @@ from phaseloom.statemgr.seals.hostseals import HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Versions
 
-MAGIC = b"PLBOOKS4"
+MAGIC = b"PLMANIF5"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
@@ -46,7 +46,7 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True):
     is_dirty: bool
     frozen: bool
     model: str
-    content: int | None
+    shared_copy: int | None
 
 
 class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -133,16 +133,16 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The newest incarnation ever seen of each deployment."""
     wpgs: list[WpgEntry]
     versions: list[VersionEntry]
-    contents: list[SharedCopyEntry]
-    cuts: list[SnapshotEntry]
+    shared_copies: list[SharedCopyEntry]
+    snapshots: list[SnapshotEntry]
     seals: list[SealEntry]
 
 
 def manifest_of(  # noqa: PLR0917 - all that a node has
     residency: Residency,
     versions: Versions,
-    contents: SharedCopies,
-    cuts: Snapshots,
+    shared_copies: SharedCopies,
+    snapshots: Snapshots,
     seals: HostSeals,
     endpoint: str,
 ) -> Manifest:
@@ -170,7 +170,7 @@ def manifest_of(  # noqa: PLR0917 - all that a node has
                         digest=rank.digest,
                         frozen=rank.frozen,
                         model=rank.model,
-                        content=None if rank.content is None else rank.content.number,
+                        shared_copy=None if rank.shared_copy is None else rank.shared_copy.number,
                         host_bytes=rank.host_bytes,
                         pins=rank.pins,
                         is_dirty=rank.is_dirty,
@@ -194,81 +194,81 @@ def manifest_of(  # noqa: PLR0917 - all that a node has
             for version in versions.known()
             if version.extent is not None
         ],
-        contents=[_book_of(each) for each in contents.all()],
-        cuts=[_book_of_cut(cut) for cut in cuts.every()],
+        shared_copies=[_entry_of(each) for each in shared_copies.all()],
+        snapshots=[_entry_of_snapshot(each) for each in snapshots.every()],
         seals=[SealEntry(s.key, s.seq, s.extent, s.num_bytes) for s in seals.every()],
     )
 
 
-def _book_of_cut(cut: Snapshot) -> SnapshotEntry:
+def _entry_of_snapshot(snapshot: Snapshot) -> SnapshotEntry:
     parts = [
         SnapshotPartEntry(
             part.extent, part.num_bytes, msgspec.Raw(part.table.packed), part.checksums
         )
-        for part in cut.parts
+        for part in snapshot.parts
     ]
     return SnapshotEntry(
-        key=cut.key,
-        incarnation=cut.incarnation,
-        operation=cut.operation,
-        name=cut.name,
-        seq=cut.seq,
+        key=snapshot.key,
+        incarnation=snapshot.incarnation,
+        operation=snapshot.operation,
+        name=snapshot.name,
+        seq=snapshot.seq,
         parts=parts,
-        rank_offset=cut.rank_offset,
-        num_ranks=cut.num_ranks,
+        rank_offset=snapshot.rank_offset,
+        num_ranks=snapshot.num_ranks,
     )
 
 
-def cut_of(book: SnapshotEntry) -> Snapshot:
+def snapshot_of(entry: SnapshotEntry) -> Snapshot:
     """The checkpoint's snapshot that an entry describes."""
     parts = [
         SnapshotPart(part.extent, part.num_bytes, TensorTable.read(part.tensors), part.checksums)
-        for part in book.parts
+        for part in entry.parts
     ]
     return Snapshot(
-        key=book.key,
-        incarnation=book.incarnation,
-        operation=book.operation,
-        name=book.name,
-        seq=book.seq,
+        key=entry.key,
+        incarnation=entry.incarnation,
+        operation=entry.operation,
+        name=entry.name,
+        seq=entry.seq,
         parts=parts,
-        rank_offset=book.rank_offset,
-        num_ranks=book.num_ranks,
+        rank_offset=entry.rank_offset,
+        num_ranks=entry.num_ranks,
     )
 
 
-def _book_of(content: SharedCopy) -> SharedCopyEntry:
+def _entry_of(copy: SharedCopy) -> SharedCopyEntry:
     return SharedCopyEntry(
-        number=content.number,
-        owner=content.owner,
-        applied=content.applied,
-        num_bytes=content.num_bytes,
-        tensors=msgspec.Raw(content.table.packed),
-        digest=content.digest,
-        extent=content.extent,
-        is_immutable=content.is_immutable,
-        version=content.version,
-        hash=content.hash,
-        is_base=content.is_base,
-        state=content.state,
+        number=copy.number,
+        owner=copy.owner,
+        applied=copy.applied,
+        num_bytes=copy.num_bytes,
+        tensors=msgspec.Raw(copy.table.packed),
+        digest=copy.digest,
+        extent=copy.extent,
+        is_immutable=copy.is_immutable,
+        version=copy.version,
+        hash=copy.hash,
+        is_base=copy.is_base,
+        state=copy.state,
     )
 
 
-def content_of(book: SharedCopyEntry) -> SharedCopy:
+def shared_copy_of(entry: SharedCopyEntry) -> SharedCopy:
     """The shared copy of an entry, as it was but without its users."""
     return SharedCopy(
-        number=book.number,
-        owner=book.owner,
-        applied=book.applied,
-        num_bytes=book.num_bytes,
-        table=TensorTable.read(book.tensors),
-        digest=book.digest,
-        extent=book.extent,
-        is_immutable=book.is_immutable,
-        version=book.version,
-        hash=book.hash,
-        is_base=book.is_base,
-        state=book.state,
+        number=entry.number,
+        owner=entry.owner,
+        applied=entry.applied,
+        num_bytes=entry.num_bytes,
+        table=TensorTable.read(entry.tensors),
+        digest=entry.digest,
+        extent=entry.extent,
+        is_immutable=entry.is_immutable,
+        version=entry.version,
+        hash=entry.hash,
+        is_base=entry.is_base,
+        state=entry.state,
     )
 
 

@@ -86,7 +86,7 @@ class Arena:
         self.used_bytes += self._sizes[extent]
         return evicted
 
-    def adopt(self, extent: int, num_bytes: int, *, is_vacated: bool = False) -> None:
+    def take_over(self, extent: int, num_bytes: int, *, is_vacated: bool = False) -> None:
         """Record an extent of the daemon before under its number.
 
         Raises: ResourceError: RESOURCE_EXHAUSTED: it does not fit the budget.
@@ -109,12 +109,12 @@ class Arena:
         self.used_bytes += size
 
     def hold(self, extent: int) -> None:
-        """Count one more holder, and so one more `let_go` before the extent is freed or parked."""
+        """Count one more holder: so many `drop_holder` come before the extent is freed."""
         assert extent in self._sizes
         assert extent not in self._idle
         self._more_holders[extent] = self._more_holders.get(extent, 0) + 1
 
-    def let_go(self, extent: int) -> bool:
+    def drop_holder(self, extent: int) -> bool:
         """Count one holder less, unless it is the last one.
 
         Returns: whether others still hold the extent; False: the caller frees or parks it.

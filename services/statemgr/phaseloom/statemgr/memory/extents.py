@@ -40,7 +40,7 @@ class Extent:
             raise
 
     @classmethod
-    def adopt(cls, fd: int, num_bytes: int) -> Extent:
+    def take_over(cls, fd: int, num_bytes: int) -> Extent:
         """An extent that another process made; owns `fd` from here on, except where it raises.
 
         Raises: OSError: the descriptor is no memfd. ValueError: its size is another, or can change.
@@ -163,16 +163,16 @@ class HostMemory:
         """
         self._close(self.arena.occupy(extent, what))
 
-    def adopt(
+    def take_over(
         self, extent: int, fd: int, num_bytes: int, what: str, *, is_vacated: bool = False
     ) -> None:
         """Take over an extent of the daemon before; owns `fd` from here on, except where it raises.
 
         Raises: ResourceError: the extent does not fit the budget, or `fd` is not such an extent.
         """
-        self.arena.adopt(extent, num_bytes, is_vacated=is_vacated)
+        self.arena.take_over(extent, num_bytes, is_vacated=is_vacated)
         try:
-            self._extents[extent] = Extent.adopt(fd, num_bytes)
+            self._extents[extent] = Extent.take_over(fd, num_bytes)
             if is_vacated:
                 self._extents[extent].vacate()
         except (OSError, ValueError) as error:
@@ -189,13 +189,13 @@ class HostMemory:
 
     def free(self, extent: int) -> None:
         """Give up one holder's share of an extent; the last holder's call frees it."""
-        if not self.arena.let_go(extent):
+        if not self.arena.drop_holder(extent):
             self._close([self.arena.free(extent)])
 
     def park(self, extent: int, pool: str) -> None:
         """Give up one holder's share of an extent; the last holder's call keeps it, touched as it
         is, for the next reservation in `pool`."""
-        if not self.arena.let_go(extent):
+        if not self.arena.drop_holder(extent):
             self._close(self.arena.park(extent, pool))
 
     def drop_pool(self, pool: str) -> None:

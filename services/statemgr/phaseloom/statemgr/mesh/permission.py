@@ -42,7 +42,7 @@ class Gate:
         if ticket.reader.job_key != version.policy.job_key:
             raise _denied(f"{ticket.reader} is of another job than version {version}")
         _check_node(ticket, node, _REMEDY)
-        _check_life(self._readers, ticket.reader, ticket.incarnation, _REMEDY)
+        _check_incarnation(self._readers, ticket.reader, ticket.incarnation, _REMEDY)
 
     def check_files(self, ticket: FilesTicket, deployment: DeploymentKey, node: str) -> None:
         """Check that a ticket lets a node have a deployment's state files.
@@ -54,7 +54,7 @@ class Gate:
         if ticket.deployment != deployment:
             raise _denied(f"a ticket for {ticket.deployment}, not {deployment}", _FILES_REMEDY)
         _check_node(ticket, node, _FILES_REMEDY)
-        _check_life(self._owners, deployment, ticket.incarnation, _FILES_REMEDY)
+        _check_incarnation(self._owners, deployment, ticket.incarnation, _FILES_REMEDY)
 
     def _check_genuine(self, ticket: Ticket | FilesTicket, node: str, remedy: str) -> None:
         if not is_genuine(ticket, self._secret):
@@ -90,7 +90,7 @@ def _check_node(ticket: Ticket | FilesTicket, node: str, remedy: str) -> None:
         )
 
 
-def _check_life(
+def _check_incarnation(
     newest: OrderedDict[DeploymentKey, int], key: DeploymentKey, incarnation: int, remedy: str
 ) -> None:
     if incarnation < newest.get(key, 0):

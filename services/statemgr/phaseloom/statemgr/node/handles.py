@@ -85,11 +85,11 @@ class HandleRegistry:
         """
         async with self._lock:
             while (agent := self._agent) is not None:
-                await self._bring_up_to_date(agent)
+                await self._update(agent)
                 if self._agent is agent:
                     return
 
-    async def _bring_up_to_date(self, agent: Peer[StateMessage]) -> None:
+    async def _update(self, agent: Peer[StateMessage]) -> None:
         # The index's memfds go last (their handles are negative): the manifest names the others.
         missing = sorted(self._handles().keys() - self._held, reverse=True)
         await self._tell(agent, keep=missing, drop=[])

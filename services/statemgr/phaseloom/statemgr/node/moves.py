@@ -33,9 +33,9 @@ HostCopy = Rank | SharedCopy
 class Direction(StrEnum):
     """The direction of a move; the value is its label in metrics and logs."""
 
-    PROMOTE = "lift"
-    DEMOTE = "spill"
-    WRITE_BACK = "drain"
+    PROMOTE = "promote"
+    DEMOTE = "demote"
+    WRITE_BACK = "write_back"
     """Down to NVMe, while the copy stays in host memory too."""
 
 
@@ -75,16 +75,16 @@ class Moves:
         self,
         name: NodeId,
         directory: StateDirectory,
-        left_behind: Callable[[HostCopy], Path | None],
+        stale_file: Callable[[HostCopy], Path | None],
         announce: Callable[[], None],
     ) -> None:
-        """Args: left_behind: asked after a move for the copy's file, to be removed; None: the copy
+        """Args: stale_file: asked after a move for the copy's file, to be removed; None: the copy
         is needed.
         announce: called when a move has ended.
         """
         self._name = name
         self._directory = directory
-        self._left_behind = left_behind
+        self._stale_file = stale_file
         self._announce = announce
         self._moves: dict[HostCopy, Move] = {}
         self._tasks: asyncio.TaskGroup
@@ -182,7 +182,7 @@ class Moves:
         except PhaseloomError as error:
             log.info("the %s of %s ended: %s", move.direction, move.what, error)
             failure = error
-        file = self._left_behind(move.what)
+        file = self._stale_file(move.what)
         if file is not None:
             await self.discard(file)
         # Only now: whoever waits for its end finds the next move free to begin.

@@ -47,7 +47,7 @@ from phaseloom.statemgr.versions.versions import Version, Versions
 
 log = logging.getLogger(__name__)
 
-_LET_GO_TIMEOUT_S = 5.0
+_UNMAP_TIMEOUT_S = 5.0
 """Time for a rank to answer that it has unmapped memory, in seconds."""
 
 
@@ -73,8 +73,8 @@ class Node:
         self.versions = Versions()
         self.layouts = Layouts()
         self.device_copies = DeviceCopies(self.residency)
-        self.contents = SharedCopies(frozen_bases or {})
-        self.cuts = Snapshots()
+        self.shared_copies = SharedCopies(frozen_bases or {})
+        self.snapshots = Snapshots()
         self.seals = HostSeals()
         self.memory = HostMemory(host_budget_bytes)
         self.endpoint = ""
@@ -84,14 +84,14 @@ class Node:
             lambda: manifest_of(
                 self.residency,
                 self.versions,
-                self.contents,
-                self.cuts,
+                self.shared_copies,
+                self.snapshots,
                 self.seals,
                 self.endpoint,
             ),
         )
         self.digests = Digests(self.residency, self.memory, self.change)
-        self.moves = Moves(name, directory, self._left_behind, self.announce)
+        self.moves = Moves(name, directory, self._stale_file, self.announce)
         self.ranks: dict[Rank, Peer[StateMessage]] = {}
         self.device_locks = [asyncio.Lock() for _ in device_budget_bytes]
         """One lock a device: only one switch at a time changes what is there."""
@@ -187,10 +187,10 @@ class Node:
         if peer is None:
             return None
         try:
-            async with asyncio.timeout(_LET_GO_TIMEOUT_S):
+            async with asyncio.timeout(_UNMAP_TIMEOUT_S):
                 answer = await answer_of(peer, Unmap())
         except (PhaseloomError, TimeoutError) as error:
-            log.warning("%s does not let go of host memory: %r", rank, error)
+            log.warning("%s does not unmap host memory: %r", rank, error)
             return None
         return answer.versions if isinstance(answer, StillMapped) else None
 
@@ -261,8 +261,8 @@ class Node:
 
     def copy_of(self, rank: Rank) -> memoryview:
         """The bytes of a rank's host copy, which must be in host memory; to read only."""
-        if rank.content is not None:
-            return self.shared_memory(rank.content)
+        if rank.shared_copy is not None:
+            return self.shared_memory(rank.shared_copy)
         assert rank.extent is not None
         return self.memory[rank.extent].view(rank.extent_bytes)
 
@@ -274,14 +274,14 @@ class Node:
     def file_of(self, copy: HostCopy) -> Path:
         """The file of a host copy while it is on NVMe."""
         if isinstance(copy, SharedCopy):
-            return self.directory.content(copy.number)
-        return self.directory.spill(copy.wpg.key, copy.wpg.incarnation, copy.index)
+            return self.directory.shared_copy(copy.number)
+        return self.directory.demoted(copy.wpg.key, copy.wpg.incarnation, copy.index)
 
     def is_needed(self, copy: HostCopy) -> bool:
         """Whether a host copy is still needed: a shared copy while it has users, a rank's own while
         the rank is not lost."""
         if isinstance(copy, SharedCopy):
-            return self.contents.is_known(copy)
+            return self.shared_copies.is_known(copy)
         return copy.state is not State.LOST
 
     def step(self, copy: HostCopy, step: Step) -> None:
@@ -291,7 +291,7 @@ class Node:
                 step from the copy's state.
         """
         if isinstance(copy, SharedCopy):
-            self.contents.step(copy, step)
+            self.shared_copies.step(copy, step)
         else:
             self.residency.step(copy, step)
 
@@ -300,12 +300,12 @@ class Node:
         for wpg in copy.wpgs if isinstance(copy, SharedCopy) else [copy.wpg]:
             self.retire(wpg, why)
 
-    def _left_behind(self, copy: HostCopy) -> Path | None:
+    def _stale_file(self, copy: HostCopy) -> Path | None:
         return None if self.is_needed(copy) else self.file_of(copy)
 
     def leave_shared(self, rank: Rank) -> None:
         """Detach a rank from its shared copy; a copy without users is freed."""
-        copy = self.contents.detach(rank)
+        copy = self.shared_copies.detach(rank)
         if copy is not None:
             self.free_shared(copy)
 
@@ -382,14 +382,14 @@ class Node:
         """Raises: AssertionError: the records contradict themselves or one another."""
         self.residency.validate()
         self.versions.validate()
-        self.contents.validate()
+        self.shared_copies.validate()
         self.memory.arena.validate()
         owners = Counter(
             [
                 *self.residency.extents(),
                 *self.versions.extents(),
-                *self.contents.extents(),
-                *self.cuts.extents(),
+                *self.shared_copies.extents(),
+                *self.snapshots.extents(),
                 *self.seals.extents(),
             ]
         )
@@ -399,7 +399,7 @@ class Node:
 
     def nvme_used_bytes(self) -> int:
         """Bytes of host copies on NVMe, with those being written there and those written back."""
-        return self.residency.nvme_used_bytes() + self.contents.nvme_used_bytes()
+        return self.residency.nvme_used_bytes() + self.shared_copies.nvme_used_bytes()
 
     def owned_bytes(self) -> tuple[int, int]:
         """Bytes of host copies and versions in both tiers, in two counts.
@@ -408,7 +408,7 @@ class Node:
         """
         owned = sum(d.host_bytes + d.nvme_bytes for d in self.residency.deployments())
         owned += sum(v.num_bytes for v in self.versions.known() if v.extent is not None)
-        twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.contents.all())
+        twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.shared_copies.all())
         return owned, owned - twice
 
     def _num_owners(self, content: SharedCopy) -> int:

@@ -138,7 +138,7 @@ class Rank:
     """Whether the rank does not train: its host copy is a shared copy once it is whole."""
     model: str = ""
     """The model's identity as the rank registered it; see `RegisterHeap.model`."""
-    content: SharedCopy | None = None
+    shared_copy: SharedCopy | None = None
     """The shared copy that is a frozen rank's host copy; None: it has none yet, or is not
     frozen."""
     held_version: tuple[VersionKey, int] | None = None
@@ -157,26 +157,26 @@ class Rank:
     @property
     def copy_state(self) -> State:
         """The state of the host copy: that of the shared copy, where the rank refers to one."""
-        return self.state if self.content is None else self.content.state
+        return self.state if self.shared_copy is None else self.shared_copy.state
 
     @property
     def shares(self) -> bool:
         """Whether the host copy's bytes have another user, or are those of a weights version."""
-        content = self.content
-        return content is not None and (len(content.users) > 1 or content.version is not None)
+        shared = self.shared_copy
+        return shared is not None and (len(shared.users) > 1 or shared.version is not None)
 
     @property
     def bytes_above(self) -> int:
         """Bytes of host memory that the rank's host copy takes; a frozen rank has two copies while
         a new one is made."""
         own = self.extent is not None and self.state not in ON_NVME
-        shared = self.content is not None and self.content.state not in ON_NVME
+        shared = self.shared_copy is not None and self.shared_copy.state not in ON_NVME
         return self.extent_bytes * (own + shared)
 
     @property
     def has_memory(self) -> bool:
         """Whether the rank has an extent, or refers to a shared copy."""
-        return bool(self.extents) or self.content is not None
+        return bool(self.extents) or self.shared_copy is not None
 
     @property
     def extent_bytes(self) -> int:
@@ -325,4 +325,4 @@ class SharedCopy:
         return min(known, default=None)
 
     def __str__(self) -> str:
-        return f"content {self.number} of {self.owner} at {self.applied}"
+        return f"shared copy {self.number} of {self.owner} at {self.applied}"

@@ -1,6 +1,6 @@
 """The deployments on this node, which of them are in device memory, and whether a switch fits.
 
-Pure book-keeping: the shell asks for a plan, moves the memory, and reports each step. The table of
+Pure: the shell asks for a plan, moves the memory, and reports each step. The table of
 steps is in `incarnations.py`.
 
 Invariants (`validate`): the heaps that are in device memory, or on their way in or out, never
@@ -120,7 +120,7 @@ class Residency:
             raise CallerError(
                 f"incarnation {incarnation} of {key} is registered already",
                 code=Code.ALREADY_EXISTS,
-                remedy="give each life its own incarnation",
+                remedy="give each start its own incarnation",
             )
         if len(set(tokens)) != len(tokens) or any(
             not token or token in self._tokens for token in tokens
@@ -227,7 +227,7 @@ class Residency:
         """Refuse all incarnations older than this one from now on."""
         self._fences[key] = max(incarnation, self._fences.get(key, 0))
 
-    def adopt(self, wpg: Wpg) -> None:
+    def take_over(self, wpg: Wpg) -> None:
         """Take over an incarnation of the daemon before; `restore` each rank that had memory."""
         assert wpg.key not in self._wpgs
         self.fence(wpg.key, wpg.incarnation)
@@ -634,8 +634,8 @@ class Residency:
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
         assert rank.snapshot is None or rank.host_bytes
         has_memory = rank.state not in {State.AWAITING, State.LOST}
-        assert not has_memory or rank.extent is not None or rank.content is not None
-        assert rank.content is None or rank.frozen
+        assert not has_memory or rank.extent is not None or rank.shared_copy is not None
+        assert rank.shared_copy is None or rank.frozen
         assert rank.held_version is None or rank.frozen
         assert not rank.frozen or rank.state not in {State.DEMOTING, *ON_NVME}
 

@@ -32,7 +32,7 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.imaging import find_image_parts, read_image_block
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, LocalError, ask_once
-from phaseloom.statemgr.transfer.served import Content, Incoming
+from phaseloom.statemgr.transfer.served import Incoming, Served
 from phaseloom.statemgr.transfer.tensorslices import Batch, Box, Piece, box_of
 from phaseloom.statemgr.transfer.wire import FileName, KeepFiles
 
@@ -180,9 +180,9 @@ def _given_up(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
     is_lost = all(error.info.code in _NOT_THERE for error in errors)
     why = "; ".join(str(error) for error in errors) or "no node has it"
     return ResourceError(
-        f"{name} could not be brought: {why}",
+        f"{name} could not be fetched: {why}",
         code=Code.DATA_LOSS if is_lost else Code.UNAVAILABLE,
-        remedy="bring the nodes back that have it",
+        remedy="start the nodes again that have it",
     )
 
 
@@ -205,7 +205,7 @@ class StateFiles:
         self._timeout_s = timeout_s
         self._keep = keep
 
-    async def open_file(self, name: FileName) -> tuple[StateHeader, Content]:
+    async def open_file(self, name: FileName) -> tuple[StateHeader, Served]:
         """The header and the blocks of a file that is here.
 
         Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS: the file is bad; UNAVAILABLE: the

@@ -48,21 +48,21 @@ class Replicator:
         self._directory = directory
         self._sealer = sealer
         self._weights = weights
-        self._bringing: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
+        self._fetching: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
         self._elsewhere: dict[DeploymentKey, FetchState] = {}
         """The last request for each deployment that named sources, which may have its files."""
 
-    async def bring(self, request: FetchState) -> None:
+    async def fetch(self, request: FetchState) -> None:
         """Fetch the files that a request names, unless they are on this disk or in host memory.
 
         Raises: ResourceError: as `RemoteFile.fetch`.
         """
         _check_key(request.deployment)
-        await self._bring_files(self._lacking(request))
+        await self._fetch_files(self._lacking(request))
         if request.keeps is not None:
             await self._weights.keep(request.keeps, request.sources)
         if request.holds is not None:
-            await self._bring_held(request)
+            await self._fetch_held(request)
 
     def _lacking(self, request: FetchState) -> FetchState:
         """The request without the seal and the versions that are in host memory."""
@@ -75,7 +75,7 @@ class Replicator:
             versions=[s for s in request.versions if not versions.is_above(VersionKey(key, s))],
         )
 
-    async def _bring_files(self, request: FetchState) -> None:
+    async def _fetch_files(self, request: FetchState) -> None:
         key = request.deployment
         if request.ticket is not None and request.sources:
             self._elsewhere[key] = request
@@ -106,11 +106,11 @@ class Replicator:
         await self._have(name, request)
 
     async def _have(self, name: FileName, request: FetchState) -> None:
-        lock = self._bringing.setdefault(name, asyncio.Lock())
+        lock = self._fetching.setdefault(name, asyncio.Lock())
         async with lock:
             ranks = (request.rank_offset, request.num_ranks)
             if not await self._is_here(name, ranks):
-                await self._fetch(name, request, self._before(name))
+                await self._fetch_file(name, request, self._before(name))
 
     def _before(self, name: FileName) -> Path | None:
         """The newest seal here, whose blocks a fetched seal may share; None for other files."""
@@ -128,7 +128,9 @@ class Replicator:
             return False
         return places[0].header.is_of(*ranks)
 
-    async def _fetch(self, name: FileName, request: FetchState, before: Path | None = None) -> None:
+    async def _fetch_file(
+        self, name: FileName, request: FetchState, before: Path | None = None
+    ) -> None:
         if request.ticket is None or not request.sources:
             raise CallerError(f"nobody is known to have {name}", field="sources")
         remote = RemoteFile(name, request.ticket, request.sources, self._weights.fetcher.home)
@@ -147,13 +149,13 @@ class Replicator:
         elif version.digest == header.digest:
             version.is_on_disk = True
 
-    async def _bring_held(self, request: FetchState) -> None:
+    async def _fetch_held(self, request: FetchState) -> None:
         """Fetch a version into host memory ahead of its sync, which fetches it if this fails."""
         assert request.holds is not None
         try:
             await self._weights.get(request.holds, request.sources)
         except PhaseloomError as error:
-            log.info("version %s is not brought ahead: %s", request.holds.version, error)
+            log.info("version %s is not fetched ahead: %s", request.holds.version, error)
 
     def forget(self, key: DeploymentKey) -> None:
         """Forget a deployment whose job has ended."""
@@ -165,12 +167,12 @@ class Replicator:
         Raises: PhaseloomError: no other node has a good one.
         """
         nowhere = FetchState(key, seq, [], [])
-        await self._fetch(FileName("seal", key, seq), self._elsewhere.get(key, nowhere))
+        await self._fetch_file(FileName("seal", key, seq), self._elsewhere.get(key, nowhere))
 
     # --- copies for other nodes ------------------------------------------------------------------
 
     async def keep(self, asked: KeepFiles) -> None:
-        """Fetch another node's files, as a replica of them. Raises: ResourceError: as `bring`."""
+        """Fetch another node's files, as a replica of them. Raises: ResourceError: as `fetch`."""
         key = asked.deployment
         _check_key(key)
         request = FetchState(
@@ -182,7 +184,7 @@ class Replicator:
             rank_offset=asked.rank_offset,
             num_ranks=asked.num_ranks,
         )
-        await self._bring_files(request)
+        await self._fetch_files(request)
         await self._sealer.remove_superseded(key, asked.seal_seq, asked.committed)
 
     async def replicate(self, request: WriteSeal) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.state_agent import ContentState
+from phaseloom.common.contract.state_agent import SharedCopyState
 from phaseloom.statemgr.residency.incarnations import SharedCopy
 from phaseloom.statemgr.residency.residency import (
     ON_NVME,
@@ -48,7 +48,7 @@ def bases_of(configured: Mapping[str, list[str]]) -> dict[str, str]:
                 raise CallerError(
                     f"{each!r} is no BLAKE3 in hex",
                     field=field,
-                    remedy="take the hash that `phaseloom state --json` tells of the content",
+                    remedy="take the hash that `phaseloom state --json` shows of the shared copy",
                 )
             if names.setdefault(each, name) != name:
                 raise CallerError(
@@ -64,7 +64,7 @@ class SharedCopies:
     def __init__(self, bases: Mapping[str, str]) -> None:
         """Args: bases: the frozen bases that tenants may share, as BLAKE3 → name."""
         self._bases = bases
-        self._contents: dict[int, SharedCopy] = {}
+        self._copies: dict[int, SharedCopy] = {}
         self._last = 0
 
     def add(
@@ -78,7 +78,7 @@ class SharedCopies:
         The copy has no user yet: `attach` the rank next.
         """
         self._last += 1
-        content = SharedCopy(
+        copy = SharedCopy(
             number=self._last,
             owner=rank.wpg.key,
             applied=rank.applied,
@@ -88,59 +88,59 @@ class SharedCopies:
             extent=extent,
             version=version,
         )
-        self._contents[content.number] = content
-        return content
+        self._copies[copy.number] = copy
+        return copy
 
-    def adopt(self, content: SharedCopy) -> None:
+    def take_over(self, copy: SharedCopy) -> None:
         """Take over a shared copy of the daemon before; its users are attached later."""
-        self._contents[content.number] = content
-        self._last = max(self._last, content.number)
+        self._copies[copy.number] = copy
+        self._last = max(self._last, copy.number)
 
-    def attach(self, rank: Rank, content: SharedCopy) -> None:
+    def attach(self, rank: Rank, copy: SharedCopy) -> None:
         """Make the rank a user of a shared copy; it must not be the user of another."""
-        assert rank.content is None
-        assert content.number in self._contents
-        rank.content = content
-        content.users.append(rank)
+        assert rank.shared_copy is None
+        assert copy.number in self._copies
+        rank.shared_copy = copy
+        copy.users.append(rank)
 
     def detach(self, rank: Rank) -> SharedCopy | None:
         """Remove the rank from the users of its shared copy.
 
         Returns: the copy, where the rank was its last user; the caller frees what it held.
         """
-        content = rank.content
-        if content is None:
+        copy = rank.shared_copy
+        if copy is None:
             return None
-        rank.content = None
-        content.users.remove(rank)
-        if content.users:
+        rank.shared_copy = None
+        copy.users.remove(rank)
+        if copy.users:
             return None
-        del self._contents[content.number]
-        return content
+        del self._copies[copy.number]
+        return copy
 
-    def is_known(self, content: SharedCopy) -> bool:
-        return self._contents.get(content.number) is content
+    def is_known(self, copy: SharedCopy) -> bool:
+        return self._copies.get(copy.number) is copy
 
     def of_version(self, key: VersionKey, extent: int) -> SharedCopy | None:
-        """The content that is the memory of this version."""
+        """The shared copy that is the memory of this version."""
         return next(
             (c for c in self.all() if c.version == key and c.extent == extent),
             None,
         )
 
-    def merge(self, content: SharedCopy, twin: SharedCopy) -> list[Rank]:
-        """Make the users of `content` users of its twin; returns them."""
-        if len(content.tenants | twin.tenants) > 1:
+    def merge(self, copy: SharedCopy, twin: SharedCopy) -> list[Rank]:
+        """Make the users of `copy` users of its twin; returns them."""
+        if len(copy.tenants | twin.tenants) > 1:
             twin.is_base = True
-        moved = list(content.users)
+        moved = list(copy.users)
         for rank in moved:
             self.detach(rank)
             self.attach(rank, twin)
         return moved
 
-    def twin(self, content: SharedCopy) -> SharedCopy | None:
-        """The oldest other copy with the same bytes that the users of `content` may share."""
-        return next((c for c in self.all() if self._may_merge(c, content)), None)
+    def twin(self, copy: SharedCopy) -> SharedCopy | None:
+        """The oldest other copy with the same bytes that the users of `copy` may share."""
+        return next((c for c in self.all() if self._may_merge(c, copy)), None)
 
     def _may_merge(self, first: SharedCopy, second: SharedCopy) -> bool:
         if first is second or not first.hash:
@@ -152,17 +152,17 @@ class SharedCopies:
 
     def all(self) -> list[SharedCopy]:
         """All shared copies, the oldest first."""
-        return list(self._contents.values())
+        return list(self._copies.values())
 
-    def step(self, content: SharedCopy, step: Step) -> None:
+    def step(self, copy: SharedCopy, step: Step) -> None:
         """Take a step of the transition table.
 
         Raises: InvalidTransition: the table does not have the step from the copy's state.
         """
-        following = TRANSITIONS.get((content.state, step))
+        following = TRANSITIONS.get((copy.state, step))
         if following is None:
-            raise InvalidTransition(f"{content} is {content.state}: no {step!r} from there")
-        content.state = following
+            raise InvalidTransition(f"{copy} is {copy.state}: no {step!r} from there")
+        copy.state = following
 
     def demotable(self, after_s: float | None = None) -> list[SharedCopy]:
         """The shared copies that may be demoted now, in no order.
@@ -170,47 +170,47 @@ class SharedCopies:
         Args: after_s: only copies that are predicted to be used after this time, or not at all.
         """
         return [
-            content
-            for content in self.all()
-            if content.state is State.HOST
-            and all(is_demotable(wpg) for wpg in content.wpgs)
-            and (after_s is None or (content.next_use_s or math.inf) > after_s)
+            copy
+            for copy in self.all()
+            if copy.state is State.HOST
+            and all(is_demotable(wpg) for wpg in copy.wpgs)
+            and (after_s is None or (copy.next_use_s or math.inf) > after_s)
         ]
 
     def extents(self) -> list[int]:
-        return [content.extent for content in self.all() if content.extent is not None]
+        return [copy.extent for copy in self.all() if copy.extent is not None]
 
     def nvme_used_bytes(self) -> int:
         """Bytes of the shared copies that are on NVMe, or are being written there."""
         below = ON_NVME | {State.DEMOTING}
-        return sum(content.num_bytes for content in self.all() if content.state in below)
+        return sum(copy.num_bytes for copy in self.all() if copy.state in below)
 
-    def states(self) -> list[ContentState]:
+    def states(self) -> list[SharedCopyState]:
         return [
-            ContentState(
-                num_bytes=content.num_bytes,
-                hash=content.hash,
-                base=self._bases.get(content.hash, ""),
-                users=sorted(str(rank.wpg.key) for rank in content.users),
-                version=content.version,
-                in_host=content.state not in ON_NVME,
-                on_nvme=content.state in ON_NVME,
-                model=content.users[0].model,
+            SharedCopyState(
+                num_bytes=copy.num_bytes,
+                hash=copy.hash,
+                base=self._bases.get(copy.hash, ""),
+                users=sorted(str(rank.wpg.key) for rank in copy.users),
+                version=copy.version,
+                in_host=copy.state not in ON_NVME,
+                on_nvme=copy.state in ON_NVME,
+                model=copy.users[0].model,
             )
-            for content in self.all()
+            for copy in self.all()
         ]
 
     def validate(self) -> None:
         """Raises: AssertionError: an invariant of this module does not hold."""
-        for number, content in self._contents.items():
-            assert content.number == number
-            assert content.users, f"{content} has no user"
-            assert all(rank.content is content for rank in content.users)
-            assert len(set(content.users)) == len(content.users)
-            assert content.digest, f"{content} is not whole"
-            assert (content.extent is None) is (content.state is State.DEMOTED), content
-            jobs = {rank.wpg.key.job_key for rank in content.users}
-            assert len(jobs) == 1 or content.is_immutable, f"{content} can be written by another"
-            assert len(content.tenants) == 1 or content.is_base, f"{content} is shared"
+        for number, copy in self._copies.items():
+            assert copy.number == number
+            assert copy.users, f"{copy} has no user"
+            assert all(rank.shared_copy is copy for rank in copy.users)
+            assert len(set(copy.users)) == len(copy.users)
+            assert copy.digest, f"{copy} is not whole"
+            assert (copy.extent is None) is (copy.state is State.DEMOTED), copy
+            jobs = {rank.wpg.key.job_key for rank in copy.users}
+            assert len(jobs) == 1 or copy.is_immutable, f"{copy} can be written by another"
+            assert len(copy.tenants) == 1 or copy.is_base, f"{copy} is shared"
         extents = self.extents()
-        assert len(extents) == len(set(extents)), "two contents in one extent"
+        assert len(extents) == len(set(extents)), "two shared copies in one extent"

@@ -55,7 +55,7 @@ async def make_room(
                 memory for its host copy, nothing is reserved.
     Raises: the errors of `reserve_copy`, before anything is written.
     """
-    if rank.content is None or (version is not None and _is_copy_of(version, rank)):
+    if rank.shared_copy is None or (version is not None and _is_copy_of(version, rank)):
         return
     await reserve_copy(node, reserve, rank)
 
@@ -86,7 +86,7 @@ def drop_copy(node: Node, rank: Rank) -> None:
 
 
 def settle_copy(node: Node, rank: Rank, applied: int, digest: str) -> None:
-    """Make the content of the rank's `extent` its host copy, in place of the one before.
+    """Make the bytes in the rank's `extent` its host copy, in place of the one before.
 
     The new shared copy is compared with others later. While a process has the extent mapped
     writable, it is not shared.
@@ -99,9 +99,9 @@ def settle_copy(node: Node, rank: Rank, applied: int, digest: str) -> None:
     extent, rank.extent = rank.extent, None
     rank.copied(applied, digest)
     rank.held_version = None
-    content = node.contents.add(rank, extent)
-    node.contents.attach(rank, content)
-    node.compare_later(content)
+    copy = node.shared_copies.add(rank, extent)
+    node.shared_copies.attach(rank, copy)
+    node.compare_later(copy)
 
 
 async def copy_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -> Copied:
@@ -149,9 +149,9 @@ def source_of(node: Node, rank: Rank) -> list[int]:
     none for other ranks, which have their extent mapped."""
     if not rank.frozen:
         return []
-    assert rank.content is not None
-    assert rank.content.extent is not None
-    return [node.memory[rank.content.extent].read_only_fd]
+    assert rank.shared_copy is not None
+    assert rank.shared_copy.extent is not None
+    return [node.memory[rank.shared_copy.extent].read_only_fd]
 
 
 def hold_version(node: Node, rank: Rank, key: VersionKey, applied: int) -> None:
@@ -183,11 +183,11 @@ def _take_held_version(node: Node, rank: Rank) -> None:
     drop_copy(node, rank)
     node.leave_shared(rank)
     rank.copied(applied, version.digest)
-    content = node.contents.of_version(key, version.extent)
-    if content is None:
+    copy = node.shared_copies.of_version(key, version.extent)
+    if copy is None:
         node.memory.hold(version.extent)
-        content = node.contents.add(rank, version.extent, version=key)
-    node.contents.attach(rank, content)
+        copy = node.shared_copies.add(rank, version.extent, version=key)
+    node.shared_copies.attach(rank, copy)
 
 
 def _is_copy_of(version: Version, rank: Rank) -> bool:
@@ -221,71 +221,71 @@ class Sharing:
         while True:
             await self._identify(await self._node.to_compare.get())
 
-    async def _identify(self, content: SharedCopy) -> None:
+    async def _identify(self, copy: SharedCopy) -> None:
         """Freeze and hash a shared copy, and merge it with its equals.
 
         A copy that is demoted meanwhile is queued again when it is promoted.
         """
-        if not await self._freeze(content):
-            log.warning("%s is mapped by somebody still: it is not shared", content)
+        if not await self._freeze(copy):
+            log.warning("%s is mapped by somebody still: it is not shared", copy)
             return
-        if not content.hash:
-            await self._take_hash(content)
+        if not copy.hash:
+            await self._take_hash(copy)
         async with self._node.change():
-            if content.hash:
-                await self._merge(content)
+            if copy.hash:
+                await self._merge(copy)
 
-    async def _freeze(self, content: SharedCopy) -> bool:
+    async def _freeze(self, copy: SharedCopy) -> bool:
         """Make a shared copy immutable, which it must be before it is hashed.
 
         Returns: False: a process has it mapped writable still.
         """
         for _ in range(_FREEZE_TRIES):
-            if not self._is_above(content) or content.is_immutable:
+            if not self._is_above(copy) or copy.is_immutable:
                 return True
-            assert content.extent is not None
-            content.is_immutable = self._node.memory[content.extent].freeze()
-            if not content.is_immutable:
+            assert copy.extent is not None
+            copy.is_immutable = self._node.memory[copy.extent].freeze()
+            if not copy.is_immutable:
                 await asyncio.sleep(_FREEZE_PAUSE_S)
-        return content.is_immutable
+        return copy.is_immutable
 
-    async def _take_hash(self, content: SharedCopy) -> None:
-        if self._is_above(content) and content.is_immutable:
-            memory = self._node.shared_memory(content)
+    async def _take_hash(self, copy: SharedCopy) -> None:
+        if self._is_above(copy) and copy.is_immutable:
+            memory = self._node.shared_memory(copy)
             known = await asyncio.to_thread(_hash, memory, self._stopped)
             # The digest is a rank's word: it is verified before other ranks depend on the copy.
-            if known and await asyncio.to_thread(digest_of, memory) != content.digest:
-                for wpg in content.wpgs:
+            if known and await asyncio.to_thread(digest_of, memory) != copy.digest:
+                for wpg in copy.wpgs:
                     self._node.retire(wpg, "its host copy is not what its digest says")
             else:
-                content.hash = known
+                copy.hash = known
 
-    def _is_above(self, content: SharedCopy) -> bool:
-        return self._node.contents.is_known(content) and content.state not in ON_NVME
+    def _is_above(self, copy: SharedCopy) -> bool:
+        return self._node.shared_copies.is_known(copy) and copy.state not in ON_NVME
 
-    async def _merge(self, content: SharedCopy) -> None:
-        node, contents = self._node, self._node.contents
-        while contents.is_known(content) and (twin := contents.twin(content)) is not None:
-            pair = (content, twin)
+    async def _merge(self, copy: SharedCopy) -> None:
+        node, shared_copies = self._node, self._node.shared_copies
+        while shared_copies.is_known(copy) and (twin := shared_copies.twin(copy)) is not None:
+            pair = (copy, twin)
             if any(each.state in _MOVING for each in pair):
                 await node.until(lambda pair=pair: not _is_moving(node, pair))  # type: ignore[misc]
                 continue
-            kept, gone = pair if content.state is State.HOST else (twin, content)
+            kept, gone = pair if copy.state is State.HOST else (twin, copy)
             if twin.state is State.HOST:
-                kept, gone = twin, content
-            moved = contents.merge(gone, kept)
+                kept, gone = twin, copy
+            moved = shared_copies.merge(gone, kept)
             node.free_shared(gone)
             # A rank keeps the copy that it loaded last mapped, and with it its memory. A rank that
             # does not answer keeps that memory until it loads again, or is gone.
             for rank in moved:
                 await node.unmap(rank)
             log.info("%s is the same as %s: held once", gone, kept)
-            content = kept
+            copy = kept
             node.announce()
 
 
-def _is_moving(node: Node, contents: tuple[SharedCopy, ...]) -> bool:
-    return any(c.state in _MOVING and node.contents.is_known(c) for c in contents)
+def _is_moving(node: Node, shared_copies: tuple[SharedCopy, ...]) -> bool:
+    return any(c.state in _MOVING and node.shared_copies.is_known(c) for c in shared_copies)
 
 
 def _hash(memory: memoryview, stopped: threading.Event) -> str:

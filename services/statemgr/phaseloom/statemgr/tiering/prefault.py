@@ -1,7 +1,7 @@
 """Prefault of host memory before a rank copies out for the first time.
 
 Memory that was never touched takes several times as long to write. While a rank fills its heap,
-its extent is touched here in the background, piece by piece. Each deployment starts offloaded, so
+its extent is prefaulted in the background, piece by piece. Each deployment starts offloaded, so
 the rank writes all of that extent a moment later: the prefault takes no memory that would not be
 taken anyway. It pauses while moves and switches are under way, and ends as soon as the rank has
 filled its extent or is lost.
@@ -24,7 +24,7 @@ from phaseloom.statemgr.residency.residency import Rank, State
 log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 32 * 1024 * 1024
-"""Bytes touched in one step; a caller of `Prefault.end` waits for one step at most."""
+"""Bytes prefaulted in one step; a caller of `Prefault.end` waits for one step at most."""
 
 
 class Prefault:
@@ -47,7 +47,7 @@ class Prefault:
         self._node.announce()
 
     def begin(self, rank: Rank) -> None:
-        """Begin to touch, in the background, the extent that the rank is about to fill."""
+        """Begin to prefault, in the background, the extent that the rank is about to fill."""
         assert rank.extent is not None
         # Taken now: by the time that the task runs, the rank may be lost and its extent freed.
         views = [self._node.memory[rank.extent].view(rank.extent_bytes)]
@@ -74,7 +74,7 @@ class Prefault:
                     if not await asyncio.to_thread(_touch, views, start):
                         break
         except PhaseloomError as error:
-            log.warning("the memory for %s is not touched ahead: %s", rank, error)
+            log.warning("the memory for %s is not prefaulted: %s", rank, error)
         finally:
             # An extent can be made immutable only while nobody has it mapped writable.
             views.clear()

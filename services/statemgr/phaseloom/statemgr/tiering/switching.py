@@ -196,7 +196,7 @@ async def _copy_in(node: Node, rank: Rank) -> float:
         copied = await node.ask(rank, CopyIn(digest), sharing.source_of(node, rank))
         if copied.digest != digest:
             # The rank's heap holds something else than was asked for, and it did not notice.
-            node.retire(rank.wpg, "it loaded another content than it was told to")
+            node.retire(rank.wpg, "it loaded other bytes than it was told to")
             raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
     except PhaseloomError as error:
         if error.info.code is Code.DATA_LOSS:
@@ -214,7 +214,7 @@ def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
     No load of a bad copy can succeed, so the next incarnations begin from their seals.
     """
     why = f"its host copy is bad: {error.info.message}"
-    node.lose(rank.content or rank, why)
+    node.lose(rank.shared_copy or rank, why)
     return ResourceError(
         f"the host copy of {rank} is bad: {error.info.message}",
         code=Code.DATA_LOSS,

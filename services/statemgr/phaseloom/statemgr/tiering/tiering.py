@@ -74,19 +74,19 @@ class Tiering:
         self._moves = node.moves
         self._tasks: asyncio.TaskGroup
         self.versions = VersionMoves(node)
-        self.touching = Prefault(node, self._is_moving)
+        self.prefault = Prefault(node, self._is_moving)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
         self._moves.start(tasks)
-        self.touching.start(tasks)
+        self.prefault.start(tasks)
         if self._spare_bytes:
             self._write_back = tasks.create_task(self._keep_writing_back())
 
     def stop(self) -> None:
         if self._write_back is not None:
             self._write_back.cancel()
-        self.touching.stop()
+        self.prefault.stop()
         self._moves.stop()
 
     def _is_moving(self) -> bool:
@@ -181,8 +181,8 @@ class Tiering:
 
     async def _promote_all(self, wpg: Wpg) -> None:
         for rank in wpg.ranks:
-            if rank.content is not None:
-                await self._promote(rank.content)
+            if rank.shared_copy is not None:
+                await self._promote(rank.shared_copy)
             await self._promote(rank)
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
@@ -192,7 +192,7 @@ class Tiering:
         waits for.
         """
         wpg.next_use_s = None if hint.in_s is None else time.monotonic() + hint.in_s
-        shared = {rank.content for rank in wpg.ranks if rank.content is not None}
+        shared = {rank.shared_copy for rank in wpg.ranks if rank.shared_copy is not None}
         copies: list[HostCopy] = [*shared, *wpg.ranks]
         for copy in copies:
             if hint.in_s is None:
@@ -206,10 +206,10 @@ class Tiering:
         Called once, when the handover is done.
         """
         node, directory = self.node, self._directory
-        copies: list[HostCopy] = [*node.contents.all()]
+        copies: list[HostCopy] = [*node.shared_copies.all()]
         copies += [rank for wpg in node.residency.alive() for rank in wpg.ranks]
         kept = {node.file_of(c) for c in copies if c.state in ON_NVME}
-        stale = (directory.spilled() | directory.contents()) - kept
+        stale = (directory.all_demoted() | directory.shared_copies()) - kept
         return self._tasks.create_task(asyncio.to_thread(directory.discard, *stale))
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
@@ -272,7 +272,7 @@ class Tiering:
         These are the ones on their way down, and the copies that may be demoted as soon as their
         promotion has ended.
         """
-        residency, shared = self.node.residency, self.node.contents
+        residency, shared = self.node.residency, self.node.shared_copies
         copies = self._moves.making_room([*residency.demotable(), *shared.demotable()])
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
@@ -287,7 +287,7 @@ class Tiering:
         """
         node = self.node
         num_holders = node.memory.arena.num_holders
-        shared = node.contents.demotable(after_s)
+        shared = node.shared_copies.demotable(after_s)
         copies: list[HostCopy] = [*node.residency.demotable(after_s)]
         copies += [c for c in shared if c.extent is not None and num_holders(c.extent) == 1]
         return [copy for copy in copies if copy not in self._moves]
@@ -341,7 +341,7 @@ class Tiering:
         if rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
         section = Section(rank.extent_bytes, rank.tensors, rank.digest)
-        header = StateHeader("spill", rank.wpg.key, rank.applied, [section])
+        header = StateHeader("demoted", rank.wpg.key, rank.applied, [section])
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         with self._failing(rank, Step.DEMOTE_FAILED, "its host copy is bad"):
             if not rank.is_written_back:
@@ -368,12 +368,12 @@ class Tiering:
         if copy.extent is None:
             raise ResourceError(f"{copy} is not needed any more")
         section = Section(copy.num_bytes, copy.tensors, copy.digest)
-        header = StateHeader("content", copy.owner, copy.applied, [section])
+        header = StateHeader("shared", copy.owner, copy.applied, [section])
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
             await self._write(move, header, node.shared_memory(copy))
         self._check_needed(copy)
         async with node.change():
-            node.contents.step(copy, Step.DEMOTE_VERIFIED)
+            node.shared_copies.step(copy, Step.DEMOTE_VERIFIED)
             copy.version = None
         # The agent has the extent's descriptor too: it goes only after the manifest names NVMe.
         async with node.change():
@@ -438,7 +438,7 @@ class Tiering:
             node.memory.free(extent)
             raise ResourceError(f"{copy} is not wanted any more", code=Code.ABORTED)
         copy.extent = extent
-        node.contents.step(copy, Step.PROMOTE_BEGUN)
+        node.shared_copies.step(copy, Step.PROMOTE_BEGUN)
         memory = node.memory[extent]
         try:
             with self._failing(copy, Step.PROMOTE_FAILED, "its state on NVMe is bad"):

@@ -108,12 +108,12 @@ class VersionMoves:
         Raises: ResourceError: a rank uses the version, or opened it meanwhile.
         """
         readers, openings = _alive(version), version.num_openings
-        still = [wpg for wpg in readers if not await self._lets_go(wpg, version)]
+        still = [wpg for wpg in readers if not await self._unmaps(wpg, version)]
         if still or version.num_openings != openings:
             raise ResourceError(f"version {version.key} is being read")
         version.readers.clear()
 
-    async def _lets_go(self, wpg: Wpg, version: Version) -> bool:
+    async def _unmaps(self, wpg: Wpg, version: Version) -> bool:
         for rank in wpg.ranks:
             used = await self._node.unmap(rank)
             if used is None:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phaseloom.statemgr.transfer.tensorslices import Box, Fragment, left_of, overlap
+from phaseloom.statemgr.transfer.tensorslices import Box, Fragment, overlap, rest_of
 
 MAX_RECORDS = 1 << 18
 _MAX_FRAGMENTS = 1024
@@ -107,7 +107,7 @@ class _Assigned:
         """Assign a box to a peer, also where others had it. Returns: the number of boxes added."""
         places = self._places(box)
         near = self._boxes[places]
-        kept = [(each, holder) for had, holder in near for each in left_of([had], box)]
+        kept = [(each, holder) for had, holder in near for each in rest_of([had], box)]
         kept = sorted([*kept, (box, peer)], key=_start)
         self._boxes[places] = kept
         self._starts[places] = map(_start, kept)
@@ -131,7 +131,7 @@ def _shared(
         common = overlap(box, taken)
         if common is None:
             continue
-        rest = left_of(rest, taken)
+        rest = rest_of(rest, taken)
         if holder == peer or holder in failed:
             mine.append(common)
         else:

@@ -2,7 +2,7 @@
 
 A few streams to every source pull batches of boxes, whichever stream is free next: sources that
 hold the same part share its batches, and where one source fails the others take its batches. Bytes
-that have come and are verified stay. All sources of a part must hold the same content. A slow
+that have come and are verified stay. All sources of a part must hold the same bytes. A slow
 receiver slows its sources: the bytes go straight into the memory that they are for.
 
 Where all sources of a part are on other sites, each byte crosses the slow link once: all nodes of
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PEER_PATIENCE = 6.0
+PEER_TIMEOUTS = 6.0
 """The number of timeouts that a peer may take for one request, while it says that it is at work."""
 _STREAMS = 4
 """The most streams to one source."""
@@ -252,7 +252,7 @@ class Fetch:
         """Work through one stream to a source, which is opened again as often as it breaks."""
         stream: Stream | None = None
         try:
-            while not self._over.is_set() and not source.is_left:
+            while not self._over.is_set() and not source.is_given_up:
                 batch = self._take(source)
                 if batch is None and not (is_first and source.is_far is None):
                     await self._changed.wait()
@@ -273,7 +273,7 @@ class Fetch:
                         stream = None
                     self._failed(source, error)
                     await asyncio.sleep(_BACKOFF_S * min(source.failures, _MAX_FAILURES))
-            if is_first and not source.is_left:
+            if is_first and not source.is_given_up:
                 await self._judged.wait()
                 if self._is_to_confirm:
                     await self._confirm(source, stream)
@@ -304,12 +304,14 @@ class Fetch:
             return source.is_far is not None
         others = (each for each in self._sources if each is not source and part in each.parts)
         return all(
-            each.is_left or each.failures or (each.is_far and each.rank(part) < source.rank(part))
+            each.is_given_up
+            or each.failures
+            or (each.is_far and each.rank(part) < source.rank(part))
             for each in others
         )
 
     async def _open(self, source: _Source) -> Stream:
-        """Open a stream to a source. Raises: CallerError: it refuses, or has another content."""
+        """Open a stream to a source. Raises: CallerError: it refuses, or has other bytes."""
         stream, opened = await self._opened(source.endpoint, source.parts)
         try:
             for part in source.parts:
@@ -348,8 +350,8 @@ class Fetch:
         if not 1 <= assigned.num_boxes <= len(batch.pieces):
             raise ConnectionError(f"it tells of {assigned.num_boxes} boxes")
         told = Batch(batch.part, batch.pieces[: assigned.num_boxes])
-        cuts = [assigned.here, *(share.boxes for share in assigned.elsewhere)]
-        shares = [wire.fragments_of(each, told.boxes) for each in cuts]
+        specs = [assigned.here, *(share.boxes for share in assigned.elsewhere)]
+        shares = [wire.fragments_of(each, told.boxes) for each in specs]
         mine, *others = told.split(shares)
         for other, share in zip(others, assigned.elsewhere, strict=True):
             self._relay(other, share)
@@ -383,14 +385,14 @@ class Fetch:
         is_bad = isinstance(error, ResourceError) and error.info.code is Code.DATA_LOSS
         is_hopeless = source.failures > _MAX_FAILURES and (is_bad or idle_s > self.home.timeout_s)
         if is_hopeless or isinstance(error, CallerError):
-            source.is_left = True
+            source.is_given_up = True
             self.errors[source.endpoint] = explained(error, source.endpoint, self.home.timeout_s)
         self._check_reachable()
         self._announce()
 
     def _check_reachable(self) -> None:
         """End the fetch where batches are queued that no source is left to ask for."""
-        reachable = {part for each in self._sources if not each.is_left for part in each.parts}
+        reachable = {part for each in self._sources if not each.is_given_up for part in each.parts}
         for part, queue in self._queues.items():
             if queue and part not in reachable:
                 self._end(undelivered(f"part {part or 'all'} of {self.what}", self.errors.values()))
@@ -427,7 +429,7 @@ class Fetch:
                 if stream is None:
                     stream, _ = await self._opened(peer.endpoint, [], peer.session)
                 give = wire.Give(batch.part, batch.boxes, batch.num_bytes)
-                async with asyncio.timeout(PEER_PATIENCE * self.home.timeout_s):
+                async with asyncio.timeout(PEER_TIMEOUTS * self.home.timeout_s):
                     given = await self._ask(stream, give, wire.Given)
                 if given.assigned is not None:
                     raise ConnectionError("it assigns what is not its own")
@@ -495,7 +497,7 @@ class _Source:
     """Failures in a row."""
     progress_s: float = field(default_factory=time.monotonic)
     """The time at which the last batch came from the source, on the monotonic clock."""
-    is_left: bool = False
+    is_given_up: bool = False
     """Whether the source is given up."""
     delivered: set[str] = field(default_factory=set)
     """Parts of which the source sent bytes, or gave a checksum."""
@@ -552,7 +554,7 @@ def undelivered(what: str, errors: Iterable[PhaseloomError]) -> ResourceError:
     found = list(errors)
     codes = {error.info.code for error in found}
     return ResourceError(
-        f"{what} could not be brought: {'; '.join(map(str, found)) or 'no source is named'}",
+        f"{what} could not be fetched: {'; '.join(map(str, found)) or 'no source is named'}",
         code=codes.pop() if len(codes) == 1 else Code.UNAVAILABLE,
         remedy="retry; name sources that hold the version",
     )

@@ -1,4 +1,4 @@
-"""Content that a state manager serves to others: parts in its memory, and slices on their way."""
+"""Served that a state manager serves to others: parts in its memory, and slices on their way."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phaseloom.statemgr.transfer.tensorslices import (
     bytes_of,
     contains,
     inside,
-    left_of,
     overlap,
     raw_slot,
+    rest_of,
     runs,
     slot_of,
 )
@@ -45,7 +45,7 @@ class Found(Protocol):
         """
 
 
-class Content(Protocol):
+class Served(Protocol):
     """The content that one stream is served from."""
 
     def find(self, part: str, box: Box) -> Found:
@@ -151,7 +151,7 @@ class Incoming:
     def add(self, batch: Batch) -> None:
         """Record that a batch is here and verified."""
         for of, box in batch.pieces:
-            left = left_of(self._missing.pop(of.offset, []), box)
+            left = rest_of(self._missing.pop(of.offset, []), box)
             if left:
                 self._missing[of.offset] = left
         self._announce()
@@ -159,7 +159,7 @@ class Incoming:
     def forget(self, batch: Batch) -> None:
         """Record that a batch that came is bad, and must be fetched again."""
         for of, box in batch.pieces:
-            self._missing[of.offset] = [*left_of(self._missing.get(of.offset, []), box), box]
+            self._missing[of.offset] = [*rest_of(self._missing.get(of.offset, []), box), box]
 
     def give_up(self) -> None:
         """Record that nothing more will come; whoever waits for more is told."""

@@ -25,7 +25,7 @@ from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
-from phaseloom.statemgr.transfer.served import Content, Found, OpenPart, OpenParts
+from phaseloom.statemgr.transfer.served import Found, OpenPart, OpenParts, Served
 from phaseloom.statemgr.transfer.tensorslices import (
     MAX_BATCH_BOXES,
     MAX_BATCH_BYTES,
@@ -52,7 +52,7 @@ class Versions(Protocol):
     def open_part(self, key: VersionKey) -> AbstractAsyncContextManager[OpenPart]:
         """A part, or a whole version, that is here."""
 
-    def open_fetched(self, key: VersionKey) -> AbstractAsyncContextManager[Content]:
+    def open_fetched(self, key: VersionKey) -> AbstractAsyncContextManager[Served]:
         """The content that this node has fetched, or is fetching, under this key."""
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
@@ -65,7 +65,7 @@ class Versions(Protocol):
 class Files(Protocol):
     """The state files that are served. All methods raise PhaseloomError."""
 
-    async def open_file(self, name: wire.FileName) -> tuple[StateHeader, Content]:
+    async def open_file(self, name: wire.FileName) -> tuple[StateHeader, Served]:
         """The header and the blocks of a file that is here."""
 
     async def parts_of(self, name: wire.FileName) -> list[str]:
@@ -177,7 +177,7 @@ class Server:
     async def _answer_all(
         self,
         stream: Stream,
-        content: Content,
+        content: Served,
         assignments: Mapping[str, Assignment],
         peer: Peer,
     ) -> None:
@@ -211,7 +211,7 @@ class Server:
     async def _given(
         self,
         stream: Stream,
-        content: Content,
+        content: Served,
         asked: wire.Give,
         assignment: Assignment | None,
         peer: Peer,
@@ -226,7 +226,7 @@ class Server:
             shares = assignment.ask(boxes, asked.num_bytes, asked.failed, peer)
         return await asyncio.to_thread(_read, asked, found, shares)
 
-    async def _confirm(self, stream: Stream, content: Content, name: str) -> None:
+    async def _confirm(self, stream: Stream, content: Served, name: str) -> None:
         """Check that a part still is what was committed, after its bytes were sent.
 
         Raises: ResourceError: the part is bad. DATA_LOSS: it may be fetched once more; UNAVAILABLE:
@@ -283,7 +283,7 @@ def _described(version: Version) -> wire.VersionDescription:
     return wire.VersionDescription(version.num_bytes, version.tensors, version.digest)
 
 
-def _found(content: Content, asked: wire.Give, *, is_assigned: bool) -> list[Found]:
+def _found(content: Served, asked: wire.Give, *, is_assigned: bool) -> list[Found]:
     """The boxes that are asked for. Raises: CallerError: they are not there, or too large."""
     if len(asked.boxes) > MAX_BATCH_BOXES:
         raise CallerError(f"{len(asked.boxes)} boxes", field="boxes")
@@ -305,11 +305,11 @@ def _read(
         return memories, wire.Given(_digest(memories))
     memories = list(_read_fragments(found, shares.here))
     elsewhere = [
-        wire.Shared(holder, wire.cuts_of(some, asked.boxes), _digest(_read_fragments(found, some)))
+        wire.Shared(holder, wire.specs_of(some, asked.boxes), _digest(_read_fragments(found, some)))
         for holder, fragments in shares.elsewhere.items()
         for some in _in_requests(found, fragments, asked.num_bytes)
     ]
-    here = wire.cuts_of(shares.here, asked.boxes)
+    here = wire.specs_of(shares.here, asked.boxes)
     return memories, wire.Given(_digest(memories), wire.Assigned(shares.num_boxes, here, elsewhere))
 
 

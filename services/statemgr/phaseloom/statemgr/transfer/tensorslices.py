@@ -114,7 +114,7 @@ class Batch:
             for number, box in fragments:
                 if not (0 <= number < len(left) and contains(self.pieces[number].box, box)):
                     raise CallerError(f"{box} of box {number}, which it is not", field="boxes")
-                left[number] = left_of(left[number], box)
+                left[number] = rest_of(left[number], box)
                 pieces.append(Piece(self.pieces[number].slice, box))
             found.append(Batch(self.part, pieces))
         if any(left) or sum(each.num_bytes for each in found) != self.num_bytes:
@@ -300,7 +300,7 @@ def overlap(one: Box, other: Box) -> Box | None:
     return Box(one.name, start, size)
 
 
-def left_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
+def rest_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
     """The rest of disjoint boxes of one tensor without `taken`, as disjoint boxes."""
     left: list[Box] = []
     for each in boxes:
@@ -374,11 +374,11 @@ def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
 
 def _boxes(whole: Slice, limit: int) -> Iterator[Box]:
     item = item_bytes(whole.dtype)
-    for start, size in _cut(whole.start, whole.size, item, limit):
+    for start, size in _split(whole.start, whole.size, item, limit):
         yield Box(whole.name, start, size)
 
 
-def _cut(
+def _split(
     start: list[int], size: list[int], item: int, limit: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """The pieces of a box, in order, each of at most `limit` bytes that are adjacent in the box."""
@@ -390,7 +390,7 @@ def _cut(
     step = max(1, limit // row_bytes)
     for done in range(0, size[dim], step):
         taken = min(step, size[dim] - done)
-        yield from _cut(
+        yield from _split(
             [*start[:dim], start[dim] + done, *start[dim + 1 :]],
             [*size[:dim], taken, *size[dim + 1 :]],
             item,

@@ -158,7 +158,7 @@ class FilesKept(msgspec.Struct, frozen=True, tag=True):
     """Says that the files are on the server's disk, fsynced."""
 
 
-Cut = tuple[int, list[int], list[int]]
+FragmentSpec = tuple[int, list[int], list[int]]
 """A box inside a box of a request: (the number of the request's box, start, size). Where start and
 size are empty, it is all of the request's box."""
 
@@ -167,7 +167,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
     """The boxes of a request that the client is to take from a peer."""
 
     holder: Peer
-    boxes: list[Cut]
+    boxes: list[FragmentSpec]
     digest: str
     """The xxh3-128 of the bytes of these boxes, as the server has them."""
 
@@ -179,7 +179,7 @@ class Assigned(msgspec.Struct, frozen=True, array_like=True):
     num_boxes: int
     """The number of boxes that are answered, from the first on; the client asks for the others
     again."""
-    here: list[Cut]
+    here: list[FragmentSpec]
     """The boxes that the server sends."""
     elsewhere: list[Shared]
     """The boxes that peers have."""
@@ -220,20 +220,20 @@ Reply = (
 )
 
 
-def cuts_of(fragments: list[Fragment], boxes: Sequence[Box]) -> list[Cut]:
+def specs_of(fragments: list[Fragment], boxes: Sequence[Box]) -> list[FragmentSpec]:
     return [
         (number, [], []) if box == boxes[number] else (number, box.start, box.size)
         for number, box in fragments
     ]
 
 
-def fragments_of(cuts: list[Cut], boxes: Sequence[Box]) -> list[Fragment]:
-    """The fragments of a request's boxes that the cuts name.
+def fragments_of(specs: list[FragmentSpec], boxes: Sequence[Box]) -> list[Fragment]:
+    """The fragments of a request's boxes that the specs name.
 
     Raises: CallerError: the request has no such box.
     """
     found = []
-    for number, start, size in cuts:
+    for number, start, size in specs:
         if not 0 <= number < len(boxes):
             raise CallerError(f"box {number} of {len(boxes)}", field="boxes")
         whole = boxes[number]

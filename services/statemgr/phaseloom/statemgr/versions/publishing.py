@@ -64,7 +64,7 @@ class Publishing:
         if version is not None and not version.is_committed:
             # A version that was begun and never committed, by this incarnation or by a fetch.
             if version.incarnation != wpg.incarnation:
-                raise ResourceError(f"version {key} is being brought here", code=Code.ABORTED)
+                raise ResourceError(f"version {key} is being fetched here", code=Code.ABORTED)
             node.drop_version(version)
             version = None
         if version is not None:
@@ -127,7 +127,7 @@ class Publishing:
         """Verify the version that a rank has written; it is immutable from now on. Idempotent.
 
         Raises: CallerError: NOT_FOUND: the policy is not writing the version; ALREADY_EXISTS: it is
-                committed with another content. ResourceError: DATA_LOSS: the extent is not what the
+                committed with other bytes. ResourceError: DATA_LOSS: the extent is not what the
                 digest says; ABORTED: the version was dropped meanwhile.
         """
         node = self._node
@@ -159,7 +159,7 @@ class Publishing:
         """Commit a version whose parts are committed, here and elsewhere. Idempotent.
 
         Raises: CallerError: PERMISSION_DENIED: the version is not this policy's; ALREADY_EXISTS: it
-                is committed with another content; FAILED_PRECONDITION: a part that this incarnation
+                is committed with other bytes; FAILED_PRECONDITION: a part that this incarnation
                 wrote here differs from the manifest. ResourceError: no room.
         """
         key = request.version
@@ -208,7 +208,7 @@ class Publishing:
             version.incarnation == wpg.incarnation or not version.is_manifest
         ):
             raise CallerError(
-                f"version {key} is committed with another content",
+                f"version {key} is committed with other bytes",
                 code=Code.ALREADY_EXISTS,
                 field="manifest",
             )

@@ -107,10 +107,10 @@ class Versions:
         """Add a committed version that was found on disk at start."""
         self._versions[key] = Version(key, num_bytes, as_table(tensors), digest, is_on_disk=True)
 
-    def adopt(self, version: Version) -> bool:
+    def take_over(self, version: Version) -> bool:
         """Add a verified version in memory that the previous daemon had; it may be on disk too.
 
-        Returns: False where the version on disk has another content; then that one stays.
+        Returns: False where the version on disk has other bytes; then that one stays.
         """
         on_disk = self._versions.get(version.key)
         if on_disk is not None and on_disk.digest != version.digest:
@@ -161,13 +161,13 @@ class Versions:
     def commit(self, version: Version, digest: str) -> None:
         """Make a version readable, and immutable. Committing the same content again is harmless.
 
-        Raises: CallerError: ALREADY_EXISTS: the version is committed with another content.
+        Raises: CallerError: ALREADY_EXISTS: the version is committed with other bytes.
         """
         assert digest
         assert version.extent is not None or version.is_committed
         if version.is_committed and version.digest != digest:
             raise CallerError(
-                f"version {version.key} is committed with another content",
+                f"version {version.key} is committed with other bytes",
                 code=Code.ALREADY_EXISTS,
                 field="digest",
             )

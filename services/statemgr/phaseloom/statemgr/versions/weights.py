@@ -28,7 +28,7 @@ from phaseloom.statemgr.residency.residency import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import ask_once
-from phaseloom.statemgr.transfer.served import Content, Fetched, OpenPart, OpenParts
+from phaseloom.statemgr.transfer.served import Fetched, OpenPart, OpenParts, Served
 from phaseloom.statemgr.versions.fetch import VersionFetcher, not_here
 from phaseloom.statemgr.versions.versions import Version
 
@@ -215,7 +215,7 @@ class Weights:
             yield OpenPart.of(version, self._memory(version))
 
     @asynccontextmanager
-    async def open_fetched(self, key: VersionKey) -> AsyncIterator[Content]:
+    async def open_fetched(self, key: VersionKey) -> AsyncIterator[Served]:
         """Open a version, a part or slices that this node has fetched or is fetching; the memory
         stays while peers take from it.
 

@@ -179,6 +179,9 @@ class FsdpBackend:
         _shard(self._scorer, self._model._no_split_modules or (), mesh, precision)
         moved = masters or self._layout.weights
         _move_parameters(self._scorer, self._tensors.views(moved), self._padded(moved))
+        if masters is not None and spec.model.pinned is not None:
+            # The weights come from files: then masters are made of them.
+            self._tensors.flat(masters).zero_()
         self._masters = _Masters.of(self._tensors, self._layout.weights, masters)
         self._training = self._prepare_training(mesh) if spec.trainable else None
         return_freed_memory()

@@ -95,7 +95,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Seconds of switching that are planned for each phase of a group of several jobs."""
 
 
-class Cluster(msgspec.Struct, dict=True):
+class Cluster(msgspec.Struct):
     hosts: dict[NodeId, Host] = {}
     groups: dict[str, Group] = {}
     free: dict[Pool, list[NodeId]] = {}
