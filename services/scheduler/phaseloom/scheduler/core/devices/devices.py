@@ -97,12 +97,14 @@ def claim(step: Step, deployment: Deployment) -> None:
     they meet: the oldest is the first on each of its devices, and nothing deadlocks.
     """
     for node in step.nodes_of(deployment):
-        node.claim(deployment.name)
+        if deployment.name not in node.claims:
+            node.claims.append(deployment.name)
 
 
 def unclaim(step: Step, deployment: Deployment) -> None:
     for node in step.nodes_of(deployment):
-        node.unclaim(deployment.name)
+        if deployment.name in node.claims:
+            node.claims.remove(deployment.name)
 
 
 def use(step: Step, deployment: Deployment) -> None:
@@ -256,11 +258,6 @@ def set_released(slot: Slot, is_released: bool) -> None:
 def note_round(slot: Slot, job: str, number: int) -> None:
     """Note the round for which the phase counts that a job has begun in a slot."""
     slot.rounds[job] = number
-
-
-def note_timer(slot: Slot, timer: str) -> None:
-    """Note the timer at which a slot is looked at again."""
-    slot.timer = timer
 
 
 # --- who is expected -----------------------------------------------------------------------------

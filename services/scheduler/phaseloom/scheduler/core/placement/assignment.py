@@ -91,7 +91,7 @@ def seek(step: Step, job: Job, member: Member) -> Decision:
 def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
     """Put a job into its group and start its deployments."""
     group = groups.join(step.state.cluster, member, placed)
-    job.placed(placed.why)
+    job.why_here = placed.why
     count_iterations(step, job)
     _note_peers(step, group)
     for deployment in step.deployments_of(job.key):
@@ -142,7 +142,7 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     _note_peers(step, old)
     _note_peers(step, groups.group_of(cluster, member.job))
     step.tell("job moved", f"{describe(step, job)}: {placed.why}", member.job)
-    job.placed(placed.why)
+    job.why_here = placed.why
     _move_all(step, job, member)
     step.follow(FollowUp.PLACE)
 

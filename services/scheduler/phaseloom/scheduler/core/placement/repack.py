@@ -136,7 +136,7 @@ def ask(step: Step) -> None:
         return
     asked = _question(state, step.sequence)
     if asked.cluster.groups:
-        state.ask_replan(step.sequence)
+        state.replanning = step.sequence
         step.emit(asked)
 
 
@@ -180,7 +180,7 @@ def answered(step: Step, event: ReplanComputed) -> None:
     state = step.state
     if event.as_of != state.replanning:
         return  # answered twice, by two leaders
-    state.end_replan()
+    state.replanning = 0
     step.follow(FollowUp.REPLAN)  # jobs may have come or left meanwhile
     plan = _Plan(step, event)
     for move in event.moves:
