@@ -260,6 +260,11 @@ def note_round(slot: Slot, job: str, number: int) -> None:
     slot.rounds[job] = number
 
 
+def note_timer(slot: Slot, timer: str) -> None:
+    """Note the timer at which a slot is looked at again."""
+    slot.timer = timer
+
+
 # --- who is expected -----------------------------------------------------------------------------
 
 

@@ -164,7 +164,7 @@ def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
     timer = f"grace/{node.node}/{index}/{step.sequence}"
     if step.state.timers.get(slot.timer, -1.0) == due_s:
         return
-    slot.timer = timer
+    devices.note_timer(slot, timer)
     step.set_timer(timer, due_s)
 
 

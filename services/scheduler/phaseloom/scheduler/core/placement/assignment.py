@@ -107,9 +107,8 @@ def count_iterations(step: Step, job: Job) -> None:
     """
     cluster = step.state.cluster
     member = groups.group_of(cluster, str(job.key)).members[str(job.key)]
-    if member.cycle is not None and job.spec.duration_s and not member.num_iterations:
-        solo_s = admission.worst_period_s(member.cycle)
-        member.num_iterations = max(1, round(job.spec.duration_s / solo_s))
+    if not member.num_iterations:
+        member.num_iterations = groups.iterations_of(member.cycle, job.spec.duration_s)
 
 
 def stepped(step: Step, job: JobKey) -> None:
