@@ -31,7 +31,7 @@ TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slice
 TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
 TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py)
 TESTS_mesh := $(addprefix $(ON),checkpoints_on_mesh.py end_to_end.py layouts_on_mesh.py \
-	nodes_on_mesh.py sharing_on_mesh.py)
+	nodes_on_mesh.py registered_models.py sharing_on_mesh.py)
 SUBJECTS := cli client common loadtest profiler router scheduler simulator statemgr weights worker \
 	recovery mesh
 

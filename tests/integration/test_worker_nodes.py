@@ -178,7 +178,7 @@ async def test_life_that_is_over_there_ends_whatever_is_asked(bus: Bus) -> None:
         for asked in (
             others.take_part(SHARE),
             others.call_roll(),
-            others.cancel(OPERATION),
+            others.cancel(OPERATION, keeps_partial=False),
             others.find_store(THERE),
         ):
             with pytest.raises(IncarnationEnded, match="on n1: the worker process died"):
@@ -198,7 +198,7 @@ async def test_node_that_does_not_answer_the_roll_is_lost(
     monkeypatch.setattr("phaseloom.worker.agent.nodes.SILENCE_S", 0.3)
     async with two(bus, [THERE]) as (others, node):
         await others.call_roll()
-        await others.cancel(OPERATION)
+        await others.cancel(OPERATION, keeps_partial=False)
         assert node.asked == [CallRoll(KEY, 1), CancelPart(OPERATION, 1)]
     async with two(bus, [THERE, NOWHERE]) as (others, _):
         with pytest.raises(IncarnationEnded, match="n2 has not answered"):

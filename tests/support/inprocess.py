@@ -169,7 +169,9 @@ class Deployment:
 
         def run() -> GenerateResult:
             self.backend.check_generate(args)
-            (result,) = self.backend.generate([args], Looker())
+            watch = Looker()
+            self.backend.generate([args], watch)
+            result = watch.results[0]
             assert result is not None
             return result
 

@@ -161,7 +161,6 @@ STATEMGR_PURE = (
     "seals.hostseals",
     "checkpoints.snapshots",
     "checkpoints.marker",
-    "checkpoints.safetensors",
     "checkpoints.assembly",
     "disk.statefile",
     "transfer.tensorslices",

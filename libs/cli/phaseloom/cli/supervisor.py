@@ -37,6 +37,7 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.cli.certs import make_certificates
+from phaseloom.cli.models import register
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import JobRequest, ResultRequest
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
@@ -46,6 +47,7 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import DeviceKind, Residency
 from phaseloom.common.process import config as configuration
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.certificates import directory_of
@@ -120,6 +122,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     frozen_bases: dict[str, list[str]] = {}
     """Models that never change, and that tenants may share: for each name the BLAKE3 of what each
     of its ranks holds. `phaseloom state --json` tells the hashes."""
+    models: dict[str, str] = {}
+    """Models to register, as `phaseloom model add` does: for each name a directory."""
     seal_every: int = 60
     """The number of mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int = 3
@@ -434,6 +438,7 @@ class Mesh:
             await stack.enter_async_context(self._server)
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
+            await self._register_models(self._bus)
             specs = child_specs(
                 self.config, self.run_dir, sockets, self.credentials, secrets.token_urlsafe(24)
             )
@@ -457,6 +462,13 @@ class Mesh:
         traceback: TracebackType | None,
     ) -> None:
         await self._stack.aclose()
+
+    async def _register_models(self, bus: Bus) -> None:
+        """Register the models of the configuration. Raises: CallerError: a directory is no
+        model's."""
+        for name, directory in self.config.models.items():
+            model = await asyncio.to_thread(read_model, name, Path(directory))
+            await register(bus, model, replaces=True)
 
     async def wait(self) -> None:
         """Wait for as long as the mesh runs; raises what made supervising it impossible."""

@@ -8,6 +8,7 @@ async with connect() as mesh:
     await job.finish()
 """
 
+from phaseloom.client.batches import continued
 from phaseloom.client.hooks import (
     OperationEnded,
     PhaseBegan,
@@ -104,6 +105,7 @@ __all__ = [
     "Sequence",
     "SyncWeightsResult",
     "connect",
+    "continued",
     "float32s",
     "int32s",
     "phase",

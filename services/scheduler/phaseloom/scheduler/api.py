@@ -10,9 +10,10 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from phaseloom.common.contract.api import (
+    CancelRequest,
     CreateDeployment,
     DeploymentRequest,
     DrainNode,
@@ -55,6 +56,7 @@ from phaseloom.scheduler.core.placement import evacuation
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED
+from phaseloom.scheduler.registered import ModelOf, pin_deployment, pin_job
 from phaseloom.scheduler.shell import Shell
 
 OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
@@ -165,7 +167,25 @@ def check_deployment(request: CreateDeployment, job: JobSpec) -> None:
     Raises: CallerError: names the field that is wrong.
     """
     _check_deployment(request.spec, "spec")
-    _check_size(msgspec.structs.replace(job, deployments=[*job.deployments, request.spec]))
+    _check_size(replace(job, deployments=[*job.deployments, request.spec]))
+
+
+async def _pinned(request: SubmitJob, model_of: ModelOf) -> JobSpec:
+    """The job's spec, checked, with its registered models pinned. Raises: CallerError."""
+    check_job(request)
+    pinned = await pin_job(request.spec, model_of, "spec")
+    _check_size(pinned)
+    return pinned
+
+
+async def _pinned_deployment(
+    request: CreateDeployment, job: JobSpec, model_of: ModelOf
+) -> DeploymentSpec:
+    """Likewise for a deployment that would be added to a job, once it is checked."""
+    check_deployment(request, job)
+    pinned = await pin_deployment(request.spec, model_of, "spec")
+    _check_size(replace(job, deployments=[*job.deployments, pinned]))
+    return pinned
 
 
 def _check_size(spec: JobSpec) -> None:
@@ -248,13 +268,15 @@ def _check_nodes(spec: DeploymentSpec, field: str) -> None:
         )
 
 
-def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHandler]]:
+def job_api(
+    shell: Shell, outcome_of: OutcomeOf, model_of: ModelOf
+) -> dict[str, tuple[Any, ApiHandler]]:
     """The endpoints for tenants, as `serve_api` takes them."""
 
     async def submit(tenant: str, request: SubmitJob) -> JobStatus:
-        check_job(request)
+        spec = await _pinned(request, model_of)
         id = uuid.uuid4().hex
-        return await shell.request(JobSubmitted(JobKey(tenant, request.job), request.spec, id), id)
+        return await shell.request(JobSubmitted(JobKey(tenant, request.job), spec, id), id)
 
     async def finish(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
@@ -270,9 +292,9 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
     async def create(tenant: str, request: CreateDeployment) -> JobStatus:
         check_name(request.job, "job")
         job = _job(shell, JobKey(tenant, request.job))
-        check_deployment(request, job.spec)
+        spec = await _pinned_deployment(request, job.spec, model_of)
         id = uuid.uuid4().hex
-        return await shell.request(DeploymentCreated(job.key, request.spec, id), id)
+        return await shell.request(DeploymentCreated(job.key, spec, id), id)
 
     async def delete(tenant: str, request: DeploymentRequest) -> JobStatus:
         check_name(request.job, "job")
@@ -293,9 +315,10 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
         await shell.append(PhaseDeclared(job.key, request.session, request.pool, request.is_open))
         return jobs.status(_now(shell), job)
 
-    async def cancel(tenant: str, request: OperationRequest) -> Explanation:
+    async def cancel(tenant: str, request: CancelRequest) -> Explanation:
         id = uuid.uuid4().hex
-        return await shell.ask_why(CancelRequested(_key(tenant, request), id), id)
+        event = CancelRequested(_key(tenant, request), id, request.keeps_partial)
+        return await shell.ask_why(event, id)
 
     async def why(tenant: str, request: OperationRequest) -> Explanation:
         key = _key(tenant, request)
@@ -334,7 +357,7 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
         "deployment.delete": (DeploymentRequest, delete),
         "job.status": (JobRequest, status),
         "phase.declare": (PhaseRequest, declare),
-        "operation.cancel": (OperationRequest, cancel),
+        "operation.cancel": (CancelRequest, cancel),
         "operation.explain": (OperationRequest, why),
     }
 

@@ -50,6 +50,8 @@ class CancelPart(Message, frozen=True):
 
     operation: OperationKey
     incarnation: int
+    keeps_partial: bool = False
+    """As in `CancelOperation`."""
 
 
 NodeRequest = FindStore | TakePart | CallRoll | CancelPart

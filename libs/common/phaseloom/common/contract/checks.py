@@ -24,6 +24,7 @@ from phaseloom.common.contract.operations import (
     LoadState,
     Loss,
     OptimStep,
+    Prompt,
     SamplingParams,
     SaveState,
     SyncWeights,
@@ -57,8 +58,11 @@ def check_generate(key: OperationKey, args: Generate) -> None:
     for i, prompt in enumerate(args.prompts):
         _check_ints(prompt.tokens, f"args.prompts[{i}].tokens")
         check_range(prompt.seed, -_SEED_END, _SEED_END - 1, f"args.prompts[{i}].seed", "an int64")
+        check_range(prompt.sample, 0, MAX_SAMPLES - 1, f"args.prompts[{i}].sample", "a sample")
     check_range(args.num_samples, 1, MAX_SAMPLES, "args.num_samples", "samples a prompt")
     _check_sampling(args.sampling)
+    for i, prompt in enumerate(args.prompts):
+        _check_generated(prompt, args.sampling.max_tokens, f"args.prompts[{i}].num_generated")
 
 
 def check_forward(key: OperationKey, args: Forward) -> None:
@@ -91,6 +95,19 @@ def check_sync_weights(key: OperationKey, args: SyncWeights) -> None:
 
 
 # --- Parts of them -------------------------------------------------------------------------------
+
+
+def _check_generated(prompt: Prompt, max_tokens: int, field: str) -> None:
+    if not prompt.num_generated:
+        return
+    num_tokens = length(prompt.tokens)
+    check_range(prompt.num_generated, 0, num_tokens - 1, field, f"of {num_tokens} tokens")
+    if prompt.num_generated >= max_tokens:
+        raise CallerError(
+            f"{prompt.num_generated} tokens were generated, and max_tokens is {max_tokens}",
+            field=field,
+            remedy="raise max_tokens, which counts them, or leave the prompt out",
+        )
 
 
 def _check_sampling(sampling: SamplingParams) -> None:

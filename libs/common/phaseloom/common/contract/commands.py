@@ -137,6 +137,8 @@ class CancelOperation(NodeCommand, frozen=True):
 
     operation: OperationKey
     incarnation: int
+    keeps_partial: bool = False
+    """Whether a `generate` shall complete with the tokens that it has."""
 
 
 class CloseActivation(NodeCommand, frozen=True):

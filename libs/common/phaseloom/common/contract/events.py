@@ -165,12 +165,14 @@ class PhaseDeclared(Message, frozen=True):
     is_open: bool
 
 
-class CancelRequested(Message, frozen=True):
+class CancelRequested(Message, frozen=True, omit_defaults=True):
     """job API → scheduler. Ends what has no permit; a reading operation that runs is stopped."""
 
     key: OperationKey
     request: str
     """Id of the API request that this answers."""
+    keeps_partial: bool = False
+    """Whether a `generate` that runs shall complete with what it has."""
 
 
 class QueuedOperation(Message, frozen=True, omit_defaults=True):

@@ -26,6 +26,7 @@ from phaseloom.common.contract.ids import OperationKey
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: int
+    """The most new tokens of a sample, those of the prompt's `num_generated` included."""
     temperature: float = 1.0
     stop_token_ids: list[int] = []
     """Tokens that end a sample, beside the end-of-sequence tokens of the model's config."""
@@ -38,6 +39,11 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: Int32s
     seed: int = 0
     """Sample k of this prompt draws its token i from (seed, k, i) and nothing else."""
+    sample: int = 0
+    """The k of the first sample that is asked for."""
+    num_generated: int = 0
+    """How many of the last `tokens` are an earlier answer's: the samples go on behind them, with
+    the draws, the stops and the `max_tokens` of one that was never interrupted."""
 
 
 class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -181,7 +187,8 @@ class Sequence(msgspec.Struct, frozen=True):
     tokens: Int32s
     logprobs: Float32s
     stop_reason: str
-    """`stop` or `length`."""
+    """`stop`, `length`, or `partial`: a cancel that keeps what there is ended it, and it can go on,
+    see `Prompt.num_generated`."""
 
 
 class GenerateResult(Message, frozen=True):

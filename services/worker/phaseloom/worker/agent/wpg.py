@@ -320,15 +320,16 @@ class Wpg:
         if freed is not None and not freed.done():
             freed.set_result(None)
 
-    async def cancel(self, operation: OperationKey) -> None:
+    async def cancel(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on all nodes. Raises: PhaseloomError: a rank is gone."""
-        await self.cancel_here(operation)
-        await self._others.cancel(operation)
+        await self.cancel_here(operation, keeps_partial=keeps_partial)
+        await self._others.cancel(operation, keeps_partial=keeps_partial)
 
-    async def cancel_here(self, operation: OperationKey) -> None:
+    async def cancel_here(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on this node. Raises: PhaseloomError: a rank is gone."""
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
-        await asyncio.gather(*(peer.call(CancelRun(operation)) for peer in peers))
+        cancel = CancelRun(operation, keeps_partial)
+        await asyncio.gather(*(peer.call(cancel) for peer in peers))
 
     async def share(self, share: RunShare) -> SharesDone:
         """Have every rank but the leader do its part. Raises: PhaseloomError: one has failed."""

@@ -19,8 +19,16 @@ import torch
 from phaseloom.common.contract.operations import Sequence
 from phaseloom.worker.backends.rng import uniforms
 
-KEEP_ROWS = 0.75
-"""Finished rows are dropped from the batch once fewer than this share of its rows are live."""
+
+@dataclass(frozen=True)
+class Start:
+    """Where the samples of a prompt begin."""
+
+    seed: int
+    sample: int
+    """Number of the first sample."""
+    generated: list[int]
+    """Tokens of an earlier answer, behind which the samples go on."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +37,34 @@ class Sampling:
 
     request: int
     """Index of the request in the call."""
-    seeds: list[int]
-    """Seeds of its prompts in this batch."""
+    first_prompt: int
+    """Index in the request of its first prompt in this batch."""
+    starts: list[Start]
+    """Where its prompts in this batch begin, one behind the other."""
     num_samples: int
     max_tokens: int
+    """Most new tokens of a sample, those generated earlier included."""
     temperature: float
     stop_token_ids: list[int]
     stop_strings: list[str]
 
     @property
     def num_rows(self) -> int:
-        return len(self.seeds) * self.num_samples
+        return len(self.starts) * self.num_samples
+
+    @property
+    def limits(self) -> list[int]:
+        """The most new tokens of each row."""
+        limits = [self.max_tokens - len(start.generated) for start in self.starts]
+        return [limit for limit in limits for _ in range(self.num_samples)]
+
+    def draws(self, num_positions: int) -> torch.Tensor:
+        """Uniform draws for the new tokens of each row (rows, num_positions) float64."""
+        seeds = [start.seed for start in self.starts]
+        samples = [start.sample for start in self.starts]
+        positions = [len(start.generated) for start in self.starts]
+        drawn = uniforms(seeds, self.num_samples, num_positions, samples, positions)
+        return torch.from_numpy(drawn).flatten(0, 1)
 
 
 class Rows:
@@ -49,7 +74,8 @@ class Rows:
         self._asked = asked
         self._token_texts = token_texts
         counts = [each.num_rows for each in asked]
-        num_rows, limit = sum(counts), max(each.max_tokens for each in asked)
+        self._limit_R = torch.tensor([limit for each in asked for limit in each.limits])
+        num_rows, limit = sum(counts), int(self._limit_R.max())
         self._of_R = torch.arange(len(asked)).repeat_interleave(torch.tensor(counts))
         self._draws_RI = torch.zeros(num_rows, limit, dtype=torch.float64)
         self._is_stop_QV = torch.zeros(len(asked), vocab_size, dtype=torch.bool)
@@ -59,43 +85,66 @@ class Rows:
         self._texts: dict[int, _StopText] = {}
         start = 0
         for i, each in enumerate(asked):
-            draws = uniforms(each.seeds, each.num_samples, each.max_tokens)
             rows = slice(start, start + each.num_rows)
-            self._draws_RI[rows, : each.max_tokens] = torch.from_numpy(draws).flatten(0, 1)
+            longest = max(each.limits)
+            self._draws_RI[rows, :longest] = each.draws(longest)
             self._is_stop_QV[i, each.stop_token_ids] = True
             if each.stop_strings:
-                self._texts |= {row: _StopText(each.stop_strings) for row in range(num_rows)[rows]}
+                self._texts |= {
+                    row: _StopText(each.stop_strings, self._earlier_text(each, row - start))
+                    for row in range(num_rows)[rows]
+                }
             start += each.num_rows
-        self._limit_R = torch.tensor([each.max_tokens for each in asked])[self._of_R]
         self._tokens_RI = np.zeros((num_rows, limit), dtype="<i4")
         self._logprobs_RI = np.zeros((num_rows, limit), dtype="<f4")
         self._length_R = self._limit_R.numpy().copy()
-        self._stopped_R = np.zeros(num_rows, dtype=np.bool_)
+        self._stop_reason_R = ["length"] * num_rows
         self._rows_B = torch.arange(num_rows)
         self._live_B = torch.ones(num_rows, dtype=torch.bool)
         self._position = 0
+        self._is_open = [True] * len(asked)
         self.last_B = torch.empty(0, dtype=torch.int64)
 
     @property
-    def is_done(self) -> bool:
-        return not bool(self._live_B.any())
+    def num_rows(self) -> int:
+        """Rows that are still in the decoder's batch."""
+        return self._live_B.numel()
 
     @property
-    def has_many_finished(self) -> bool:
-        return int(self._live_B.sum()) < KEEP_ROWS * self._live_B.numel()
+    def num_live_rows(self) -> int:
+        return int(self._live_B.sum())
+
+    @property
+    def room(self) -> int:
+        """New tokens that a row may still get, at most."""
+        return self._tokens_RI.shape[1] - self._position
 
     def num_live(self) -> list[tuple[int, int]]:
         """(request, number of its rows that are not done) of each request that has some."""
-        if len(self._asked) == 1:
-            return [(self._asked[0].request, int(self._live_B.sum()))] if not self.is_done else []
-        counts = np.bincount(self._of_R[self._rows_B].numpy()[self._live_B.numpy()])
-        pairs = zip(self._asked, counts.tolist(), strict=False)
+        pairs = zip(self._asked, self._live_counts(), strict=True)
         return [(each.request, count) for each, count in pairs if count]
 
     def cancel(self, request: int) -> None:
         """End the rows of a request; their tokens are no result."""
-        of = next(i for i, each in enumerate(self._asked) if each.request == request)
-        self._live_B &= self._of_R[self._rows_B] != of
+        i = self._index(request)
+        self._is_open[i] = False
+        self._live_B &= self._of_R[self._rows_B] != i
+
+    def stop(self, request: int) -> None:
+        """End the rows of a request with the tokens that they have."""
+        stopped_B = self._live_B & (self._of_R[self._rows_B] == self._index(request))
+        self._end(stopped_B, "partial")
+
+    def take_ended(self) -> list[tuple[Sampling, list[list[Sequence]]]]:
+        """The requests all of whose rows have ended since the last time, with their sequences by
+        [prompt][sample]."""
+        counts = self._live_counts()
+        ended = []
+        for i, each in enumerate(self._asked):
+            if self._is_open[i] and not counts[i]:
+                self._is_open[i] = False
+                ended.append((each, self._sequences(i)))
+        return ended
 
     def drop_finished(self) -> torch.Tensor:
         """Keep the live rows only. Returns: their indices in the batch."""
@@ -118,27 +167,44 @@ class Rows:
         if self._texts:
             ends_B[torch.from_numpy(live.nonzero()[0][self._end_a_text(rows, tokens)])] = True
         ends_B &= self._live_B
-        ended = self._rows_B[ends_B].numpy()
-        self._length_R[ended] = self._position
-        self._stopped_R[ended] = True
-        self._live_B &= ~ends_B & (self._limit_R[self._rows_B] > self._position)
+        self._end(ends_B, "stop")
+        self._live_B &= self._limit_R[self._rows_B] > self._position
 
-    def sequences(self) -> list[list[list[Sequence]]]:
-        """Sequences by [request, as asked][prompt][sample]."""
-        flat = iter(
-            Sequence(
-                tokens=self._tokens_RI[row, :length].tobytes(),
-                logprobs=self._logprobs_RI[row, :length].tobytes(),
-                stop_reason="stop" if stopped else "length",
-            )
-            for row, (length, stopped) in enumerate(
-                zip(self._length_R.tolist(), self._stopped_R.tolist(), strict=True)
-            )
+    def _end(self, ends_B: torch.Tensor, reason: str) -> None:
+        for row in self._rows_B[ends_B].tolist():
+            self._length_R[row] = self._position
+            self._stop_reason_R[row] = reason
+        self._live_B &= ~ends_B
+
+    def _index(self, request: int) -> int:
+        return next(i for i, each in enumerate(self._asked) if each.request == request)
+
+    def _live_counts(self) -> list[int]:
+        """Rows of each request that are not done."""
+        if len(self._asked) == 1:
+            return [self.num_live_rows]
+        live = self._of_R[self._rows_B].numpy()[self._live_B.numpy()]
+        counts: list[int] = np.bincount(live, minlength=len(self._asked)).tolist()
+        return counts
+
+    def _sequences(self, i: int) -> list[list[Sequence]]:
+        """Sequences of a request, as asked, by [prompt][sample]."""
+        each = self._asked[i]
+        first = sum(before.num_rows for before in self._asked[:i])
+        rows = iter(range(first, first + each.num_rows))
+        return [[self._sequence(next(rows)) for _ in range(each.num_samples)] for _ in each.starts]
+
+    def _sequence(self, row: int) -> Sequence:
+        length = self._length_R[row]
+        return Sequence(
+            tokens=self._tokens_RI[row, :length].tobytes(),
+            logprobs=self._logprobs_RI[row, :length].tobytes(),
+            stop_reason=self._stop_reason_R[row],
         )
-        return [
-            [[next(flat) for _ in range(each.num_samples)] for _ in each.seeds]
-            for each in self._asked
-        ]
+
+    def _earlier_text(self, each: Sampling, row: int) -> str:
+        generated = each.starts[row // each.num_samples].generated
+        return "".join(self._token_texts[token] for token in generated)
 
     def _draw(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         draws_B = self._draws_RI[self._rows_B, self._position]
@@ -166,16 +232,20 @@ class Rows:
 class _StopText:
     """The end of a row's new text, as long as a stop string may need."""
 
-    def __init__(self, stops: Seq[str]) -> None:
+    def __init__(self, stops: Seq[str], earlier: str) -> None:
         self._stops = stops
         self._keep = max(len(stop) for stop in stops) - 1
         self._tail = ""
+        self._remember(earlier)
 
     def ends_with(self, new: str) -> bool:
         """Whether a stop string is complete with this token's text."""
         text = self._tail + new
-        self._tail = text[-self._keep :] if self._keep else ""
+        self._remember(text)
         return any(stop in text for stop in self._stops)
+
+    def _remember(self, text: str) -> None:
+        self._tail = text[-self._keep :] if self._keep else ""
 
 
 def draw(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import ModelSpec
@@ -75,8 +76,17 @@ def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model with weights drawn from `init_seed`; the global generator is left as it was."""
+    """The model with weights drawn from `init_seed`; the global generator is left as it was.
+
+    The weights of a registered model are left as the allocator gave them, untouched, so that they
+    take no memory: `pretrained.fill` reads them into the heap.
+    """
     config = model_config(spec)
+    if spec.pinned is not None:
+        with no_init_weights():
+            model = _from_config(config)
+        model.tie_weights()
+        return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.init_seed)
         return _from_config(config)

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from phaseloom.common.contract.arrays import length, pack_float32s, pack_int32s
+from phaseloom.common.contract.base import Float32s
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 from phaseloom.common.contract.operations import (
@@ -73,17 +74,16 @@ class NoopBackend:
     def check_generate(self, args: Generate) -> None:
         """Accept everything: nothing is computed."""
 
-    def generate(self, requests: Seq[Generate], watch: Watch) -> list[GenerateResult | None]:
+    def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         """Answer every prompt with the one token 0, cut off by length."""
         self._take("generate")
         sequence = Sequence(pack_int32s([0]), pack_float32s([0.0]), "length")
-        return [
-            GenerateResult(
-                [[sequence] * args.num_samples for _ in args.prompts],
-                [bytes(4 * length(p.tokens)) for p in args.prompts if args.prompt_logprobs],
-            )
-            for args in requests
-        ]
+        for i, args in enumerate(requests):
+            groups = [[sequence] * args.num_samples for _ in args.prompts]
+            logprobs: list[Float32s] = [
+                bytes(4 * length(p.tokens)) for p in args.prompts if args.prompt_logprobs
+            ]
+            watch.ended(i, GenerateResult(groups, logprobs))
 
     def check_forward(self, args: Forward) -> None:
         """Accept everything: nothing is computed."""

@@ -8,6 +8,8 @@ counters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,17 +24,30 @@ def _mix(x: Uint64s) -> Uint64s:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seeds: list[int], num_samples: int, num_positions: int) -> npt.NDArray[np.float64]:
+def uniforms(
+    seeds: list[int],
+    num_samples: int,
+    num_positions: int,
+    first_samples: Sequence[int] = (0,),
+    first_positions: Sequence[int] = (0,),
+) -> npt.NDArray[np.float64]:
     """Draws in [0, 1), multiples of 2^-32: (len(seeds), num_samples, num_positions).
 
     32 bits, so that draw × total < total holds exactly in float64 when inverting a CDF.
 
     Args: seeds: any integers; equal modulo 2^64 draw equally.
+          first_samples, first_positions: where the counters begin, for each seed or for all.
     """
     seeds_P = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
-    samples_K = np.arange(num_samples, dtype=np.uint64)
-    positions_I = np.arange(num_positions, dtype=np.uint64)
+    samples_PK = _counted(first_samples, num_samples)
+    positions_PI = _counted(first_positions, num_positions)
     state_P = _mix(seeds_P + _GOLDEN)
-    state_PK = _mix((state_P[:, None] ^ samples_K) + _GOLDEN)
-    state_PKI = _mix((state_PK[:, :, None] ^ positions_I) + _GOLDEN)
+    state_PK = _mix((state_P[:, None] ^ samples_PK) + _GOLDEN)
+    state_PKI = _mix((state_PK[:, :, None] ^ positions_PI[:, None]) + _GOLDEN)
     return (state_PKI >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _counted(first: Sequence[int], num: int) -> Uint64s:
+    firsts: Uint64s = np.array(first, dtype=np.uint64)
+    offsets: Uint64s = np.arange(num, dtype=np.uint64)
+    return firsts[:, None] + offsets

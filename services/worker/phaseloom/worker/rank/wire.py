@@ -117,6 +117,8 @@ class CancelRun(Message, frozen=True):
     Answer: Done."""
 
     operation: OperationKey
+    keeps_partial: bool = False
+    """Whether a `generate` shall complete with the tokens that it has."""
 
 
 class Payload(msgspec.Struct, frozen=True):

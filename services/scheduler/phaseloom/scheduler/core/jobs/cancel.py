@@ -29,6 +29,7 @@ def request(step: Step, event: CancelRequested) -> None:
             step.node_of(deployment),
             operation=op.key,
             incarnation=deployment.wpg.incarnation,
+            keeps_partial=event.keeps_partial,
         )
     else:
         operations.end_unwanted(step, deployment, op)
