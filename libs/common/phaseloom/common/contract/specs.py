@@ -207,6 +207,12 @@ class Cycle(msgspec.Struct, frozen=True):
     num_optim_steps: int = 1
     """`optim_step`s of all deployments in one period."""
 
+    @property
+    def worst_period_s(self) -> float:
+        """The period where each segment takes its worst time, one after the other."""
+        excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in self.segments if s.worst_s)
+        return self.period_s + excess_s
+
 
 class Durability(StrEnum):
     """The loss that a committed seal survives. Above it the operation stream is kept."""
