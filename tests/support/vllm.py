@@ -13,6 +13,7 @@ from tests.support.tinymodel import config
 
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 SCRATCH_BYTES = 2 * 2**20
+MISSING_HERE = "this Python has no vLLM: make test-vllm runs it in one that has"
 MISSING = f"there is no vLLM at {PYTHON}: make test-vllm installs it"
 
 needs_vllm_python = pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)
