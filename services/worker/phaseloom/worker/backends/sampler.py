@@ -36,7 +36,7 @@ from phaseloom.common.contract.operations import (
     Sequence,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
@@ -81,7 +81,7 @@ class SamplerBackend:
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.version_slots = self.slots
-        self.sharding = Sharding(spec.layout, 1)
+        self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
         self.host_bytes = 0
         self.kinds = KINDS
         self._token_texts = spec.model.token_texts
