@@ -37,7 +37,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sharded:
-    """How a deployment cuts its model."""
+    """How a deployment cuts its model; expert parallelism keeps experts whole."""
 
     layout: Layout
     num_experts: int = 4
@@ -62,6 +62,8 @@ class Sharded:
         if each.expert is not None and each.expert * layout.ep // self.num_experts != at.ep:
             return None
         rows = [range(size) for size in each.shape]
+        if each.expert is not None and layout.ep > 1:
+            return Box(tuple(run.start for run in rows), each.shape)
         if each.cut is not None:
             parts = min(layout.tp, each.heads or layout.tp)
             rows[each.cut] = chunk(each.shape[each.cut], parts, at.tp * parts // layout.tp)
