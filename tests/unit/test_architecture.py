@@ -258,7 +258,8 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("core", "validate"),
     ],
     "phaseloom.scheduler.core.planning": [
-        ("admission", "timeline", "weave"),
+        ("nodes", "timeline"),
+        ("admission", "weave"),
         ("groups", "sharing"),
     ],
     "phaseloom.scheduler.core.policies": [

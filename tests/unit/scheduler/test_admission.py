@@ -156,7 +156,7 @@ def trace(period_s: float, segments: Sequence[Segment], worst_s: float = 0.0) ->
 def test_measured_cycle_spreads_its_worst_case_over_the_segments() -> None:
     made = admission.cycle_of(trace(10.0, [Segment("rollout", 0, 6), Segment("train", 6, 2)], 15.0))
     assert made == Cycle(10.0, [Segment("rollout", 0, 6, 9.0), Segment("train", 6, 2, 3.0)])
-    assert admission.worst_period_s(made) == 14.0
+    assert made.worst_period_s == 14.0
     assert admission.cycle_of(trace(0.0, [])) is None
 
 

@@ -86,7 +86,7 @@ def test_isolated_waits_where_sharing_would_do() -> None:
     cluster = cluster_of(2)
     placed(cluster, "isolated", job("a", 1))
     why = waits(cluster, "isolated", job("b", 2))
-    assert "2 of train where 1 are free" in why
+    assert "2 of pool train (1 free)" in why
 
 
 def test_pack_fills_groups_and_spread_fills_nodes() -> None:
@@ -180,7 +180,7 @@ def test_nodes_that_are_down_take_nobody() -> None:
     cluster = cluster_of(1)
     placed(cluster, "spread", job("a"))
     groups.host_down(cluster, cluster.hosts["train0"].node)  # type: ignore[index]
-    assert "0 are free" in waits(cluster, "spread", job("b"))
+    assert "(0 free)" in waits(cluster, "spread", job("b"))
 
 
 def test_pool_that_is_used_too_much_is_not_shared() -> None:

@@ -49,7 +49,8 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     registered model by name."""
 
     config: dict[str, Any] = {}
-    """The config as `config.to_dict()` gives it; `model_type` picks the architecture. With
+    """The config as `config.to_dict()` gives it; `model_type` picks the architecture, `dtype` that
+    of the weights: `float32`, or `bfloat16`, which training keeps float32 masters of. With
     `registered` it may be empty: the job API fills in the model's own."""
     init_seed: int = 0
     """The seed of the weights; unused with `registered`."""
@@ -205,6 +206,12 @@ class Cycle(msgspec.Struct, frozen=True):
     segments: list[Segment]
     num_optim_steps: int = 1
     """`optim_step`s of all deployments in one period."""
+
+    @property
+    def worst_period_s(self) -> float:
+        """The period where each segment takes its worst time, one after the other."""
+        excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in self.segments if s.worst_s)
+        return self.period_s + excess_s
 
 
 class Durability(StrEnum):

@@ -51,11 +51,14 @@ from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.generation import Rows, Sampling, Start
 from phaseloom.worker.backends.layout import Layout, check_layout, plan
 from phaseloom.worker.backends.model import (
+    TORCH_DTYPES,
     HeapTensors,
     as_little_endian,
     build_model,
+    config_dict,
     parameter_shapes,
     return_freed_memory,
+    weights_dtype,
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
 
@@ -86,12 +89,13 @@ class SamplerBackend:
         self.kinds = KINDS
         self._token_texts = spec.model.token_texts
         self._device = self._tensors.device
+        self._dtype = weights_dtype(spec.model)
         self._model = build_model(spec.model).requires_grad_(False)
         # Moves its rotary frequencies, which are no state.
         module: torch.nn.Module = self._model
         module.to(self._device)
         self.vocab_size = int(self._model.config.vocab_size)
-        self.config = self._model.config.to_dict()
+        self.config = config_dict(self._model, self._dtype)
         self._ends = _end_tokens(self._model.config, self.vocab_size)
         self._max_positions = int(self._model.config.max_position_embeddings)
         views = self._tensors.views(self._layout.weights)
@@ -99,7 +103,7 @@ class SamplerBackend:
             views[name].copy_(parameter.data)
             parameter.data = views[name]
         self._decoder = decoder_of(self._model)
-        self._scorer = scoring.Scorer(self._model)
+        self._scorer = scoring.Scorer(self._model, TORCH_DTYPES[self._dtype])
         return_freed_memory()
 
     @staticmethod
@@ -171,7 +175,8 @@ class SamplerBackend:
         """Nothing: there are no gradients."""
 
     def weights_sha256(self) -> str:
-        return weights_sha256(as_little_endian(self._tensors.views(self._layout.weights).items()))
+        views = self._tensors.views(self._layout.weights)
+        return weights_sha256(as_little_endian(views.items()), self._dtype)
 
     def weights_changed(self) -> None:
         """Nothing: nothing is derived from the weights; every call reads them from the heap."""
@@ -502,4 +507,5 @@ def _layout(spec: DeploymentSpec) -> Layout:
             field="deployments.trainable",
             remedy="use the backend 'fsdp'",
         )
-    return plan(parameter_shapes(spec.model), trainable=False)
+    dtype = weights_dtype(spec.model)
+    return plan(parameter_shapes(spec.model), trainable=False, dtype=dtype)

@@ -121,11 +121,7 @@ def _resident(step: Step, slot: Slot) -> Resident | None:
 
 
 def _is_alive(job: Job) -> bool:
-    return job.controller.is_attached and job.state in (
-        JobState.PLACED,
-        JobState.PROFILING,
-        JobState.ACTIVE,
-    )
+    return job.controller.is_attached and job.state in _AT_WORK
 
 
 def has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) -> bool:

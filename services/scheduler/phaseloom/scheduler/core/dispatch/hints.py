@@ -47,7 +47,7 @@ def _tell(step: Step, deployment: Deployment) -> None:
         late_s = max(prediction.late_s for prediction in predictions)
         step.set_timer(f"hint/{deployment.name}/{step.sequence}", late_s)
         for prediction in predictions:
-            prediction.told()
+            prediction.is_told = True
 
 
 def _is_resident(step: Step, deployment: Deployment) -> bool:

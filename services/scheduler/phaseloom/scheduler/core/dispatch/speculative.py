@@ -58,10 +58,10 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
     step.foresee(deployment)
     for slot in devices.slots_of(step, deployment):
         if slot.speculative == name:
-            job.speculation.hit()
+            job.speculation.misses = 0
         expected = devices.came(slot, deployment.job_name)
         if expected is not None and op.ready_s > expected.ended_s:
-            job.speculation.note_next(expected.after, key_of(deployment))
+            job.speculation.follows[expected.after] = key_of(deployment)
 
 
 def displaced(step: Step, victim: Deployment) -> None:
@@ -71,7 +71,9 @@ def displaced(step: Step, victim: Deployment) -> None:
     for slot in guessed:
         devices.note_speculative(slot, "")
     if guessed:
-        step.job_of(victim).speculation.miss(MAX_MISSES)
+        speculation = step.job_of(victim).speculation
+        speculation.misses = min(speculation.misses + 1, MAX_MISSES)
+        speculation.skips = 2**speculation.misses
 
 
 def key_of(deployment: Deployment) -> str:
@@ -163,7 +165,7 @@ def took(step: Step, deployment: Deployment) -> None:
     The longest recent time counts, because an activation that is begun too late is in vain.
     """
     taken_s = step.now_s - deployment.activation.opening_s
-    deployment.activation.took(max(taken_s, MEMORY * deployment.activation.lead_s))
+    deployment.activation.lead_s = max(taken_s, MEMORY * deployment.activation.lead_s)
 
 
 def opened(step: Step, deployment: Deployment) -> None:
@@ -172,16 +174,17 @@ def opened(step: Step, deployment: Deployment) -> None:
         devices.note_speculative(slot, deployment.name)
         expected = slot.expected.get(deployment.job_name)
         if expected is not None:
-            expected.tried()
+            expected.is_tried = True
 
 
 def try_skip(step: Step, deployment: Deployment) -> bool:
     """Whether this gap passes without a guess, after ones that were wrong."""
     job = step.job_of(deployment)
-    if not job.speculation.skip():
+    if job.speculation.skips == 0:
         return False
+    job.speculation.skips -= 1
     for slot in devices.slots_of(step, deployment):
         expected = slot.expected.get(str(job.key))
         if expected is not None:
-            expected.tried()
+            expected.is_tried = True
     return True

@@ -22,7 +22,7 @@ def request(step: Step, event: CancelRequested) -> None:
     if error is not None or deployment is None or op is None:
         step.emit(outputs.Answer(event.request, error=error))
         return
-    op.cancel()
+    op.is_cancelled = True
     if op.state is OpState.PERMITTED:
         step.send(
             CancelOperation,

@@ -53,7 +53,7 @@ def submit(step: Step, event: JobSubmitted) -> None:
     )
     if old is not None:
         _succeed(step, job, old)
-    step.state.add_job(job)
+    step.state.jobs[name] = job
     step.job_changed(name)
     for spec in event.spec.deployments:
         deployments.add(step, job, spec)
@@ -86,7 +86,7 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
     names = {*job.earlier.last_seqs, *(spec.name for spec in job.spec.deployments)}
     for deployment in step.deployments_of(job.key):
         step.state.drop_deployment(deployment.name)
-    step.state.drop_job(name)
+    del step.state.jobs[name]
     step.emit(outputs.ForgetJob(job.key, sorted(names)))
 
 

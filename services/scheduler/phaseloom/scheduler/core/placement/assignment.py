@@ -91,7 +91,7 @@ def seek(step: Step, job: Job, member: Member) -> Decision:
 def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
     """Put a job into its group and start its deployments."""
     group = groups.join(step.state.cluster, member, placed)
-    job.placed(placed.why)
+    job.why_here = placed.why
     count_iterations(step, job)
     _note_peers(step, group)
     for deployment in step.deployments_of(job.key):
@@ -107,9 +107,8 @@ def count_iterations(step: Step, job: Job) -> None:
     """
     cluster = step.state.cluster
     member = groups.group_of(cluster, str(job.key)).members[str(job.key)]
-    if member.cycle is not None and job.spec.duration_s and not member.num_iterations:
-        solo_s = admission.worst_period_s(member.cycle)
-        member.num_iterations = max(1, round(job.spec.duration_s / solo_s))
+    if not member.num_iterations:
+        member.num_iterations = groups.iterations_of(member.cycle, job.spec.duration_s)
 
 
 def stepped(step: Step, job: JobKey) -> None:
@@ -142,7 +141,7 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     _note_peers(step, old)
     _note_peers(step, groups.group_of(cluster, member.job))
     step.tell("job moved", f"{describe(step, job)}: {placed.why}", member.job)
-    job.placed(placed.why)
+    job.why_here = placed.why
     _move_all(step, job, member)
     step.follow(FollowUp.PLACE)
 

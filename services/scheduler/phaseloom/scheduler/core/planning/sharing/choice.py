@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from phaseloom.scheduler.core.planning.nodes import Pinned, alone_takes, own_nodes
 from phaseloom.scheduler.core.planning.sharing.sites import (
-    Pinned,
     Site,
     longest_wait,
-    own_nodes,
     period_mismatch,
     site_in,
     sites_in,
@@ -89,14 +88,6 @@ def on_free_nodes(cluster: Cluster, member: Member) -> Placed | None:
         return None
     takes = ", ".join(f"{len(names)} of {pool}" for pool, names in nodes.items())
     return Placed("", nodes, f"nodes of its own, {takes}")
-
-
-def lacking(cluster: Cluster, member: Member) -> str:
-    """The numbers of nodes that the job needs and that are free, for people."""
-    return ", ".join(
-        f"{need.num_nodes} of {pool} where {len(cluster.free.get(pool, []))} are free"
-        for pool, need in member.needs.items()
-    )
 
 
 def _classes(asked: _Asked, is_counted: bool) -> dict[int, list[Group]]:
@@ -220,4 +211,4 @@ def _why_none(asked: _Asked) -> str:
     ]
     groups = "; ".join(f"{count} {what}" for count, what in reasons if count)
     places = f"; of {len(asked.cluster.groups)} groups and the free nodes {groups}"
-    return f"it needs {lacking(asked.cluster, asked.member)}{places if groups else ''}"
+    return f"it takes {alone_takes(asked.cluster, asked.member)}{places if groups else ''}"
