@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from phaseloom.common.contract.arrays import int32s, length
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, int32s, length
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import (
     Datum,
