@@ -10,7 +10,7 @@ from phaseloom.common.tensors.resharding import Sharding
 from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part, needs
-from phaseloom.worker.state.copying import copy_runs, gather
+from phaseloom.worker.state.copying import clear, copy_runs, gather
 from phaseloom.worker.state.heap import Heap, align
 from phaseloom.worker.state.layouts import packed
 
@@ -54,4 +54,6 @@ def take(backend: Backend, heap: Heap, rank: int, version: bytes) -> None:
     reader = Reader(backend.sharding, rank, [rank], whole, weights_of(backend.slots))
     runs = from_part(whole, fetches_of_whole(reader), reader)
     copy_runs(memoryview(bytearray(version)), heap.buffer, runs)
+    weights = weights_of(backend.slots)
+    clear(heap.buffer[weights[-1].offset + weights[-1].num_bytes :])
     backend.weights_changed()

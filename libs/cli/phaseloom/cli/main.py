@@ -26,6 +26,7 @@ _COMMANDS = {
 """The line of help for each `module:function` of this package."""
 _MODEL_COMMANDS = {
     "add": ("models:add", "Register a model's directory under a name that jobs can give."),
+    "convert": ("gguf:convert", "Make a model's directory of a GGUF file."),
     "list": ("models:list_models", "List the registered models."),
     "remove": ("models:remove", "Remove the name of a model; its files stay."),
 }

@@ -139,7 +139,9 @@ class PublishWeights(Message, frozen=True):
 
 
 class SyncWeights(Message, frozen=True):
-    """Mutating. Replaces this deployment's weights by a version of the same job."""
+    """Mutating. Replaces this deployment's weights by a version of the same job.
+
+    Gradients are dropped and the optimizer starts afresh, where it is trainable."""
 
     policy: str
     version: int

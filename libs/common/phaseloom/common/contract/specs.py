@@ -49,7 +49,8 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     registered model by name."""
 
     config: dict[str, Any] = {}
-    """The config as `config.to_dict()` gives it; `model_type` picks the architecture. With
+    """The config as `config.to_dict()` gives it; `model_type` picks the architecture, `dtype` that
+    of the weights: `float32`, or `bfloat16`, which training keeps float32 masters of. With
     `registered` it may be empty: the job API fills in the model's own."""
     init_seed: int = 0
     """The seed of the weights; unused with `registered`."""

@@ -77,7 +77,9 @@ class Decoder(Protocol[CacheT]):
 
 
 def decoder_of(model: PreTrainedModel) -> Decoder[Any]:
-    if model.config.model_type in LLAMA_TYPES and not has_windows(model.config):
+    is_known = model.config.model_type in LLAMA_TYPES and not has_windows(model.config)
+    # Less precise weights are computed with as they are in training, or samples are off-policy.
+    if is_known and model.dtype == torch.float32:
         return LlamaDecoder(model)
     return BodyDecoder(model)
 
@@ -127,7 +129,7 @@ class LlamaCache:
 
 
 class LlamaDecoder:
-    """`Decoder` for models of one of `LLAMA_TYPES` without windows."""
+    """`Decoder` for models of one of `LLAMA_TYPES` in float32 without windows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config

@@ -81,7 +81,7 @@ class RankStateClient:
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
         self._copies = HostCopies(applied, on_loaded)
         self._layouts = Layouts()
-        self.versions = RankVersions(self._link, self._copies, self._layouts, self._run, on_loaded)
+        self.versions = RankVersions(self._link, self._copies, self._layouts, self._run)
 
     @classmethod
     async def connect(
