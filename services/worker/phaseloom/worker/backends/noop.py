@@ -13,8 +13,7 @@ from collections.abc import Sequence as Seq
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from phaseloom.common.contract.arrays import length, pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, length, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 from phaseloom.common.contract.operations import (

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from phaseloom.common.contract.arrays import int32s, length
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, int32s, length
 from phaseloom.common.contract.operations import (
     Datum,
     Forward,

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from phaseloom.common.contract.arrays import int32s, pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.operations import (
     Datum,
