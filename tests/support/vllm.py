@@ -28,4 +28,7 @@ def tiny(model_type: str = "qwen3", **changes: Any) -> dict[str, Any]:
 
 def spec(backend: str = "vllm", name: str = "sampler", **changes: Any) -> DeploymentSpec:
     model = ModelSpec(tiny(), init_seed=7)
-    return DeploymentSpec(name, "rollout", backend, model, **changes)
+    scratch_bytes = SCRATCH_BYTES if backend == "vllm" else 0
+    return DeploymentSpec(
+        name, "rollout", backend, model, **{"scratch_bytes": scratch_bytes, **changes}
+    )

@@ -47,6 +47,7 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True):
     frozen: bool
     model: str
     shared_copy: int | None
+    scratch_bytes: int = 0
 
 
 class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +175,7 @@ def manifest_of(  # noqa: PLR0917 - all that a node has
                         host_bytes=rank.host_bytes,
                         pins=rank.pins,
                         is_dirty=rank.is_dirty,
+                        scratch_bytes=rank.scratch_bytes,
                     )
                     for rank in wpg.ranks
                 ],

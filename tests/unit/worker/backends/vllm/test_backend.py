@@ -51,7 +51,8 @@ _kept: list[tuple[Backend, Heap]] = []
 
 def sharp(spec: DeploymentSpec) -> tuple[Backend, Heap]:
     factory = backend_factory(spec.backend)
-    heap = Heap(factory.heap_bytes(spec))
+    memory = factory.plan(spec)
+    heap = Heap(memory.heap_bytes, memory.scratch_bytes)
     backend = factory(spec, heap)
     sharpen(backend, heap)
     _kept.append((backend, heap))
@@ -272,3 +273,24 @@ def test_rank_has_no_child_processes_and_leaves_nothing_in_shared_memory(
     assert psutil.Process().children(recursive=True) == []
     mine = [name for name in set(os.listdir("/dev/shm")) - before if str(os.getpid()) in name]
     assert mine == []
+
+
+def test_cache_lies_in_scratch_memory_that_goes_with_the_heap(one: tuple[Backend, Heap]) -> None:
+    backend, heap = one
+    args = Generate(prompts(4), SamplingParams(60, ignore_eos=True))
+    before, weights = run(backend, args), bytes(heap.buffer)
+    assert heap.scratch_bytes == vllm.SCRATCH_BYTES
+    assert any(heap.scratch[: 2**16]), "keys and values"
+    heap.release()
+    assert heap.resident_bytes() == 0
+    heap.buffer[:] = weights
+    backend.weights_changed()
+    assert run(backend, args) == before
+    assert heap.resident_bytes() > heap.num_bytes
+
+
+def test_cache_too_small_for_one_sequence_is_refused_with_what_vllm_says() -> None:
+    with pytest.raises(CallerError) as raised:
+        sharp(vllm.spec(scratch_bytes=2**16))
+    assert raised.value.info.field == "scratch_bytes"
+    assert "scratch memory" in raised.value.info.message

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
@@ -23,12 +24,13 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching, DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.generation import StopText
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import plan as plan_layout
 from phaseloom.worker.backends.model import (
+    TORCH_DTYPES,
     HeapTensors,
     as_little_endian,
     build_model,
@@ -39,8 +41,10 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
-from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
+from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
+_SEQUENCES = 8
+"""Sequences of full length that the KV cache has room for, where a deployment does not say."""
 _SPARE_POSITIONS = 2
 """Positions beyond the model's that scoring needs: a sequence of full length is followed by its
 last target, and vLLM then draws one more token, which nobody reads."""
@@ -56,7 +60,7 @@ class VllmBackend(InferenceBackend):
         placement = plan(_settings(spec), shapes)
         if placement.num_bytes != heap.num_bytes:
             raise InternalError(f"{placement.num_bytes} bytes in a heap of {heap.num_bytes}")
-        self._engine = Engine(_settings(spec), as_tensor(heap), shapes)
+        self._engine = Engine(_settings(spec), as_tensor(heap), scratch_tensor(heap), shapes)
         self._tensors = HeapTensors(heap)
         self.slots = placement.slots
         self._dtype = weights_dtype(spec.model)
@@ -70,9 +74,11 @@ class VllmBackend(InferenceBackend):
         return_freed_memory()
 
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
+    def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_spec(spec, ranks)
-        return plan(_settings(spec), parameter_shapes(spec.model)).num_bytes
+        settings = _settings(spec)
+        placement = plan(settings, parameter_shapes(spec.model))
+        return Memory(placement.num_bytes, settings.kv_bytes)
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         self._begin()
@@ -283,4 +289,12 @@ def _settings(spec: DeploymentSpec) -> Settings:
     config = model_config(spec.model)
     num_positions = int(config.max_position_embeddings) + _SPARE_POSITIONS
     dtype = weights_dtype(spec.model)
-    return Settings(config.to_dict(), dtype, 8 * 2**20, num_positions)
+    kv_bytes = spec.scratch_bytes or _SEQUENCES * num_positions * _kv_bytes(config, dtype)
+    return Settings(config.to_dict(), dtype, kv_bytes, num_positions)
+
+
+def _kv_bytes(config: Any, dtype: str) -> int:
+    """Bytes of the KV cache of one token, of all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers * heads * size) * TORCH_DTYPES[dtype].itemsize

@@ -31,6 +31,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.worker.backends.vllm.draws import KEY, Draw, Draws
 from phaseloom.worker.backends.vllm.loader import (
     LOAD_FORMAT,
@@ -56,6 +57,7 @@ class Settings:
     dtype: str
     """Of the weights, and of all that is computed."""
     kv_bytes: int
+    """Size of the KV cache."""
     num_positions: int
     """Positions of a sequence, at most."""
 
@@ -104,8 +106,14 @@ _ADDRESS = "file:///nowhere"
 class Engine:
     """vLLM's scheduler and worker over weights in `memory`."""
 
-    def __init__(self, settings: Settings, memory: torch.Tensor, shapes: Shapes) -> None:
-        """Build the model on the memory; the weights' content is left as it is, or zero."""
+    def __init__(
+        self, settings: Settings, memory: torch.Tensor, scratch: torch.Tensor, shapes: Shapes
+    ) -> None:
+        """Build the model on the memory, whose content is then zero, and the KV cache on the
+        scratch memory.
+
+        Raises: CallerError: RESOURCE_EXHAUSTED, the KV cache is too small for one sequence.
+        """
 
         def move_in(model: nn.Module, dtype: torch.dtype) -> None:
             move(model, place(model, shapes, dtype), memory)
@@ -115,9 +123,28 @@ class Engine:
             load_into(move_in)
             try:
                 self._engine = LLMEngine.from_engine_args(args)
+            except ValueError as error:
+                if "KV cache" not in str(error):
+                    raise
+                raise CallerError(
+                    f"{settings.kv_bytes} bytes of scratch memory are too few: {error}",
+                    code=Code.RESOURCE_EXHAUSTED,
+                    field="scratch_bytes",
+                    remedy="declare the deployment with more scratch_bytes, or fewer positions",
+                ) from error
             finally:
                 load_into(None)
+        self._use_scratch(scratch)
         self._internal: dict[str, str] = {}
+
+    def _use_scratch(self, scratch: torch.Tensor) -> None:
+        """Make every layer's KV cache a view of this memory; vLLM's own allocation goes."""
+        context = self._engine.vllm_config.compilation_config.static_forward_context
+        runner = self._engine.model_executor.driver_worker.worker.model_runner
+        caches = [*runner.kv_caches, *(layer.kv_cache for layer in context.values())]
+        for cache in {id(cache): cache for cache in caches}.values():
+            items = scratch.view(cache.dtype)
+            cache.data = items.as_strided(cache.size(), cache.stride(), cache.storage_offset())
 
     def add(self, request: Request) -> None:
         extra = None
