@@ -60,6 +60,7 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
+from phaseloom.worker.backends.shaping import check_bad_words
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weights"})
@@ -122,6 +123,7 @@ class SamplerBackend:
         if args.num_samples < 1:
             raise CallerError("it is below 1", field="args.num_samples", remedy="use 1 or more")
         _check_sampling(args.sampling, self.vocab_size)
+        check_bad_words(args.sampling, self.vocab_size)
         if args.sampling.stop_strings and not self._token_texts:
             raise CallerError(
                 "the model has no token_texts to find strings in",
@@ -248,9 +250,8 @@ class SamplerBackend:
                     [prompt.start for prompt in prompts],
                     args.num_samples,
                     sampling.max_tokens,
-                    sampling.temperature,
+                    sampling,
                     [*ends, *sampling.stop_token_ids],
-                    sampling.stop_strings,
                 )
             )
         return asked
@@ -443,8 +444,9 @@ def _prompts(args: Generate, request: int) -> list[_Prompt]:
     tokens_P = np.split(joined_ints(tokens, _prompt_field), ends)
     prompts = []
     for i, prompt in enumerate(args.prompts):
-        generated = tokens_P[i][tokens_P[i].size - prompt.num_generated :].tolist()
-        start = Start(prompt.seed, prompt.sample, generated)
+        num_asked = tokens_P[i].size - prompt.num_generated
+        asked, generated = tokens_P[i][:num_asked].tolist(), tokens_P[i][num_asked:].tolist()
+        start = Start(prompt.seed, prompt.sample, asked, generated)
         limit = args.sampling.max_tokens - prompt.num_generated
         prompts.append(_Prompt(request, i, tokens_P[i], start, limit))
     return prompts
