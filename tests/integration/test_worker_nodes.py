@@ -4,7 +4,6 @@ all where one is gone."""
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -45,6 +44,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
+from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import (
     MAX_CHUNK_BYTES,
     IncarnationEnded,
@@ -272,7 +272,7 @@ async def test_each_life_meets_at_an_address_of_its_own(bus: Bus, tmp_path: Path
         for wpg in (first, second):
             # Where it ends, so does its port.
             wpg.kill()
-            await wpg.start(multiprocessing.get_context("forkserver"))
+            await wpg.start(Interpreters({}, preload=False))
             await wpg.ended()
             assert wpg.store_address == ""
         elsewhere = part_of(settings(tmp_path, "192.0.2.1"), bus, tasks)

@@ -82,6 +82,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0
     """The node's price: placement prefers cheaper nodes. 0: the usual price of its pool."""
+    interpreters: dict[str, str] = {}
+    """Backend → the Python that its ranks run in, where that is not this one: `vllm` has an
+    environment of its own. A path may begin with `~`."""
     site: str = ""
     """The name that the nodes joined by fast links share. A weights version crosses the slow link
     to each other site once. Empty: the node belongs to no site."""
@@ -264,6 +267,10 @@ def _node(
         "DEVICE_KIND": node.device_kind,
         "HOST_MEMORY_BYTES": node.host_memory_bytes,
         "EXCLUSIVE_RESIDENCY": node.exclusive_residency,
+        "INTERPRETERS": {
+            backend: str(Path(python).expanduser().absolute())
+            for backend, python in node.interpreters.items()
+        },
         "PRICE_PER_HOUR": node.price_per_hour,
         "STATE_SOCKET": socket,
         "STATE_SECRET": secret,

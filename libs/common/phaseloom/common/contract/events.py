@@ -45,6 +45,8 @@ class NodeUp(Message, frozen=True):
     exclusive_residency: Residency = Residency.SHARED
     price_per_hour: float = 1.0
     """Price of the whole node, in any currency: placement weighs nodes by it."""
+    backends: list[str] = []
+    """The backends that its ranks can run; empty: not told, any."""
 
 
 class NodeLost(Message, frozen=True):

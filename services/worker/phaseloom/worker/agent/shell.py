@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.context import ForkServerContext
 from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
@@ -73,6 +72,7 @@ from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Handler, Peer, close_fds
 from phaseloom.common.transport.retry import until_done
+from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.modelfiles import ModelFiles
 from phaseloom.worker.agent.nodes import IncarnationEnded, with_payloads
 from phaseloom.worker.agent.rwlock import FairReadWriteLock
@@ -109,7 +109,7 @@ class Agent:
         revision: int,
         bus: Bus,
         state: AgentStateClient,
-        forks: ForkServerContext,
+        interpreters: Interpreters,
         agent_socket: str,
         tasks: asyncio.TaskGroup,
     ) -> None:
@@ -118,7 +118,7 @@ class Agent:
         self._bus = bus
         self._records = SealRecords(bus)
         self._state = state
-        self._forks = forks
+        self._interpreters = interpreters
         self._agent_socket = agent_socket
         self._tasks = tasks
         self._models = ModelFiles(settings.node)
@@ -312,7 +312,7 @@ class Agent:
                 return
             self._wpgs[key] = wpg
             self._by_token |= dict.fromkeys(wpg.tokens, wpg)
-            await wpg.start(self._forks)
+            await wpg.start(self._interpreters)
             self._tasks.create_task(self._watch(wpg))
             try:
                 await wpg.up(self._settings.start_timeout_s)

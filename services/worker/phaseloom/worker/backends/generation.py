@@ -87,7 +87,7 @@ class Rows:
         self._temperatures = sorted({each.params.temperature for each in asked})
         which = [self._temperatures.index(each.params.temperature) for each in asked]
         self._temperature_R = torch.tensor(which)[self._of_R]
-        self._texts: dict[int, _StopText] = {}
+        self._texts: dict[int, StopText] = {}
         start = 0
         for i, each in enumerate(asked):
             rows = slice(start, start + each.num_rows)
@@ -96,7 +96,7 @@ class Rows:
             self._is_stop_QV[i, each.stop_token_ids] = True
             if each.params.stop_strings:
                 self._texts |= {
-                    row: _StopText(each.params.stop_strings, self._earlier_text(each, row - start))
+                    row: StopText(each.params.stop_strings, self._earlier_text(each, row - start))
                     for row in range(num_rows)[rows]
                 }
             start += each.num_rows
@@ -268,7 +268,7 @@ class Rows:
         return ends
 
 
-class _StopText:
+class StopText:
     """The end of a row's new text, as long as a stop string may need."""
 
     def __init__(self, stops: Seq[str], earlier: str) -> None:

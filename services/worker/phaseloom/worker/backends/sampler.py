@@ -9,30 +9,21 @@ Every rank of a WPG holds the whole weights and generates for its own prompts: n
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 from phaseloom.common.contract.arrays import int32s, length
 from phaseloom.common.contract.base import Float32s
-from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import (
     Datum,
     Forward,
-    ForwardBackward,
-    ForwardBackwardResult,
     ForwardResult,
     Generate,
     GenerateResult,
-    OptimStep,
-    OptimStepResult,
-    Prompt,
-    SamplingParams,
     Sequence,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
@@ -41,15 +32,14 @@ from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
     Ints,
-    check_some,
-    check_tokens,
     forward_batch,
     joined_ints,
 )
 from phaseloom.worker.backends.decode import Cache, decoder_of
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.generation import Rows, Sampling, Start
-from phaseloom.worker.backends.layout import Layout, check_layout, plan
+from phaseloom.worker.backends.inference import InferenceBackend, check_spec, prompt_field
+from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
@@ -60,10 +50,7 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
-from phaseloom.worker.backends.shaping import check_bad_words
 from phaseloom.worker.state.devicememory import DeviceMemory
-
-KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weights"})
 
 WAVE_TOKENS = 65536
 """Most cache columns (rows × capacity) decoded at a time: bounds the KV cache."""
@@ -72,7 +59,7 @@ KEEP_ROWS = 0.75
 """Finished rows are dropped from the batch once fewer than this share of its rows are live."""
 
 
-class SamplerBackend:
+class SamplerBackend(InferenceBackend):
     """`Backend` for generation.
 
     Log-probabilities are the model's own (temperature 1), whatever the temperature that tokens were
@@ -80,25 +67,20 @@ class SamplerBackend:
     """
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
-        check_layout(spec, ranks)
+        check_spec(spec, ranks)
+        super().__init__(spec)
         self._layout = _layout(spec)
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.version_slots = self.slots
         self.sharding = Sharding(spec.layout, 1)
-        self.host_bytes = 0
-        self.kinds = KINDS
-        self._token_texts = spec.model.token_texts
         self._device = self._tensors.device
         self._dtype = weights_dtype(spec.model)
         self._model = build_model(spec.model).requires_grad_(False)
         # Moves its rotary frequencies, which are no state.
         module: torch.nn.Module = self._model
         module.to(self._device)
-        self.vocab_size = int(self._model.config.vocab_size)
         self.config = config_dict(self._model, self._dtype)
-        self._ends = _end_tokens(self._model.config, self.vocab_size)
-        self._max_positions = int(self._model.config.max_position_embeddings)
         views = self._tensors.views(self._layout.weights)
         for name, parameter in self._model.named_parameters():
             views[name].copy_(parameter.data)
@@ -109,31 +91,8 @@ class SamplerBackend:
 
     @staticmethod
     def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
-        check_layout(spec, ranks)
+        check_spec(spec, ranks)
         return _layout(spec).heap_bytes
-
-    def use_host_memory(self, buffer: memoryview) -> None:
-        """Nothing: no state of it lives in host memory."""
-
-    def check_generate(self, args: Generate) -> None:
-        if not args.prompts:
-            raise CallerError(
-                "there are no prompts", field="args.prompts", remedy="send at least 1 prompt"
-            )
-        if args.num_samples < 1:
-            raise CallerError("it is below 1", field="args.num_samples", remedy="use 1 or more")
-        _check_sampling(args.sampling, self.vocab_size)
-        check_bad_words(args.sampling, self.vocab_size)
-        if args.sampling.stop_strings and not self._token_texts:
-            raise CallerError(
-                "the model has no token_texts to find strings in",
-                code=Code.FAILED_PRECONDITION,
-                field="args.sampling.stop_strings",
-                remedy="declare the deployment with model.token_texts, or use stop_token_ids",
-            )
-        tokens = [prompt.tokens for prompt in args.prompts]
-        check_tokens(joined_ints(tokens, _prompt_field), self.vocab_size, tokens, _prompt_field)
-        self._check_lengths(args.prompts, args.sampling.max_tokens)
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         call = _Call(watch)
@@ -152,29 +111,10 @@ class SamplerBackend:
         for args in requests:
             call.add(args, self._prompt_logprobs(args))
 
-    def check_forward(self, args: Forward) -> None:
-        check_some(args.batch)
-        forward_batch(args, self.vocab_size)
-
     def forward(self, args: Forward) -> ForwardResult:
         with torch.inference_mode():
             batch = forward_batch(args, self.vocab_size)
             return ForwardResult([*scoring.logprobs(self._scorer, batch)])
-
-    def check_forward_backward(self, args: ForwardBackward) -> None:
-        raise _does_not_train("forward_backward")
-
-    def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        raise _does_not_train("forward_backward")
-
-    def check_optim_step(self, args: OptimStep) -> None:
-        raise _does_not_train("optim_step")
-
-    def optim_step(self, args: OptimStep) -> OptimStepResult:
-        raise _does_not_train("optim_step")
-
-    def zero_gradients(self) -> None:
-        """Nothing: there are no gradients."""
 
     def weights_sha256(self) -> str:
         views = self._tensors.views(self._layout.weights)
@@ -185,29 +125,6 @@ class SamplerBackend:
 
     def close(self) -> None:
         """Nothing: there is no process group and no thread."""
-
-    def _check_lengths(self, prompts: list[Prompt], max_tokens: int) -> None:
-        for i, prompt in enumerate(prompts):
-            num_tokens = length(prompt.tokens)
-            if num_tokens == 0:
-                raise CallerError(
-                    "the prompt is empty", field=_prompt_field(i), remedy="begin with some token"
-                )
-            num_new = max_tokens - prompt.num_generated
-            if not 0 <= prompt.num_generated < min(num_tokens, max_tokens):
-                raise CallerError(
-                    f"{prompt.num_generated} of {num_tokens} tokens, and of max_tokens = "
-                    f"{max_tokens}, is no earlier answer to go on from",
-                    field=f"args.prompts[{i}].num_generated",
-                    remedy="leave a token of the prompt and one to generate",
-                )
-            if num_tokens + num_new > self._max_positions:
-                raise CallerError(
-                    f"{num_tokens} tokens and {num_new} new ones are more than the "
-                    f"{self._max_positions} positions of the model",
-                    field=_prompt_field(i),
-                    remedy="shorten the prompt or lower max_tokens",
-                )
 
     def _begin(self, call: _Call, batch: _Batch, wave: list[_Prompt]) -> None:
         """Prefill every prompt of the wave once and draw the first token of all its samples, which
@@ -242,7 +159,6 @@ class SamplerBackend:
             prompts = [prompt for prompt in wave if prompt.request == request]
             args = call.args(prompts[0])
             sampling = args.sampling
-            ends = [] if sampling.ignore_eos else self._ends
             asked.append(
                 Sampling(
                     request,
@@ -251,7 +167,7 @@ class SamplerBackend:
                     args.num_samples,
                     sampling.max_tokens,
                     sampling,
-                    [*ends, *sampling.stop_token_ids],
+                    self._stops(sampling),
                 )
             )
         return asked
@@ -441,7 +357,7 @@ def _prompts(args: Generate, request: int) -> list[_Prompt]:
         return []
     tokens = [prompt.tokens for prompt in args.prompts]
     ends = np.cumsum([length(array) for array in tokens])
-    tokens_P = np.split(joined_ints(tokens, _prompt_field), ends)
+    tokens_P = np.split(joined_ints(tokens, prompt_field), ends)
     prompts = []
     for i, prompt in enumerate(args.prompts):
         num_asked = tokens_P[i].size - prompt.num_generated
@@ -462,52 +378,6 @@ def _left_pad(tokens: list[Ints]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(padded_PT), torch.tensor(padding_P)
 
 
-def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    if sampling.max_tokens < 1:
-        raise CallerError("it is below 1", field="args.sampling.max_tokens", remedy="use 1 or more")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise CallerError(
-            f"{sampling.temperature} is no temperature",
-            field="args.sampling.temperature",
-            remedy="use 0 for greedy, or a positive number",
-        )
-    if "" in sampling.stop_strings:
-        raise CallerError(
-            "a string is empty", field="args.sampling.stop_strings", remedy="leave it out"
-        )
-    stops = [sampling.stop_token_ids]
-
-    def field(_: int) -> str:
-        return "args.sampling.stop_token_ids"
-
-    check_tokens(joined_ints(stops, field), vocab_size, stops, field)
-
-
-def _prompt_field(i: int) -> str:
-    return f"args.prompts[{i}].tokens"
-
-
-def _does_not_train(kind: str) -> CallerError:
-    return CallerError(
-        f"the sampler backend does not do {kind}",
-        field="args.type",
-        remedy="send it to a trainable deployment with the backend 'fsdp'",
-    )
-
-
-def _end_tokens(config: PreTrainedConfig, vocab_size: int) -> list[int]:
-    """The end-of-sequence tokens that the model can say; a config may name one, several or none."""
-    named = config.eos_token_id
-    ids = [named] if isinstance(named, int) else named or []
-    return [token for token in ids if 0 <= token < vocab_size]
-
-
 def _layout(spec: DeploymentSpec) -> Layout:
-    if spec.trainable:
-        raise CallerError(
-            "the sampler backend does not train",
-            field="deployments.trainable",
-            remedy="use the backend 'fsdp'",
-        )
     dtype = weights_dtype(spec.model)
     return plan(parameter_shapes(spec.model), trainable=False, dtype=dtype)

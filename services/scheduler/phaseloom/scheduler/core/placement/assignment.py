@@ -24,7 +24,6 @@ from phaseloom.scheduler.core.state.cluster import (
     Host,
     Limits,
     Member,
-    Need,
     Placed,
     Placement,
     Waits,
@@ -58,6 +57,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         num_devices=len(event.devices),
         host_bytes=event.host_memory_bytes,
         price_per_hour=event.price_per_hour,
+        backends=event.backends,
     )
     groups.host_up(step.state.cluster, host)
     leave = step.state.closing.get(event.node)
@@ -213,8 +213,8 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
     """Room for one more deployment of a job that has a place: on the job's own nodes, else on
     others of its group, else on free ones."""
     cluster = step.state.cluster
-    need = Need(spec.num_nodes, groups.devices_per_node(spec), spec.host_bytes)
-    asked = Member(job=str(job.key), slo=0.0, needs={spec.pool: need})
+    needs = groups.needs_of([spec])
+    asked = Member(job=str(job.key), slo=0.0, needs=needs)
     nowhere = admission.fits_nowhere(cluster, asked)
     if isinstance(nowhere, Waits):
         return ErrorInfo(
@@ -227,7 +227,7 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
         return ErrorInfo(
             nowhere.error.code,
             nowhere.error.message,
-            field="spec.layout",
+            field="spec.backend" if nowhere.error.field == admission.BACKEND else "spec.layout",
             remedy=nowhere.error.remedy,
         )
     group = groups.group_of(cluster, str(job.key))

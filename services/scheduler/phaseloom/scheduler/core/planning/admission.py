@@ -17,9 +17,10 @@ from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core.planning.nodes import (
+    can_run,
+    could_take,
     free_nodes,
     has_room,
-    is_large_enough,
     is_usable,
     users,
 )
@@ -36,6 +37,9 @@ from phaseloom.scheduler.core.state.cluster import (
     Refused,
     Waits,
 )
+
+BACKEND = "spec.deployments.backend"
+"""Field of a refusal for a backend that no node has."""
 
 
 def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
@@ -85,8 +89,11 @@ def fits_nowhere(cluster: Cluster, member: Member) -> Waits | Refused | None:
 
 def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
     """The refusal of a job for which no known node of the pool is large enough."""
-    if not hosts or any(is_large_enough(host, need) for host in hosts):
+    if not hosts or any(could_take(host, need) for host in hosts):
         return None
+    if not any(can_run(host, need) for host in hosts):
+        return _cannot_run(pool, need, hosts)
+    hosts = [host for host in hosts if can_run(host, need)]
     most = max(host.num_devices for host in hosts)
     if most < need.num_devices:
         what = f"takes {need.num_devices} devices of one node of pool {pool!r}"
@@ -103,6 +110,20 @@ def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
         f"the job {what}, where {has}",
         field="spec.deployments",
         remedy=remedy,
+    )
+    return Refused(error)
+
+
+def _cannot_run(pool: Pool, need: Need, hosts: list[Host]) -> Refused:
+    """The refusal of a job whose backends no known node of the pool has."""
+    known = sorted({name for host in hosts for name in host.backends})
+    wanted = ", ".join(sorted(need.backends))
+    error = ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"the job runs {wanted} on pool {pool!r}, whose nodes run {', '.join(known)}",
+        field=BACKEND,
+        remedy="use a backend that they have, or start a node with its runtime installed, or with "
+        "an interpreter for it (worker.interpreters)",
     )
     return Refused(error)
 

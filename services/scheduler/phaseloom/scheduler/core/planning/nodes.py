@@ -15,13 +15,20 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member,
 Pinned = dict[Pool, list[NodeId]]
 
 
-def is_large_enough(host: Host, need: Need) -> bool:
-    return host.num_devices >= need.num_devices and host.host_bytes >= need.host_bytes
+def could_take(host: Host, need: Need) -> bool:
+    """Whether the node has what the job takes of one, were the node up and the job alone there."""
+    is_large = host.num_devices >= need.num_devices and host.host_bytes >= need.host_bytes
+    return is_large and can_run(host, need)
+
+
+def can_run(host: Host, need: Need) -> bool:
+    """Whether the node has the job's backends."""
+    return not host.backends or need.backends.issubset(host.backends)
 
 
 def is_usable(host: Host, need: Need) -> bool:
     """Whether the node is up and has what the job takes of one, were it alone there."""
-    return host.is_up and is_large_enough(host, need)
+    return host.is_up and could_take(host, need)
 
 
 def free_nodes(cluster: Cluster, pool: Pool, need: Need, count: int) -> list[NodeId]:
