@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Int32s
+from phaseloom.common.contract.arrays import Int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.codec import JSON, MSGPACK, encode
 from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, PhaseloomError
 from phaseloom.common.contract.events import OperationsQueued

@@ -11,8 +11,14 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from phaseloom.common.contract.arrays import int32s, length, pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.arrays import (
+    Float32s,
+    Int32s,
+    int32s,
+    length,
+    pack_float32s,
+    pack_int32s,
+)
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams, Sequence
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES

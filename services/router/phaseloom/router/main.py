@@ -8,7 +8,8 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.retry import until_done
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.observing import Lag

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 
-from phaseloom.common.contract.arrays import float32s, int32s, length
-from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import SEQ_END, OperationKey, check_name
 from phaseloom.common.contract.operations import (

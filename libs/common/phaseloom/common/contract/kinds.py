@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract import checks
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import float32s, int32s, length
-from phaseloom.common.contract.base import Message
-from phaseloom.common.contract.codec import JSON, MSGPACK
+from phaseloom.common.contract.codec import JSON, MSGPACK, Message
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.ids import OperationKey
 

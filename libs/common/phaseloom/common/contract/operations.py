@@ -19,7 +19,8 @@ from enum import StrEnum
 
 import msgspec
 
-from phaseloom.common.contract.base import Float32s, Int32s, Message, _snake
+from phaseloom.common.contract.arrays import Float32s, Int32s
+from phaseloom.common.contract.codec import Message, snake
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import OperationKey
 
@@ -186,7 +187,7 @@ Args = (
 
 def kind_of(args: Args) -> str:
     """The operation kind, as in subjects, spans and traces: `forward_backward`, …"""
-    return _snake(type(args).__name__)
+    return snake(type(args).__name__)
 
 
 class After(msgspec.Struct, frozen=True):
@@ -283,7 +284,7 @@ Result = (
 
 def result_kind(result: Result) -> str:
     """The kind of the operation that this is the result of."""
-    return _snake(type(result).__name__).removesuffix("_result")
+    return snake(type(result).__name__).removesuffix("_result")
 
 
 def checkpoints_of(completion: Completion) -> dict[str, str]:

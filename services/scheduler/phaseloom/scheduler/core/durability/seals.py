@@ -243,11 +243,10 @@ def seal(step: Step, deployment: Deployment) -> None:
         seq for seq in _own_needed(step, deployment) if seq <= deployment.durability.applied
     ]
     for node in step.nodes_of(deployment):
-        step.send(
+        step.order(
             SealState,
             node,
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
+            deployment,
             seq=deployment.durability.applied,
             versions=sorted(versions),
             durability=durability,
@@ -302,13 +301,7 @@ def clear_stale_holders(step: Step, deployment: Deployment) -> None:
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
     """Have a node drop everything that it has of a deployment that is not placed on it."""
     step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
-    step.send(
-        StopWpg,
-        step.node(node),
-        deployment=deployment.key,
-        incarnation=deployment.wpg.incarnation,
-        forget=True,
-    )
+    step.order(StopWpg, step.node(node), deployment, forget=True)
 
 
 def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from phaseloom.common.contract.arrays import int32s, pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.operations import (
     Datum,
@@ -23,7 +22,7 @@ from phaseloom.common.contract.operations import (
     Sequence,
 )
 from phaseloom.common.contract.specs import Batching, DeploymentSpec
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.generation import StopText
@@ -63,7 +62,7 @@ class VllmBackend(InferenceBackend):
         self.slots = placement.slots
         self._dtype = weights_dtype(spec.model)
         self.version_slots = plan_layout(shapes, trainable=False, dtype=self._dtype).slots
-        self.sharding = Sharding(spec.layout, 1)
+        self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
         self._is_shared = spec.batching is Batching.SHARED
         if spec.model.pinned is None:
             views = {slot.name: self._tensors.view(slot) for slot in self.slots}
