@@ -20,7 +20,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -46,7 +46,7 @@ from phaseloom.common.contract.operations import (
     OptimStepResult,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
@@ -157,7 +157,10 @@ class FsdpBackend:
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
         self.version_slots = plan(self._shapes, trainable=False, dtype=self._dtype).slots
-        self.sharding = Sharding(spec.layout, 1, fsdp=ranks.world_size)
+        self.holdings: Sequence[Holding] = [
+            holding_of(_layout(spec, self._shapes, replace(ranks, rank=rank)).slots)
+            for rank in range(ranks.world_size)
+        ]
         self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
         self._is_broken = False
         self._group = ExitStack()

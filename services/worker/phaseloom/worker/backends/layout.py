@@ -122,9 +122,9 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
     """Shard a parameter over ranks as FSDP2 does."""
     if not shape:
         return Shard(range(1), [], [])
-    (piece,) = layouts.parallel(shape[0], ranks.world_size, ranks.rank).pieces
-    rows = piece.indices
-    own, padded = [len(rows), *shape[1:]], [piece.length, *shape[1:]]
+    rows = layouts.chunk(shape[0], ranks.world_size, ranks.rank)
+    largest = len(layouts.chunk(shape[0], ranks.world_size, 0))
+    own, padded = [len(rows), *shape[1:]], [largest, *shape[1:]]
     if len(rows) == shape[0]:
         return Shard(rows, own, padded)
     return Shard(rows, own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
