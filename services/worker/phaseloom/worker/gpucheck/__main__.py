@@ -1,13 +1,13 @@
 """`make gpu-check`: prove on this machine what needs a GPU, or say why nothing can be proved.
 
-    python -m phaseloom.worker.gpucheck [--device 0] [--sizes-mib 64,1024,3072,16384] [--limit-s 150]
-                                        [--out FILE]
+    python -m phaseloom.worker.gpucheck [--device 0] [--sizes-mib 64,1024,3072,16384]
+                                        [--limit-s 150] [--out FILE]
 
 Needs torch and the standard library only; the proofs of whole backends need their runtimes too, and
-are skipped by name where these are not installed. Each proof runs in a process of its own: an error of the
-device ends every later call of the process that met it, and what hangs is killed. Prints a line as
-each ends, then a table, and the same as JSON on the last line, which the file has from the first
-proof on. Exit status 0: all that ran holds; 1: something does not; 2: nothing ran.
+are skipped by name where these are not installed. Each proof runs in a process of its own: an error
+of the device ends every later call of the process that met it, and what hangs is killed. Prints a
+line as each ends, then a table, and the same as JSON on the last line, which the file has from the
+first proof on. Exit status 0: all that ran holds; 1: something does not; 2: nothing ran.
 """
 
 from __future__ import annotations
@@ -62,26 +62,25 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
     """The proofs by name, in their order."""
     from phaseloom.worker.gpucheck import backends, proofs, sharding
 
-    return (
-        {
-            f"offload and load, {size} MiB": partial(proofs.round_trip, num_bytes=size * MiB)
-            for size in sizes_mib
-        }
-        | {
-            "default stream": proofs.default_stream,
-            "captured graphs": proofs.graphs,
-            "shared with a process": proofs.shared_memory,
-            "in a forked process": proofs.forked,
-            "AdamW over switches": proofs.optimizer,
-            "AdamW on the host": proofs.optimizer_on_host,
-            "FSDP2 over switches": sharding.sharded_training,
-            "kvikio": proofs.kvikio_file,
-        }
-        | {
-            f"backend {name} over switches": partial(backends.backend_over_switches, name=name)
-            for name in ("fsdp", "sampler", "vllm")
-        }
-    )
+    planned: dict[str, Callable[[Driver], Found]] = {
+        f"offload and load, {size} MiB": partial(proofs.round_trip, num_bytes=size * MiB)
+        for size in sizes_mib
+    }
+    planned |= {
+        "default stream": proofs.default_stream,
+        "captured graphs": proofs.graphs,
+        "shared with a process": proofs.shared_memory,
+        "in a forked process": proofs.forked,
+        "AdamW over switches": proofs.optimizer,
+        "AdamW on the host": proofs.optimizer_on_host,
+        "FSDP2 over switches": sharding.sharded_training,
+        "kvikio": proofs.kvikio_file,
+    }
+    for name in ("fsdp", "sampler", "vllm"):
+        planned[f"backend {name} over switches"] = partial(
+            backends.backend_over_switches, name=name
+        )
+    return planned
 
 
 def run_proof(name: str, prove: Callable[[], Found]) -> Outcome:
