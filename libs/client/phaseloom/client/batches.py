@@ -91,7 +91,8 @@ def split_prompts(
     Raises: CallerError: a prompt is not valid, or its samples are too large for a message.
     """
     packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-    sample_bytes = sampling.max_tokens * _SAMPLED_TOKEN_BYTES + _ITEM_OVERHEAD_BYTES
+    token_bytes = (1 + sampling.top_logprobs) * _SAMPLED_TOKEN_BYTES
+    sample_bytes = sampling.max_tokens * token_bytes + _ITEM_OVERHEAD_BYTES
 
     def size(prompt: Prompt) -> int:
         own = length(prompt.tokens) * 4 + _ITEM_OVERHEAD_BYTES

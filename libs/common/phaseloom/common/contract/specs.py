@@ -119,6 +119,10 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     scratch_bytes: int = 0
     """Device memory of each rank for what its runtime needs and nobody moves: the KV cache of
     `vllm`. Given back when the deployment leaves the device. 0: the backend's choice."""
+    activation_checkpointing: bool = False
+    """Whether training computes each layer's activations again in the backward pass, instead of
+    keeping them: less memory, the time of one more forward pass, the same gradients to the
+    bit."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):

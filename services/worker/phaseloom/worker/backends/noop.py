@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from phaseloom.common.contract.arrays import Float32s, length, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
@@ -75,8 +77,11 @@ class NoopBackend:
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         """Answer every prompt with the one token 0, cut off by length."""
         self._take("generate")
-        sequence = Sequence(pack_int32s([0]), pack_float32s([0.0]), "length")
         for i, args in enumerate(requests):
+            sequence = Sequence(pack_int32s([0]), pack_float32s([0.0]), "length")
+            if num_top := args.sampling.top_logprobs:
+                top = bytes(4 * num_top)
+                sequence = replace(sequence, top_tokens=top, top_logprobs=top)
             groups = [[sequence] * args.num_samples for _ in args.prompts]
             logprobs: list[Float32s] = [
                 bytes(4 * length(p.tokens)) for p in args.prompts if args.prompt_logprobs

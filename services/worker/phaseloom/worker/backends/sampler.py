@@ -165,9 +165,8 @@ class SamplerBackend(InferenceBackend):
                     [prompt.start for prompt in prompts],
                     args.num_samples,
                     sampling.max_tokens,
-                    sampling.temperature,
+                    sampling,
                     self._stops(sampling),
-                    sampling.stop_strings,
                 )
             )
         return asked
@@ -360,8 +359,9 @@ def _prompts(args: Generate, request: int) -> list[_Prompt]:
     tokens_P = np.split(joined_ints(tokens, prompt_field), ends)
     prompts = []
     for i, prompt in enumerate(args.prompts):
-        generated = tokens_P[i][tokens_P[i].size - prompt.num_generated :].tolist()
-        start = Start(prompt.seed, prompt.sample, generated)
+        num_asked = tokens_P[i].size - prompt.num_generated
+        asked, generated = tokens_P[i][:num_asked].tolist(), tokens_P[i][num_asked:].tolist()
+        start = Start(prompt.seed, prompt.sample, asked, generated)
         limit = args.sampling.max_tokens - prompt.num_generated
         prompts.append(_Prompt(request, i, tokens_P[i], start, limit))
     return prompts

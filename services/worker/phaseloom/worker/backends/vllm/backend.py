@@ -39,6 +39,7 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
+from phaseloom.worker.backends.shaping import is_plain
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
@@ -79,6 +80,16 @@ class VllmBackend(InferenceBackend):
         settings = _settings(spec)
         placement = plan(settings, parameter_shapes(spec.model))
         return Memory(placement.num_bytes, settings.kv_bytes)
+
+    def check_generate(self, args: Generate) -> None:
+        super().check_generate(args)
+        if args.sampling.top_logprobs or not is_plain(args.sampling):
+            raise CallerError(
+                "the vllm backend draws by temperature alone",
+                code=Code.FAILED_PRECONDITION,
+                field="args.sampling",
+                remedy="leave the other parameters out, or use the backend 'sampler'",
+            )
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         self._begin()
