@@ -63,12 +63,6 @@ class GatedDirectory(StateDirectory):
         self._wait(cancelled)
         return super().write(path, header, memories, cancelled)
 
-    def write_seal(
-        self, path: Path, header: StateHeader, memories: Sequence[memoryview], before: Path | None
-    ) -> tuple[StateHeader, int]:
-        self._wait(NEVER)
-        return super().write_seal(path, header, memories, before)
-
     def read(self, place: Place, memory: memoryview, cancelled: threading.Event = NEVER) -> None:
         self._wait(cancelled)
         super().read(place, memory, cancelled)

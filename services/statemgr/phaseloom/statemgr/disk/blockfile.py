@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
+from phaseloom.statemgr.memory.extents import copy
 
 PAGE_BYTES = 4096
 """The alignment of memory and offsets in bytes: no disk asks for more."""
@@ -73,6 +74,22 @@ class BlockFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class MemoryFile:
+    """A file in memory, of a fixed size: a seal that is on no disk."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def write(self, block: memoryview, offset: int) -> None:
+        copy(self._memory[offset : offset + len(block)], block)
+
+    def read(self, block: memoryview, offset: int) -> int:
+        """Fill a block. Returns: the number of bytes read; fewer where the file ends in it."""
+        there = self._memory[offset : offset + len(block)]
+        copy(block[: len(there)], there)
+        return len(there)
 
 
 class DirectFile(BlockFile):

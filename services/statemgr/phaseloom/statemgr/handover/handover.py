@@ -40,7 +40,6 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import SharedCopy
 from phaseloom.statemgr.residency.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
 from phaseloom.statemgr.seals.hostseals import HostSeal
-from phaseloom.statemgr.seals.imaging import find_image_parts
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.versions import Version
@@ -211,7 +210,7 @@ class Handover:
         if not self._take_extent(seal.extent, seal.num_bytes, seal.name):
             return
         try:
-            find_image_parts(node.memory[seal.extent].view(seal.num_bytes), seal.name)
+            node.host_seal_parts(seal)
         except ResourceError as error:
             log.error("%s", error)
             node.memory.free(seal.extent)

@@ -32,6 +32,7 @@ from phaseloom.common.process.error_boundary import contained
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshots
 from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.statefile import Place, parts_in
 from phaseloom.statemgr.handover.manifest import manifest_of
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.memory.layouts import Layouts
@@ -41,7 +42,7 @@ from phaseloom.statemgr.node.handles import HandleRegistry
 from phaseloom.statemgr.node.moves import HostCopy, Moves
 from phaseloom.statemgr.residency.incarnations import SharedCopy
 from phaseloom.statemgr.residency.residency import Rank, Residency, State, Step, Wpg
-from phaseloom.statemgr.seals.hostseals import HostSeals
+from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
 
@@ -270,6 +271,15 @@ class Node:
         """The bytes of a shared copy, which must be in host memory; to read only."""
         assert copy.extent is not None
         return self.memory[copy.extent].readable(copy.num_bytes)
+
+    def image_of(self, seal: HostSeal) -> memoryview:
+        """The bytes of a seal in host memory, which are those of a state file."""
+        return self.memory[seal.extent].view(seal.num_bytes)
+
+    def host_seal_parts(self, seal: HostSeal) -> list[Place]:
+        """The parts of a seal in host memory. Raises: ResourceError: DATA_LOSS: a bad header."""
+        image = self.image_of(seal)
+        return parts_in(lambda at, length: bytes(image[at : at + length]), seal.name)
 
     def file_of(self, copy: HostCopy) -> Path:
         """The file of a host copy while it is on NVMe."""

@@ -9,7 +9,7 @@ from phaseloom.common.contract.ids import DeploymentKey
 
 @dataclass(frozen=True, slots=True)
 class HostSeal:
-    """A seal in host memory: the image of a state file; see `imaging`."""
+    """A seal in host memory: an extent with the bytes of a state file."""
 
     key: DeploymentKey
     seq: int

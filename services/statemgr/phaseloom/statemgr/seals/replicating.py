@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -110,11 +109,7 @@ class Replicator:
         async with lock:
             ranks = (request.rank_offset, request.num_ranks)
             if not await self._is_here(name, ranks):
-                await self._fetch_file(name, request, self._before(name))
-
-    def _before(self, name: FileName) -> Path | None:
-        """The newest seal here, whose blocks a fetched seal may share; None for other files."""
-        return self._sealer.newest(name.deployment) if name.kind == "seal" else None
+                await self._fetch_file(name, request)
 
     async def _is_here(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
         """Whether a file is here with a good header; its blocks are verified when they are read.
@@ -128,14 +123,12 @@ class Replicator:
             return False
         return places[0].header.is_of(*ranks)
 
-    async def _fetch_file(
-        self, name: FileName, request: FetchState, before: Path | None = None
-    ) -> None:
+    async def _fetch_file(self, name: FileName, request: FetchState) -> None:
         if request.ticket is None or not request.sources:
             raise CallerError(f"nobody is known to have {name}", field="sources")
         remote = RemoteFile(name, request.ticket, request.sources, self._weights.fetcher.home)
         ranks = (request.rank_offset, request.num_ranks)
-        header = await remote.fetch(self._directory, ranks=ranks, before=before)
+        header = await remote.fetch(self._directory, ranks=ranks)
         self._found(name, header)
 
     def _found(self, name: FileName, header: StateHeader) -> None:

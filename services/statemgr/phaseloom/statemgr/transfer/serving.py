@@ -155,7 +155,7 @@ class Server:
         header, content = await self._files.open_file(asked.name)
         if isinstance(asked, wire.DescribeFile):
             parts = await self._files.parts_of(asked.name)
-            await self._send(stream, wire.FileDescription(header.alone(), parts))
+            await self._send(stream, wire.FileDescription(header, parts))
             return
         await self._send(stream, wire.Opened({"": header.digest}))
         await self._answer_all(stream, content, {}, Peer("", ""))
