@@ -36,7 +36,7 @@ class World:
     publishing: Publishing
 
     def incarnation(self, incarnation: int) -> Wpg:
-        """The next one of the policy."""
+        """The next incarnation of the policy."""
         residency = self.node.residency
         replaced = residency.register([f"token{incarnation}"], POLICY, incarnation, [0], 0)
         if replaced is not None:

@@ -103,6 +103,7 @@ class Exporter:
                 field="operation",
                 remedy=f"name it in at most {MAX_OPERATION_CHARS}",
             )
+        rank.wpg.check_alive()
         async with self._locks[key]:
             await self._until_others_end(rank.wpg, operation)
             written = await self._checkpoints.written_by(operation, key, request.name)

@@ -87,8 +87,7 @@ class Staging:
         """
         async with self.room(wpg) as extents:
             await self._copy_all(wpg, extents, request.seq)
-            if wpg.is_lost:
-                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
+            wpg.check_alive()
             parts = [
                 SnapshotPart(extent, each.extent_bytes, each.table)
                 for each, extent in zip(wpg.ranks, extents, strict=True)

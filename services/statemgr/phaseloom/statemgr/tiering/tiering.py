@@ -31,7 +31,7 @@ from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.disk.files import find_parts
-from phaseloom.statemgr.disk.statefile import Place, Section, StateHeader, data_loss
+from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.arena import rounded
 from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.statemgr.node.moves import Direction, HostCopy, Move, Work
@@ -480,35 +480,20 @@ class Tiering:
             raise
 
     def _read(self, copy: HostCopy, extent: Extent, cancelled: threading.Event) -> None:
-        """Read a host copy from its file, or else from a seal of the same bytes. Blocking.
+        """Read a host copy from its file. Blocking.
 
         No view on the memory outlives the call, so that the extent can be frozen afterwards.
 
-        Raises: ResourceError: DATA_LOSS: no source is good (the error of the first one); any other
-                failure of a read.
+        Raises: ResourceError: DATA_LOSS: the file is bad.
         """
-        memory = extent.view(copy.extent_bytes)
-        users = copy.users if isinstance(copy, SharedCopy) else [copy]
-        sources = [(self.node.file_of(copy), 0)]
-        sources += [(self._directory.seal(r.wpg.key, r.applied), r.index) for r in users]
-        refusal: ResourceError | None = None
-        for path, index in sources:
-            try:
-                places: list[Place] = find_parts(path)
-                if index >= len(places) or places[index].part.digest != copy.digest:
-                    raise data_loss(str(path), f"it does not hold the newest state of {copy}")
-                self._directory.read(places[index], memory, cancelled)
-            except ResourceError as error:
-                if error.info.code is not Code.DATA_LOSS:
-                    raise
-                more = path != sources[-1][0]
-                log.error("%s%s", error, f"; trying its seal at {copy.applied}" if more else "")
-                # The traceback's frames have views on the memory.
-                refusal = refusal or error.with_traceback(None)
-            else:
-                return
-        assert refusal is not None
-        raise refusal
+        (place,) = find_parts(self.node.file_of(copy))
+        if place.part.digest != copy.digest:
+            raise data_loss(place.file, f"it does not hold the newest state of {copy}")
+        try:
+            self._directory.read(place, extent.view(copy.extent_bytes), cancelled)
+        except ResourceError as error:
+            # The traceback's frames have views on the memory.
+            raise error.with_traceback(None) from None
 
 
 def _num_bytes(victim: Victim) -> int:

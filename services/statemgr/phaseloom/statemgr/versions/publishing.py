@@ -89,8 +89,7 @@ class Publishing:
         node = self._node
         extent = await self._tiering.reserve(num_bytes, f"version {key}", pool)
         try:
-            if wpg.is_lost:
-                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
+            wpg.check_alive()
             version = node.versions.begin(key, num_bytes, tensors, extent, wpg.incarnation)
         except PhaseloomError:
             node.memory.free(extent)
