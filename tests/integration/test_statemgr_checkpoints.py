@@ -366,7 +366,7 @@ async def test_daemon_that_is_killed_after_the_snapshot_writes_it_in_its_next_li
 
 
 async def test_daemon_that_is_killed_in_the_middle_leaves_all_or_nothing(short_dir: Path) -> None:
-    """Wherever it was: the call that waited is answered by the next daemon, from the same snapshot."""
+    """Wherever it was: the call that waited is answered by the next daemon, from that snapshot."""
     async with saving(short_dir) as d:
         rank = await active(d)
         expected = tensors(rank)

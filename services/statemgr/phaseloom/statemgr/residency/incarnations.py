@@ -232,7 +232,7 @@ class Wpg:
     sealed: set[int] = field(default_factory=set)
     """The seqs of the seals that this incarnation has written."""
     layouts: WeakSet[TensorTable] = field(default_factory=WeakSet, repr=False)
-    """The layouts that the ranks have sent and that are still in use or kept."""
+    """The layouts that the ranks have sent and that are still in use."""
     rank_offset: int = 0
     """The rank, among those of all nodes, of the first one on this node; `Rank.index` counts from
     it."""
