@@ -14,6 +14,7 @@ from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.transfer.wire import KeepFiles
+from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
 
@@ -33,8 +34,8 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
     node.settled.set()
     tiering = Tiering(node, 0)
-    weights = Weights(node, directory, tiering, identity(), 10.0)
-    files = StateFiles(node, directory, 10.0, _never)
+    weights = Weights(VersionFetcher(node, tiering, identity(), 10.0))
+    files = StateFiles(node, 10.0, _never)
     server = Server(Gate("secret"), 10.0, weights, files, node=node.name)
 
     async def assignment(key: VersionKey) -> Assignment:

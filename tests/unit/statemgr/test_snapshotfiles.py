@@ -54,7 +54,7 @@ def test_part_of_the_same_incarnation_is_taken_where_the_ranks_were_on_several_n
     found = parts_of(tmp_path, "first")
     (place,) = found.find(snapshot(0, incarnation=incarnation))
     memory = memoryview(bytearray(SIZE))
-    found.read(place, memory)
+    StateDirectory(tmp_path).read(place, memory)
     assert bytes(memory) == bytes([incarnation]) * SIZE
     found.discard(snapshot(0))
     assert not list(tmp_path.rglob("*.part"))

@@ -20,6 +20,7 @@ from phaseloom.statemgr import capacity, observing
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
+from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh import tls
@@ -35,6 +36,7 @@ from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.serving import Server
+from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
@@ -175,14 +177,12 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
     tiering = Tiering(node, nvme_bytes, spare_bytes)
     exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
-    weights = Weights(node, directory, tiering, identity, timeout_s, site=config.site)
+    weights = Weights(VersionFetcher(node, tiering, identity, timeout_s, site=config.site))
 
     async def fetch_again(key: DeploymentKey, seq: int) -> None:
         await replicator.fetch_again(key, seq)
 
-    sealer = Sealer(
-        *(node, directory, tiering), verify_version=weights.verify, fetch_again=fetch_again
-    )
+    sealer = Sealer(node, tiering, verify_version=weights.verify, fetch_again=fetch_again)
     for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
         if header.kind == "version":
             weights.found(header)
@@ -190,8 +190,8 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
             sealer.found(header, str(path))
     publishing = Publishing(node, tiering, weights)
     slices = Slices(node, weights)
-    replicator = Replicator(node, directory, sealer, weights)
-    files = StateFiles(node, directory, timeout_s, replicator.keep)
+    replicator = Replicator(node, sealer, weights)
+    files = StateFiles(node, timeout_s, replicator.keep)
     gate = Gate(config.secret)
     server = Server(gate, timeout_s, weights, files, node=config.node, site=config.site)
     services: dict[str, tls.Session] = {wire.SERVICE: server.session}
@@ -274,9 +274,8 @@ def _checkpoints(
     checkpoints.sweep()
     files = directory if root is None else StateDirectory(root)
     staging = Staging(node, tiering)
-    file_bytes = config.checkpoint_file_bytes
-    exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=file_bytes)
-    return exporter, Loader(node, tiering, files.disk, checkpoints, staging)
+    written = SnapshotFiles(files, checkpoints, staging, file_bytes=config.checkpoint_file_bytes)
+    return Exporter(checkpoints, staging, written), Loader(files.disk, checkpoints, staging)
 
 
 def main() -> None:

@@ -30,10 +30,7 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken
 from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.checkpoints.staging import Staging
-from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.residency import Rank, Wpg
-from phaseloom.statemgr.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
 
@@ -56,24 +53,11 @@ class Exporter:
     """Takes snapshots and writes them to disk. `start` runs it in a task group; `stop` ends the
     writes that are under way."""
 
-    def __init__(
-        self,
-        node: Node,
-        tiering: Tiering,
-        directory: StateDirectory,
-        checkpoints: Checkpoints,
-        staging: Staging,
-        *,
-        file_bytes: int,
-    ) -> None:
-        """Args: directory: the state directory at the checkpoint root. file_bytes: the most bytes
-        of a file of a checkpoint, unless one tensor is larger."""
-        self._node = node
+    def __init__(self, checkpoints: Checkpoints, staging: Staging, files: SnapshotFiles) -> None:
+        self._node = staging.node
         self._checkpoints = checkpoints
         self._staging = staging
-        self._files = SnapshotFiles(
-            node, tiering, directory, checkpoints, staging, file_bytes=file_bytes
-        )
+        self._files = files
         self._writes: dict[tuple[DeploymentKey, str], _Write] = {}
         self._locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
         """The lock of each deployment: one snapshot, or one begin of a write, at a time."""

@@ -35,25 +35,21 @@ from phaseloom.statemgr.disk.statefile import (
     data_loss,
     seal_header,
 )
-from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiering.tiering import Tiering
 
 
 class SnapshotFiles:
     def __init__(
         self,
-        node: Node,
-        tiering: Tiering,
         directory: StateDirectory,
         checkpoints: Checkpoints,
         staging: Staging,
         *,
         file_bytes: int,
     ) -> None:
-        """Args: directory, file_bytes: as in `Exporter`."""
-        self._node = node
-        self._tiering = tiering
-        self._disk = directory.disk
+        """Args: directory: the state directory at the checkpoint root. file_bytes: the most bytes
+        of a file of a checkpoint, unless one tensor is larger."""
+        self._node = staging.node
+        self._directory = directory
         self._checkpoints = checkpoints
         self.node_parts = NodeParts(checkpoints, directory)
         self._staging = staging
@@ -76,7 +72,7 @@ class SnapshotFiles:
             await self._staging.until_proved(snapshot)
             ranks = self._staged(snapshot)
             if snapshot.rank_offset:
-                await asyncio.to_thread(self._leave_part, snapshot, ranks, cancelled)
+                await asyncio.to_thread(self.node_parts.write, snapshot, ranks, cancelled)
                 return ""
             return await self._write(snapshot, request, [*ranks, *others], cancelled)
 
@@ -93,13 +89,13 @@ class SnapshotFiles:
             if not snapshot.is_whole and not snapshot.rank_offset:
                 for place in await asyncio.to_thread(self.node_parts.find, snapshot):
                     num_bytes = place.part.num_bytes
-                    extent = await self._tiering.reserve(
+                    extent = await self._staging.tiering.reserve(
                         num_bytes, f"other ranks' part of {snapshot}"
                     )
                     self._node.snapshots.lend(extent)
                     extents.append(extent)
                     memory = self._node.memory[extent].view(num_bytes)
-                    await asyncio.to_thread(self.node_parts.read, place, memory)
+                    await asyncio.to_thread(self._directory.read, place, memory)
                     index = place.header.rank_offset + place.index
                     staged.append(StagedState(index, place.part.tensors, memory, place.part.blocks))
             yield staged
@@ -109,12 +105,6 @@ class SnapshotFiles:
                 self._node.snapshots.give_back(extent)
                 self._node.memory.free(extent)
             self._node.announce()
-
-    def _leave_part(
-        self, snapshot: Snapshot, ranks: list[StagedState], cancelled: threading.Event
-    ) -> None:
-        check(snapshot.key, ranks)
-        self.node_parts.write(snapshot, ranks, cancelled)
 
     async def _write(
         self,
@@ -155,7 +145,7 @@ class SnapshotFiles:
         """Write the draft of a checkpoint, then verify the states that were written. Blocking: call
         it in a thread."""
         written = write_state(
-            self._disk,
+            self._directory.disk,
             self._checkpoints.begin(snapshot.key, snapshot.name),
             [(each.tensors, each.memory) for each in staged],
             config,
@@ -235,10 +225,6 @@ class NodeParts:
                 )
             places += found
         return places
-
-    def read(self, place: Place, memory: memoryview) -> None:
-        """Fill the memory with a rank's state, verified. Raises: ResourceError: DATA_LOSS."""
-        self._directory.read(place, memory)
 
     def discard(self, snapshot: Snapshot) -> None:
         """Remove the parts of the other nodes, which nobody needs any more."""

@@ -191,15 +191,11 @@ ReadBlock = Callable[[Place, int, memoryview], int]
 
 class StateFiles:
     def __init__(
-        self,
-        node: Node,
-        directory: StateDirectory,
-        timeout_s: float,
-        keep: Callable[[KeepFiles], Awaitable[None]],
+        self, node: Node, timeout_s: float, keep: Callable[[KeepFiles], Awaitable[None]]
     ) -> None:
         """Args: keep: fetches the files that another node names onto this node's disk."""
         self._node = node
-        self._directory = directory
+        self._directory = node.directory
         self._timeout_s = timeout_s
         self._keep = keep
 

@@ -22,7 +22,7 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_agent import FetchState, WriteSeal
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.remotefiles import RemoteFile, path_of
@@ -36,15 +36,9 @@ log = logging.getLogger(__name__)
 
 
 class Replicator:
-    def __init__(
-        self,
-        node: Node,
-        directory: StateDirectory,
-        sealer: Sealer,
-        weights: Weights,
-    ) -> None:
+    def __init__(self, node: Node, sealer: Sealer, weights: Weights) -> None:
         self._node = node
-        self._directory = directory
+        self._directory = node.directory
         self._sealer = sealer
         self._weights = weights
         self._fetching: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()

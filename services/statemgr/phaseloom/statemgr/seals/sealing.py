@@ -16,7 +16,7 @@ from phaseloom.common.contract.state_layout import host_start
 from phaseloom.common.contract.state_rank import CopyOut
 from phaseloom.statemgr.disk.blockfile import MemoryFile
 from phaseloom.statemgr.disk.disk import read_part, write_state
-from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
+from phaseloom.statemgr.disk.files import NEVER, find_parts
 from phaseloom.statemgr.disk.statefile import (
     Place,
     Section,
@@ -42,24 +42,21 @@ class Sealer:
     def __init__(
         self,
         node: Node,
-        directory: StateDirectory,
         tiering: Tiering,
         *,
         verify_version: Callable[[VersionKey], Awaitable[None]],
         fetch_again: Callable[[DeploymentKey, int], Awaitable[None]],
     ) -> None:
-        """A sealer for the state directory of this node.
-
-        Args: verify_version: drops the copy of a version here if it is bad; raises PhaseloomError
-              where the version is lost.
-              fetch_again: replaces a seal that is bad here by another node's copy; raises
-              PhaseloomError where there is none.
+        """Args: verify_version: drops the copy of a version here if it is bad; raises
+        PhaseloomError where the version is lost.
+        fetch_again: replaces a seal that is bad here by another node's copy; raises
+        PhaseloomError where there is none.
         """
         self._node = node
         self._verify_version = verify_version
         self._fetch_again = fetch_again
         self._tiering = tiering
-        self._directory = directory
+        self._directory = node.directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
         self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
 

@@ -166,7 +166,7 @@ class Publishing:
             raise CallerError(
                 f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
             )
-        async with self._weights.lock(key):
+        async with self._weights.fetcher.lock(key):
             content = encode_manifest(request.manifest)
             version = self._node.versions.find(key)
             if version is None or version.digest != digest_of(memoryview(content)):
