@@ -22,7 +22,7 @@ from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank
+from phaseloom.statemgr.residency.incarnations import Rank
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 SIZE = 64 * 1024

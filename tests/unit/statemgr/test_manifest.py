@@ -17,7 +17,8 @@ from phaseloom.statemgr.handover.manifest import (
     manifest_of,
     newest_record,
 )
-from phaseloom.statemgr.residency.residency import Residency, State
+from phaseloom.statemgr.residency.incarnations import State
+from phaseloom.statemgr.residency.residency import Residency
 from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions

@@ -13,8 +13,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import State
+from phaseloom.statemgr.residency.incarnations import SharedCopy, State
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.threads import Remembering

@@ -16,7 +16,7 @@ from phaseloom.common.contract.state_rank import Done, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State
+from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.tiering.prefault import Prefault
 from tests.support.machine import needs_prefault
 from tests.support.threads import Remembering

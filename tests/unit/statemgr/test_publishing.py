@@ -17,7 +17,7 @@ from phaseloom.common.contract.state_rank import CommitParts
 from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing

@@ -10,16 +10,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.memory.arena import PAGE_BYTES, Arena
-from phaseloom.statemgr.residency.residency import (
+from phaseloom.statemgr.residency.incarnations import (
     ON_DEVICE,
     TRANSITIONS,
     InvalidTransition,
     Rank,
-    Residency,
     State,
     Step,
     Wpg,
 )
+from phaseloom.statemgr.residency.residency import Residency
 
 A, B, C = (DeploymentKey("acme", job, "policy") for job in "abc")
 

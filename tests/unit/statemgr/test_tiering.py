@@ -23,7 +23,7 @@ from phaseloom.statemgr.disk.disk import Cancelled
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import Place, StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State, Step, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.threads import FirstIsLate

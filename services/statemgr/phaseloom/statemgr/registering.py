@@ -11,7 +11,7 @@ from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, 
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.memory.layouts import check_identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State
+from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering

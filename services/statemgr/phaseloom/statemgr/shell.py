@@ -68,7 +68,7 @@ from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.handover.handover import Handover
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.registering import commit_initial, register_heap
-from phaseloom.statemgr.residency.residency import Rank
+from phaseloom.statemgr.residency.incarnations import Rank
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.sharing import sharing

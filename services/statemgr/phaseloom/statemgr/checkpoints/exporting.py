@@ -30,7 +30,7 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken
 from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.checkpoints.staging import Staging
-from phaseloom.statemgr.residency.residency import Rank, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, Wpg
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from phaseloom.statemgr.checkpoints.savedstate import SavedState
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.statemgr.disk.files import NEVER
-from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
 

@@ -27,7 +27,7 @@ from phaseloom.statemgr.disk.files import NEVER
 from phaseloom.statemgr.disk.statefile import names_within
 from phaseloom.statemgr.node.digests import checksums_of
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
 

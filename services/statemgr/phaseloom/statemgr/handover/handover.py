@@ -35,8 +35,14 @@ from phaseloom.statemgr.handover.manifest import (
 )
 from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import (
+    ON_NVME,
+    PreparedSeal,
+    Rank,
+    SharedCopy,
+    State,
+    Wpg,
+)
 from phaseloom.statemgr.seals.hostseals import HostSeal
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering

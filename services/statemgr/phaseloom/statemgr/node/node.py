@@ -40,8 +40,8 @@ from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.node.handles import HandleRegistry
 from phaseloom.statemgr.node.moves import HostCopy, Moves
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import Rank, Residency, State, Step, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step, Wpg
+from phaseloom.statemgr.residency.residency import Residency
 from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions

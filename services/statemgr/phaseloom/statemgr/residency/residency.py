@@ -35,21 +35,6 @@ from phaseloom.statemgr.residency.incarnations import (
     is_demotable,
 )
 
-__all__ = [
-    "ON_DEVICE",
-    "ON_NVME",
-    "TRANSITIONS",
-    "InvalidTransition",
-    "PreparedSeal",
-    "Rank",
-    "Residency",
-    "State",
-    "Step",
-    "SwitchPlan",
-    "Wpg",
-    "is_demotable",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SwitchPlan:

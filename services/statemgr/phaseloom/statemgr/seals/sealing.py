@@ -28,7 +28,7 @@ from phaseloom.statemgr.disk.statefile import (
 )
 from phaseloom.statemgr.memory.extents import copy, joined
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.seals.hostseals import HostSeal
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device

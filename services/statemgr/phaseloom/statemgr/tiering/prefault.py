@@ -19,7 +19,7 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.common.tensors.hugepages import touch
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State
+from phaseloom.statemgr.residency.incarnations import Rank, State
 
 log = logging.getLogger(__name__)
 

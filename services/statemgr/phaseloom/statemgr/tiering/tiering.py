@@ -36,8 +36,15 @@ from phaseloom.statemgr.memory.arena import rounded
 from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.statemgr.node.moves import Direction, HostCopy, Move, Work
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import ON_DEVICE, ON_NVME, Rank, State, Step, Wpg
+from phaseloom.statemgr.residency.incarnations import (
+    ON_DEVICE,
+    ON_NVME,
+    Rank,
+    SharedCopy,
+    State,
+    Step,
+    Wpg,
+)
 from phaseloom.statemgr.tiering.prefault import Prefault
 from phaseloom.statemgr.tiering.versionmoves import VersionMoves
 from phaseloom.statemgr.versions.versions import Version

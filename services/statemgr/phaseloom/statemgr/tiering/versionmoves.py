@@ -16,7 +16,7 @@ from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.disk.statefile import Section, StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)

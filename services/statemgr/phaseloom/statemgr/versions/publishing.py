@@ -27,7 +27,7 @@ from phaseloom.common.tensors.versionparts import (
 )
 from phaseloom.statemgr.memory.layouts import check_layout
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights, description_of

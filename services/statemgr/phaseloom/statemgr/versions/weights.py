@@ -21,7 +21,7 @@ from phaseloom.common.contract.state_rank import OpenVersion, VersionExtent
 from phaseloom.common.tensors.versionparts import decode_manifest, part_of
 from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.mesh.permission import check_reader
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import ask_once
 from phaseloom.statemgr.transfer.served import Fetched, OpenPart, OpenParts, Served
