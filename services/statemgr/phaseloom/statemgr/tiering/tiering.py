@@ -81,7 +81,7 @@ class Tiering:
         self._moves = node.moves
         self._tasks: asyncio.TaskGroup
         self.versions = VersionMoves(node)
-        self.prefault = Prefault(node, self._is_moving)
+        self.prefault = Prefault(node)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -95,9 +95,6 @@ class Tiering:
             self._write_back.cancel()
         self.prefault.stop()
         self._moves.stop()
-
-    def _is_moving(self) -> bool:
-        return bool(self._moves) or any(lock.locked() for lock in self.node.device_locks)
 
     # --- what the other parts ask for ---
 
