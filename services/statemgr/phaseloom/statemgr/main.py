@@ -13,10 +13,12 @@ import msgspec
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.observability import metrics
+from phaseloom.common.observability.metrics import Reading
 from phaseloom.common.process import lifecycle
 from phaseloom.common.process.config import load
 from phaseloom.common.transport import framing
-from phaseloom.statemgr import capacity, observing
+from phaseloom.statemgr import capacity
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
@@ -118,7 +120,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
     node = _node(config, directory)
     sharing = Sharing(node)
-    observing.register(node)
+    _observe(node)
     parts, services = await _parts(config, node)
     tiering, exporter = parts.tiering, parts.exporter
     server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, services)
@@ -165,6 +167,24 @@ def _node(config: StateManagerConfig, directory: StateDirectory) -> Node:
         config.transfer_timeout_s,
         frozen_bases=bases_of(config.frozen_bases),
     )
+
+
+def _observe(node: Node) -> None:
+    """Let every scrape of the metrics read the memory in use, and its budgets."""
+    here = {"node": node.name}
+    arena, residency = node.memory.arena, node.residency
+    devices = range(len(residency.device_budget_bytes))
+
+    def by_device(values: list[int]) -> list[Reading]:
+        return [(value, {**here, "device": str(d)}) for d, value in enumerate(values)]
+
+    metrics.observe(metrics.ARENA_USED, lambda: [(arena.used_bytes, here)])
+    metrics.observe(metrics.ARENA_BUDGET, lambda: [(arena.budget_bytes, here)])
+    metrics.observe(
+        metrics.DEVICE_USED,
+        lambda: by_device([residency.device_used_bytes(d) for d in devices]),
+    )
+    metrics.observe(metrics.DEVICE_BUDGET, lambda: by_device(residency.device_budget_bytes))
 
 
 async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[str, tls.Session]]:

@@ -92,7 +92,7 @@ class SnapshotFiles:
                     extent = await self._staging.tiering.reserve(
                         num_bytes, f"other ranks' part of {snapshot}"
                     )
-                    self._node.snapshots.lend(extent)
+                    self._node.unrecorded.add(extent)
                     extents.append(extent)
                     memory = self._node.memory[extent].view(num_bytes)
                     await asyncio.to_thread(self._directory.read, place, memory)
@@ -102,7 +102,7 @@ class SnapshotFiles:
         finally:
             staged.clear()
             for extent in extents:
-                self._node.snapshots.give_back(extent)
+                self._node.unrecorded.discard(extent)
                 self._node.memory.free(extent)
             self._node.announce()
 

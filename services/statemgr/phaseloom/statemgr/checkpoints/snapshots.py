@@ -70,7 +70,6 @@ class Snapshot:
 class Snapshots:
     def __init__(self) -> None:
         self._snapshots: dict[tuple[DeploymentKey, str], Snapshot] = {}
-        self._lent: set[int] = set()
 
     def add(self, snapshot: Snapshot) -> None:
         self._snapshots[(snapshot.key, snapshot.operation)] = snapshot
@@ -87,13 +86,5 @@ class Snapshots:
     def every(self) -> list[Snapshot]:
         return list(self._snapshots.values())
 
-    def lend(self, extent: int) -> None:
-        """Keep an extent that a copy is made in, which is not yet, or never will be, a snapshot."""
-        self._lent.add(extent)
-
-    def give_back(self, extent: int) -> None:
-        self._lent.discard(extent)
-
     def extents(self) -> list[int]:
-        held = [extent for snapshot in self._snapshots.values() for extent in snapshot.extents]
-        return [*held, *self._lent]
+        return [extent for snapshot in self._snapshots.values() for extent in snapshot.extents]

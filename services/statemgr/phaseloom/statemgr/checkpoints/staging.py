@@ -67,12 +67,12 @@ class Staging:
             for rank in wpg.ranks:
                 what = f"a copy of {rank.owner} for a checkpoint"
                 extent = await self.tiering.reserve(rank.extent_bytes, what, pool_of(wpg))
-                self.node.snapshots.lend(extent)
+                self.node.unrecorded.add(extent)
                 extents.append(extent)
             yield extents
         finally:
             for extent in extents:
-                self.node.snapshots.give_back(extent)
+                self.node.unrecorded.discard(extent)
                 self._give_up(extent, wpg)
             self.node.announce()
 
@@ -96,7 +96,7 @@ class Staging:
             snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
             self.node.snapshots.add(snapshot)
             for part in parts:
-                self.node.snapshots.give_back(part.extent)
+                self.node.unrecorded.discard(part.extent)
         self._begin_checksums(snapshot)
         return snapshot
 

@@ -52,6 +52,10 @@ _UNMAP_TIMEOUT_S = 5.0
 """Time for a rank to answer that it has unmapped memory, in seconds."""
 
 
+class _Silent(ResourceError):
+    """A rank did not answer in time."""
+
+
 class Node:
     """One node's state: pure records, such as `residency` and `versions`, and bytes in `memory`."""
 
@@ -101,6 +105,8 @@ class Node:
         from then on."""
         self.to_compare: asyncio.Queue[SharedCopy] = asyncio.Queue()
         """Shared copies that may be equal to others; `Sharing` takes them from here."""
+        self.unrecorded: set[int] = set()
+        """Extents that are being filled for a record that there is not yet, or never will be."""
         self._transfer_timeout_s = transfer_timeout_s
         self._changed = asyncio.Event()
 
@@ -131,21 +137,15 @@ class Node:
         self, rank: Rank, message: CopyIn | CopyOut | StageState | LoadStaged, fds: list[int]
     ) -> Copied:
         peer = self.ranks.get(rank)
-        if peer is None:
-            raise ResourceError(f"{rank} has lost its rank")
         labels = {"node": self.name, "direction": _direction(message)}
         try:
-            async with asyncio.timeout(self._transfer_timeout_s):
-                with metrics.timed(metrics.TRANSFER_DURATION, **labels):
-                    answer = await answer_of(peer, message, fds)
-        except TimeoutError:
+            with metrics.timed(metrics.TRANSFER_DURATION, **labels):
+                answer = await self._answer(rank, message, self._transfer_timeout_s, fds)
+        except _Silent:
             self.retire(rank.wpg, f"no answer within {self._transfer_timeout_s} s")
-            raise ResourceError(
-                f"{rank} did not answer {type(message).__name__} in time",
-                code=Code.DEADLINE_EXCEEDED,
-            ) from None
+            raise
         except PhaseloomError as error:
-            if not peer.closed.done():
+            if peer is None or not peer.closed.done():
                 raise
             self.retire(rank.wpg, "its connection ended")
             raise ResourceError(f"{rank} was lost during {type(message).__name__}") from error
@@ -164,18 +164,8 @@ class Node:
 
         Raises: ResourceError: the rank is gone, or does not unpin them in time.
         """
-        if not rank.pins:
-            return
-        peer = self.ranks.get(rank)
-        if peer is None:
-            raise ResourceError(f"{rank} has lost its rank")
-        try:
-            async with asyncio.timeout(self._transfer_timeout_s):
-                await answer_of(peer, Unpin())
-        except TimeoutError:
-            raise ResourceError(
-                f"{rank} did not unpin its host copy in time", code=Code.DEADLINE_EXCEEDED
-            ) from None
+        if rank.pins:
+            await self._answer(rank, Unpin(), self._transfer_timeout_s)
 
     async def unmap(self, rank: Rank) -> list[VersionKey] | None:
         """Have a rank unmap the memory that it only keeps for reuse.
@@ -184,16 +174,34 @@ class Node:
 
         Returns: the versions that the rank still uses; None: the rank is gone, or does not say.
         """
-        peer = self.ranks.get(rank)
-        if peer is None:
-            return None
         try:
-            async with asyncio.timeout(_UNMAP_TIMEOUT_S):
-                answer = await answer_of(peer, Unmap())
-        except (PhaseloomError, TimeoutError) as error:
+            answer = await self._answer(rank, Unmap(), _UNMAP_TIMEOUT_S)
+        except PhaseloomError as error:
             log.warning("%s does not unmap host memory: %r", rank, error)
             return None
         return answer.versions if isinstance(answer, StillMapped) else None
+
+    async def _answer(
+        self, rank: Rank, message: StateMessage, timeout_s: float, fds: Sequence[int] = ()
+    ) -> StateMessage:
+        """The answer of a rank to a message. Descriptors that come with the answer are closed,
+        because no answer gives memory.
+
+        Raises: _Silent: no answer in time. ResourceError: the rank is gone, or has failed.
+        """
+        peer = self.ranks.get(rank)
+        if peer is None:
+            raise ResourceError(f"{rank} has lost its rank")
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer, came = await peer.call(message, fds)
+        except TimeoutError:
+            raise _Silent(
+                f"{rank} did not answer {type(message).__name__} in time",
+                code=Code.DEADLINE_EXCEEDED,
+            ) from None
+        close_fds(came)
+        return answer
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[AsyncExitStack]:
@@ -401,6 +409,7 @@ class Node:
                 *self.shared_copies.extents(),
                 *self.snapshots.extents(),
                 *self.seals.extents(),
+                *self.unrecorded,
             ]
         )
         assert set(owners) == self.memory.arena.extents_in_use(), "an extent without an owner"
@@ -425,16 +434,6 @@ class Node:
         version = self.versions.find(content.version) if content.version else None
         is_here = version is not None and version.extent == content.extent is not None
         return len(content.users) + is_here
-
-
-async def answer_of(
-    peer: Peer[StateMessage], message: StateMessage, fds: Sequence[int] = ()
-) -> StateMessage:
-    """The answer of a rank to a message. Descriptors that come with the answer are closed, because
-    no answer gives memory."""
-    answer, came = await peer.call(message, fds)
-    close_fds(came)
-    return answer
 
 
 def _writes(wpg: Wpg, version: Version) -> bool:

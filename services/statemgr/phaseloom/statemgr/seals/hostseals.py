@@ -25,14 +25,6 @@ class HostSeal:
 class HostSeals:
     def __init__(self) -> None:
         self._seals: dict[tuple[DeploymentKey, int], HostSeal] = {}
-        self._begun: set[int] = set()
-
-    def begin(self, extent: int) -> None:
-        """Keep an extent in which a seal is being written, which may never become one."""
-        self._begun.add(extent)
-
-    def end(self, extent: int) -> None:
-        self._begun.discard(extent)
 
     def add(self, seal: HostSeal) -> HostSeal | None:
         """Add a seal. Returns: the seal that it replaces, whose extent is to be freed."""
@@ -53,4 +45,4 @@ class HostSeals:
         return sorted(self._seals.values(), key=lambda seal: (seal.key, seal.seq))
 
     def extents(self) -> list[int]:
-        return [*(seal.extent for seal in self._seals.values()), *self._begun]
+        return [seal.extent for seal in self._seals.values()]

@@ -232,7 +232,7 @@ class Sealer:
         _, num_bytes = layout_of(header)
         extent = await self._tiering.reserve(num_bytes, f"seal {seq} of {wpg.key}")
         kept = HostSeal(wpg.key, seq, extent, num_bytes)
-        node.seals.begin(extent)
+        node.unrecorded.add(extent)
         try:
             memories = [self._sealed(rank) for rank in wpg.ranks]
             image = MemoryFile(node.image_of(kept))
@@ -243,7 +243,7 @@ class Sealer:
             node.memory.free(extent)
             raise
         finally:
-            node.seals.end(extent)
+            node.unrecorded.discard(extent)
         replaced = node.seals.add(kept)
         if replaced is not None:
             node.memory.free(replaced.extent)
