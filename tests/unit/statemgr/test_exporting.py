@@ -18,7 +18,6 @@ from phaseloom.common.contract.state_rank import TakeSnapshot, WriteCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.checkpoints.exporting import MAX_OPERATION_CHARS, Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
@@ -48,8 +47,7 @@ async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank
     tiering = Tiering(node, 0)
     checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
     staging = Staging(node, tiering)
-    written = SnapshotFiles(files, checkpoints, staging, file_bytes=10**9)
-    exporter = Exporter(checkpoints, staging, written)
+    exporter = Exporter(files, checkpoints, staging, file_bytes=10**9)
     async with asyncio.TaskGroup() as tasks:
         tiering.start(tasks)
         exporter.start(tasks)

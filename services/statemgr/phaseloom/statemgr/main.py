@@ -22,7 +22,6 @@ from phaseloom.statemgr import capacity
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
-from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh import tls
@@ -294,8 +293,8 @@ def _checkpoints(
     checkpoints.sweep()
     files = directory if root is None else StateDirectory(root)
     staging = Staging(node, tiering)
-    written = SnapshotFiles(files, checkpoints, staging, file_bytes=config.checkpoint_file_bytes)
-    return Exporter(checkpoints, staging, written), Loader(files.disk, checkpoints, staging)
+    exporter = Exporter(files, checkpoints, staging, file_bytes=config.checkpoint_file_bytes)
+    return exporter, Loader(files.disk, checkpoints, staging)
 
 
 def main() -> None:

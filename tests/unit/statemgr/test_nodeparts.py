@@ -14,7 +14,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.snapshotfiles import NodeParts
+from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.checkpoints.staging import StagedState
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory
