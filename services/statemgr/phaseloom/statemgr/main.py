@@ -171,14 +171,14 @@ def _node(config: StateManagerConfig, directory: StateDirectory) -> Node:
 def _observe(node: Node) -> None:
     """Let every scrape of the metrics read the memory in use, and its budgets."""
     here = {"node": node.name}
-    arena, residency = node.memory.arena, node.residency
+    memory, residency = node.memory, node.residency
     devices = range(len(residency.device_budget_bytes))
 
     def by_device(values: list[int]) -> list[Reading]:
         return [(value, {**here, "device": str(d)}) for d, value in enumerate(values)]
 
-    metrics.observe(metrics.ARENA_USED, lambda: [(arena.used_bytes, here)])
-    metrics.observe(metrics.ARENA_BUDGET, lambda: [(arena.budget_bytes, here)])
+    metrics.observe(metrics.ARENA_USED, lambda: [(memory.used_bytes, here)])
+    metrics.observe(metrics.ARENA_BUDGET, lambda: [(memory.budget_bytes, here)])
     metrics.observe(
         metrics.DEVICE_USED,
         lambda: by_device([residency.device_used_bytes(d) for d in devices]),

@@ -430,8 +430,8 @@ class StateManager:
         return StatusReport(
             device_budget_bytes=budgets,
             device_used_bytes=[node.residency.device_used_bytes(d) for d in range(len(budgets))],
-            host_budget_bytes=node.memory.arena.budget_bytes,
-            host_used_bytes=node.memory.arena.used_bytes,
+            host_budget_bytes=node.memory.budget_bytes,
+            host_used_bytes=node.memory.used_bytes,
             deployments=node.residency.deployments(),
             versions=node.versions.committed(),
             endpoint=node.endpoint,

@@ -230,7 +230,7 @@ class Handover:
                  is_vacated: whether the extent's bytes are on NVMe.
         Returns: False: the memory was not handed over, or is not what the manifest says.
         """
-        if extent in self._node.memory.arena.extents_in_use():
+        if extent in self._node.memory.extents_in_use():
             self._node.memory.hold(extent)
             return True
         fd = self._handles.get(extent)

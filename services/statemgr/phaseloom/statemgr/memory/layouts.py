@@ -13,6 +13,7 @@ from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
 from phaseloom.statemgr.residency.incarnations import Wpg
 
+PAGE_BYTES = 4096
 _OFFSET = attrgetter("offset")
 _MAX_BYTES_OF_A_RANK = 512 * 1024 * 1024
 """Limit of the layouts of one rank, in bytes when decoded: room for the one that it registers and
@@ -62,6 +63,11 @@ class Layouts:
                     "limit": str(limit),
                 },
             )
+
+
+def rounded(num_bytes: int) -> int:
+    """`num_bytes` rounded up to whole pages, in bytes; at least one page."""
+    return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
 
 
 def as_table(tensors: TensorTable | list[TensorSlot]) -> TensorTable:

@@ -389,7 +389,7 @@ class Node:
     def leave_job(self, job: JobKey) -> None:
         """Free the parked memory of a job's versions, once the job has no deployment here."""
         if not self._has(job):
-            for pool in self.memory.arena.pools():
+            for pool in self.memory.pools():
                 if pool.startswith(f"{job}."):
                     self.memory.drop_pool(pool)
 
@@ -401,7 +401,7 @@ class Node:
         self.residency.validate()
         self.versions.validate()
         self.shared_copies.validate()
-        self.memory.arena.validate()
+        self.memory.validate()
         owners = Counter(
             [
                 *self.residency.extents(),
@@ -412,9 +412,9 @@ class Node:
                 *self.unrecorded,
             ]
         )
-        assert set(owners) == self.memory.arena.extents_in_use(), "an extent without an owner"
+        assert set(owners) == self.memory.extents_in_use(), "an extent without an owner"
         for extent, number in owners.items():
-            assert number == self.memory.arena.num_holders(extent), "an owner that holds nothing"
+            assert number == self.memory[extent].num_holders, "an owner that holds nothing"
 
     def nvme_used_bytes(self) -> int:
         """Bytes of host copies on NVMe, with those being written there and those written back."""
@@ -450,5 +450,5 @@ def _direction(message: CopyIn | CopyOut | StageState | LoadStaged) -> str:
 
 
 def pool_of(wpg: Wpg) -> str:
-    """The name of the arena's pool of extents that this incarnation's ranks may write."""
+    """The name of the pool of extents that this incarnation's ranks may write."""
     return f"{wpg.key}#{wpg.incarnation}"

@@ -19,8 +19,7 @@ from phaseloom.common.contract.ids import DeploymentKey, check_name
 from phaseloom.common.contract.state_agent import DeploymentState
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
-from phaseloom.statemgr.memory.arena import rounded
-from phaseloom.statemgr.memory.layouts import as_table, check_host_bytes, check_layout
+from phaseloom.statemgr.memory.layouts import as_table, check_host_bytes, check_layout, rounded
 from phaseloom.statemgr.residency.incarnations import (
     OFFLOADED,
     ON_DEVICE,

@@ -32,8 +32,8 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
-from phaseloom.statemgr.memory.arena import rounded
 from phaseloom.statemgr.memory.extents import Extent
+from phaseloom.statemgr.memory.layouts import rounded
 from phaseloom.statemgr.node.moves import Direction, HostCopy, Move, Work
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import (
@@ -177,8 +177,8 @@ class Tiering:
     def _to_write_back(self) -> Rank | None:
         """The rank to write back next, the one that is needed last; None: enough is free already,
         or no rank is left."""
-        arena, residency = self.node.memory.arena, self.node.residency
-        if arena.free_bytes + residency.written_back_bytes() >= self._spare_bytes:
+        memory, residency = self.node.memory, self.node.residency
+        if memory.free_bytes + residency.written_back_bytes() >= self._spare_bytes:
             return None
         ranks = (copy for copy in self._demotable() if isinstance(copy, Rank))
         return next((rank for rank in ranks if not rank.is_written_back), None)
@@ -290,10 +290,9 @@ class Tiering:
         weights version shares the memory, it goes with the version.
         """
         node = self.node
-        num_holders = node.memory.arena.num_holders
         shared = node.shared_copies.demotable(after_s)
         copies: list[HostCopy] = [*node.residency.demotable(after_s)]
-        copies += [c for c in shared if c.extent is not None and num_holders(c.extent) == 1]
+        copies += [c for c in shared if c.extent and node.memory[c.extent].num_holders == 1]
         return [copy for copy in copies if copy not in self._moves]
 
     async def _send_down(self, victim: Victim) -> None:
@@ -516,7 +515,7 @@ def _need(copy: HostCopy) -> tuple[float, int]:
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:
-    """Bytes that the arena lacked when it refused; 0 where the refusal is not the arena's."""
+    """Bytes of host memory that were lacking; 0 where something else was refused."""
     details = refusal.info.details
     if "needed_bytes" not in details:
         return 0
