@@ -35,7 +35,6 @@ from phaseloom.statemgr.sharing.sharedcopies import bases_of
 from phaseloom.statemgr.sharing.sharing import Sharing
 from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
@@ -120,9 +119,9 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     node = _node(config, directory)
     sharing = Sharing(node)
     _observe(node)
-    parts, services = await _parts(config, node)
+    parts, session = await _parts(config, node)
     tiering, exporter = parts.tiering, parts.exporter
-    server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, services)
+    server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, session)
     addresses = _Addresses(node, server, config.host, config.port)
     local = framing.listen(config.socket)
     in_background = (tiering, exporter, sharing, node.digests)
@@ -186,8 +185,8 @@ def _observe(node: Node) -> None:
     metrics.observe(metrics.DEVICE_BUDGET, lambda: by_device(residency.device_budget_bytes))
 
 
-async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[str, tls.Session]]:
-    """Build the parts that answer agent and ranks, and the services that other nodes may open."""
+async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Session]:
+    """Build the parts that answer agent and ranks, and the session that serves other nodes."""
     directory = node.directory
     disk = directory.disk.path
     log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
@@ -213,12 +212,11 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
     files = StateFiles(node, timeout_s, replicator.keep)
     gate = Gate(config.secret)
     server = Server(gate, timeout_s, weights, files, node=config.node, site=config.site)
-    services: dict[str, tls.Session] = {wire.SERVICE: server.session}
     parts = Parts(
         *(node, sealer, publishing, weights, slices, tiering),
         *(exporter, loader, replicator, disk),
     )
-    return parts, services
+    return parts, server.session
 
 
 class _Addresses:

@@ -74,7 +74,7 @@ class Files(Protocol):
 
 
 class Server:
-    """Answers the streams of the service `transfer`, as far as their tickets permit."""
+    """Answers the streams of other nodes, as far as their tickets permit."""
 
     def __init__(
         self,
