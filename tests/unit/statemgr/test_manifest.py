@@ -88,8 +88,8 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     copy.hash, copy.is_immutable = "hash", True
     snapshots, seals = Snapshots(), HostSeals()
     part = SnapshotPart(11, 24, table, b"checksum")
-    snapshots.add(Snapshot(KEY, 3, "operation", "name", 5, [part], 2, 4))
-    seals.add(HostSeal(KEY, 4, 12, 100))
+    snapshots[KEY, "operation"] = Snapshot(KEY, 3, "operation", "name", 5, [part], 2, 4)
+    seals[KEY, 4] = HostSeal(KEY, 4, 12, 100)
     encoded = encode_manifest(
         manifest_of(residency, versions, shared_copies, snapshots, seals, "host:1")
     )
@@ -118,4 +118,4 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     (snapshot,) = manifest.snapshots
     assert (snapshot.key, snapshot.name, snapshot.num_ranks) == (KEY, "name", 4)
     assert snapshot.parts == [part]
-    assert manifest.seals == seals.every()
+    assert manifest.seals == [*seals.values()]

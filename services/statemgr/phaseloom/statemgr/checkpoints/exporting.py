@@ -128,7 +128,7 @@ class Exporter:
         """Whether the operation's snapshot need not be taken again. Where a deployment is on
         several nodes, each incarnation has a snapshot of its own on all of them: two incarnations
         may differ in bits, and only some nodes may have the snapshot of the first."""
-        snapshot = self._node.snapshots.find(wpg.key, operation)
+        snapshot = self._node.snapshots.get((wpg.key, operation))
         return snapshot is not None and (
             snapshot.is_whole or snapshot.incarnation == wpg.incarnation
         )
@@ -163,13 +163,13 @@ class Exporter:
 
     async def _has_left_part(self, wpg: Wpg, request: WriteCheckpoint) -> bool:
         """Whether this node's part of a checkpoint that another node writes is on disk already."""
-        if not wpg.rank_offset or self._node.snapshots.find(wpg.key, request.operation) is not None:
+        if not wpg.rank_offset or (wpg.key, request.operation) in self._node.snapshots:
             return False
         snapshot = Snapshot.of(wpg, request.operation, request.name, 0, [])
         return await asyncio.to_thread(self._parts.is_written, snapshot)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
-        snapshot = self._node.snapshots.find(key, request.operation)
+        snapshot = self._node.snapshots.get((key, request.operation))
         if snapshot is None or snapshot.name != request.name:
             raise CallerError(
                 f"there is no snapshot of {key} for {request.name!r}",
@@ -335,7 +335,7 @@ class Exporter:
 
     def abandon(self) -> None:
         """Free the snapshots that are not being written: the agent that would ask is gone."""
-        for snapshot in self._node.snapshots.every():
+        for snapshot in [*self._node.snapshots.values()]:
             if (snapshot.key, snapshot.operation) not in self._writes:
                 self._staging.free(snapshot)
 

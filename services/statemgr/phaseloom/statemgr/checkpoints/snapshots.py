@@ -67,24 +67,8 @@ class Snapshot:
         return f"the snapshot of {self.key} for checkpoint {self.name!r}"
 
 
-class Snapshots:
-    def __init__(self) -> None:
-        self._snapshots: dict[tuple[DeploymentKey, str], Snapshot] = {}
-
-    def add(self, snapshot: Snapshot) -> None:
-        self._snapshots[(snapshot.key, snapshot.operation)] = snapshot
-
-    def find(self, key: DeploymentKey, operation: str) -> Snapshot | None:
-        return self._snapshots.get((key, operation))
+class Snapshots(dict[tuple[DeploymentKey, str], Snapshot]):
+    """The snapshots in host memory, by deployment and operation."""
 
     def of(self, key: DeploymentKey) -> list[Snapshot]:
-        return [snapshot for snapshot in self._snapshots.values() if snapshot.key == key]
-
-    def remove(self, snapshot: Snapshot) -> None:
-        self._snapshots.pop((snapshot.key, snapshot.operation), None)
-
-    def every(self) -> list[Snapshot]:
-        return list(self._snapshots.values())
-
-    def extents(self) -> list[int]:
-        return [extent for snapshot in self._snapshots.values() for extent in snapshot.extents]
+        return [snapshot for snapshot in self.values() if snapshot.key == key]

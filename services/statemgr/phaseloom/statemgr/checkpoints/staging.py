@@ -94,7 +94,7 @@ class Staging:
             ]
             extents.clear()  # from here on they are the snapshot's
             snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
-            self.node.snapshots.add(snapshot)
+            self.node.snapshots[snapshot.key, snapshot.operation] = snapshot
             for part in parts:
                 self.node.unrecorded.discard(part.extent)
         self._begin_checksums(snapshot)
@@ -103,7 +103,7 @@ class Staging:
     def free(self, snapshot: Snapshot) -> None:
         wpg = self.node.residency.find(snapshot.key)
         is_same = wpg is not None and wpg.incarnation == snapshot.incarnation
-        self.node.snapshots.remove(snapshot)
+        self.node.snapshots.pop((snapshot.key, snapshot.operation), None)
         for extent in snapshot.extents:
             self._give_up(extent, wpg if is_same else None)
         self.node.announce()

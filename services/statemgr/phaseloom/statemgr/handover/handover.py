@@ -208,7 +208,7 @@ class Handover:
             log.error("%s", error)
             node.memory.free(seal.extent)
             return
-        node.seals.add(seal)
+        node.seals[seal.key, seal.seq] = seal
 
     def _restore_snapshot(self, snapshot: Snapshot) -> None:
         """Take over a checkpoint's snapshot, which the next request to write it will find."""
@@ -219,7 +219,7 @@ class Handover:
                     self._node.memory.free(extent)
                 return
             taken.append(part.extent)
-        self._node.snapshots.add(snapshot)
+        self._node.snapshots[snapshot.key, snapshot.operation] = snapshot
 
     def _take_extent(
         self, extent: int, num_bytes: int | None, name: str, *, is_vacated: bool = False

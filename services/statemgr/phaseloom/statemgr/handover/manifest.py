@@ -135,8 +135,8 @@ def manifest_of(  # noqa: PLR0917 - all that a node has
         wpgs=wpgs,
         versions=[_entry_of(VersionEntry, version) for version in in_memory],
         shared_copies=[_entry_of(SharedCopyEntry, copy) for copy in shared_copies.all()],
-        snapshots=snapshots.every(),
-        seals=seals.every(),
+        snapshots=[*snapshots.values()],
+        seals=[*seals.values()],
     )
 
 

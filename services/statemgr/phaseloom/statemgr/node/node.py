@@ -407,8 +407,8 @@ class Node:
                 *self.residency.extents(),
                 *self.versions.extents(),
                 *self.shared_copies.extents(),
-                *self.snapshots.extents(),
-                *self.seals.extents(),
+                *(extent for each in self.snapshots.values() for extent in each.extents),
+                *(seal.extent for seal in self.seals.values()),
                 *self.unrecorded,
             ]
         )

@@ -23,7 +23,7 @@ from phaseloom.common.contract.commands import FilesTicket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Slice
-from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, checksum
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
 from phaseloom.statemgr.disk.blockfile import MemoryFile
 from phaseloom.statemgr.disk.disk import read_block
 from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts
@@ -164,8 +164,9 @@ def _check(name: FileName, ranks: tuple[int, int], header: StateHeader) -> None:
     Raises: ResourceError: DATA_LOSS: it is of another file or of other ranks, or lacks checksums.
     """
     is_meant = name == FileName(header.kind, header.deployment, header.seq, header.part)
-    has_checksums = len(header.parts) * header.block_bytes > 0 and all(
-        len(part.blocks) == CHECKSUM_BYTES * num_blocks(part.num_bytes, header.block_bytes)
+    is_blocked = bool(header.parts) and header.block_bytes == BLOCK_BYTES
+    has_checksums = is_blocked and all(
+        len(part.blocks) == CHECKSUM_BYTES * num_blocks(part.num_bytes, BLOCK_BYTES)
         for part in header.parts
     )
     if not header.is_of(*ranks):
@@ -226,7 +227,7 @@ class StateFiles:
 
     async def _find(self, name: FileName) -> tuple[list[Place], ReadBlock]:
         """The parts of a file, and the function that reads a block of a part."""
-        kept = self._node.seals.find(name.deployment, name.seq) if name.kind == "seal" else None
+        kept = self._node.seals.get((name.deployment, name.seq)) if name.kind == "seal" else None
         if kept is not None:
             image = MemoryFile(self._node.image_of(kept))
             return self._node.host_seal_parts(kept), partial(read_block, image)

@@ -186,7 +186,7 @@ class Sealer:
 
     async def _fill(self, rank: Rank) -> None:
         wpg = rank.wpg
-        kept = self._node.seals.find(wpg.key, wpg.seal_seq)
+        kept = self._node.seals.get((wpg.key, wpg.seal_seq))
         if kept is not None:
             places = self._node.host_seal_parts(kept)
             image = MemoryFile(self._node.image_of(kept))
@@ -244,13 +244,12 @@ class Sealer:
             raise
         finally:
             node.unrecorded.discard(extent)
-        replaced = node.seals.add(kept)
-        if replaced is not None:
-            node.memory.free(replaced.extent)
+        self._drop_kept(wpg.key, seq)
+        node.seals[wpg.key, seq] = kept
         return Sealed("", written.digest, written.num_bytes)
 
     def _drop_kept(self, key: DeploymentKey, seq: int) -> None:
-        kept = self._node.seals.pop(key, seq)
+        kept = self._node.seals.pop((key, seq), None)
         if kept is not None:
             self._node.memory.free(kept.extent)
 
@@ -320,7 +319,7 @@ class Sealer:
 
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
         """The header of a seal in host memory. Raises: ResourceError: DATA_LOSS: it is bad."""
-        kept = self._node.seals.find(key, seq)
+        kept = self._node.seals.get((key, seq))
         if kept is None:
             return None
         return self._node.host_seal_parts(kept)[0].header
