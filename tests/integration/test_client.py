@@ -29,7 +29,7 @@ from phaseloom.client import (
 )
 from phaseloom.client.operations import Outbox, Part
 from phaseloom.common.contract import streams
-from phaseloom.common.contract.api import Checkpoint
+from phaseloom.common.contract.api import CancelRequest, Checkpoint
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.operations import (
@@ -42,7 +42,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.bus import connect as connect_to_nats
+from phaseloom.common.transport.connection import connect as connect_to_nats
 from phaseloom.common.transport.leases import session_lease_key
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.router.core.limits import Limits
@@ -237,7 +237,9 @@ async def test_operation_that_ended_before_it_could_be_cancelled_gives_its_resul
     async with deaf_outbox(nats_server, bus) as (outbox, parts), asyncio.timeout(60):
         while leader.num_completed < len(parts):
             await asyncio.sleep(0.01)
-        assert await outbox.ask_of("operation.cancel", parts[0]) is None
+        key = parts[0].key
+        request = CancelRequest(key.job, key.deployment, key.slot)
+        assert await outbox.ask_of("operation.cancel", parts[0], request) is None
         assert isinstance(parts[0].outcome.result(), OptimStepResult)
 
 

@@ -1,4 +1,5 @@
-"""Jobs of other architectures on the whole mesh, and of models that no backend can do."""
+"""Jobs of other architectures and of bfloat16 on the whole mesh, and of models that no backend can
+do."""
 
 from __future__ import annotations
 
@@ -21,7 +22,6 @@ MESH = MeshConfig(
         NodeConfig("rollout-0", "rollout", [8 * 2**20]),
         NodeConfig("train-0", "train", [16 * 2**20]),
     ],
-    seal_every=4,
 )
 GEMMA2 = ModelSpec(
     config(
@@ -32,6 +32,7 @@ GEMMA2 = ModelSpec(
     ),
     init_seed=7,
 )
+BFLOAT16 = ModelSpec(config(dtype="bfloat16"), init_seed=7)
 Trained = tuple[list[float], list[list[int]], list[list[float]]]
 
 
@@ -42,12 +43,19 @@ async def train(
 
     Args: kill_in: kill the policy half-way.
     """
-    specs = [replace(policy_spec(), model=model), replace(sampler_spec(), model=model)]
+    specs = [
+        replace(policy_spec(), model=model),
+        replace(policy_spec("teacher"), model=model, trainable=False),
+        replace(sampler_spec(), model=model),
+    ]
     job = await connection.submit_job(name, specs)
     policy, sampler = job.deployment("policy"), job.deployment("sampler")
     losses = []
     for step in range(6):
-        args = lesson(step)
+        if step == 2:
+            # It starts anew with other weights: so does a rebuild.
+            await policy.sync_weights(job.deployment("teacher").publish_weights())
+        args = lesson()
         trained = await policy.forward_backward(args.batch, args.loss)
         await policy.optim_step(AdamParams(1e-2))
         losses.append(trained.metrics["loss:sum"])
@@ -61,13 +69,15 @@ async def train(
     return losses, [[*s.tokens] for s in samples], [[*s.logprobs] for s in samples]
 
 
-async def test_job_of_another_architecture_is_the_same_to_the_bit_after_a_kill(
-    short_dir: Path,
-) -> None:
-    async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
-        expected = await train(connection, "one", GEMMA2)
-        assert expected[0][-1] < expected[0][0]
-        assert await train(connection, "killed", GEMMA2, kill_in=mesh) == expected
+@pytest.mark.parametrize("seal_every", [0, 4])
+async def test_job_is_the_same_to_the_bit_after_a_kill(short_dir: Path, seal_every: int) -> None:
+    """Rebuilt from seal and log, or from the log alone."""
+    mesh_config = replace(MESH, seal_every=seal_every)
+    async with running_mesh(mesh_config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        for name, model in (("gemma2", GEMMA2), ("bfloat16", BFLOAT16)):
+            expected = await train(connection, name, model)
+            assert expected[0][-1] < expected[0][0]
+            assert await train(connection, f"{name}-killed", model, kill_in=mesh) == expected
         assert log.failures() == []
 
 

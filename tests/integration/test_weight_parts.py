@@ -149,7 +149,7 @@ async def test_manifest_that_is_not_of_the_parts_here_is_refused(short_dir: Path
         assert caught.value.info.code is Code.FAILED_PRECONDITION
         await ranks[1].client.versions.commit_parts(VERSION, manifest)
         with pytest.raises(CallerError) as caught:
-            await ranks[0].client.versions.commit_parts(VERSION, replace(manifest, fsdp=1))
+            await ranks[0].client.versions.commit_parts(VERSION, replace(manifest, tensors=""))
         assert caught.value.info.code is Code.ALREADY_EXISTS
         (reader,) = await _sampler(d)
         with pytest.raises(CallerError) as caught:

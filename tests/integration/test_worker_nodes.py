@@ -4,7 +4,6 @@ all where one is gone."""
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -45,6 +44,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
+from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import (
     MAX_CHUNK_BYTES,
     IncarnationEnded,
@@ -178,7 +178,7 @@ async def test_life_that_is_over_there_ends_whatever_is_asked(bus: Bus) -> None:
         for asked in (
             others.take_part(SHARE),
             others.call_roll(),
-            others.cancel(OPERATION),
+            others.cancel(OPERATION, keeps_partial=False),
             others.find_store(THERE),
         ):
             with pytest.raises(IncarnationEnded, match="on n1: the worker process died"):
@@ -198,7 +198,7 @@ async def test_node_that_does_not_answer_the_roll_is_lost(
     monkeypatch.setattr("phaseloom.worker.agent.nodes.SILENCE_S", 0.3)
     async with two(bus, [THERE]) as (others, node):
         await others.call_roll()
-        await others.cancel(OPERATION)
+        await others.cancel(OPERATION, keeps_partial=False)
         assert node.asked == [CallRoll(KEY, 1), CancelPart(OPERATION, 1)]
     async with two(bus, [THERE, NOWHERE]) as (others, _):
         with pytest.raises(IncarnationEnded, match="n2 has not answered"):
@@ -272,7 +272,7 @@ async def test_each_life_meets_at_an_address_of_its_own(bus: Bus, tmp_path: Path
         for wpg in (first, second):
             # Where it ends, so does its port.
             wpg.kill()
-            await wpg.start(multiprocessing.get_context("forkserver"))
+            await wpg.start(Interpreters({}, preload=False))
             await wpg.ended()
             assert wpg.store_address == ""
         elsewhere = part_of(settings(tmp_path, "192.0.2.1"), bus, tasks)

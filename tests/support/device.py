@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 from phaseloom.common.contract.codec import MSGPACK
 from phaseloom.common.contract.commands import Permit
@@ -16,7 +17,6 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import (
     Args,
     Generate,
-    GenerateResult,
     Operation,
     Prompt,
     Result,
@@ -39,20 +39,29 @@ KEY = DeploymentKey("acme", "job", "sampler")
 
 
 class Recording(SamplerBackend):
-    """A sampler that remembers what went in each of its calls, by the prompts' first tokens."""
+    """A sampler that remembers what went in each of its calls or joined it, by the prompts' first
+    tokens."""
 
     calls: list[list[int]]
     on_changed: Callable[[], None] = staticmethod(lambda: None)
     """Called in the device thread once other weights are in its heap."""
 
+    on_taken: Callable[[], None] = staticmethod(lambda: None)
+    """Called in the device thread once it has looked for requests to begin with."""
+
     def weights_changed(self) -> None:
         super().weights_changed()
         self.on_changed()
 
-    def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
+    def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
+        self.calls.append([])
+        super().generate(requests, watch)
+
+    def _take(self, call: Any, requests: Sequence[Generate]) -> None:
         firsts = [args.prompts[0].tokens[0] for args in requests]
-        self.calls.append([first for first in firsts if isinstance(first, int)])
-        return super().generate(requests, watch)
+        self.calls[-1] += [first for first in firsts if isinstance(first, int)]
+        super()._take(call, requests)
+        self.on_taken()
 
 
 class Device:
@@ -84,8 +93,9 @@ class Device:
         call = Call(permit(operation, args), Operation(slot, 1, args), payload, "")
         return asyncio.create_task(self.queue.run(call))
 
-    def cancel(self, slot: str) -> None:
-        self.queue.cancel(OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot))
+    def cancel(self, slot: str, *, keeps_partial: bool = False) -> None:
+        key = OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot)
+        self.queue.cancel(key, keeps_partial=keeps_partial)
 
 
 def permit(operation: OperationKey, args: Args) -> Permit:

@@ -41,6 +41,7 @@ from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.state.copying import clear
 from phaseloom.worker.state.heap import Heap
 from tests.support.looker import Looker
 from tests.support.saved import load, save
@@ -169,7 +170,9 @@ class Deployment:
 
         def run() -> GenerateResult:
             self.backend.check_generate(args)
-            (result,) = self.backend.generate([args], Looker())
+            watch = Looker()
+            self.backend.generate([args], watch)
+            result = watch.results[0]
             assert result is not None
             return result
 
@@ -231,6 +234,7 @@ class Deployment:
         def run() -> SyncWeightsResult:
             cut = self._job.versions.sync((published.deployment, published.seq), self.name)
             self.heap.buffer[self._weights] = cut.weights
+            clear(self.heap.buffer[self._weights.stop :])
             self.backend.weights_changed()
             return SyncWeightsResult(published.seq, cut.digest)
 

@@ -1,20 +1,53 @@
-"""Who watches a `generate`: what it was told, and what it cancels."""
+"""Who watches a `generate`: what it was told, what it cancels or stops, and what joins it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from phaseloom.common.contract.operations import Generate, GenerateResult
+
 
 class Looker:
-    """A `Watch` that cancels a request once so many of its tokens are done; by default none."""
+    """A `Watch` that cancels or stops a request once so many of its tokens are done, and has
+    others join once request 0 has so many; by default none."""
 
-    def __init__(self, cancel_at: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        cancel_at: dict[int, int] | None = None,
+        *,
+        stop_at: dict[int, int] | None = None,
+        join_at: dict[int, Sequence[Generate]] | None = None,
+    ) -> None:
         self.seen: dict[int, list[tuple[int, int]]] = {}
         self.asked: set[int] = set()
+        self.results: dict[int, GenerateResult | None] = {}
+        """In the order in which they ended."""
         self._cancel_at = cancel_at or {}
+        self._stop_at = stop_at or {}
+        self._join_at = dict(join_at or {})
+
+    @property
+    def ordered(self) -> list[GenerateResult | None]:
+        """The results by the requests' places."""
+        return [self.results[i] for i in sorted(self.results)]
+
+    def joined(self) -> Sequence[Generate]:
+        due = [at for at in self._join_at if self._done(0) >= at]
+        return [args for at in due for args in self._join_at.pop(at)]
 
     def is_cancelled(self, i: int) -> bool:
         self.asked.add(i)
-        done = self.seen[i][-1][0] if i in self.seen else 0
-        return i in self._cancel_at and done >= self._cancel_at[i]
+        return i in self._cancel_at and self._done(i) >= self._cancel_at[i]
+
+    def is_stopped(self, i: int) -> bool:
+        return i in self._stop_at and self._done(i) >= self._stop_at[i]
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         self.seen.setdefault(i, []).append((num_done, num_total))
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        assert i not in self.results
+        self.results[i] = result
+
+    def _done(self, i: int) -> int:
+        return self.seen[i][-1][0] if i in self.seen else 0

@@ -160,7 +160,6 @@ STATEMGR_PURE = (
     "seals.hostseals",
     "checkpoints.snapshots",
     "checkpoints.marker",
-    "checkpoints.safetensors",
     "checkpoints.assembly",
     "disk.statefile",
     "transfer.tensorslices",
@@ -241,7 +240,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("transport",),
     ],
     "phaseloom.common.contract": [
-        ("base", "errors", "specs"),
+        ("errors", "specs"),
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),
         ("api", "checks", "events", "state_agent"),
@@ -258,7 +257,8 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("core", "validate"),
     ],
     "phaseloom.scheduler.core.planning": [
-        ("admission", "timeline", "weave"),
+        ("nodes", "timeline"),
+        ("admission", "weave"),
         ("groups", "sharing"),
     ],
     "phaseloom.scheduler.core.policies": [

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
+import subprocess
+import sys
 import textwrap
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +23,7 @@ from phaseloom.cli.controllers import (
 )
 from phaseloom.common.contract.errors import ResourceError
 
+ROOT = Path(__file__).parents[3]
 PROGRAM = textwrap.dedent(
     """
     import argparse, json, os, sys, time
@@ -144,4 +150,47 @@ def test_result_needs_a_done_line() -> None:
 
 
 def test_example_is_found_in_this_repository() -> None:
-    assert find_example().name == "grpo.py"
+    assert find_example().samefile(ROOT / "examples" / "grpo.py")
+
+
+def test_wheel_has_the_example_and_all_that_it_imports(tmp_path: Path) -> None:
+    """An installed wheel is enough for `phaseloom demo`: outside a clone nothing else is there.
+
+    The program and the modules beside it lie in one folder, from which Python runs it.
+    """
+    builders: Any = pytest.importorskip("hatchling.builders.wheel")
+    (wheel,) = builders.WheelBuilder(str(ROOT)).build(
+        directory=str(tmp_path), versions=["standard"]
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    installed = tmp_path / "installed" / "phaseloom" / "cli"
+    program = "from phaseloom.cli.controllers import find_example; print(find_example())"
+    python = [sys.executable, "-S", "-c"]
+    paths = [str(tmp_path / "installed"), *(path for path in sys.path if "packages" in path)]
+    found = subprocess.run(
+        [*python, program],
+        env={"PYTHONPATH": os.pathsep.join(paths)},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    assert found == str(installed / "examples" / "grpo.py")
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    there = {path.stem for path in (installed / "examples").iterdir()}
+    assert there <= names
+    for file in (installed / "examples").iterdir():
+        assert imported(file) & names <= there, file.name
+
+
+def imported(file: Path) -> set[str]:
+    """The modules that a program names in its imports."""
+    tree = ast.parse(file.read_text())
+    return {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None), *(alias.name for alias in node.names)]
+        if name
+    }

@@ -100,6 +100,29 @@ def test_what_no_node_could_ever_hold_is_refused_with_the_numbers(
     assert all(part in decision.error.message for part in says), decision.error.message
 
 
+def test_backend_that_no_node_of_the_pool_has_is_refused_with_those_that_there_are() -> None:
+    cluster = Cluster()
+    for name, backends in (("x0", ["fsdp", "noop"]), ("x1", ["noop", "sampler"])):
+        known = Host(NodeId(name), "train", 1, 100, 1.0, backends=backends)
+        groups.host_up(cluster, known)
+
+    def decide(*names: str) -> Decision:
+        need = Need(backends=frozenset(names))
+        return admission.decide(cluster, Member("t.a", 0.0, {"train": need}), FIRST_GROUP)
+
+    for names in (["vllm"], ["fsdp", "sampler"]):
+        decision = decide(*names)
+        assert isinstance(decision, Refused)
+        assert decision.error.field == "spec.deployments.backend"
+        assert "whose nodes run fsdp, noop, sampler" in decision.error.message
+        assert "worker.interpreters" in decision.error.remedy
+    placed = decide("sampler", "noop")
+    assert isinstance(placed, Placed)
+    assert placed.nodes == {"train": ["x1"]}
+    groups.host_up(cluster, Host(NodeId("x2"), "train", 1, 100, 1.0))
+    assert isinstance(decide("vllm"), Placed), "a node that does not tell is asked"
+
+
 def test_job_waits_for_nodes_that_are_down_or_unknown() -> None:
     cluster = Cluster()
     groups.host_up(cluster, host("x0", "train"))
@@ -156,7 +179,7 @@ def trace(period_s: float, segments: Sequence[Segment], worst_s: float = 0.0) ->
 def test_measured_cycle_spreads_its_worst_case_over_the_segments() -> None:
     made = admission.cycle_of(trace(10.0, [Segment("rollout", 0, 6), Segment("train", 6, 2)], 15.0))
     assert made == Cycle(10.0, [Segment("rollout", 0, 6, 9.0), Segment("train", 6, 2, 3.0)])
-    assert admission.worst_period_s(made) == 14.0
+    assert made.worst_period_s == 14.0
     assert admission.cycle_of(trace(0.0, [])) is None
 
 

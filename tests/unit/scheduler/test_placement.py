@@ -142,7 +142,7 @@ def test_job_that_may_not_wait_is_refused_with_the_numbers_that_others_wait_with
     submit(world, "a")
     waiting = status(submit(world, "b"))
     assert waiting.state == "submitted"
-    numbers = "it needs 1 of rollout where 0 are free"
+    numbers = "it takes 1 of pool rollout (0 free)"
     assert waiting.error is not None
     assert numbers in waiting.error.message
     refused = status(submit(world, "c", may_wait=False))
@@ -162,7 +162,7 @@ def test_refused_job_tells_how_much_it_lacks() -> None:
     submit(world, "a")
     refused = status(submit(world, "b", may_wait=False))
     assert refused.error is not None
-    assert "it needs 1 of rollout where 0 are free" in refused.error.message
+    assert "it takes 1 of pool rollout (0 free)" in refused.error.message
 
 
 def test_job_that_waits_holds_back_later_ones_of_its_pools_and_no_others() -> None:

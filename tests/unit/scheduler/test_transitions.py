@@ -37,9 +37,11 @@ def rows() -> list[str]:
     """A line for each state that something can follow on."""
     lines = ["| of | state | event → next state |", "| --- | --- | --- |"]
     for name, table in TABLES.items():
-        for state in dict.fromkeys(before for before, _ in table):
-            arrows = [f"{e} → `{after}`" for (b, e), after in table.items() if b is state]
-            lines.append(f"| {name} | `{state}` | {', '.join(arrows)} |")
+        state, event = next(iter(table))
+        for before in type(state):
+            arrows = [f"{e} → `{table[before, e]}`" for e in type(event) if (before, e) in table]
+            if arrows:
+                lines.append(f"| {name} | `{before}` | {', '.join(arrows)} |")
     return lines
 
 

@@ -12,7 +12,6 @@ from phaseloom.common.contract.events import OperationFinished
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import SchedulerConfig
-from phaseloom.scheduler.core.planning.timeline.timeline import Search
 from phaseloom.scheduler.core.policies.registry import ORDERING as ORDERINGS
 from phaseloom.scheduler.core.policies.registry import PLACEMENT as PLACEMENTS
 from phaseloom.scheduler.core.state.outputs import SendCommand
@@ -116,7 +115,7 @@ def run(
         faults=[fault for fault in wrong if _is_about(fault, known)],
     )
     engine.run(world, scheduler, until_s=100_000.0)
-    return engine, summarise(meter, agenda.now_s, engine.num_events, Search())
+    return engine, summarise(meter, agenda.now_s, engine.num_events)
 
 
 def _is_about(fault: Fault, known: set[str]) -> bool:

@@ -11,7 +11,6 @@ import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, NodeId, VersionKey
-from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import CommitParts
 from phaseloom.common.tensors.versionparts import part_of
@@ -56,10 +55,8 @@ class World:
 
     async def commit(self, incarnation: Wpg, digest: str) -> None:
         """A version of one part."""
-        part = VersionPart(PART.part, 64, digest, "")
-        await self.publishing.commit_parts(
-            incarnation, CommitParts(KEY, VersionParts(Layout(), 1, "", [part]))
-        )
+        part = VersionPart(PART.part, 64, digest, b"")
+        await self.publishing.commit_parts(incarnation, CommitParts(KEY, VersionParts("", [part])))
 
 
 @asynccontextmanager

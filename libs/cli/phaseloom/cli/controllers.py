@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from phaseloom.cli.report import JobResult
-from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.process import config, diewithparent
 
 LINE_LIMIT_BYTES = 2**20
@@ -41,19 +41,12 @@ class ControllerSpec:
 
 
 def find_example() -> Path:
-    """`examples/grpo.py` of the repository that this package, or the working directory, is in.
-
-    Raises: CallerError: neither is inside the repository.
-    """
-    for start in (Path(__file__).resolve(), Path.cwd() / "here"):
-        for parent in start.parents:
-            if (found := parent / "examples" / "grpo.py").is_file():
-                return found
-    raise CallerError(
-        "examples/grpo.py, the demo's controller, is not installed with the package",
-        code=Code.FAILED_PRECONDITION,
-        remedy="run the demo inside a clone of the repository (`make demo`)",
-    )
+    """The demo's controller: the one that is installed with this package, or in a clone that of the
+    repository."""
+    installed = Path(__file__).with_name("examples") / "grpo.py"
+    if installed.is_file():
+        return installed
+    return Path(__file__).resolve().parents[4] / "examples" / "grpo.py"
 
 
 class Controllers:

@@ -65,7 +65,7 @@ async def demo(
             jobs: tasks of `examples/grpo.py`; a job is called like its task.
             placement: policy: which nodes a job is pinned to, and with whom; None: the default.
             ordering: policy: which ready operation a device runs next; None: the default.
-    Raises: CallerError: the example or its packages are missing, or a policy is not known.
+    Raises: CallerError: a package is missing, or a policy is not known.
     """
     console = Console(highlight=False)
     check_prerequisites()
@@ -96,11 +96,10 @@ async def demo(
 
 
 def check_prerequisites() -> None:
-    """Check that the demo's controller and the packages that it needs are installed.
+    """Check that the packages that the demo needs are installed.
 
     Raises: CallerError: something is missing; the remedy says how to install it.
     """
-    find_example()
     missing = [
         name
         for name in ("torch", "transformers", "reasoning_gym", "matplotlib")

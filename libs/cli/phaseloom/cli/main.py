@@ -24,6 +24,13 @@ _COMMANDS = {
     "simulate:simulate": "Try the scheduler's policies on a workload, under a virtual clock.",
 }
 """The line of help for each `module:function` of this package."""
+_MODEL_COMMANDS = {
+    "add": ("models:add", "Register a model's directory under a name that jobs can give."),
+    "convert": ("gguf:convert", "Make a model's directory of a GGUF file."),
+    "list": ("models:list_models", "List the registered models."),
+    "remove": ("models:remove", "Remove the name of a model; its files stay."),
+}
+"""The subcommands of `phaseloom model`: `module:function` and the line of help."""
 
 
 def application() -> App:
@@ -39,6 +46,10 @@ def application() -> App:
     for place, line in _COMMANDS.items():
         name = place.partition(":")[2]
         app.command(f"{__package__}.{place}", name=name, help=line, help_format="markdown")
+    model = App(name="model", help="Register models that jobs can name, list and remove them.")
+    for name, (place, line) in _MODEL_COMMANDS.items():
+        model.command(f"{__package__}.{place}", name=name, help=line, help_format="markdown")
+    app.command(model)
     return app
 
 

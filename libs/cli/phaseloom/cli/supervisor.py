@@ -37,6 +37,7 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.cli.certs import make_certificates
+from phaseloom.cli.models import register
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import JobRequest, ResultRequest
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
@@ -46,6 +47,7 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import DeviceKind, Residency
 from phaseloom.common.process import config as configuration
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.certificates import directory_of
@@ -80,6 +82,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0
     """The node's price: placement prefers cheaper nodes. 0: the usual price of its pool."""
+    interpreters: dict[str, str] = {}
+    """Backend → the Python that its ranks run in, where that is not this one: `vllm` has an
+    environment of its own. A path may begin with `~`."""
     site: str = ""
     """The name that the nodes joined by fast links share. A weights version crosses the slow link
     to each other site once. Empty: the node belongs to no site."""
@@ -120,6 +125,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     frozen_bases: dict[str, list[str]] = {}
     """Models that never change, and that tenants may share: for each name the BLAKE3 of what each
     of its ranks holds. `phaseloom state --json` tells the hashes."""
+    models: dict[str, str] = {}
+    """Models to register, as `phaseloom model add` does: for each name a directory."""
     seal_every: int = 60
     """The number of mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int = 3
@@ -260,6 +267,10 @@ def _node(
         "DEVICE_KIND": node.device_kind,
         "HOST_MEMORY_BYTES": node.host_memory_bytes,
         "EXCLUSIVE_RESIDENCY": node.exclusive_residency,
+        "INTERPRETERS": {
+            backend: str(Path(python).expanduser().absolute())
+            for backend, python in node.interpreters.items()
+        },
         "PRICE_PER_HOUR": node.price_per_hour,
         "STATE_SOCKET": socket,
         "STATE_SECRET": secret,
@@ -434,6 +445,7 @@ class Mesh:
             await stack.enter_async_context(self._server)
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
+            await self._register_models(self._bus)
             specs = child_specs(
                 self.config, self.run_dir, sockets, self.credentials, secrets.token_urlsafe(24)
             )
@@ -457,6 +469,13 @@ class Mesh:
         traceback: TracebackType | None,
     ) -> None:
         await self._stack.aclose()
+
+    async def _register_models(self, bus: Bus) -> None:
+        """Register the models of the configuration. Raises: CallerError: a directory is no
+        model's."""
+        for name, directory in self.config.models.items():
+            model = await asyncio.to_thread(read_model, name, Path(directory))
+            await register(bus, model, replaces=True)
 
     async def wait(self) -> None:
         """Wait for as long as the mesh runs; raises what made supervising it impossible."""

@@ -8,6 +8,7 @@ async with connect() as mesh:
     await job.finish()
 """
 
+from phaseloom.client.batches import continued
 from phaseloom.client.hooks import (
     OperationEnded,
     PhaseBegan,
@@ -20,8 +21,7 @@ from phaseloom.client.mesh import Mesh, MeshJob, connect
 from phaseloom.client.operations import OperationHandle
 from phaseloom.client.phases import Phase, phase, runtime_hook
 from phaseloom.common.contract.api import Checkpoint, Explanation, JobStatus
-from phaseloom.common.contract.arrays import float32s, int32s
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, float32s, int32s
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,
@@ -104,6 +104,7 @@ __all__ = [
     "Sequence",
     "SyncWeightsResult",
     "connect",
+    "continued",
     "float32s",
     "int32s",
     "phase",

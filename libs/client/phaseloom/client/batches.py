@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from phaseloom.common.contract.arrays import length, pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Float32s, Int32s
+from msgspec.structs import replace
+
+from phaseloom.common.contract.arrays import (
+    Float32s,
+    Int32s,
+    int32s,
+    length,
+    pack_float32s,
+    pack_int32s,
+)
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams
+from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams, Sequence
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 
 MAX_PART_BYTES = MAX_PAYLOAD_BYTES * 3 // 4
@@ -30,7 +38,7 @@ def pack_prompt(prompt: Prompt, field: str) -> Prompt:
 
     Raises: CallerError: an element is not a token id.
     """
-    return Prompt(_int32s(prompt.tokens, f"{field}.tokens"), prompt.seed)
+    return replace(prompt, tokens=_int32s(prompt.tokens, f"{field}.tokens"))
 
 
 def pack_datum(datum: Datum, field: str) -> Datum:
@@ -42,6 +50,22 @@ def pack_datum(datum: Datum, field: str) -> Datum:
         _int32s(datum.tokens, f"{field}.tokens"),
         _int32s(datum.targets, f"{field}.targets"),
         *(_float32s(getattr(datum, name), f"{field}.{name}") for name in _FLOATS),
+    )
+
+
+def continued(prompt: Prompt, sequence: Sequence, sample: int = 0) -> Prompt:
+    """The prompt that goes on from an answer with the same draws, token for token.
+
+    Ask for it with `num_samples=1` and the same sampling, whose `max_tokens` counts what was
+    generated before; the answer holds the new tokens only.
+
+    Args: sample: place of the sequence among the prompt's samples.
+    """
+    return replace(
+        prompt,
+        tokens=int32s(prompt.tokens) + int32s(sequence.tokens),
+        sample=prompt.sample + sample,
+        num_generated=prompt.num_generated + length(sequence.tokens),
     )
 
 
@@ -67,7 +91,8 @@ def split_prompts(
     Raises: CallerError: a prompt is not valid, or its samples are too large for a message.
     """
     packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-    sample_bytes = sampling.max_tokens * _SAMPLED_TOKEN_BYTES + _ITEM_OVERHEAD_BYTES
+    token_bytes = (1 + sampling.top_logprobs) * _SAMPLED_TOKEN_BYTES
+    sample_bytes = sampling.max_tokens * token_bytes + _ITEM_OVERHEAD_BYTES
 
     def size(prompt: Prompt) -> int:
         own = length(prompt.tokens) * 4 + _ITEM_OVERHEAD_BYTES

@@ -20,7 +20,13 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from phaseloom.client.hooks import Hooks, OperationEnded
-from phaseloom.common.contract.api import Explanation, OperationRequest, ResultReply, ResultRequest
+from phaseloom.common.contract.api import (
+    CancelRequest,
+    Explanation,
+    OperationRequest,
+    ResultReply,
+    ResultRequest,
+)
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode
 from phaseloom.common.contract.errors import (
     CallerError,
@@ -127,8 +133,24 @@ class OperationHandle(Generic[R_co]):
 
         Raises: PhaseloomError: the mesh refused, or gave no answer.
         """
+        await self._cancel(keeps_partial=False)
+
+    async def stop(self) -> None:
+        """Ask the mesh to end a `generate` that runs with the tokens that it has by then.
+
+        Awaiting the handle gives the result; a sample that was not done has the stop_reason
+        `partial`, and `continued` makes the prompt that goes on from there, token for token. What
+        does not run is cancelled, as by `cancel`: awaiting it raises ABORTED.
+
+        Raises: PhaseloomError: the mesh refused, or gave no answer.
+        """
+        await self._cancel(keeps_partial=True)
+
+    async def _cancel(self, *, keeps_partial: bool) -> None:
         for part in self._parts:
-            await self._outbox.ask_of("operation.cancel", part)
+            key = part.key
+            request = CancelRequest(key.job, key.deployment, key.slot, keeps_partial)
+            await self._outbox.ask_of("operation.cancel", part, request)
 
     async def explain(self) -> Explanation:
         """Ask what the operation waits for, its place in the order, its predicted start, and why.
@@ -138,7 +160,9 @@ class OperationHandle(Generic[R_co]):
         Raises: PhaseloomError: the mesh refused, or gave no answer.
         """
         part = next((p for p in self._parts if not p.outcome.done()), self._parts[-1])
-        answer = await self._outbox.ask_of("operation.explain", part)
+        key = part.key
+        request = OperationRequest(key.job, key.deployment, key.slot)
+        answer = await self._outbox.ask_of("operation.explain", part, request)
         return answer or Explanation(part.key, part.kind, part.state)
 
     async def _result(self) -> R_co:
@@ -442,14 +466,13 @@ class Outbox:
 
     # --- cancelling and explaining --------------------------------------------------------------
 
-    async def ask_of(self, call: str, part: Part) -> Explanation | None:
+    async def ask_of(self, call: str, part: Part, request: OperationRequest) -> Explanation | None:
         """Call `operation.cancel` or `.explain`, as soon as the operation is stored.
 
         Returns: the answer; None: the operation has ended meanwhile.
         Raises:  PhaseloomError: the mesh refused; UNAVAILABLE: no answer came in time.
         """
         key = part.key
-        request = OperationRequest(key.job, key.deployment, key.slot)
         deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
         while not part.outcome.done():

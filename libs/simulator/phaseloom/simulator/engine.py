@@ -22,7 +22,6 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
-from phaseloom.scheduler.core.planning.timeline.timeline import timeline_of
 from phaseloom.scheduler.core.state.outputs import ComputeReplan, Output, SendCommand, SetTimer
 from phaseloom.simulator.agenda import NEVER_S, Agenda
 from phaseloom.simulator.controllers import USUAL, Retries
@@ -168,5 +167,4 @@ def simulate(
         faults=faults,
     )
     engine.run(world, config, until_s)
-    search = timeline_of(engine.core.state.cluster).search
-    return summarise(meter, agenda.now_s, engine.num_events, search)
+    return summarise(meter, agenda.now_s, engine.num_events)

@@ -11,7 +11,6 @@ from statistics import fmean
 
 import msgspec
 
-from phaseloom.scheduler.core.planning.timeline.timeline import Search
 from phaseloom.simulator.metering import JobMeter, Meter, NodeMeter, Span
 
 _HOUR_S = 3600.0
@@ -111,10 +110,6 @@ class Result(msgspec.Struct, frozen=True):
     """The CPU seconds of the core's steps that were timed, by kind of event."""
     told: dict[str, int]
     """The number of the scheduler's notices of each kind."""
-    searched: int
-    """The number of shifts of a job on a set of nodes that placement looked at."""
-    pruned: int
-    """The number of these shifts that the capacity tree refused before any node was looked at."""
     spans: list[Span] = []
     """The times in which nodes ran or switched, where they were recorded."""
 
@@ -161,7 +156,7 @@ class Result(msgspec.Struct, frozen=True):
         return 1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
-def summarise(meter: Meter, now_s: float, num_events: int, search: Search) -> Result:
+def summarise(meter: Meter, now_s: float, num_events: int) -> Result:
     """The result of a simulation, from its measurements.
 
     Args: now_s: when the simulation was stopped.
@@ -188,8 +183,6 @@ def summarise(meter: Meter, now_s: float, num_events: int, search: Search) -> Re
         decisions=[(d.num_jobs, d.seconds) for d in meter.decisions],
         step_s=meter.steps_s,
         told=meter.told,
-        searched=search.looked_at,
-        pruned=search.pruned,
         spans=meter.spans or [],
     )
 

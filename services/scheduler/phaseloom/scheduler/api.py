@@ -6,13 +6,13 @@ A call that changes something becomes an event of the log; the others read the c
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from phaseloom.common.contract.api import (
+    CancelRequest,
     CreateDeployment,
     DeploymentRequest,
     DrainNode,
@@ -33,6 +33,7 @@ from phaseloom.common.contract.events import (
     DeploymentCreated,
     DeploymentDeleted,
     DrainRequested,
+    Event,
     JobFinished,
     JobSubmitted,
     NodeDrainRequested,
@@ -55,6 +56,7 @@ from phaseloom.scheduler.core.placement import evacuation
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED
+from phaseloom.scheduler.registered import ModelOf, pin_deployment, pin_job
 from phaseloom.scheduler.shell import Shell
 
 OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
@@ -165,7 +167,25 @@ def check_deployment(request: CreateDeployment, job: JobSpec) -> None:
     Raises: CallerError: names the field that is wrong.
     """
     _check_deployment(request.spec, "spec")
-    _check_size(msgspec.structs.replace(job, deployments=[*job.deployments, request.spec]))
+    _check_size(replace(job, deployments=[*job.deployments, request.spec]))
+
+
+async def _pinned(request: SubmitJob, model_of: ModelOf) -> JobSpec:
+    """The job's spec, checked, with its registered models pinned. Raises: CallerError."""
+    check_job(request)
+    pinned = await pin_job(request.spec, model_of, "spec")
+    _check_size(pinned)
+    return pinned
+
+
+async def _pinned_deployment(
+    request: CreateDeployment, job: JobSpec, model_of: ModelOf
+) -> DeploymentSpec:
+    """Likewise for a deployment that would be added to a job, once it is checked."""
+    check_deployment(request, job)
+    pinned = await pin_deployment(request.spec, model_of, "spec")
+    _check_size(replace(job, deployments=[*job.deployments, pinned]))
+    return pinned
 
 
 def _check_size(spec: JobSpec) -> None:
@@ -248,38 +268,36 @@ def _check_nodes(spec: DeploymentSpec, field: str) -> None:
         )
 
 
-def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHandler]]:
+def job_api(
+    shell: Shell, outcome_of: OutcomeOf, model_of: ModelOf
+) -> dict[str, tuple[Any, ApiHandler]]:
     """The endpoints for tenants, as `serve_api` takes them."""
 
     async def submit(tenant: str, request: SubmitJob) -> JobStatus:
-        check_job(request)
-        id = uuid.uuid4().hex
-        return await shell.request(JobSubmitted(JobKey(tenant, request.job), request.spec, id), id)
+        spec = await _pinned(request, model_of)
+        job = JobKey(tenant, request.job)
+        return await _asked(shell, lambda id: JobSubmitted(job, spec, id))
 
     async def finish(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
-        id = uuid.uuid4().hex
-        event = JobFinished(JobKey(tenant, request.job), id, failed=request.failed)
-        return await shell.request(event, id)
+        job = JobKey(tenant, request.job)
+        return await _asked(shell, lambda id: JobFinished(job, id, failed=request.failed))
 
     async def drain(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
-        id = uuid.uuid4().hex
-        return await shell.request(DrainRequested(JobKey(tenant, request.job), id), id)
+        return await _asked(shell, lambda id: DrainRequested(JobKey(tenant, request.job), id))
 
     async def create(tenant: str, request: CreateDeployment) -> JobStatus:
         check_name(request.job, "job")
         job = _job(shell, JobKey(tenant, request.job))
-        check_deployment(request, job.spec)
-        id = uuid.uuid4().hex
-        return await shell.request(DeploymentCreated(job.key, request.spec, id), id)
+        spec = await _pinned_deployment(request, job.spec, model_of)
+        return await _asked(shell, lambda id: DeploymentCreated(job.key, spec, id))
 
     async def delete(tenant: str, request: DeploymentRequest) -> JobStatus:
         check_name(request.job, "job")
         check_name(request.deployment, "deployment")
-        id = uuid.uuid4().hex
         key = DeploymentKey(tenant, request.job, request.deployment)
-        return await shell.request(DeploymentDeleted(key, id), id)
+        return await _asked(shell, lambda id: DeploymentDeleted(key, id))
 
     async def status(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
@@ -293,9 +311,11 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
         await shell.append(PhaseDeclared(job.key, request.session, request.pool, request.is_open))
         return jobs.status(_now(shell), job)
 
-    async def cancel(tenant: str, request: OperationRequest) -> Explanation:
-        id = uuid.uuid4().hex
-        return await shell.ask_why(CancelRequested(_key(tenant, request), id), id)
+    async def cancel(tenant: str, request: CancelRequest) -> Explanation:
+        key = _key(tenant, request)
+        answer = await shell.ask(lambda id: CancelRequested(key, id, request.keeps_partial))
+        assert answer.explanation is not None
+        return answer.explanation
 
     async def why(tenant: str, request: OperationRequest) -> Explanation:
         key = _key(tenant, request)
@@ -334,7 +354,7 @@ def job_api(shell: Shell, outcome_of: OutcomeOf) -> dict[str, tuple[Any, ApiHand
         "deployment.delete": (DeploymentRequest, delete),
         "job.status": (JobRequest, status),
         "phase.declare": (PhaseRequest, declare),
-        "operation.cancel": (OperationRequest, cancel),
+        "operation.cancel": (CancelRequest, cancel),
         "operation.explain": (OperationRequest, why),
     }
 
@@ -344,9 +364,11 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
 
     async def drain(_: str, request: DrainNode) -> NodeStatus:
         node = NodeId(check_name(request.node, "node"))
-        id = uuid.uuid4().hex
-        event = NodeDrainRequested(node, id, undo=request.undo, gone=request.gone)
-        return await shell.ask_node(event, id)
+        answer = await shell.ask(
+            lambda id: NodeDrainRequested(node, id, undo=request.undo, gone=request.gone)
+        )
+        assert answer.node is not None
+        return answer.node
 
     async def status(_: str, request: DrainNode) -> NodeStatus:
         node = NodeId(check_name(request.node, "node"))
@@ -360,6 +382,13 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
         return evacuation.status(_now(shell), node)
 
     return {"drain": (DrainNode, drain), "status": (DrainNode, status)}
+
+
+async def _asked(shell: Shell, make: Callable[[str], Event]) -> JobStatus:
+    """The job's status once an event has been taken."""
+    answer = await shell.ask(make)
+    assert answer.status is not None
+    return answer.status
 
 
 def _now(shell: Shell) -> Step:

@@ -24,7 +24,8 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.common.transport.services import serve_api
@@ -33,6 +34,7 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.observing import Gauges
+from phaseloom.scheduler.registered import models_on
 from phaseloom.scheduler.shell import Shell
 from phaseloom.scheduler.sink import BusSink
 from phaseloom.scheduler.snapshots import Snapshots
@@ -231,7 +233,8 @@ def _policy(settings: Config) -> SchedulerConfig:
 
 async def _serve_api(bus: Bus, shell: Shell) -> None:
     await shell.caught_up.wait()
-    await serve_api(bus, "scheduler", job_api(shell, _outcomes(bus)), operators=node_api(shell))
+    calls = job_api(shell, _outcomes(bus), models_on(bus))
+    await serve_api(bus, "scheduler", calls, operators=node_api(shell))
     log.info("scheduling from log sequence %d on", shell.core.state.sequence)
 
 

@@ -37,6 +37,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Whether torch is imported once, when the node starts, so that ranks start in a fraction of a
     second. False saves the memory on a node that runs `noop` alone; any other rank then imports
     torch itself."""
+    interpreters: dict[str, str] = {}
+    """Backend → the Python that its ranks run in, where that is not the agent's own: a runtime
+    whose requirements differ has an environment of its own, with this same Phaseloom installed."""
     rank_host: str = "127.0.0.1"
     """Name or address at which ranks of other nodes reach those of this one, through a port of rank
     0's node. Their traffic is the backends' own (gloo, NCCL), neither encrypted nor authenticated:

@@ -13,10 +13,11 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import DeviceSpec
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport import framing
-from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
 from phaseloom.common.transport.retry import until_done
-from phaseloom.worker.agent.forkserver import fork_server
+from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import serve_nodes
 from phaseloom.worker.agent.shell import Agent
 from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
@@ -49,13 +50,14 @@ async def serve(stop: asyncio.Event) -> None:
         # Before the node is announced.
         await serve_state(bus, node, state)
         listener = framing.listen(agent_socket)
+        interpreters = Interpreters(settings.interpreters, preload=settings.preload)
         async with asyncio.TaskGroup() as tasks:
             agent = Agent(
                 settings,
                 revision=lease.revision,
                 bus=bus,
                 state=state,
-                forks=fork_server(with_torch=settings.preload),
+                interpreters=interpreters,
                 agent_socket=agent_socket,
                 tasks=tasks,
             )
@@ -66,7 +68,7 @@ async def serve(stop: asyncio.Event) -> None:
                 tasks.create_task(agent.keep_alive()),
                 tasks.create_task(serve_nodes(bus, node, agent.answer_node)),
                 tasks.create_task(_until_state_lost(state)),
-                tasks.create_task(_announce(settings, bus, state, lease.revision)),
+                tasks.create_task(_announce(settings, bus, state, lease.revision, interpreters)),
             ]
             await bus.consume(
                 streams.PERMITS, streams.permit_subject(node), f"node-{node}", agent.take
@@ -99,9 +101,14 @@ async def _until_state_lost(state: AgentStateClient) -> None:
 
 
 async def _announce(
-    settings: WorkerConfig, bus: Bus, state: AgentStateClient, revision: int
+    settings: WorkerConfig,
+    bus: Bus,
+    state: AgentStateClient,
+    revision: int,
+    interpreters: Interpreters,
 ) -> None:
     status = await state.status()
+    backends = await asyncio.to_thread(interpreters.backends)
     up = NodeUp(
         node=NodeId(settings.node),
         pool=settings.pool,
@@ -111,6 +118,7 @@ async def _announce(
         state_endpoint=status.endpoint,
         exclusive_residency=settings.exclusive_residency,
         price_per_hour=settings.price,
+        backends=backends,
     )
     await until_done(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"), "append")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,8 +37,16 @@ def generate(backend: Backend, *requests: Generate) -> list[GenerateResult]:
     """All in one call, and nobody cancels."""
     for args in requests:
         backend.check_generate(args)
-    results = backend.generate(requests, Looker())
+    results = watched(backend, requests, Looker())
     return [result for result in results if result is not None]
+
+
+def watched(
+    backend: Backend, requests: Sequence[Generate], watch: Looker
+) -> list[GenerateResult | None]:
+    """The results of a call, and of what joined it, by the requests' places."""
+    backend.generate(requests, watch)
+    return watch.ordered
 
 
 def batch(seed: int = 0, groups: int = 3, samples: int = 4, loss: Loss = Loss.PPO) -> list[Datum]:

@@ -15,6 +15,7 @@ from phaseloom.common.contract.operations import (
     Forward,
     ForwardBackward,
     Generate,
+    GenerateResult,
     Loss,
     Prompt,
     SamplingParams,
@@ -24,9 +25,10 @@ from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends.architectures import MODEL_TYPES
 from phaseloom.worker.backends.decode import BodyDecoder, LlamaDecoder, decoder_of
 from phaseloom.worker.backends.model import build_model
+from tests.support.looker import Looker
 from tests.support.saved import save
 from tests.support.tinymodel import config
-from tests.unit.worker.backends.models import batch, generate, running, spec
+from tests.unit.worker.backends.models import batch, generate, running, spec, watched
 from tests.unit.worker.backends.test_fsdp import plain_logprobs, plain_loss, tensors
 
 # Windows are shorter than the samples, and layers of both kinds where the architecture has both.
@@ -53,6 +55,10 @@ def _model(model_type: str) -> ModelSpec:
     """Weights far from zero, so that every part of the model matters."""
     changes = {"initializer_range": 0.3, **NO_TOKENS, **CHANGES[model_type]}
     return ModelSpec(config(model_type, **changes), init_seed=7)
+
+
+def _tokens(result: GenerateResult) -> list[list[int]]:
+    return [int32s(sample.tokens) for samples in result.sequences for sample in samples]
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
@@ -84,11 +90,18 @@ def test_training_is_that_of_transformers(model_type: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_sampling_is_that_of_transformers(model_type: str) -> None:
-    """Greedy tokens, and log-probabilities of drawn ones while finished rows leave the batch."""
+    """Greedy tokens, and log-probabilities of drawn ones while finished rows leave the batch; the
+    same tokens where they join others."""
     plain: Any = build_model(_model(model_type))
     with running(replace(spec("sampler"), model=_model(model_type))) as (backend, _):
-        (greedy,) = generate(backend, Generate(PROMPTS, SamplingParams(12, 0.0), 1))
-        (drawn,) = generate(backend, Generate(PROMPTS, SamplingParams(9, 1.0, [0, 1, 2]), 6))
+        first = Generate(PROMPTS, SamplingParams(12, 0.0), 1)
+        then = Generate(PROMPTS, SamplingParams(9, 1.0, [0, 1, 2]), 6)
+        (greedy,) = generate(backend, first)
+        (drawn,) = generate(backend, then)
+        together = watched(backend, [first], Looker(join_at={9: [then]}))
+    for actual, alone in zip(together, (greedy, drawn), strict=True):
+        assert actual is not None
+        assert _tokens(actual) == _tokens(alone)
     for prompt, (sample,), drawn_samples in zip(
         PROMPTS, greedy.sequences, drawn.sequences, strict=True
     ):

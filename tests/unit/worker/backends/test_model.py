@@ -51,7 +51,7 @@ def test_parameter_shapes_count_tied_parameters_once() -> None:
     [
         ({"model_type": "bloom"}, "model.config.model_type"),
         ({"model_type": None}, "model.config.model_type"),
-        ({"dtype": "bfloat16"}, "model.config.dtype"),
+        ({"dtype": "float16"}, "model.config.dtype"),
         ({"layer_types": ["chunked_attention"] * 2}, "model.config.layer_types"),
         ({"rope_parameters": LONGROPE}, "model.config.rope_parameters"),
         ({"num_hidden_layers": "two"}, "model.config"),

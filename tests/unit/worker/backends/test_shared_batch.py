@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
+from phaseloom.client import continued
 from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import (
     Generate,
     GenerateResult,
@@ -19,7 +22,8 @@ from phaseloom.common.tensors.layouts import merge, split_shared
 from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
 from tests.support.looker import Looker
-from tests.unit.worker.backends.models import generate, running, spec
+from tests.support.tinymodel import VOCAB
+from tests.unit.worker.backends.models import generate, running, spec, watched
 
 REQUESTS = [
     Generate([Prompt([3, 1, 4, 1, 5, 9], 1), Prompt([2], 2)], SamplingParams(9, 1.0, [0]), 3),
@@ -78,7 +82,7 @@ def test_waves_cut_across_requests(sampler: Backend, monkeypatch: pytest.MonkeyP
 def test_cancelled_request_gives_nothing_and_the_others_everything(sampler: Backend) -> None:
     expected = generate(sampler, *REQUESTS)
     watch = Looker(cancel_at={1: 5})
-    first, cancelled, *others = sampler.generate(REQUESTS, watch)
+    first, cancelled, *others = watched(sampler, REQUESTS, watch)
     assert cancelled is None
     for actual, whole in zip((first, *others), (expected[0], *expected[2:]), strict=True):
         assert actual is not None
@@ -88,10 +92,10 @@ def test_cancelled_request_gives_nothing_and_the_others_everything(sampler: Back
 
 def test_request_cancelled_before_its_first_token_is_never_decoded(sampler: Backend) -> None:
     watch = Looker(cancel_at={0: 0, 2: 0})
-    results = sampler.generate(REQUESTS, watch)
+    results = watched(sampler, REQUESTS, watch)
     assert [result is None for result in results] == [True, False, True, False]
     assert watch.seen.keys() == {1, 3}
-    assert sampler.generate(REQUESTS[:1], Looker(cancel_at={0: 0})) == [None]
+    assert watched(sampler, REQUESTS[:1], Looker(cancel_at={0: 0})) == [None]
 
 
 def test_cancel_in_an_earlier_wave_ends_the_later_ones(
@@ -100,7 +104,7 @@ def test_cancel_in_an_earlier_wave_ends_the_later_ones(
     monkeypatch.setattr(sampler_module, "WAVE_TOKENS", 1)
     args = Generate([Prompt([1], seed) for seed in range(9)], SamplingParams(4))
     watch = Looker(cancel_at={0: 6})
-    assert sampler.generate([args], watch) == [None]
+    assert watched(sampler, [args], watch) == [None]
     assert watch.seen[0][-1] == (6, 36)
 
 
@@ -114,13 +118,13 @@ def test_finished_request_is_asked_no_more(sampler: Backend) -> None:
             return False
 
     short, long = REQUESTS[2], REQUESTS[1]
-    results = sampler.generate([short, long], Late())
+    results = watched(sampler, [short, long], Late())
     assert all(result is not None for result in results)
 
 
 def test_progress_counts_the_tokens_of_each_request(sampler: Backend) -> None:
     watch = Looker()
-    results = sampler.generate(REQUESTS, watch)
+    results = watched(sampler, REQUESTS, watch)
     for i, (args, result) in enumerate(zip(REQUESTS, results, strict=True)):
         assert result is not None
         done = [num_done for num_done, _ in watch.seen[i]]
@@ -131,13 +135,108 @@ def test_progress_counts_the_tokens_of_each_request(sampler: Backend) -> None:
     assert watch.asked == set(range(len(REQUESTS)))
 
 
+def test_requests_that_join_get_what_each_gets_alone(sampler: Backend) -> None:
+    """Longer and shorter than what decodes already; each ends with its own last token."""
+    expected = [generate(sampler, args)[0] for args in REQUESTS]
+    watch = Looker(join_at={4: REQUESTS[1:3], 9: REQUESTS[3:]})
+    for actual, whole in zip(watched(sampler, REQUESTS[:1], watch), expected, strict=True):
+        assert actual is not None
+        _check_alike(actual, whole)
+    assert list(watch.results)[-1] == 1, "the longest ends last"
+
+
+def test_requests_that_join_wait_for_room(
+    sampler: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [generate(sampler, args)[0] for args in REQUESTS]
+    monkeypatch.setattr(sampler_module, "WAVE_TOKENS", 4 * 36)
+    watch = Looker(join_at={1: REQUESTS[1:]})
+    for actual, whole in zip(watched(sampler, REQUESTS[:1], watch), expected, strict=True):
+        assert actual is not None
+        _check_alike(actual, whole)
+
+
+def test_cancelled_request_that_joined_ends_alone(sampler: Backend) -> None:
+    expected = [generate(sampler, args)[0] for args in REQUESTS[:3]]
+    watch = Looker(join_at={1: REQUESTS[1:3]}, cancel_at={1: 6})
+    first, cancelled, third = watched(sampler, REQUESTS[:1], watch)
+    assert cancelled is None
+    assert first is not None
+    assert third is not None
+    _check_alike(first, expected[0])
+    _check_alike(third, expected[2])
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 5, 40])
+def test_stopped_request_goes_on_token_for_token(sampler: Backend, stop_at: int) -> None:
+    args = Generate([Prompt([1, 2, 3], 6)], SamplingParams(17, 1.0, [0]), 5)
+    (whole,) = generate(sampler, args)
+    (partial,) = watched(sampler, [args], Looker(stop_at={0: stop_at}))
+    assert partial is not None
+    (samples,) = partial.sequences
+    assert any(sample.stop_reason == "partial" for sample in samples)
+    rest = [
+        continued(args.prompts[0], sample, k)
+        for k, sample in enumerate(samples)
+        if sample.stop_reason == "partial"
+    ]
+    going_on = iter(generate(sampler, Generate(rest, args.sampling))[0].sequences)
+    for sample, expected in zip(samples, whole.sequences[0], strict=True):
+        tokens, reason = int32s(sample.tokens), sample.stop_reason
+        if reason == "partial":
+            (more,) = next(going_on)
+            tokens, reason = tokens + int32s(more.tokens), more.stop_reason
+        assert tokens == int32s(expected.tokens)
+        assert reason == expected.stop_reason
+
+
+def test_stop_of_a_request_whose_prompts_wait_gives_empty_samples(
+    sampler: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "WAVE_TOKENS", 1)
+    args = Generate([Prompt([1], seed) for seed in range(3)], SamplingParams(4))
+    (result,) = watched(sampler, [args], Looker(stop_at={0: 5}))
+    assert result is not None
+    assert [len(tokens) for (tokens,) in _tokens(result)] == [4, 1, 0]
+    reasons = [sample.stop_reason for (sample,) in result.sequences]
+    assert reasons == ["length", "partial", "partial"]
+
+
+def test_stop_string_may_begin_in_the_earlier_answer() -> None:
+    texts = [chr(ord("a") + i % 26) for i in range(VOCAB)]
+    speaking = spec("sampler")
+    speaking = replace(speaking, model=replace(speaking.model, token_texts=texts))
+    with running(speaking) as (sampler, _):
+        prompt = Prompt([1, 2], 7)
+        (whole,) = generate(sampler, Generate([prompt], SamplingParams(8)))
+        tokens = int32s(whole.sequences[0][0].tokens)
+        stop = "".join(texts[token] for token in tokens[2:5])
+        sampling = SamplingParams(8, stop_strings=[stop])
+        (partial,) = watched(sampler, [Generate([prompt], sampling)], Looker(stop_at={0: 4}))
+        assert partial is not None
+        rest = continued(prompt, partial.sequences[0][0])
+        (ended,) = generate(sampler, Generate([rest], sampling))
+        assert int32s(ended.sequences[0][0].tokens) == tokens[4:5]
+        assert ended.sequences[0][0].stop_reason == "stop"
+
+
+@pytest.mark.parametrize(("num_generated", "max_tokens"), [(2, 4), (3, 4), (1, 1)])
+def test_more_generated_than_there_is_is_refused(
+    sampler: Backend, num_generated: int, max_tokens: int
+) -> None:
+    prompt = Prompt([1, 2], num_generated=num_generated)
+    with pytest.raises(CallerError) as refused:
+        sampler.check_generate(Generate([prompt], SamplingParams(max_tokens)))
+    assert refused.value.info.field == "args.prompts[0].num_generated"
+
+
 @pytest.mark.parametrize("dp", [2, 3, 7])
 def test_ranks_generate_what_one_does(sampler: Backend, dp: int) -> None:
     """Each its prompts, some ranks none."""
     layout = Layout(dp=dp)
     expected = generate(sampler, *REQUESTS)
     shares = [
-        sampler.generate(split_shared(REQUESTS, layout, rank), Looker()) for rank in range(dp)
+        watched(sampler, split_shared(REQUESTS, layout, rank), Looker()) for rank in range(dp)
     ]
     for i, whole in enumerate(expected):
         results: list[Result] = [r for r in (share[i] for share in shares) if r is not None]

@@ -375,8 +375,9 @@ def test_fork_server_asks_torch_for_a_gpu_without_starting_the_driver() -> None:
     name, value = cuda.QUIET_CHECK
     patched = "importlib.import_module = lambda _: seen.append(os.environ.get(name))"
     code = f"import importlib, os; name, seen = {name!r}, []; {patched}"
+    preloads = "from phaseloom.worker.agent import preload; preload.preload(['fsdp'])"
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}; import phaseloom.worker.agent.preload; print(*set(seen))"],
+        [sys.executable, "-c", f"{code}; {preloads}; print(*set(seen))"],
         env={key: kept for key, kept in os.environ.items() if key != name},
         cwd=ROOT,
         capture_output=True,

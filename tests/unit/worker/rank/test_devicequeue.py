@@ -20,6 +20,8 @@ from phaseloom.worker.rank.devicequeue import MAX_SHARED_BYTES
 from phaseloom.worker.rank.executor import Refused
 from tests.support.device import device, sample
 
+FORWARD = Forward([Datum([1, 2], [2, 3])])
+
 
 async def waiting(*tasks: asyncio.Task[Result | None]) -> None:
     """Let what was given reach the queue; none is done."""
@@ -31,15 +33,60 @@ async def waiting(*tasks: asyncio.Task[Result | None]) -> None:
 async def test_all_that_wait_go_in_one_call_where_batches_are_shared() -> None:
     async with device(Batching.SHARED) as d:
         async with d.held_up():
+            first = d.give("rf", FORWARD)
+            await waiting(first)
+            rest = [d.give(f"r{i}", sample(i)) for i in range(1, 5)]
+            forward = d.give("rg", FORWARD)
+            await waiting(*rest, forward)
+        for task in rest:
+            assert isinstance(await task, GenerateResult)
+        assert isinstance(await first, ForwardResult)
+        assert isinstance(await forward, ForwardResult)
+        assert d.backend.calls == [[1, 2, 3, 4]]
+
+
+async def test_those_that_come_join_the_call_that_runs_and_end_with_their_own_last_token() -> None:
+    async with device(Batching.SHARED) as d:
+        async with d.held_up():
+            long = d.give("r1", sample(1, max_tokens=50))
+            await waiting(long)
+            short = [d.give(f"r{i}", sample(i)) for i in range(2, 6)]
+            refused = d.give("r6", sample(6, max_tokens=0))
+            cancelled = d.give("r7", sample(7))
+            await waiting(*short, refused, cancelled)
+            d.cancel("r7")
+        ended: list[asyncio.Task[Result | None]] = []
+        for task in (long, *short):
+            task.add_done_callback(ended.append)
+        await asyncio.wait([long, *short, refused])
+        assert ended[-1] is long
+        assert isinstance(refused.exception(), Refused)
+        assert await cancelled is None
+        assert d.backend.calls == [[1, 2, 3, 4, 5]]
+
+
+async def test_nothing_joins_past_an_operation_that_waits() -> None:
+    """So that an endless stream of one kind cannot keep another kind from the devices."""
+    async with device(Batching.SHARED) as d:
+        async with d.held_up():
             first = d.give("r1", sample(1))
             await waiting(first)
-            rest = [d.give(f"r{i}", sample(i)) for i in range(2, 6)]
-            forward = d.give("rf", Forward([Datum([1, 2], [2, 3])]))
-            await waiting(*rest, forward)
-        results = [await task for task in (first, *rest)]
-        assert all(isinstance(result, GenerateResult) for result in results)
-        assert isinstance(await forward, ForwardResult)
-        assert d.backend.calls == [[1], [2, 3, 4, 5]]
+            forward = d.give("rf", FORWARD)
+            await waiting(forward)
+            late = d.give("r2", sample(2))
+            await waiting(late)
+        for task in (first, forward, late):
+            await task
+        assert d.backend.calls == [[1], [2]]
+
+
+async def test_stopped_operation_completes_with_what_it_has() -> None:
+    async with device(Batching.SHARED) as d:
+        d.backend.on_taken = lambda: d.cancel("r1", keeps_partial=True)
+        result = await d.give("r1", sample(1, max_tokens=50))
+        assert isinstance(result, GenerateResult)
+        ((sequence,),) = result.sequences
+        assert sequence.stop_reason == "partial"
 
 
 async def test_each_is_a_call_of_its_own_where_they_are_not() -> None:
@@ -55,14 +102,14 @@ async def test_each_is_a_call_of_its_own_where_they_are_not() -> None:
 async def test_no_more_go_together_than_fit_one_message_to_the_other_ranks() -> None:
     async with device(Batching.SHARED) as d:
         async with d.held_up():
-            tasks = [d.give("r1", sample(1))]
+            tasks = [d.give("rf", FORWARD)]
             await waiting(*tasks)
             half = MAX_SHARED_BYTES // 2
             tasks += [d.give(f"r{i}", sample(i), num_bytes=half) for i in range(2, 5)]
             await waiting(*tasks)
         for task in tasks:
             await task
-        assert d.backend.calls == [[1], [2, 3], [4]]
+        assert d.backend.calls == [[2, 3], [4]]
 
 
 async def test_cancelled_while_waiting_ends_at_once_and_goes_in_no_call() -> None:
@@ -76,7 +123,7 @@ async def test_cancelled_while_waiting_ends_at_once_and_goes_in_no_call() -> Non
             assert await second is None
             assert not first.done()
         assert isinstance(await third, GenerateResult)
-        assert d.backend.calls == [[1], [3]]
+        assert d.backend.calls == [[1, 3]]
 
 
 async def test_refused_one_goes_in_no_call_and_spoils_none() -> None:
@@ -90,7 +137,7 @@ async def test_refused_one_goes_in_no_call_and_spoils_none() -> None:
         assert isinstance(error, Refused)
         assert error.error.field == "args.sampling.max_tokens"
         assert isinstance(await good, GenerateResult)
-        assert d.backend.calls == [[1], [3]]
+        assert d.backend.calls == [[1, 3]]
 
 
 async def test_all_are_refused_without_a_call() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 
@@ -50,6 +50,8 @@ class CancelPart(Message, frozen=True):
 
     operation: OperationKey
     incarnation: int
+    keeps_partial: bool = False
+    """As in `CancelOperation`."""
 
 
 NodeRequest = FindStore | TakePart | CallRoll | CancelPart

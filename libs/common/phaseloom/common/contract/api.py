@@ -108,11 +108,19 @@ class PhaseRequest(msgspec.Struct, frozen=True):
 
 
 class OperationRequest(msgspec.Struct, frozen=True):
-    """`pl.v1.api.<tenant>.operation.{cancel,explain}`."""
+    """`pl.v1.api.<tenant>.operation.explain`."""
 
     job: str
     deployment: str
     slot: str
+
+
+class CancelRequest(OperationRequest, frozen=True, omit_defaults=True):
+    """`pl.v1.api.<tenant>.operation.cancel`."""
+
+    keeps_partial: bool = False
+    """Whether a `generate` that runs shall end COMPLETED, with the tokens that it has: those of a
+    sample that was not done have the stop_reason `partial`."""
 
 
 class DrainNode(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.operations import After, Outcome
@@ -45,6 +45,8 @@ class NodeUp(Message, frozen=True):
     exclusive_residency: Residency = Residency.SHARED
     price_per_hour: float = 1.0
     """Price of the whole node, in any currency: placement weighs nodes by it."""
+    backends: list[str] = []
+    """The backends that its ranks can run; empty: not told, any."""
 
 
 class NodeLost(Message, frozen=True):
@@ -165,12 +167,14 @@ class PhaseDeclared(Message, frozen=True):
     is_open: bool
 
 
-class CancelRequested(Message, frozen=True):
+class CancelRequested(Message, frozen=True, omit_defaults=True):
     """job API → scheduler. Ends what has no permit; a reading operation that runs is stopped."""
 
     key: OperationKey
     request: str
     """Id of the API request that this answers."""
+    keeps_partial: bool = False
+    """Whether a `generate` that runs shall complete with what it has."""
 
 
 class QueuedOperation(Message, frozen=True, omit_defaults=True):

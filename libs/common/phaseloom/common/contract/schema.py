@@ -23,6 +23,7 @@ from phaseloom.common.contract.api import (
     ApiError,
     Attached,
     Beat,
+    CancelRequest,
     CreateDeployment,
     DeploymentRequest,
     DrainNode,
@@ -42,6 +43,7 @@ from phaseloom.common.contract.api import (
 from phaseloom.common.contract.commands import Command
 from phaseloom.common.contract.events import Notice, SealRecord
 from phaseloom.common.contract.operations import Completion, Operation, Progress
+from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.state_agent import StatusReport
 
 VERSION = "1.0.0"
@@ -56,7 +58,7 @@ _API = {
     "session.attach": (JobRequest, Attached),
     "session.heartbeat": (Heartbeat, Beat),
     "phase.declare": (PhaseRequest, JobStatus),
-    "operation.cancel": (OperationRequest, Explanation),
+    "operation.cancel": (CancelRequest, Explanation),
     "operation.explain": (OperationRequest, Explanation),
     "result.get": (ResultRequest, ResultReply),
     "tenant.usage": (UsageRequest, Usage),
@@ -163,6 +165,12 @@ def channels() -> list[Channel]:
             f"$KV.{streams.Bucket.SEALS}.{{tenant}}.{{job}}.{{deployment}}",
             "agents: the commit record of a deployment's newest seal, by compare and swap",
             (SealRecord,),
+        ),
+        Channel(
+            "models",
+            f"$KV.{streams.Bucket.MODELS}.{{name}}",
+            "operator → job API: a registered model",
+            (RegisteredModel,),
         ),
         Channel(
             "event",

@@ -1,7 +1,8 @@
 """The descriptions of jobs, deployments, devices and the scheduler, which many messages carry.
 
 controller → router, scheduler (`JobSpec`, `DeploymentSpec`); agent → scheduler (`DeviceSpec`);
-scheduler's shell → decision log (`SchedulerConfig`); profiler → scheduler (`Cycle`).
+scheduler's shell → decision log (`SchedulerConfig`); profiler → scheduler (`Cycle`); operator → KV
+→ job API (`RegisteredModel`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,55 @@ from typing import Any
 import msgspec
 
 
-class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The model to build: a Hugging Face causal-LM config, initialised from a seed."""
+class ModelFile(msgspec.Struct, frozen=True):
+    """A file of a registered model."""
 
+    name: str
+    """The file's name in the model's directory."""
+    num_bytes: int
+    blake3: str
+    """The BLAKE3 of the content, in hex."""
+
+
+class ModelDirectory(msgspec.Struct, frozen=True):
+    """A model's files in the Hugging Face layout: config, safetensors, tokenizer."""
+
+    path: str
+    """The absolute path, the same on every node that runs the model."""
+    files: list[ModelFile]
+
+
+class RegisteredModel(msgspec.Struct, frozen=True):
+    """A model that an operator has registered. operator → KV `models`, by name → job API."""
+
+    name: str
+    directory: ModelDirectory
     config: dict[str, Any]
-    """The config as `config.to_dict()` gives it; `model_type` picks the architecture."""
+    """The content of `config.json`."""
+    num_parameters: int
+    """Elements of all tensors in the files."""
+    dtypes: list[str]
+    """The dtypes of the tensors in the files, sorted."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The model to build: a Hugging Face causal-LM config with weights drawn from a seed, or a
+    registered model by name."""
+
+    config: dict[str, Any] = {}
+    """The config as `config.to_dict()` gives it; `model_type` picks the architecture, `dtype` that
+    of the weights: `float32`, or `bfloat16`, which training keeps float32 masters of. With
+    `registered` it may be empty: the job API fills in the model's own."""
     init_seed: int = 0
+    """The seed of the weights; unused with `registered`."""
     token_texts: list[str] = []
     """The text of each token id, where operations give stop strings; else empty."""
+    registered: str = ""
+    """The name of a registered model, whose weights the deployment starts from; empty: the weights
+    are drawn from `init_seed`."""
+    pinned: ModelDirectory | None = None
+    """The files that `registered` named when the job was submitted. The job API sets it; it is
+    refused from a controller."""
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -164,6 +206,12 @@ class Cycle(msgspec.Struct, frozen=True):
     segments: list[Segment]
     num_optim_steps: int = 1
     """`optim_step`s of all deployments in one period."""
+
+    @property
+    def worst_period_s(self) -> float:
+        """The period where each segment takes its worst time, one after the other."""
+        excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in self.segments if s.worst_s)
+        return self.period_s + excess_s
 
 
 class Durability(StrEnum):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_agent import (
     AgentHello,
     DropVersions,
@@ -222,6 +223,8 @@ class WriteCheckpoint(Message, frozen=True):
     """The model's config as JSON."""
     keep: int = 0
     """The `keep` of the `save_state`."""
+    companions: ModelDirectory | None = None
+    """Files to copy beside the tensors, such as a tokenizer, as they were registered."""
 
 
 class CheckpointWritten(Message, frozen=True):

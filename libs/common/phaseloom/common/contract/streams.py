@@ -77,6 +77,8 @@ class Bucket(StrEnum):
     """profiler → people. The newest phase trace of each job, by `<tenant>.<job>`."""
     CHECKPOINTS = "checkpoints"
     """WPG leader → router. Each job's last checkpoint with a controller's blob."""
+    MODELS = "models"
+    """operator → scheduler. The registered models by name: a `RegisteredModel`."""
 
 
 def ops_stream(tenant: str) -> str:
@@ -247,4 +249,5 @@ def buckets() -> list[KeyValueConfig]:
         KeyValueConfig(bucket=Bucket.SNAPSHOTS, history=2, direct=True),
         KeyValueConfig(bucket=Bucket.PROFILES, history=1, direct=True),
         KeyValueConfig(bucket=Bucket.CHECKPOINTS, history=1, direct=True),
+        KeyValueConfig(bucket=Bucket.MODELS, history=1, direct=True),
     ]

@@ -52,10 +52,7 @@ def _case(policy: str, seed: int, own: list[SimJob] | None) -> tuple[Record, lis
         record,
         utilisation=train.busy_s / (TRAIN_NODES * result.makespan_s),
         over_bound=result.makespan_s / bound_s,
-        more={
-            "mean_slowdown": sum(job.slowdown for job in result.jobs) / len(result.jobs),
-            **({"pruned_by_tree": result.pruned / result.searched} if result.searched else {}),
-        },
+        more={"mean_slowdown": sum(job.slowdown for job in result.jobs) / len(result.jobs)},
     )
     delays = [job.queueing_delay for job in result.jobs if job.queueing_delay >= 0]
     names = ("jobs", "makespan_s", "over_bound", "queueing_delay", "utilisation", "switches")

@@ -3,8 +3,7 @@
 Packages stand in layers, lowest first: `state`; `operations`, `devices`, `planning`; `durability`,
 `policies`; `wpgs`; `dispatch`, `placement`; `jobs`; `core` and `validate`. Nothing imports upwards.
 
-The state of a step is the tree of `state.tree` alone. Four caches are kept beside it, and no
-snapshot holds them: the text forms of a deployment's key (`state.deployment`), the timelines of a
-cluster's groups (`planning.timeline.upkeep`), and the iteration times and periods of jobs that
-share nodes (`planning.weave.fifo`, `planning.weave.period`).
+The state of a step is the tree of `state.tree` alone. Three caches are kept beside it, and no
+snapshot holds them: the text forms of a deployment's key (`state.deployment`), and the iteration
+times and periods of jobs that share nodes (`planning.weave.fifo`, `planning.weave.period`).
 """

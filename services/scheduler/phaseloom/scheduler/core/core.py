@@ -183,7 +183,7 @@ def _follow_up(step: Step) -> None:
 def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm an event
     match event:
         case SchedulerConfigured():
-            step.state.configure(event.config)
+            step.state.config = event.config
             assignment.configured(step, event.config)
         case QueuedOperation():
             operations.file(step, event)

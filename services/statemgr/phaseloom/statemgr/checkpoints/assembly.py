@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.checkpoints.safetensors import item_bytes, tensor_bytes
+from phaseloom.common.tensors.safetensors import item_bytes, tensor_bytes
 
 Box = tuple[tuple[int, int], ...]
 """A box of a tensor: (first index, index after the last) along each axis."""

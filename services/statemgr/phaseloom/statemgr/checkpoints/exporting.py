@@ -266,9 +266,7 @@ class Exporter:
         """Write a checkpoint from all ranks' states. Returns: the SHA-256 of the weights."""
         path = f"{snapshot.key.job}/{snapshot.key.deployment}/{snapshot.name}"
         try:
-            written = await asyncio.to_thread(
-                self._draft, snapshot, staged, request.config, cancelled
-            )
+            written = await asyncio.to_thread(self._draft, snapshot, staged, request, cancelled)
             async with self._numbering:
                 with writing():
                     number = await self._checkpoints.next_number(snapshot.key)
@@ -290,7 +288,11 @@ class Exporter:
         return written.weights_sha256
 
     def _draft(
-        self, snapshot: Snapshot, staged: list[StagedState], config: str, cancelled: threading.Event
+        self,
+        snapshot: Snapshot,
+        staged: list[StagedState],
+        request: WriteCheckpoint,
+        cancelled: threading.Event,
     ) -> Written:
         """Write the draft of a checkpoint, then verify the states that were written. Blocking: call
         it in a thread."""
@@ -298,9 +300,10 @@ class Exporter:
             self._directory.disk,
             self._checkpoints.begin(snapshot.key, snapshot.name),
             [(each.tensors, each.memory) for each in staged],
-            config,
+            request.config,
             file_bytes=self._file_bytes,
             cancelled=cancelled,
+            companions=request.companions,
         )
         # All states were read by now: a state that is still whole was whole when it was read.
         check(snapshot.key, staged)

@@ -21,10 +21,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
-from phaseloom.statemgr.checkpoints.files import marker_of
-from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
-from phaseloom.statemgr.checkpoints.safetensors import (
+from phaseloom.common.tensors.safetensors import (
     LENGTH_BYTES,
     Entry,
     Index,
@@ -32,6 +29,9 @@ from phaseloom.statemgr.checkpoints.safetensors import (
     header_bytes,
     index_name,
 )
+from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
+from phaseloom.statemgr.checkpoints.files import marker_of
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
 from phaseloom.statemgr.checkpoints.shards import (
     CHUNK_BYTES,
     DEPTH,

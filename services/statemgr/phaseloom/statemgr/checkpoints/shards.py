@@ -26,12 +26,13 @@ from pathlib import Path
 
 import msgspec
 import xxhash
+from blake3 import blake3
 
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.checkpoints.assembly import WholeTensor, assemble
-from phaseloom.statemgr.checkpoints.files import write_synced, writing
-from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
-from phaseloom.statemgr.checkpoints.safetensors import (
+from phaseloom.common.tensors.modelfiles import CONFIG_FILE
+from phaseloom.common.tensors.safetensors import (
     Entry,
     Index,
     file_names,
@@ -39,6 +40,9 @@ from phaseloom.statemgr.checkpoints.safetensors import (
     lay_out,
     split,
 )
+from phaseloom.statemgr.checkpoints.assembly import WholeTensor, assemble
+from phaseloom.statemgr.checkpoints.files import write_synced, writing
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Cancelled, Disk
 
@@ -48,7 +52,6 @@ CHUNK_BYTES = 8 * BLOCK_BYTES
 """The size of a chunk, which is read or written at once."""
 DEPTH = 4
 """The number of chunks that are read or written at a time."""
-CONFIG_FILE = "config.json"
 _HASHED_BYTES = 4 * BLOCK_BYTES
 
 
@@ -66,13 +69,15 @@ def write_state(
     *,
     file_bytes: int,
     cancelled: threading.Event,
+    companions: ModelDirectory | None = None,
 ) -> Written:
     """Write a whole state into an empty directory; every file is fsynced.
 
     Args:   ranks: the slots that each rank holds, and the rank's memory. file_bytes: the most bytes
-            of a file, unless one tensor is larger.
-    Raises: CallerError: the slices do not make whole tensors. ResourceError: RESOURCE_EXHAUSTED:
-            the disk is full; UNAVAILABLE: the disk fails; ABORTED: cancelled.
+            of a file, unless one tensor is larger. companions: files to copy beside the tensors.
+    Raises: CallerError: the slices do not make whole tensors; NOT_FOUND: a companion is not there.
+            ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: the disk fails;
+            ABORTED: cancelled; DATA_LOSS: a companion is not as it was registered.
     """
     tensors = assemble([slots for slots, _ in ranks])
     memories = [memory for _, memory in ranks]
@@ -92,10 +97,43 @@ def write_state(
                     files |= writer.write(stem, group, file_bytes)
             write_synced(draft / CONFIG_FILE, config.encode())
             files[CONFIG_FILE] = sums_of(config.encode())
+            for name, content in _contents(companions):
+                write_synced(draft / name, content)
+                files[name] = sums_of(content)
             return Written(digest.result(), files)
         except BaseException:
             cancelled.set()
             raise
+
+
+def _contents(companions: ModelDirectory | None) -> Iterator[tuple[str, bytes]]:
+    """The files to copy, each verified.
+
+    Raises: CallerError: NOT_FOUND: one is not there. ResourceError: DATA_LOSS: one has changed.
+    """
+    if companions is None:
+        return
+    for file in companions.files:
+        path = Path(companions.path) / file.name
+        if path.name != file.name:
+            raise CallerError(f"{file.name!r} is no file's name", field="companions")
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CallerError(
+                f"{path} of the registered model cannot be copied: {error.strerror}",
+                code=Code.NOT_FOUND,
+                field="model.registered",
+                remedy="put the model's directory back, and save again",
+            ) from None
+        if blake3(content).hexdigest() != file.blake3:
+            raise ResourceError(
+                f"{path} is not the file that was registered",
+                code=Code.DATA_LOSS,
+                field="model.registered",
+                remedy="restore the file, and save again",
+            )
+        yield file.name, content
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,182 @@
-"""The server process that a node's ranks are forked from, with torch imported already.
+"""A server process from which ranks of one Python interpreter are forked, runtimes imported once.
 
-This module is free of torch: the agent names `run_rank`, and the forked process imports the rest.
+A node has one for each interpreter of its configuration. This module is free of torch: the server
+is `python -m phaseloom.worker.agent.forkserver BACKEND...`, which imports the backends' runtimes
+(`preload`), and forks a rank for each configuration that comes on its standard input, a socket.
+Nothing of a rank's configuration is on a command line: it has a secret in it. The server dies with
+its agent; a rank ends itself when its agent's socket closes.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.process import config, lifecycle
+
+_LENGTH: Final = struct.Struct("<I")
+_PID: Final = struct.Struct("<i")
+_STDIN: Final = 0
 
 
-def fork_server(*, with_torch: bool) -> ForkServerContext:
-    """The context whose processes fork from a preloaded server, which begins to import now."""
-    context = multiprocessing.get_context("forkserver")
-    imported = "phaseloom.worker.agent.preload" if with_torch else "phaseloom.worker.rank.process"
-    context.set_forkserver_preload([imported])
-    forkserver.ensure_running()
-    return context
+class RankProcess:
+    """A rank, which is a child of the fork server, known by a descriptor that outlives its pid."""
+
+    def __init__(self, pid: int, sentinel: int) -> None:
+        self.pid = pid
+        self.sentinel = sentinel
+        """Pid descriptor, readable once the process is dead."""
+
+    def kill(self) -> None:
+        """Kill it; does nothing where it is dead or was closed."""
+        if self.sentinel >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+        self.sentinel = -1
 
 
-def run_rank(config_json: str) -> None:
-    """Entry point of a forked rank. Args: config_json: a `RankConfig`."""
-    from phaseloom.worker.rank.process import main
+class ForkServer:
+    """The agent's side: starts the server, and again where it has died."""
 
-    main(config_json)
+    def __init__(self, python: str, backends: Sequence[str]) -> None:
+        """Start it; it begins to import at once. Call it in a thread that lives as long as the
+        process.
+
+        Args: backends: names of those whose runtimes it imports; none: ranks import them.
+        """
+        self._command = [python, "-m", __name__, *backends]
+        self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        environment = {**config.inherited(), lifecycle.DIE_WITH_PARENT: str(os.getpid())}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._why = "it ended"
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    self._command, stdin=theirs.fileno(), env=environment
+                )
+        except OSError as error:
+            self._why = str(error)
+
+    def restart_if_dead(self) -> None:
+        """Start it again where it has died. In the thread that made it."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+
+    def fork(self, config_json: str) -> RankProcess:
+        """Fork a rank; waits until the server has imported. Any thread.
+
+        Raises: ResourceError: the server does not run.
+        """
+        data = config_json.encode()
+        with self._lock:
+            try:
+                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+                answer, fds, _, _ = socket.recv_fds(self._socket, _PID.size, 1)
+            except OSError as error:
+                raise self._dead() from error
+        if len(answer) != _PID.size or len(fds) != 1:
+            raise self._dead()
+        (pid,) = _PID.unpack(answer)
+        return RankProcess(pid, fds[0])
+
+    def close(self) -> None:
+        """End it; its ranks live on."""
+        self._socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _dead(self) -> ResourceError:
+        return ResourceError(
+            f"{' '.join(self._command)} does not fork ranks: {self._why}",
+            field="interpreters",
+            remedy="`phaseloom doctor` on the node says what the interpreter lacks",
+        )
+
+
+def main(backends: Sequence[str]) -> None:
+    """The server: fork a rank for each configuration until the agent is gone."""
+    lifecycle.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ranks and whatever they start must not hold the agent's socket, nor read from it.
+    with socket.socket(fileno=os.dup(_STDIN)) as agent:
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), _STDIN)
+        from phaseloom.worker.agent.preload import preload
+
+        preload(backends)
+        signal.signal(signal.SIGCHLD, lambda number, frame: _reap())
+        for config_json in _configs(agent):
+            _fork(agent, config_json)
+
+
+def _configs(agent: socket.socket) -> Iterator[str]:
+    while header := _receive(agent, _LENGTH.size):
+        yield _receive(agent, *_LENGTH.unpack(header)).decode()
+
+
+def _receive(agent: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes; fewer where the agent is gone."""
+    data = bytearray()
+    while len(data) < num_bytes and (more := agent.recv(num_bytes - len(data))):
+        data += more
+    return bytes(data)
+
+
+def _fork(agent: socket.socket, config_json: str) -> None:
+    # A rank that is reaped before it has a descriptor could not be told from another of its pid.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _run(agent, config_json)
+    sentinel = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):
+        socket.send_fds(agent, [_PID.pack(pid)], [sentinel])
+    os.close(sentinel)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def _run(agent: socket.socket, config_json: str) -> None:
+    """Become a rank; never returns."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        agent.close()
+        from phaseloom.worker.rank.process import main as run_rank
+
+        run_rank(config_json)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -147,9 +147,9 @@ class OtherNodes:
         roll = CallRoll(self._deployment, self._incarnation)
         await _all(self._ask(node, roll, SILENCE_S) for node in self._nodes)
 
-    async def cancel(self, operation: OperationKey) -> None:
+    async def cancel(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Pass a cancel on to the other nodes. Raises: IncarnationEnded."""
-        body = CancelPart(operation, self._incarnation)
+        body = CancelPart(operation, self._incarnation, keeps_partial)
         await _all(self._ask(node, body, SILENCE_S) for node in self._nodes)
 
     async def _ask(

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.context import ForkServerContext
 from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
@@ -73,6 +72,8 @@ from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Handler, Peer, close_fds
 from phaseloom.common.transport.retry import until_done
+from phaseloom.worker.agent.interpreters import Interpreters
+from phaseloom.worker.agent.modelfiles import ModelFiles
 from phaseloom.worker.agent.nodes import IncarnationEnded, with_payloads
 from phaseloom.worker.agent.rwlock import FairReadWriteLock
 from phaseloom.worker.agent.sealrecords import SealRecords
@@ -108,7 +109,7 @@ class Agent:
         revision: int,
         bus: Bus,
         state: AgentStateClient,
-        forks: ForkServerContext,
+        interpreters: Interpreters,
         agent_socket: str,
         tasks: asyncio.TaskGroup,
     ) -> None:
@@ -117,9 +118,10 @@ class Agent:
         self._bus = bus
         self._records = SealRecords(bus)
         self._state = state
-        self._forks = forks
+        self._interpreters = interpreters
         self._agent_socket = agent_socket
         self._tasks = tasks
+        self._models = ModelFiles(settings.node)
         self._taken = TakenCommands()
         self._wpgs: dict[DeploymentKey, Wpg] = {}
         self._by_token: dict[str, Wpg] = {}
@@ -287,6 +289,7 @@ class Agent:
                 old.kill(ErrorInfo(Code.ABORTED, "fenced by a newer incarnation"))
             wpg = Wpg(command, self._settings, self._agent_socket, self._bus, self._tasks)
             try:
+                await self._verify_model(command)
                 if command.sources:
                     await self._state.fetch_state(_state_of(command))
                 await self._state.register_wpg(
@@ -309,7 +312,7 @@ class Agent:
                 return
             self._wpgs[key] = wpg
             self._by_token |= dict.fromkeys(wpg.tokens, wpg)
-            await wpg.start(self._forks)
+            await wpg.start(self._interpreters)
             self._tasks.create_task(self._watch(wpg))
             try:
                 await wpg.up(self._settings.start_timeout_s)
@@ -328,6 +331,13 @@ class Agent:
             ),
             f"started:{key}:{command.incarnation}:{command.node}",
         )
+
+    async def _verify_model(self, command: StartWpg) -> None:
+        """Verify the files of a registered model, where the ranks start from them. Raises: as
+        `ModelFiles.verify`."""
+        model = command.spec.model
+        if model.pinned is not None and not (command.seal_seq or command.checkpoint):
+            await self._models.verify(model.registered, model.pinned)
 
     def _is_to_stop(self, command: StartWpg) -> bool:
         """Whether a stop command for these ranks is under way already: they must not start then."""
@@ -467,7 +477,7 @@ class Agent:
             log.info("%s is not cancelled: its ranks are gone", command.operation)
             return
         try:
-            await wpg.cancel(command.operation)
+            await wpg.cancel(command.operation, keeps_partial=command.keeps_partial)
         except PhaseloomError as error:
             log.info("%s is not cancelled: %s", command.operation, error)
 
@@ -495,7 +505,7 @@ class Agent:
                 except IncarnationEnded as error:
                     return IncarnationOver(error.info)
             case CancelPart():
-                await wpg.cancel_here(request.operation)
+                await wpg.cancel_here(request.operation, keeps_partial=request.keeps_partial)
         return Present()
 
     async def _take_part(self, wpg: Wpg, share: RunShare) -> SharesDone:

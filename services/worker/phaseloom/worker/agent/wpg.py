@@ -1,24 +1,19 @@
 """A WPG's rank processes on this node, in one incarnation.
 
-A rank is forked from a server process that has torch imported already. It proves who it is by the
-token of its spawn, and it exits when its connection to the agent ends, so a killed agent leaves no
-rank behind. A WPG lives and dies whole: where one rank dies or cannot start, the agent kills the
-others on this node, and the scheduler has those on other nodes killed.
+A rank is forked from a server process that has its backend's runtime imported already. It proves
+who it is by the token of its spawn, and it exits when its connection to the agent ends, so a killed
+agent leaves no rank behind. A WPG lives and dies whole: where one rank dies or cannot start, the
+agent kills the others on this node, and the scheduler has those on other nodes killed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +22,20 @@ from opentelemetry.trace import SpanContext
 
 from phaseloom.common.contract.agents import NodeReply, TakePart
 from phaseloom.common.contract.commands import StartWpg
-from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError, to_exception
+from phaseloom.common.contract.errors import (
+    Code,
+    ErrorInfo,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Peer
-from phaseloom.worker.agent.forkserver import run_rank
+from phaseloom.worker.agent.forkserver import RankProcess
+from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import IncarnationEnded, OtherNodes, Parts, Work
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import (
@@ -62,13 +64,12 @@ class _Rank:
     def __init__(self, config: RankConfig) -> None:
         self.config = config
         self.peer: Peer[RankMessage] | None = None
-        self.process: BaseProcess | None = None
+        self.process: RankProcess | None = None
         self.up: RankUp | None = None
 
     def kill(self) -> None:
-        if self.process is not None and self.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.kill()
 
 
 class Wpg:
@@ -162,17 +163,20 @@ class Wpg:
                 remedy="set the worker's rank_host to an address of this node",
             ) from error
 
-    async def start(self, context: ForkServerContext) -> None:
+    async def start(self, interpreters: Interpreters) -> None:
+        """Start the ranks; where one cannot be started, the incarnation ends."""
         for rank in self._ranks:
-            if self._is_killed:
+            if not self._is_killed:
+                config = msgspec.json.encode(rank.config).decode()
+                try:
+                    rank.process = await interpreters.fork(rank.config.spec.backend, config)
+                except PhaseloomError as error:
+                    self.kill(error.info)
+            if rank.process is None:
                 self._leave()
                 continue
-            config = msgspec.json.encode(rank.config).decode()
-            process = context.Process(target=run_rank, args=(config,), daemon=True)
-            # The first start waits for the fork server to import torch.
-            await asyncio.to_thread(process.start)
-            rank.process = process
-            asyncio.get_running_loop().add_reader(process.sentinel, self._on_death, process)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(rank.process.sentinel, self._on_death, rank.process)
             if self._is_killed:
                 rank.kill()
 
@@ -182,9 +186,9 @@ class Wpg:
         for _ in self._ranks:
             self._leave()
 
-    def _on_death(self, process: BaseProcess) -> None:
+    def _on_death(self, process: RankProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.sentinel)
-        process.join()
+        process.close()
         self.kill()
         self._leave()
 
@@ -320,15 +324,16 @@ class Wpg:
         if freed is not None and not freed.done():
             freed.set_result(None)
 
-    async def cancel(self, operation: OperationKey) -> None:
+    async def cancel(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on all nodes. Raises: PhaseloomError: a rank is gone."""
-        await self.cancel_here(operation)
-        await self._others.cancel(operation)
+        await self.cancel_here(operation, keeps_partial=keeps_partial)
+        await self._others.cancel(operation, keeps_partial=keeps_partial)
 
-    async def cancel_here(self, operation: OperationKey) -> None:
+    async def cancel_here(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on this node. Raises: PhaseloomError: a rank is gone."""
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
-        await asyncio.gather(*(peer.call(CancelRun(operation)) for peer in peers))
+        cancel = CancelRun(operation, keeps_partial)
+        await asyncio.gather(*(peer.call(cancel) for peer in peers))
 
     async def share(self, share: RunShare) -> SharesDone:
         """Have every rank but the leader do its part. Raises: PhaseloomError: one has failed."""

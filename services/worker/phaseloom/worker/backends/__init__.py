@@ -7,6 +7,7 @@ that an agent can list and refuse backends without torch.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Final, cast
 
 if TYPE_CHECKING:
@@ -15,16 +16,30 @@ if TYPE_CHECKING:
 BACKENDS: Final[dict[str, tuple[str, str]]] = {
     "fsdp": ("phaseloom.worker.backends.fsdp", "FsdpBackend"),
     "sampler": ("phaseloom.worker.backends.sampler", "SamplerBackend"),
+    "vllm": ("phaseloom.worker.backends.vllm.backend", "VllmBackend"),
     "noop": ("phaseloom.worker.backends.noop", "NoopBackend"),
 }
 """name → (module, class)"""
+
+RUNTIMES: Final[dict[str, tuple[str, ...]]] = {
+    "fsdp": ("torch", "transformers"),
+    "sampler": ("torch", "transformers"),
+    "vllm": ("torch", "transformers", "vllm"),
+}
+"""name → the top-level modules that its runtime consists of; a backend that is not here needs
+none."""
+
+
+def missing_modules(name: str) -> list[str]:
+    """What a backend's runtime lacks in this interpreter. Imports nothing."""
+    return [each for each in RUNTIMES.get(name, ()) if importlib.util.find_spec(each) is None]
 
 
 def backend_factory(name: str) -> BackendFactory:
     """Import the runtime of a backend.
 
     Raises: CallerError: there is no such backend.
-            ImportError: its runtime is not installed (`pip install 'phaseloom[worker]'`).
+            ImportError: its runtime is not installed here (`missing_modules`).
     """
     if name not in BACKENDS:
         # Not above: `gpucheck` imports this package where only torch is installed.

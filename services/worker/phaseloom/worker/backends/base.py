@@ -35,7 +35,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 
@@ -72,16 +72,30 @@ class GroupBroken(ResourceError):
 class Watch(Protocol):
     """The view of those who wait for requests that are generated together.
 
-    It is asked between two tokens, in the device thread, so both methods must be quick. `i` is the
+    It is asked between two tokens, in the device thread, so its methods must be quick. `i` is the
     request's place in the call.
     """
 
+    def joined(self) -> Sequence[Generate]:
+        """Take the checked requests that came since the last time: they are to be decoded with
+        the others as soon as there is room, and have the next places."""
+        ...
+
     def is_cancelled(self, i: int) -> bool:
-        """Whether to stop the request; asked only while some of its samples are not done."""
+        """Whether nobody wants the request any more."""
+        ...
+
+    def is_stopped(self, i: int) -> bool:
+        """Whether the request is to end with the tokens that it has, its open samples as
+        `partial`."""
         ...
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         """Tell new tokens so far, and at most; a request may end before."""
+        ...
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        """Hand over a request's result as soon as it is whole; None: the request was cancelled."""
         ...
 
 
@@ -98,8 +112,8 @@ class Backend(Protocol):
     """Tensors of a weights version: whole tensors from offset 0 at 64-byte offsets, sorted by name,
     the same for every layout and backend. Its size is the last one's end, rounded up to the next
     64. Where ranks hold different weights each writes a part of its own instead."""
-    sharding: Sharding
-    """The part of these tensors that each rank holds."""
+    holdings: Sequence[Holding]
+    """The slice of these tensors that each rank holds, in the order of ranks."""
 
     config: dict[str, Any]
     """The model's config, as `config.json` has it beside its weights."""
@@ -115,8 +129,8 @@ class Backend(Protocol):
         """Check a `generate`; touches no state. Raises: CallerError: what could not be done."""
         ...
 
-    def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
-        """Decode all checked requests together. Returns: None for a request that was cancelled.
+    def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
+        """Decode checked requests together, and those that join them, until all have ended.
 
         A request alone gives the same bits whenever it runs. Beside others the last bits of its
         log-probabilities may differ, but each token is still drawn from (prompt seed, sample,

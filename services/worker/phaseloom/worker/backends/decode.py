@@ -12,7 +12,7 @@ K key-value heads, G = N / K, D head size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -32,8 +32,20 @@ LLAMA_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 class Cache(Protocol):
     """Keys and values of the rows of a batch."""
 
-    def rows(self, index_R: torch.Tensor) -> Cache:
+    padding_B: torch.Tensor
+    """Columns of padding on the left of each row."""
+    columns: int
+    """Columns in use."""
+
+    def rows(self, index_R: torch.Tensor) -> Self:
         """A cache of these rows, copied; an index may occur several times."""
+        ...
+
+    def joined(self, other: Self, room: int) -> Self:
+        """These rows and then the other cache's, copied, with room for so many more columns.
+
+        Rows are aligned at their last column; columns that are padding in all rows are left out.
+        """
         ...
 
 
@@ -65,7 +77,9 @@ class Decoder(Protocol[CacheT]):
 
 
 def decoder_of(model: PreTrainedModel) -> Decoder[Any]:
-    if model.config.model_type in LLAMA_TYPES and not has_windows(model.config):
+    is_known = model.config.model_type in LLAMA_TYPES and not has_windows(model.config)
+    # Less precise weights are computed with as they are in training, or samples are off-policy.
+    if is_known and model.dtype == torch.float32:
         return LlamaDecoder(model)
     return BodyDecoder(model)
 
@@ -100,9 +114,22 @@ class LlamaCache:
             self.columns,
         )
 
+    def joined(self, other: LlamaCache, room: int) -> LlamaCache:
+        alignment = _Alignment.of(self, other)
+        padding_B, columns = alignment.padding_B, alignment.columns
+        mask_BS = self.mask_BS.new_zeros(padding_B.numel(), columns + room)
+        columns_S = torch.arange(columns + room, device=padding_B.device)
+        return LlamaCache(
+            [alignment.joined(*pair, room) for pair in zip(self.keys, other.keys, strict=True)],
+            [alignment.joined(*pair, room) for pair in zip(self.values, other.values, strict=True)],
+            mask_BS.masked_fill_(columns_S < padding_B[:, None], -torch.inf),
+            padding_B,
+            columns,
+        )
+
 
 class LlamaDecoder:
-    """`Decoder` for models of one of `LLAMA_TYPES` without windows."""
+    """`Decoder` for models of one of `LLAMA_TYPES` in float32 without windows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
@@ -209,12 +236,20 @@ class BodyCache:
     def rows(self, index_R: torch.Tensor) -> BodyCache:
         picked = DynamicCache()
         for i, layer in enumerate(self.layers.layers):
-            assert isinstance(layer, DynamicLayer)
-            keys, values = layer.keys, layer.values
-            assert keys is not None
-            assert values is not None
+            keys, values = _tensors(layer)
             picked.update(keys.index_select(0, index_R), values.index_select(0, index_R), i)
         return BodyCache(picked, self.padding_B.index_select(0, index_R), self.columns)
+
+    def joined(self, other: BodyCache, room: int) -> BodyCache:
+        alignment = _Alignment.of(self, other)
+        layers = DynamicCache()
+        for i, (ours, theirs) in enumerate(
+            zip(self.layers.layers, other.layers.layers, strict=True)
+        ):
+            pairs = zip(_tensors(ours), _tensors(theirs), strict=True)
+            keys, values = (alignment.joined(*pair) for pair in pairs)
+            layers.update(keys, values, i)
+        return BodyCache(layers, alignment.padding_B, alignment.columns)
 
 
 class BodyDecoder:
@@ -254,6 +289,48 @@ class BodyDecoder:
             use_cache=True,
         )
         return logits(self._model, output.last_hidden_state[:, -1])
+
+
+@dataclass(frozen=True)
+class _Alignment:
+    """How the columns of two caches lie beside one another when their last ones do."""
+
+    used: tuple[int, int]
+    """Columns of each that are not padding in all its rows."""
+    starts: tuple[int, int]
+    """The first of them."""
+    columns: int
+    padding_B: torch.Tensor
+
+    @staticmethod
+    def of(ours: Cache, theirs: Cache) -> _Alignment:
+        starts = int(ours.padding_B.min()), int(theirs.padding_B.min())
+        used = ours.columns - starts[0], theirs.columns - starts[1]
+        columns = max(used)
+        padding = [cache.padding_B + (columns - cache.columns) for cache in (ours, theirs)]
+        return _Alignment(used, starts, columns, torch.cat(padding))
+
+    def joined(
+        self, ours_BKSD: torch.Tensor, theirs_BKSD: torch.Tensor, room: int = 0
+    ) -> torch.Tensor:
+        """The rows of both, with `room` more columns."""
+        num_ours, num_heads, _, size = ours_BKSD.shape
+        # Zeroes, since what is masked is multiplied by 0 and must be finite.
+        joined = ours_BKSD.new_zeros((self.padding_B.numel(), num_heads, self.columns + room, size))
+        parts = (joined[:num_ours], joined[num_ours:])
+        for part, cached, used, start in zip(
+            parts, (ours_BKSD, theirs_BKSD), self.used, self.starts, strict=True
+        ):
+            part[:, :, self.columns - used : self.columns] = cached[:, :, start : start + used]
+        return joined
+
+
+def _tensors(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
+    assert isinstance(layer, DynamicLayer)
+    keys, values = layer.keys, layer.values
+    assert keys is not None
+    assert values is not None
+    return keys, values
 
 
 def _linear(x: torch.Tensor, module: Any) -> torch.Tensor:

@@ -6,6 +6,8 @@ Invariants
   bytes are the whole state, at any moment between two calls.
 - After every pass parameters are sharded again, so FSDP2 keeps no copy that a load would leave
   stale.
+- Weights in bfloat16 are their masters, rounded. FSDP2 shards the masters and gathers them rounded,
+  and adds up gradients in float32.
 - Losses are sums, so gradients are summed over ranks too, never averaged.
 - All ranks enter the same collectives in the same order: they run as many passes as the one with
   the most does, and one that fails by itself between two collectives tells the others first.
@@ -18,7 +20,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -28,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from phaseloom.common.contract.errors import CallerError
@@ -44,7 +46,7 @@ from phaseloom.common.contract.operations import (
     OptimStepResult,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
@@ -59,11 +61,14 @@ from phaseloom.worker.backends.layout import (
 )
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.model import (
+    TORCH_DTYPES,
     HeapTensors,
     as_little_endian,
     build_model,
+    config_dict,
     parameter_shapes,
     return_freed_memory,
+    weights_dtype,
 )
 from phaseloom.worker.backends.optimizer import Hyperparameters, Moments, take_step
 from phaseloom.worker.backends.packing import Pass, idle_pass, passes
@@ -76,12 +81,40 @@ STATE = frozenset({"load_state", "publish_weights", "sync_weights"})
 
 @dataclass
 class _Training:
-    """The flat regions that the optimizer works on, padding included (it stays zero)."""
+    """The flat float32 regions that the optimizer works on, padding included (it stays zero)."""
 
     weights: torch.Tensor
+    """The masters, where the weights are not float32."""
     gradients: torch.Tensor
     moments: Moments | None = None
     """None until `use_host_memory` says where their memory is."""
+
+
+@dataclass(frozen=True)
+class _Masters:
+    """Weights and the masters that they are rounded from, tensor by tensor; empty where the weights
+    are their own masters."""
+
+    weights: list[torch.Tensor]
+    masters: list[torch.Tensor]
+
+    @staticmethod
+    def of(tensors: HeapTensors, weights: Region, masters: Region | None) -> _Masters:
+        if masters is None:
+            return _Masters([], [])
+        made = _Masters([*tensors.views(weights).values()], [*tensors.views(masters).values()])
+        made.round()
+        return made
+
+    def round(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.copy_(master)
+
+    def fill(self) -> None:
+        """Make masters of weights that came without any: all of them are zero then."""
+        if not any(master.any() for master in self.masters):
+            for weight, master in zip(self.weights, self.masters, strict=True):
+                master.copy_(weight)
 
 
 P = ParamSpec("P")
@@ -119,11 +152,15 @@ class FsdpBackend:
         self._ranks = ranks
         self._shapes = parameter_shapes(spec.model)
         self._layout = _layout(spec, self._shapes, ranks)
+        self._dtype = weights_dtype(spec.model)
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
-        self.version_slots = plan(self._shapes, trainable=False).slots
-        self.sharding = Sharding(spec.layout, 1, fsdp=ranks.world_size)
+        self.version_slots = plan(self._shapes, trainable=False, dtype=self._dtype).slots
+        self.holdings: Sequence[Holding] = [
+            holding_of(_layout(spec, self._shapes, replace(ranks, rank=rank)).slots)
+            for rank in range(ranks.world_size)
+        ]
         self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
         self._is_broken = False
         self._group = ExitStack()
@@ -133,11 +170,22 @@ class FsdpBackend:
         self._model = build_model(spec.model)
         self._model.requires_grad_(spec.trainable)
         self.vocab_size = int(self._model.config.vocab_size)
-        self.config = self._model.config.to_dict()
-        self._scorer = scoring.Scorer(self._model)
-        _shard(self._scorer, self._model._no_split_modules or (), mesh)
-        weights = self._layout.weights
-        _move_parameters(self._scorer, self._tensors.views(weights), self._padded(weights))
+        self.config = config_dict(self._model, self._dtype)
+        dtype = TORCH_DTYPES[self._dtype]
+        self._scorer = scoring.Scorer(self._model, dtype)
+        masters = self._layout.training.masters if self._layout.training else None
+        precision = MixedPrecisionPolicy()
+        if masters is not None:
+            precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+        else:
+            _round_parameters(self._model, dtype)
+        _shard(self._scorer, self._model._no_split_modules or (), mesh, precision)
+        moved = masters or self._layout.weights
+        _move_parameters(self._scorer, self._tensors.views(moved), self._padded(moved))
+        if masters is not None and spec.model.pinned is not None:
+            # The weights come from files: then masters are made of them.
+            self._tensors.flat(masters).zero_()
+        self._masters = _Masters.of(self._tensors, self._layout.weights, masters)
         self._training = self._prepare_training(mesh) if spec.trainable else None
         return_freed_memory()
 
@@ -210,6 +258,7 @@ class FsdpBackend:
         assert training.moments is not None
         with torch.no_grad():
             take_step(training.weights, training.gradients, training.moments, hyperparameters)
+            self._masters.round()
         training.gradients.zero_()
         return OptimStepResult({"grad_norm:mean": norm})
 
@@ -222,7 +271,7 @@ class FsdpBackend:
         digest = torch.zeros(32, dtype=torch.uint8)
         tensors = self._whole(self._layout.weights)
         if self._ranks.rank == 0:
-            hexadecimal = weights_sha256(as_little_endian(tensors))
+            hexadecimal = weights_sha256(as_little_endian(tensors), self._dtype)
             if self._ranks.world_size == 1:
                 return hexadecimal
             digest = torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)
@@ -232,8 +281,10 @@ class FsdpBackend:
         return bytes(digest.tolist()).hex()
 
     def weights_changed(self) -> None:
-        """Nothing: nothing is derived from the weights, which FSDP2 shards again after
-        every pass."""
+        """Make masters of weights that came without any: a version's, a checkpoint's. Nothing else
+        is derived from the weights, which FSDP2 shards again after every pass."""
+        with torch.no_grad():
+            self._masters.fill()
 
     def close(self) -> None:
         self._group.close()
@@ -300,7 +351,9 @@ class FsdpBackend:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        training = _Training(tensors.flat(weights), tensors.flat(layout.gradients))
+        training = _Training(
+            tensors.flat(layout.masters or weights), tensors.flat(layout.gradients)
+        )
         if not layout.is_on_host:
             training.moments = self._moments(layout)
         return training
@@ -325,7 +378,13 @@ class FsdpBackend:
 
 
 def _layout(spec: DeploymentSpec, shapes: Mapping[str, Sequence[int]], ranks: RankGroup) -> Layout:
-    return plan(shapes, trainable=spec.trainable, ranks=ranks, optimizer_on=spec.optimizer_on)
+    return plan(
+        shapes,
+        trainable=spec.trainable,
+        ranks=ranks,
+        optimizer_on=spec.optimizer_on,
+        dtype=weights_dtype(spec.model),
+    )
 
 
 def _check_adam(adam: AdamParams) -> None:
@@ -393,16 +452,24 @@ def _store(ranks: RankGroup, joined: ExitStack) -> Store:
     return FileStore(str(Path(ranks.store_path).absolute()), ranks.world_size)
 
 
-def _shard(root: nn.Module, blocks: Iterable[str], mesh: DeviceMesh) -> None:
+def _shard(
+    root: nn.Module, blocks: Iterable[str], mesh: DeviceMesh, precision: MixedPrecisionPolicy
+) -> None:
     """Shard each block (a transformer layer, by class name) and the root with the rest."""
     names = set(blocks)
     layers = [module for module in root.modules() if type(module).__name__ in names]
     for module in [*layers, root]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Buffers, as rotary frequencies, stay what they are."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _exhaust(tensors: Iterator[object]) -> None:

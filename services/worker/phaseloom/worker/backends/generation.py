@@ -15,12 +15,24 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
-from phaseloom.common.contract.operations import Sequence
+from phaseloom.common.contract.operations import SamplingParams, Sequence
 from phaseloom.worker.backends.rng import uniforms
+from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
 
-KEEP_ROWS = 0.75
-"""Finished rows are dropped from the batch once fewer than this share of its rows are live."""
+
+@dataclass(frozen=True)
+class Start:
+    """Where the samples of a prompt begin."""
+
+    seed: int
+    sample: int
+    """Number of the first sample."""
+    prompt: list[int]
+    """The prompt's tokens, without those generated earlier."""
+    generated: list[int]
+    """Tokens of an earlier answer, behind which the samples go on."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +41,34 @@ class Sampling:
 
     request: int
     """Index of the request in the call."""
-    seeds: list[int]
-    """Seeds of its prompts in this batch."""
+    first_prompt: int
+    """Index in the request of its first prompt in this batch."""
+    starts: list[Start]
+    """Where its prompts in this batch begin, one behind the other."""
     num_samples: int
     max_tokens: int
-    temperature: float
+    """Most new tokens of a sample, those generated earlier included."""
+    params: SamplingParams
     stop_token_ids: list[int]
-    stop_strings: list[str]
+    """All tokens that end a sample."""
 
     @property
     def num_rows(self) -> int:
-        return len(self.seeds) * self.num_samples
+        return len(self.starts) * self.num_samples
+
+    @property
+    def limits(self) -> list[int]:
+        """The most new tokens of each row."""
+        limits = [self.max_tokens - len(start.generated) for start in self.starts]
+        return [limit for limit in limits for _ in range(self.num_samples)]
+
+    def draws(self, num_positions: int) -> torch.Tensor:
+        """Uniform draws for the new tokens of each row (rows, num_positions) float64."""
+        seeds = [start.seed for start in self.starts]
+        samples = [start.sample for start in self.starts]
+        positions = [len(start.generated) for start in self.starts]
+        drawn = uniforms(seeds, self.num_samples, num_positions, samples, positions)
+        return torch.from_numpy(drawn).flatten(0, 1)
 
 
 class Rows:
@@ -49,53 +78,81 @@ class Rows:
         self._asked = asked
         self._token_texts = token_texts
         counts = [each.num_rows for each in asked]
-        num_rows, limit = sum(counts), max(each.max_tokens for each in asked)
+        self._limit_R = torch.tensor([limit for each in asked for limit in each.limits])
+        num_rows, limit = sum(counts), int(self._limit_R.max())
         self._of_R = torch.arange(len(asked)).repeat_interleave(torch.tensor(counts))
         self._draws_RI = torch.zeros(num_rows, limit, dtype=torch.float64)
         self._is_stop_QV = torch.zeros(len(asked), vocab_size, dtype=torch.bool)
-        self._temperatures = sorted({each.temperature for each in asked})
-        which = [self._temperatures.index(each.temperature) for each in asked]
+        self._shapings = [_shaping(each, vocab_size) for each in asked]
+        self._temperatures = sorted({each.params.temperature for each in asked})
+        which = [self._temperatures.index(each.params.temperature) for each in asked]
         self._temperature_R = torch.tensor(which)[self._of_R]
-        self._texts: dict[int, _StopText] = {}
+        self._texts: dict[int, StopText] = {}
         start = 0
         for i, each in enumerate(asked):
-            draws = uniforms(each.seeds, each.num_samples, each.max_tokens)
             rows = slice(start, start + each.num_rows)
-            self._draws_RI[rows, : each.max_tokens] = torch.from_numpy(draws).flatten(0, 1)
+            longest = max(each.limits)
+            self._draws_RI[rows, :longest] = each.draws(longest)
             self._is_stop_QV[i, each.stop_token_ids] = True
-            if each.stop_strings:
-                self._texts |= {row: _StopText(each.stop_strings) for row in range(num_rows)[rows]}
+            if each.params.stop_strings:
+                self._texts |= {
+                    row: StopText(each.params.stop_strings, self._earlier_text(each, row - start))
+                    for row in range(num_rows)[rows]
+                }
             start += each.num_rows
-        self._limit_R = torch.tensor([each.max_tokens for each in asked])[self._of_R]
         self._tokens_RI = np.zeros((num_rows, limit), dtype="<i4")
         self._logprobs_RI = np.zeros((num_rows, limit), dtype="<f4")
+        num_top = min(max(each.params.top_logprobs for each in asked), vocab_size)
+        self._top_tokens_RIK = np.zeros((num_rows, limit, num_top), dtype="<i4")
+        self._top_logprobs_RIK = np.zeros((num_rows, limit, num_top), dtype="<f4")
         self._length_R = self._limit_R.numpy().copy()
-        self._stopped_R = np.zeros(num_rows, dtype=np.bool_)
+        self._stop_reason_R = ["length"] * num_rows
         self._rows_B = torch.arange(num_rows)
         self._live_B = torch.ones(num_rows, dtype=torch.bool)
         self._position = 0
+        self._is_open = [True] * len(asked)
         self.last_B = torch.empty(0, dtype=torch.int64)
 
     @property
-    def is_done(self) -> bool:
-        return not bool(self._live_B.any())
+    def num_rows(self) -> int:
+        """Rows that are still in the decoder's batch."""
+        return self._live_B.numel()
 
     @property
-    def has_many_finished(self) -> bool:
-        return int(self._live_B.sum()) < KEEP_ROWS * self._live_B.numel()
+    def num_live_rows(self) -> int:
+        return int(self._live_B.sum())
+
+    @property
+    def room(self) -> int:
+        """New tokens that a row may still get, at most."""
+        return self._tokens_RI.shape[1] - self._position
 
     def num_live(self) -> list[tuple[int, int]]:
         """(request, number of its rows that are not done) of each request that has some."""
-        if len(self._asked) == 1:
-            return [(self._asked[0].request, int(self._live_B.sum()))] if not self.is_done else []
-        counts = np.bincount(self._of_R[self._rows_B].numpy()[self._live_B.numpy()])
-        pairs = zip(self._asked, counts.tolist(), strict=False)
+        pairs = zip(self._asked, self._live_counts(), strict=True)
         return [(each.request, count) for each, count in pairs if count]
 
     def cancel(self, request: int) -> None:
         """End the rows of a request; their tokens are no result."""
-        of = next(i for i, each in enumerate(self._asked) if each.request == request)
-        self._live_B &= self._of_R[self._rows_B] != of
+        i = self._index(request)
+        self._is_open[i] = False
+        self._live_B &= self._of_R[self._rows_B] != i
+
+    def stop(self, request: int) -> None:
+        """End the rows of a request with the tokens that they have."""
+        stopped_B = self._live_B & (self._of_R[self._rows_B] == self._index(request))
+        self._end(stopped_B, "partial")
+
+    def take_ended(self) -> list[tuple[Sampling, list[list[Sequence]]]]:
+        """The requests all of whose rows have ended since the last time, with their sequences by
+        [prompt][sample]."""
+        counts = self._live_counts()
+        ended = []
+        for i, each in enumerate(self._asked):
+            if self._is_open[i] and not counts[i]:
+                self._is_open[i] = False
+                ended.append((each, self._sequences(i)))
+        return ended
 
     def drop_finished(self) -> torch.Tensor:
         """Keep the live rows only. Returns: their indices in the batch."""
@@ -113,44 +170,92 @@ class Rows:
         tokens = self.last_B.numpy()[live]
         self._tokens_RI[rows, self._position] = tokens
         self._logprobs_RI[rows, self._position] = logprobs_B.numpy()[live]
+        self._keep_top(rows, logits_BV[self._live_B])
         self._position += 1
         ends_B = self._is_stop_QV[self._of_R[self._rows_B], self.last_B]
         if self._texts:
             ends_B[torch.from_numpy(live.nonzero()[0][self._end_a_text(rows, tokens)])] = True
         ends_B &= self._live_B
-        ended = self._rows_B[ends_B].numpy()
-        self._length_R[ended] = self._position
-        self._stopped_R[ended] = True
-        self._live_B &= ~ends_B & (self._limit_R[self._rows_B] > self._position)
+        self._end(ends_B, "stop")
+        self._live_B &= self._limit_R[self._rows_B] > self._position
 
-    def sequences(self) -> list[list[list[Sequence]]]:
-        """Sequences by [request, as asked][prompt][sample]."""
-        flat = iter(
-            Sequence(
-                tokens=self._tokens_RI[row, :length].tobytes(),
-                logprobs=self._logprobs_RI[row, :length].tobytes(),
-                stop_reason="stop" if stopped else "length",
-            )
-            for row, (length, stopped) in enumerate(
-                zip(self._length_R.tolist(), self._stopped_R.tolist(), strict=True)
-            )
+    def _end(self, ends_B: torch.Tensor, reason: str) -> None:
+        for row in self._rows_B[ends_B].tolist():
+            self._length_R[row] = self._position
+            self._stop_reason_R[row] = reason
+        self._live_B &= ~ends_B
+
+    def _index(self, request: int) -> int:
+        return next(i for i, each in enumerate(self._asked) if each.request == request)
+
+    def _live_counts(self) -> list[int]:
+        """Rows of each request that are not done."""
+        if len(self._asked) == 1:
+            return [self.num_live_rows]
+        live = self._of_R[self._rows_B].numpy()[self._live_B.numpy()]
+        counts: list[int] = np.bincount(live, minlength=len(self._asked)).tolist()
+        return counts
+
+    def _sequences(self, i: int) -> list[list[Sequence]]:
+        """Sequences of a request, as asked, by [prompt][sample]."""
+        each = self._asked[i]
+        first = self._first_row(i)
+        rows = iter(range(first, first + each.num_rows))
+        return [[self._sequence(next(rows)) for _ in range(each.num_samples)] for _ in each.starts]
+
+    def _sequence(self, row: int) -> Sequence:
+        length = self._length_R[row]
+        sequence = Sequence(
+            tokens=self._tokens_RI[row, :length].tobytes(),
+            logprobs=self._logprobs_RI[row, :length].tobytes(),
+            stop_reason=self._stop_reason_R[row],
         )
-        return [
-            [[next(flat) for _ in range(each.num_samples)] for _ in each.seeds]
-            for each in self._asked
-        ]
+        num_top = self._asked[int(self._of_R[row])].params.top_logprobs
+        if not num_top:
+            return sequence
+        return replace(
+            sequence,
+            top_tokens=self._top_tokens_RIK[row, :length, :num_top].tobytes(),
+            top_logprobs=self._top_logprobs_RIK[row, :length, :num_top].tobytes(),
+        )
+
+    def _keep_top(self, rows: npt.NDArray[np.int64], logits_LV: torch.Tensor) -> None:
+        """Keep the likeliest tokens of the live rows at this position."""
+        num_top = self._top_tokens_RIK.shape[-1]
+        if num_top:
+            top = torch.log_softmax(logits_LV.float(), dim=-1).topk(num_top, dim=-1)
+            self._top_tokens_RIK[rows, self._position] = top.indices.numpy()
+            self._top_logprobs_RIK[rows, self._position] = top.values.numpy()
+
+    def _earlier_text(self, each: Sampling, row: int) -> str:
+        generated = each.starts[row // each.num_samples].generated
+        return "".join(self._token_texts[token] for token in generated)
 
     def _draw(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         draws_B = self._draws_RI[self._rows_B, self._position]
-        if len(self._temperatures) == 1:
+        if not any(self._shapings) and len(self._temperatures) == 1:
             return draw(logits_BV, draws_B, *self._temperatures)
         tokens_B = torch.empty(draws_B.shape, dtype=torch.int64)
         logprobs_B = torch.empty(draws_B.shape)
+        of_B = self._of_R[self._rows_B]
+        is_plain_B = torch.tensor([shaping is None for shaping in self._shapings])[of_B]
         for i, temperature in enumerate(self._temperatures):
-            index = (self._temperature_R[self._rows_B] == i).nonzero().flatten()
+            is_of_B = (self._temperature_R[self._rows_B] == i) & is_plain_B
+            index = is_of_B.nonzero().flatten()
             drawn = draw(logits_BV[index], draws_B[index], temperature)
             tokens_B[index], logprobs_B[index] = drawn
+        for i, shaping in enumerate(self._shapings):
+            if shaping is None:
+                continue
+            index = (of_B == i).nonzero().flatten()
+            rows_b = self._rows_B[index] - self._first_row(i)
+            drawn = shaping.draw(rows_b, logits_BV[index], draws_B[index])
+            tokens_B[index], logprobs_B[index] = drawn
+            shaping.add(rows_b.tolist(), drawn[0].tolist())
         return tokens_B, logprobs_B
+
+    def _first_row(self, i: int) -> int:
+        return sum(before.num_rows for before in self._asked[:i])
 
     def _end_a_text(
         self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
@@ -163,19 +268,32 @@ class Rows:
         return ends
 
 
-class _StopText:
+class StopText:
     """The end of a row's new text, as long as a stop string may need."""
 
-    def __init__(self, stops: Seq[str]) -> None:
+    def __init__(self, stops: Seq[str], earlier: str) -> None:
         self._stops = stops
         self._keep = max(len(stop) for stop in stops) - 1
         self._tail = ""
+        self._remember(earlier)
 
     def ends_with(self, new: str) -> bool:
         """Whether a stop string is complete with this token's text."""
         text = self._tail + new
-        self._tail = text[-self._keep :] if self._keep else ""
+        self._remember(text)
         return any(stop in text for stop in self._stops)
+
+    def _remember(self, text: str) -> None:
+        self._tail = text[-self._keep :] if self._keep else ""
+
+
+def _shaping(each: Sampling, vocab_size: int) -> Shaping | None:
+    """None: the temperature alone shapes what is drawn from."""
+    if is_plain(each.params):
+        return None
+    starts = [start for start in each.starts for _ in range(each.num_samples)]
+    prompts, generated = [s.prompt for s in starts], [s.generated for s in starts]
+    return Shaping(each.params, prompts, generated, vocab_size)
 
 
 def draw(
@@ -183,15 +301,12 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (B,) at these uniforms and their log-probabilities at temperature 1.
 
-    The token is the first whose cumulated probability exceeds draw × total, so one of probability
-    zero is never drawn. Temperature 0 takes the likeliest.
+    Temperature 0 takes the likeliest.
     """
     logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
     if temperature == 0:
         tokens_B = logprobs_BV.argmax(dim=-1)
     else:
         scaled_BV = logprobs_BV if temperature == 1 else logprobs_BV / temperature
-        cdf_BV = torch.softmax(scaled_BV, dim=-1).double().cumsum(dim=-1)
-        threshold_B = draws_B * cdf_BV[:, -1]
-        tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).flatten()
+        tokens_B = inverted(torch.softmax(scaled_BV, dim=-1), draws_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).flatten()

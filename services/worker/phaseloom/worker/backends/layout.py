@@ -1,4 +1,4 @@
-"""Where every managed tensor lies: weights, gradients, AdamW's moments and step counter.
+"""Where every managed tensor lies: weights, gradients, masters, AdamW's moments and step counter.
 
 On the device lies the heap; the optimizer's part may live in host memory instead, behind the heap's
 copy in the host extent. Offsets are of that extent, whose beginning is as the heap.
@@ -8,6 +8,9 @@ name at 64-byte offsets. So the weights region has the same bytes in a policy, a
 weights version, and each region doubles as one flat tensor for elementwise work; the padding
 between tensors is zero and stays zero. Over several ranks each heap holds the rank's shards, with
 room for the padding that makes them as large on every rank. Pure; no torch.
+
+Weights are float32 or bfloat16; whatever else training keeps is float32. Weights in bfloat16 have
+*masters*: the weights in float32, which the optimizer updates and the weights are rounded from.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.specs import DeploymentSpec, OptimizerOn
 from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
 from phaseloom.common.tensors import layouts
+from phaseloom.common.tensors.resharding import item_bytes
 from phaseloom.worker.backends.base import ALONE, RankGroup
 from phaseloom.worker.state.heap import align
 
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
 FLOAT32_BYTES = 4
 
 STEP = "step"
@@ -31,17 +36,20 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes [start, stop) of a heap and the tensors in it, by parameter name."""
+    """Bytes [start, stop) of a heap and the tensors in it, by parameter name, all of one dtype."""
 
     start: int
     stop: int
     slots: Mapping[str, TensorSlot]
+    dtype: str = FLOAT32
 
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """Regions as long as the weights' region, with each tensor at its weight's place."""
+    """Regions as long as one another, with each tensor at the same place in all of them."""
 
+    masters: Region | None
+    """None: the weights are float32, and their own masters."""
     gradients: Region
     exp_avg: Region
     exp_avg_sq: Region
@@ -55,8 +63,9 @@ class TrainingLayout:
         return align(self.step.offset + FLOAT32_BYTES)
 
     @property
-    def regions(self) -> tuple[Region, Region, Region]:
-        return (self.gradients, self.exp_avg, self.exp_avg_sq)
+    def regions(self) -> list[Region]:
+        masters = [self.masters] if self.masters else []
+        return [*masters, self.gradients, self.exp_avg, self.exp_avg_sq]
 
     @property
     def slots(self) -> list[TensorSlot]:
@@ -113,9 +122,9 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
     """Shard a parameter over ranks as FSDP2 does."""
     if not shape:
         return Shard(range(1), [], [])
-    (piece,) = layouts.parallel(shape[0], ranks.world_size, ranks.rank).pieces
-    rows = piece.indices
-    own, padded = [len(rows), *shape[1:]], [piece.length, *shape[1:]]
+    rows = layouts.chunk(shape[0], ranks.world_size, ranks.rank)
+    largest = len(layouts.chunk(shape[0], ranks.world_size, 0))
+    own, padded = [len(rows), *shape[1:]], [largest, *shape[1:]]
     if len(rows) == shape[0]:
         return Shard(rows, own, padded)
     return Shard(rows, own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
@@ -154,39 +163,48 @@ def plan(
     trainable: bool,
     ranks: RankGroup = ALONE,
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE,
+    dtype: str = FLOAT32,
 ) -> Layout:
-    """Lay out a rank's shards of float32 parameters, and their training state if `trainable`.
+    """Lay out a rank's shards of parameters, and their training state if `trainable`.
 
-    Args: shapes: of the whole parameters.
+    Args: shapes: of the whole parameters. dtype: of the weights.
     """
     shards = {name: shard(shape, ranks) for name, shape in shapes.items()}
-    weights = _region(shards, 0, Role.WEIGHT, "")
+    weights = _region(shards, 0, Role.WEIGHT, "", dtype)
     if not trainable:
         return Layout(weights)
-    gradients = _region(shards, weights.stop, Role.GRADIENT, ".grad")
+    masters = None
+    if dtype != FLOAT32:
+        masters = _region(shards, weights.stop, Role.OPTIMIZER, ".master")
+    gradients = _region(shards, (masters or weights).stop, Role.GRADIENT, ".grad")
     is_on_host = optimizer_on is OptimizerOn.HOST
     start = host_start(gradients.stop) if is_on_host else gradients.stop
     exp_avg = _region(shards, start, Role.OPTIMIZER, ".exp_avg")
     exp_avg_sq = _region(shards, exp_avg.stop, Role.OPTIMIZER, ".exp_avg_sq")
-    step = TensorSlot(STEP, Role.OPTIMIZER, "float32", [], exp_avg_sq.stop, FLOAT32_BYTES)
-    return Layout(weights, TrainingLayout(gradients, exp_avg, exp_avg_sq, step, is_on_host))
+    step = TensorSlot(STEP, Role.OPTIMIZER, FLOAT32, [], exp_avg_sq.stop, FLOAT32_BYTES)
+    return Layout(
+        weights, TrainingLayout(masters, gradients, exp_avg, exp_avg_sq, step, is_on_host)
+    )
 
 
-def _region(shards: Mapping[str, Shard], start: int, role: Role, suffix: str) -> Region:
+def _region(
+    shards: Mapping[str, Shard], start: int, role: Role, suffix: str, dtype: str = FLOAT32
+) -> Region:
     slots: dict[str, TensorSlot] = {}
     offset = start
+    item = item_bytes(dtype)
     for name in sorted(shards):
         part = shards[name]
-        num_bytes = prod(part.shape) * FLOAT32_BYTES
+        num_bytes = prod(part.shape) * item
         slots[name] = TensorSlot(
             name + suffix,
             role,
-            "float32",
+            dtype,
             part.shape,
             offset,
             num_bytes,
             global_shape=part.global_shape,
             start=part.start,
         )
-        offset = align(offset + prod(part.padded_shape) * FLOAT32_BYTES)
-    return Region(start, offset, slots)
+        offset = align(offset + prod(part.padded_shape) * item)
+    return Region(start, offset, slots, dtype)

@@ -2,7 +2,8 @@
 
 Shared by all torch backends, so that one spec gives the same weights at the same offsets in each of
 them. Buffers that follow from the config alone (rotary frequencies) stay outside the heap: they are
-no state. Everything is float32.
+no state. Weights are float32 or bfloat16, as the config's `dtype` says; they are drawn in float32
+and rounded.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import ctypes
 import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import ModelSpec
@@ -26,8 +28,10 @@ from phaseloom.worker.backends.architectures import (
     check_attention,
     check_model_type,
 )
-from phaseloom.worker.backends.layout import FLOAT32_BYTES, Region
+from phaseloom.worker.backends.layout import BFLOAT16, FLOAT32, Region
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
+
+TORCH_DTYPES: Final = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -35,13 +39,7 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
     values = dict(spec.config)
     model_type = values.pop("model_type", None)
     check_model_type(model_type)
-    dtype = values.get("dtype", values.get("torch_dtype"))
-    if dtype not in (None, "float32"):
-        raise CallerError(
-            f"weights of {dtype} are not supported",
-            field="model.config.dtype",
-            remedy="use float32",
-        )
+    weights_dtype(spec)
     try:
         config = AutoConfig.for_model(model_type, **values)
     except (StrictDataclassError, ValueError, TypeError) as error:
@@ -56,6 +54,23 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
             remedy="give one text a token id, empty where it has none",
         )
     return config
+
+
+def weights_dtype(spec: ModelSpec) -> str:
+    """The dtype of the model's weights. Raises: CallerError: it is not supported."""
+    dtype = spec.config.get("dtype", spec.config.get("torch_dtype")) or FLOAT32
+    if dtype not in (FLOAT32, BFLOAT16):
+        raise CallerError(
+            f"weights of {dtype} are not supported",
+            field="model.config.dtype",
+            remedy=f"use {FLOAT32} or {BFLOAT16}",
+        )
+    return str(dtype)
+
+
+def config_dict(model: PreTrainedModel, dtype: str) -> dict[str, Any]:
+    """The model's config, as `config.json` has it beside weights of this dtype."""
+    return {**model.config.to_dict(), "dtype": dtype}
 
 
 def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
@@ -75,8 +90,17 @@ def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
-    """The model with weights drawn from `init_seed`; the global generator is left as it was."""
+    """The float32 model drawn from `init_seed`; the global generator is left as it was.
+
+    The weights of a registered model are left as the allocator gave them, untouched, so that they
+    take no memory: `pretrained.fill` reads them into the heap.
+    """
     config = model_config(spec)
+    if spec.pinned is not None:
+        with no_init_weights():
+            model = _from_config(config)
+        model.tie_weights()
+        return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.init_seed)
         return _from_config(config)
@@ -109,15 +133,16 @@ class HeapTensors:
     def view(self, slot: TensorSlot, shape: Sequence[int] | None = None) -> torch.Tensor:
         """Tensor over a slot. Args: shape: of more rows than the slot has, for its padding."""
         shape = slot.shape if shape is None else shape
-        stop = slot.offset + math.prod(shape) * FLOAT32_BYTES
-        return self._between(slot.offset, stop).view(torch.float32).view(shape)
+        dtype = TORCH_DTYPES[slot.dtype]
+        stop = slot.offset + math.prod(shape) * dtype.itemsize
+        return self._between(slot.offset, stop).view(dtype).view(shape)
 
     def views(self, region: Region) -> dict[str, torch.Tensor]:
         return {name: self.view(slot) for name, slot in region.slots.items()}
 
     def flat(self, region: Region) -> torch.Tensor:
-        """The region as one float32 vector, the zero padding between tensors included."""
-        return self._between(region.start, region.stop).view(torch.float32)
+        """The region as one vector, the zero padding between tensors included."""
+        return self._between(region.start, region.stop).view(TORCH_DTYPES[region.dtype])
 
     def _between(self, start: int, stop: int) -> torch.Tensor:
         if start < self._host_start:
@@ -128,9 +153,11 @@ class HeapTensors:
 def as_little_endian(
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Tensors as arrays, aliasing them where the machine allows."""
+    """Tensors as arrays, aliasing them where the machine allows; of bfloat16, which numpy lacks, as
+    int16."""
     for name, tensor in tensors:
-        array = tensor.detach().cpu().numpy()
+        here = tensor.detach().cpu()
+        array = (here.view(torch.int16) if here.dtype == torch.bfloat16 else here).numpy()
         yield name, array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 

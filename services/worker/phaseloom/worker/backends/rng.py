@@ -8,6 +8,8 @@ counters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,17 +24,43 @@ def _mix(x: Uint64s) -> Uint64s:
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seeds: list[int], num_samples: int, num_positions: int) -> npt.NDArray[np.float64]:
-    """Draws in [0, 1), multiples of 2^-32: (len(seeds), num_samples, num_positions).
+def uniform(
+    seeds: npt.ArrayLike, samples: npt.ArrayLike, positions: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
+    """Draws in [0, 1), multiples of 2^-32, of the shape to which the arguments broadcast.
 
     32 bits, so that draw × total < total holds exactly in float64 when inverting a CDF.
 
-    Args: seeds: any integers; equal modulo 2^64 draw equally.
+    Args: seeds: of [0, 2^64), see `wrapped`.
     """
-    seeds_P = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
-    samples_K = np.arange(num_samples, dtype=np.uint64)
-    positions_I = np.arange(num_positions, dtype=np.uint64)
-    state_P = _mix(seeds_P + _GOLDEN)
-    state_PK = _mix((state_P[:, None] ^ samples_K) + _GOLDEN)
-    state_PKI = _mix((state_PK[:, :, None] ^ positions_I) + _GOLDEN)
-    return (state_PKI >> np.uint64(32)).astype(np.float64) * 2.0**-32
+    state = _mix(np.asarray(seeds, dtype=np.uint64) + _GOLDEN)
+    state = _mix((state ^ np.asarray(samples, dtype=np.uint64)) + _GOLDEN)
+    state = _mix((state ^ np.asarray(positions, dtype=np.uint64)) + _GOLDEN)
+    return (state >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def wrapped(seeds: list[int]) -> Uint64s:
+    """Seeds modulo 2^64: any integers may be seeds."""
+    return np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+
+
+def uniforms(
+    seeds: list[int],
+    num_samples: int,
+    num_positions: int,
+    first_samples: Sequence[int] = (0,),
+    first_positions: Sequence[int] = (0,),
+) -> npt.NDArray[np.float64]:
+    """Draws of whole sequences, as `uniform`: (len(seeds), num_samples, num_positions).
+
+    Args: first_samples, first_positions: where the counters begin, for each seed or for all.
+    """
+    samples_PK = _counted(first_samples, num_samples)
+    positions_PI = _counted(first_positions, num_positions)
+    return uniform(wrapped(seeds)[:, None, None], samples_PK[:, :, None], positions_PI[:, None])
+
+
+def _counted(first: Sequence[int], num: int) -> Uint64s:
+    firsts: Uint64s = np.array(first, dtype=np.uint64)
+    offsets: Uint64s = np.arange(num, dtype=np.uint64)
+    return firsts[:, None] + offsets

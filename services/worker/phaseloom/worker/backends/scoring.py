@@ -22,9 +22,11 @@ class Scorer(nn.Module):
     A module of its own, so that FSDP2 has one root whose forward is all that is ever called.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Args: dtype: of the weights, while the model runs."""
         super().__init__()
         self.model = model
+        self._dtype = dtype
 
     def forward(self, packed: Pass) -> torch.Tensor:
         """(N,) log-probabilities of the targets."""
@@ -43,14 +45,14 @@ class Scorer(nn.Module):
                     model.config,
                     torch.from_numpy(visible_BTT).to(device),
                     positions_BT[:, :, None] - positions_BT[:, None, :],
-                    torch.float32,
+                    self._dtype,
                 ),
                 use_cache=False,
             )
         hidden_BTH = output.last_hidden_state
         index_N = torch.from_numpy(packed.index_N).to(device)
         asked_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
-        logits_NV = logits(model, asked_NH)
+        logits_NV = logits(model, asked_NH).float()
         targets_N = torch.from_numpy(packed.targets_N).to(device)
         return -nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
 

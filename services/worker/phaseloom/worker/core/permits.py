@@ -49,15 +49,21 @@ class Cancelled:
     overtake its permit. May be asked from any thread."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[OperationKey, None] = OrderedDict()
+        self._keeps_partial: OrderedDict[OperationKey, bool] = OrderedDict()
 
     def __contains__(self, key: OperationKey) -> bool:
-        return key in self._keys
+        return key in self._keeps_partial
 
-    def add(self, key: OperationKey) -> None:
-        self._keys[key] = None
-        while len(self._keys) > REMEMBERED_CANCELS:
-            self._keys.popitem(last=False)
+    def keeps_partial(self, key: OperationKey) -> bool:
+        """Whether the operation was cancelled, and what it has by then is wanted."""
+        return self._keeps_partial.get(key, False)
+
+    def add(self, key: OperationKey, *, keeps_partial: bool = False) -> None:
+        """Note a cancel. One that wants nothing outweighs one that wants what there is."""
+        wants = keeps_partial and self._keeps_partial.get(key, True)
+        self._keeps_partial[key] = wants
+        while len(self._keeps_partial) > REMEMBERED_CANCELS:
+            self._keeps_partial.popitem(last=False)
 
 
 def judge_permit(

@@ -1,10 +1,11 @@
 """The queue before a WPG's devices: operations in the order they came, one call at a time.
 
 Reading operations are permitted side by side, so several may wait. Where the deployment shares
-batches, all `generate` that wait when the devices become free go into one call of the backend. All
-`forward` that wait one behind the other go to the device thread together, each a call of its own.
-An operation that is cancelled before it has begun ends at once; a `generate` that runs stops
-between two tokens.
+batches, all `generate` that wait when the devices become free go into one call of the backend, and
+on one rank those that come while it runs join it, as long as nothing else waits; each ends when it
+is done, not with the longest. All `forward` that wait one behind the other go to the device thread
+together, each a call of its own. An operation that is cancelled before it has begun ends at once; a
+`generate` that runs stops between two tokens.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import KINDS, Kind
-from phaseloom.common.contract.operations import Generate, Operation, Result
+from phaseloom.common.contract.operations import Generate, GenerateResult, Operation, Result
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.worker.core.permits import Cancelled
@@ -45,6 +46,7 @@ class Call:
     started_unix_s: float = field(default_factory=time.time)
     duration_s: float = 0.0
     has_begun: bool = False
+    _began_s: float = 0.0
     num_done: int = 0
     num_total: int = 0
     """Most new tokens of a running `generate`; on several ranks those of the leader's share."""
@@ -61,6 +63,22 @@ class Call:
     def key(self) -> OperationKey:
         return self.permit.operation
 
+    def begin(self) -> None:
+        self.has_begun = True
+        self.started_unix_s, self._began_s = time.time(), time.perf_counter()
+
+    def end(self, outcome: Result | Exception | None) -> None:
+        """End it, in the event loop: with a result, what it failed with, or None for a cancel."""
+        if self.ended.done():
+            return  # nobody waits any more
+        if isinstance(outcome, Exception):
+            self.ended.set_exception(outcome)
+        else:
+            self.ended.set_result(outcome)
+
+    def stop_clock(self) -> None:
+        self.duration_s = time.perf_counter() - self._began_s
+
 
 class DeviceQueue:
     def __init__(self, executor: Executor, ranks: Ranks, batching: Batching) -> None:
@@ -70,6 +88,8 @@ class DeviceQueue:
         self._waiting: deque[Call] = deque()
         self._has_waiting = asyncio.Event()
         self._running: list[Call] = []
+        self._joining: deque[Call] | None = None
+        """Calls that the running `generate` may take up, in the device thread; None: none may."""
         self._cancelled = Cancelled()
 
     @property
@@ -84,13 +104,20 @@ class DeviceQueue:
         """
         if call.is_reading and call.key in self._cancelled:
             return None
-        self._waiting.append(call)
-        self._has_waiting.set()
+        if self._joining is not None and call.kind.shares_calls and not self._waiting:
+            self._running.append(call)
+            self._joining.append(call)
+        else:
+            self._waiting.append(call)
+            self._has_waiting.set()
         return await call.ended
 
-    def cancel(self, key: OperationKey) -> None:
-        """Cancel a reading operation, wherever it is; harmless once it has ended."""
-        self._cancelled.add(key)
+    def cancel(self, key: OperationKey, *, keeps_partial: bool = False) -> None:
+        """Cancel a reading operation, wherever it is; harmless once it has ended.
+
+        With `keeps_partial` a `generate` that runs completes with the tokens that it has.
+        """
+        self._cancelled.add(key, keeps_partial=keeps_partial)
         for call in [c for c in self._waiting if c.key == key and c.is_reading]:
             self._waiting.remove(call)
             call.ended.set_result(None)
@@ -108,7 +135,7 @@ class DeviceQueue:
             await self._has_waiting.wait()
             while self._waiting:
                 calls = self._next()
-                self._running = calls
+                self._running = list(calls)
                 try:
                     await self._run(calls)
                 finally:
@@ -144,15 +171,14 @@ class DeviceQueue:
             for call in calls:
                 if call.ended.done():
                     continue  # cancelled
-                call.has_begun = True
-                call.started_unix_s, clock_s = time.time(), time.perf_counter()
+                call.begin()
                 outcome: Result | Exception
                 try:
                     outcome = self._executor.run(call.operation.args)
                 except Exception as error:
                     outcome = error
-                call.duration_s = time.perf_counter() - clock_s
-                loop.call_soon_threadsafe(_end, call, outcome)
+                call.stop_clock()
+                loop.call_soon_threadsafe(call.end, outcome)
 
         await self._ranks.here(run)
 
@@ -161,9 +187,11 @@ class DeviceQueue:
         if self._is_in_a_row(calls[0]):
             await self._run_in_a_row(calls)
             return
+        if calls[0].kind.shares_calls and self._ranks.is_alone:
+            await self._generate_here(calls)
+            return
         for call in calls:
-            call.has_begun = True
-        started_unix_s, clock_s = time.time(), time.perf_counter()
+            call.begin()
         outcomes: list[Result | Exception | None]
         try:
             if calls[0].kind.shares_calls:
@@ -172,10 +200,9 @@ class DeviceQueue:
                 outcomes = [await self._compute(calls[0])]
         except Exception as error:
             outcomes = [error] * len(calls)
-        duration_s = time.perf_counter() - clock_s
         for call, outcome in zip(calls, outcomes, strict=True):
-            call.started_unix_s, call.duration_s = started_unix_s, duration_s
-            _end(call, outcome)
+            call.stop_clock()
+            call.end(outcome)
 
     async def _compute(self, call: Call) -> Result:
         args = call.operation.args
@@ -189,44 +216,76 @@ class DeviceQueue:
         shares = [own, *(r for r in known if not isinstance(r, PartWritten | Failed | None))]
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
+    async def _generate_here(self, calls: list[Call]) -> None:
+        """Run `generate` operations together, and those that join them, on this one rank."""
+        loop = asyncio.get_running_loop()
+        joining: deque[Call] = deque()
+
+        def end(call: Call, outcome: Result | Exception | None) -> None:
+            call.stop_clock()
+            loop.call_soon_threadsafe(call.end, outcome)
+
+        def begin(some: Iterable[Call]) -> list[Call]:
+            good = []
+            for call in some:
+                if call.ended.done():
+                    continue  # cancelled
+                call.begin()
+                refused = self._refusal(call)
+                if refused is None:
+                    good.append(call)
+                else:
+                    end(call, refused)
+            return good
+
+        def joined() -> list[Call]:
+            return begin(joining.popleft() for _ in range(len(joining)))
+
+        def run() -> None:
+            watch = _CallsWatch(self._cancelled, begin(calls), joined, end)
+            try:
+                if watch.calls:
+                    self._executor.generate(_requests(watch.calls), watch)
+            except Exception as error:
+                for call in watch.calls:
+                    end(call, error)
+
+        self._joining = joining if self._is_shared else None
+        try:
+            await self._ranks.here(run)
+        finally:
+            self._joining = None
+            left = [call for call in joining if not call.ended.done()]
+            self._waiting.extendleft(reversed(left))
+
     async def _generate(self, calls: list[Call]) -> list[Result | Exception | None]:
-        """One result, refusal or None for each call: an operation that is wrong fails alone."""
-        if self._ranks.is_alone:
-            return await self._ranks.here(lambda: self._generate_here(calls))
-        refused = await self._ranks.here(lambda: self._refusals(calls))
-        good = [call for call in calls if call not in refused]
+        """Run `generate` operations together on several ranks.
+
+        Returns: a result, refusal or None for each: an operation that is wrong fails alone.
+        """
+        refused = await self._ranks.here(lambda: {call: self._refusal(call) for call in calls})
+        good = [call for call in calls if refused[call] is None]
         if not good:
             return [refused[call] for call in calls]
-        requests, watch = _requests(good), _Watch(self._cancelled, good)
-        own, others = await self._ranks.everywhere(
-            lambda: self._executor.generate(requests, watch), _share(good)
+        watch = _LeaderWatch(self._cancelled, good)
+        _, others = await self._ranks.everywhere(
+            lambda: self._executor.generate(_requests(good), watch), _share(good)
         )
         merged = await self._ranks.here(
             lambda: [
-                self._merged(call, shares) for call, *shares in zip(good, own, *others, strict=True)
+                self._merged(call, shares)
+                for call, *shares in zip(good, watch.results, *others, strict=True)
             ]
         )
         results = dict(zip(good, merged, strict=True))
-        return [refused.get(call) or results[call] for call in calls]
+        return [refused[call] or results[call] for call in calls]
 
-    def _generate_here(self, calls: list[Call]) -> list[Result | Exception | None]:
-        refused = self._refusals(calls)
-        good = [call for call in calls if call not in refused]
-        results: dict[Call, Result | None] = {}
-        if good:
-            watch = _Watch(self._cancelled, good)
-            made = self._executor.generate(_requests(good), watch)
-            results = dict(zip(good, made, strict=True))
-        return [refused.get(call) or results[call] for call in calls]
-
-    def _refusals(self, calls: list[Call]) -> dict[Call, Refused]:
-        refused = {}
-        for call in calls:
-            try:
-                self._executor.check(call.operation.args)
-            except Refused as why:
-                refused[call] = why
-        return refused
+    def _refusal(self, call: Call) -> Refused | None:
+        try:
+            self._executor.check(call.operation.args)
+        except Refused as why:
+            return why
+        return None
 
     def _merged(self, call: Call, shares: list[Result | None]) -> Result | None:
         whole = [share for share in shares if share is not None]
@@ -234,35 +293,69 @@ class DeviceQueue:
         return self._executor.finish(call.operation.args, whole) if is_whole else None
 
 
-def _end(call: Call, outcome: Result | Exception | None) -> None:
-    if call.ended.done():
-        return  # nobody waits any more
-    if isinstance(outcome, Exception):
-        call.ended.set_exception(outcome)
-    else:
-        call.ended.set_result(outcome)
-
-
 def _share(calls: list[Call]) -> RunShare:
     first = calls[0]
     return RunShare([call.payload for call in calls], first.permit, first.traceparent)
 
 
-def _requests(calls: list[Call]) -> list[Generate]:
+def _requests(calls: Sequence[Call]) -> list[Generate]:
     return [call.operation.args for call in calls if isinstance(call.operation.args, Generate)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """The backend's view of its calls, in the device thread: it asks for cancels and tells
-    progress."""
+class ShareWatch:
+    """`Watch` of a rank's share of operations that run on several ranks; nothing joins them."""
 
-    cancelled: Cancelled
-    calls: list[Call]
+    def __init__(self, cancelled: Cancelled, operations: list[OperationKey]) -> None:
+        self.results: list[GenerateResult | None] = [None] * len(operations)
+        self._cancelled = cancelled
+        self._operations = operations
+
+    def joined(self) -> Sequence[Generate]:
+        return ()
 
     def is_cancelled(self, i: int) -> bool:
-        return self.calls[i].key in self.cancelled
+        key = self._operations[i]
+        return key in self._cancelled and not self._cancelled.keeps_partial(key)
+
+    def is_stopped(self, i: int) -> bool:
+        return self._cancelled.keeps_partial(self._operations[i])
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
-        call = self.calls[i]
-        call.num_done, call.num_total = num_done, num_total
+        """Nothing: the leader tells the progress of its own share."""
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        self.results[i] = result
+
+
+class _LeaderWatch(ShareWatch):
+    def __init__(self, cancelled: Cancelled, calls: list[Call]) -> None:
+        super().__init__(cancelled, [call.key for call in calls])
+        self._calls = calls
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        self._calls[i].num_done, self._calls[i].num_total = num_done, num_total
+
+
+class _CallsWatch(_LeaderWatch):
+    """`Watch` of whole operations on one rank: others join them, and each ends when it is done."""
+
+    def __init__(
+        self,
+        cancelled: Cancelled,
+        calls: list[Call],
+        joined: Callable[[], list[Call]],
+        end: Callable[[Call, Result | None], None],
+    ) -> None:
+        super().__init__(cancelled, calls)
+        self.calls = calls
+        self._joined = joined
+        self._end = end
+
+    def joined(self) -> Sequence[Generate]:
+        new = self._joined()
+        self.calls += new
+        self._operations += [call.key for call in new]
+        return _requests(new)
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        self._end(self.calls[i], result)

@@ -16,7 +16,6 @@ from phaseloom.common.contract.kinds import kind_for
 from phaseloom.common.contract.operations import (
     Args,
     Generate,
-    GenerateResult,
     LoadState,
     LoadStateResult,
     Result,
@@ -91,14 +90,12 @@ class Executor:
 
     # --- every rank's -----------------------------------------------------------------------------
 
-    def generate(
-        self, requests: Sequence[Generate], watch: Watch
-    ) -> Sequence[GenerateResult | None]:
+    def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
         """Run this rank's part of requests that were checked."""
         if not self.is_alone:
             layout = self.settings.spec.layout
             requests = split_shared(requests, layout, self.settings.rank)
-        return self.backend.generate(requests, watch)
+        self.backend.generate(requests, watch)
 
     def compute(self, args: Args) -> Result:
         """Run this rank's part of an operation that was checked. Raises: it failed half-way."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import Permit
-from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import (
     Generate,
@@ -19,10 +19,18 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.observability import telemetry
 from phaseloom.worker.core.permits import Cancelled
+from phaseloom.worker.rank.devicequeue import ShareWatch
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
-from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareDone, ShareResult
+from phaseloom.worker.rank.wire import (
+    CancelRun,
+    PartWritten,
+    RankConfig,
+    RunShare,
+    ShareDone,
+    ShareResult,
+)
 from phaseloom.worker.state.client import RankStateClient
 
 
@@ -40,8 +48,8 @@ class Follower:
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
 
-    def cancel(self, operation: OperationKey) -> None:
-        self._cancelled.add(operation)
+    def cancel(self, cancel: CancelRun) -> None:
+        self._cancelled.add(cancel.operation, keeps_partial=cancel.keeps_partial)
 
     async def run(self, share: RunShare) -> ShareDone:
         """Do this rank's part of a call. Raises: what it failed with; the WPG cannot go on then."""
@@ -79,8 +87,9 @@ class Follower:
         match first:
             case Generate():
                 requests = [a for a in args if isinstance(a, Generate)]
-                watch = _Watch(self._cancelled, [o.operation for o in share.operations])
-                return list(await self.ranks.here(lambda: self.executor.generate(requests, watch)))
+                watch = ShareWatch(self._cancelled, [o.operation for o in share.operations])
+                await self.ranks.here(lambda: self.executor.generate(requests, watch))
+                return list(watch.results)
             case SaveState():
                 return [await or_failed(self._save(operations[0].id, first, share))]
             case PublishWeights() | SyncWeights():
@@ -141,17 +150,3 @@ class Follower:
         assert permit.operation.seq is not None
         if fetched.is_whole:
             await self.state.versions.hold(fetched.version, permit.operation.seq)
-
-
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    """Watch of a follower's share; only the leader tells progress."""
-
-    cancelled: Cancelled
-    operations: list[OperationKey]
-
-    def is_cancelled(self, i: int) -> bool:
-        return self.operations[i] in self.cancelled
-
-    def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """Nothing: the leader tells the progress of its own share."""

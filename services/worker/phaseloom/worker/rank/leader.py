@@ -64,7 +64,7 @@ from phaseloom.worker.rank.outcomes import (
     get_all,
 )
 from phaseloom.worker.rank.stateops import NotNow, StateOperations, share_of
-from phaseloom.worker.rank.wire import DevicesFreed, Payload, RankConfig, RunPermits
+from phaseloom.worker.rank.wire import CancelRun, DevicesFreed, Payload, RankConfig, RunPermits
 from phaseloom.worker.state.client import RankStateClient
 
 log = logging.getLogger(__name__)
@@ -200,8 +200,8 @@ class Leader:
         if ran.broken is not None:
             raise ResourceError(f"the ranks cannot go on together: {ran.broken.__cause__!r}")
 
-    def cancel(self, operation: OperationKey) -> None:
-        self.queue.cancel(operation)
+    def cancel(self, cancel: CancelRun) -> None:
+        self.queue.cancel(cancel.operation, keeps_partial=cancel.keeps_partial)
 
     def _check_order(self, permit: Permit) -> None:
         if permit.kind not in MUTATING_KINDS:

@@ -21,14 +21,15 @@ import uvloop
 from blake3 import blake3
 
 from phaseloom.common.contract.errors import InternalError, PhaseloomError, unforeseen
-from phaseloom.common.contract.specs import ModelSpec
+from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig, connect
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig, connect
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.backends.base import Backend, RankGroup
 from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.follower import Follower
@@ -113,7 +114,7 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
     if backend.host_bytes:
         await ranks.here(lambda: backend.use_host_memory(state.host_memory))
     if executor.applied == 0:
-        await _fill(settings, executor, state)
+        await _fill(settings, heap, executor, state, ranks)
     async with asyncio.TaskGroup() as tasks:
         answer: Answer
         running: list[asyncio.Task[None]] = []
@@ -140,7 +141,9 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
 
 def _identity(model: ModelSpec) -> str:
     """Digest of what determines a model's initial weights, however they are trained afterwards."""
-    known = (model.config, model.init_seed)
+    known: tuple[object, ...] = (model.config, model.init_seed)
+    if model.pinned is not None:
+        known = (model.config, [(file.name, file.blake3) for file in model.pinned.files])
     return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
 
 
@@ -168,7 +171,7 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
 async def _build(
     settings: RankConfig, ranks: Ranks, group: RankGroup
 ) -> tuple[DeviceMemory, Executor]:
-    """The backend on its heap, filled from the spec's seeds."""
+    """The backend on its heap, filled from the spec's seeds unless it is a registered model."""
     factory, spec = backend_factory(settings.spec.backend), settings.spec
     num_bytes = factory.heap_bytes(spec, group)
     kind, device = settings.device_kind, settings.device
@@ -177,13 +180,31 @@ async def _build(
     return heap, Executor(settings, backend)
 
 
-async def _fill(settings: RankConfig, executor: Executor, state: RankStateClient) -> None:
-    """Fill the state from the job's checkpoint or from the seeds, as no seal was restored."""
+async def _fill(
+    settings: RankConfig,
+    heap: DeviceMemory,
+    executor: Executor,
+    state: RankStateClient,
+    ranks: Ranks,
+) -> None:
+    """Fill the state from the job's checkpoint, from the files of a registered model, or from the
+    seeds, as no seal was restored."""
     executor.applied = settings.applied
     if settings.checkpoint:
         await state.commit_checkpoint(settings.checkpoint, settings.applied)
-    else:
-        await state.commit_initial(settings.applied)
+        return
+    files = settings.spec.model.pinned
+    if files is not None:
+        await ranks.here(lambda: _read_files(heap, executor.backend, files))
+    await state.commit_initial(settings.applied)
+
+
+def _read_files(heap: DeviceMemory, backend: Backend, files: ModelDirectory) -> None:
+    from phaseloom.worker.backends import pretrained  # needs torch
+
+    is_tied = bool(backend.config.get("tie_word_embeddings"))
+    pretrained.fill(heap, backend.slots, files, ties_embeddings=is_tied)
+    backend.weights_changed()
 
 
 async def _leader(
@@ -203,7 +224,7 @@ def _leader_answers(leader: Leader) -> Answer:
             case RunPermits():
                 await leader.run(body)
             case CancelRun():
-                leader.cancel(body.operation)
+                leader.cancel(body)
             case _:
                 raise InternalError(f"a leader does not answer {type(body).__name__}")
         return Done()
@@ -218,7 +239,7 @@ def _follower_answers(follower: Follower) -> Answer:
                 with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
                     return await follower.run(body)
             case CancelRun():
-                follower.cancel(body.operation)
+                follower.cancel(body)
             case RollCall():
                 return Done()
             case _:

@@ -32,9 +32,11 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
     SyncWeightsResult,
 )
+from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.tensors.modelfiles import is_companion
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.devicequeue import Call
@@ -211,7 +213,9 @@ class StateOperations:
             await free_devices()
             if self.settings.is_over_nodes:
                 await self._answered(asyncio.sleep(0), share_of(call))
-            sha256 = await self.state.write_checkpoint(operation, args.name, config, args.keep)
+            sha256 = await self.state.write_checkpoint(
+                operation, args.name, config, args.keep, _companions(self.settings.spec.model)
+            )
         except PhaseloomError as error:
             raise Refused(error.info) from error
         own = self.settings.deployment
@@ -276,6 +280,15 @@ class StateOperations:
             lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value), "store the checkpoint"
         )
         return checkpoints
+
+
+def _companions(model: ModelSpec) -> ModelDirectory | None:
+    """The files of a registered model that its checkpoints have too: tokenizer, generation config
+    and their like."""
+    if model.pinned is None:
+        return None
+    files = [file for file in model.pinned.files if is_companion(file.name)]
+    return replace(model.pinned, files=files)
 
 
 def share_of(call: Call) -> RunShare:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
@@ -117,6 +117,8 @@ class CancelRun(Message, frozen=True):
     Answer: Done."""
 
     operation: OperationKey
+    keeps_partial: bool = False
+    """Whether a `generate` shall complete with the tokens that it has."""
 
 
 class Payload(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.contract.state_rank import (
     CheckpointRead,
@@ -80,7 +81,7 @@ class RankStateClient:
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
         self._copies = HostCopies(applied, on_loaded)
         self._layouts = Layouts()
-        self.versions = RankVersions(self._link, self._copies, self._layouts, self._run, on_loaded)
+        self.versions = RankVersions(self._link, self._copies, self._layouts, self._run)
 
     @classmethod
     async def connect(
@@ -224,13 +225,21 @@ class RankStateClient:
         """
         await self._link.ask(TakeSnapshot(operation, name, seq), SnapshotTaken)
 
-    async def write_checkpoint(self, operation: str, name: str, config: str, keep: int) -> str:
+    async def write_checkpoint(
+        self,
+        operation: str,
+        name: str,
+        config: str,
+        keep: int,
+        companions: ModelDirectory | None = None,
+    ) -> str:
         """Write the checkpoint whose state was copied; return when it is durable.
 
+        Args:    companions: files to copy beside the tensors.
         Returns: the SHA-256 of its weights.
-        Raises:  ResourceError: the disk is full, or fails.
+        Raises:  ResourceError: the disk is full, or fails; a companion is not as registered.
         """
-        message = WriteCheckpoint(operation, name, config, keep)
+        message = WriteCheckpoint(operation, name, config, keep, companions)
         return (await self._link.ask(message, CheckpointWritten)).weights_sha256
 
     async def read_checkpoint(self, name: str) -> str:

@@ -189,6 +189,11 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
     return hashed(target)
 
 
+def clear(target: memoryview) -> None:
+    """Write zeroes over all of it."""
+    ctypes.memset(_address(target), 0, len(target))
+
+
 def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> None:
     """Write zeroes between the tensors of a version, which are the second of each pair."""
     end = 0

@@ -117,6 +117,17 @@ def copy_runs(source: memoryview, memory: DeviceMemory, runs: list[tuple[int, in
         memory.copy_parts_in(source, runs)
 
 
+def clear(memory: DeviceMemory, start: int) -> None:
+    """Zero the bytes from `start` on."""
+    if isinstance(memory, Heap):
+        copying.clear(memory.buffer[start:])
+    else:
+        import torch
+
+        memory.tensor()[start:].zero_()
+        torch.cuda.current_stream().synchronize()
+
+
 def can_share(memory: DeviceMemory) -> bool:
     """Whether it can give other processes on its device a part of itself without the host."""
     return isinstance(memory, CudaHeap) and memory.can_share

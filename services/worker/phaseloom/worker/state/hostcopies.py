@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes, host_start
+from phaseloom.common.contract.state_layout import Role, TensorSlot, extent_bytes, host_start
 from phaseloom.common.contract.state_rank import (
     Copied,
     CopyIn,
@@ -25,7 +25,7 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.copying import Mapping, copy, hashed
+from phaseloom.worker.state.copying import Mapping, clear, copy, hashed
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 
@@ -72,6 +72,20 @@ class HostCopies:
         """
         heap, extent = self.registered()
         return extent.buffer[host_start(heap.num_bytes) :]
+
+    def weights_replaced(self) -> None:
+        """Tell that the weights were replaced by a version.
+
+        Training state, which belonged to the weights before, becomes zeroes, as after a checkpoint
+        of weights alone: a rebuild may begin with this version.
+        """
+        heap = self.registered_heap()
+        weights = [slot for slot in self.slots if slot.role is Role.WEIGHT]
+        if len(weights) < len(self.slots):
+            devicememory.clear(heap, weights[-1].offset + weights[-1].num_bytes)
+        if self.host_bytes:
+            clear(self.host_memory)
+        self._on_loaded()
 
     def copy_frozen(self, order: CopyOut | CopyIn, fds: list[int]) -> Copied:
         """Copy a frozen heap to, or from, the extent that came with the order.

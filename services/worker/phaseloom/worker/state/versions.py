@@ -85,14 +85,12 @@ class RankVersions:
         copies: HostCopies,
         layouts: Layouts,
         run: Runner,
-        on_loaded: Callable[[], None],
     ) -> None:
-        """Start without a version. Args: on_loaded: as `RankStateClient.connect`."""
+        """Start without a version."""
         self._link = link
         self._copies = copies
         self._layouts = layouts
         self._run = run
-        self._on_loaded = on_loaded
         self._mapped = MappedVersions()
 
     def unmap_unused(self) -> list[VersionKey]:
@@ -241,7 +239,7 @@ class RankVersions:
         def scatter() -> None:
             for memory, runs in pieces:
                 devicememory.copy_runs(memory, heap, runs)
-            self._on_loaded()
+            self._copies.weights_replaced()
 
         await self._run(scatter)
 
@@ -256,14 +254,14 @@ class RankVersions:
         heap = self._copies.registered_heap()
         pairs = self._layouts.paired(opened.table, slots)
         if await self._load_on_device(opened.described, pairs):
-            await self._run(self._on_loaded)
+            await self._run(self._copies.weights_replaced)
             return
 
         def load(now: Opened) -> None:
             verify(now.memory, now.described)
             pairs = self._layouts.paired(now.table, slots)
             devicememory.scatter(now.memory, heap, pairs)
-            self._on_loaded()
+            self._copies.weights_replaced()
 
         await self._using(opened, load)
 

@@ -97,12 +97,14 @@ def claim(step: Step, deployment: Deployment) -> None:
     they meet: the oldest is the first on each of its devices, and nothing deadlocks.
     """
     for node in step.nodes_of(deployment):
-        node.claim(deployment.name)
+        if deployment.name not in node.claims:
+            node.claims.append(deployment.name)
 
 
 def unclaim(step: Step, deployment: Deployment) -> None:
     for node in step.nodes_of(deployment):
-        node.unclaim(deployment.name)
+        if deployment.name in node.claims:
+            node.claims.remove(deployment.name)
 
 
 def use(step: Step, deployment: Deployment) -> None:

@@ -65,10 +65,7 @@ def worst_period_s(state: State, job: Job) -> float:
     """The period of a job whose operations all take as long as they may; 0: not known."""
     trace = state.traces.get(str(job.key))
     measured_s = max(trace.worst_period_s, trace.period_s) if trace is not None else 0.0
-    if job.spec.cycle is None:
-        return measured_s
-    more_s = sum(max(0.0, s.worst_s - s.duration_s) for s in job.spec.cycle.segments)
-    return max(measured_s, job.spec.cycle.period_s + more_s)
+    return max(measured_s, job.spec.cycle.worst_period_s) if job.spec.cycle else measured_s
 
 
 def switch_s(state: State, deployment: Deployment) -> float:

@@ -193,11 +193,10 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
         for victim in leaving:
             _displace(step, victim, node)
         devices.switch_in(node, assigned.devices, deployment)
-        step.send(
+        step.order(
             OpenActivation,
             node,
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
+            deployment,
             epoch=deployment.activation.epoch,
             displaces=[victim.key for victim in leaving],
             is_speculative=is_speculative,
@@ -221,7 +220,7 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
     replay = deployment.wpg.state is WpgState.RECOVERING
     if not replay:
         step.advance_op(op, OpEvent.PERMITTED)
-    op.permitted_at(step.now_s)
+    op.permitted_s = step.now_s
     speculative.came(step, deployment, op)
     phases.began(step, deployment, op)
     deployment.activation.began(op.key)
@@ -299,7 +298,7 @@ def refused(step: Step, event: ActivationRefused) -> None:
     for op in ops:
         if op.state is OpState.PERMITTED:
             step.advance_op(op, OpEvent.TAKEN_BACK)
-        op.count_refusal()
+        op.refusals += 1
         if op.refusals >= MAX_REFUSALS:
             operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
         else:
@@ -339,7 +338,7 @@ def returned(step: Step, event: PermitReturned) -> None:
 
 
 def _retry_at(step: Step, deployment: Deployment, retry_at_s: float) -> None:
-    deployment.activation.retry_at(retry_at_s)
+    deployment.activation.retry_at_s = retry_at_s
     step.set_timer(f"retry/{deployment.name}/{step.sequence}", retry_at_s)
 
 
@@ -355,13 +354,7 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
     ops = _opened_for(step, deployment)
     for node in step.nodes_of(deployment):
         if node.node != event.node:
-            step.send(
-                CloseActivation,
-                node,
-                deployment=deployment.key,
-                incarnation=deployment.wpg.incarnation,
-                epoch=deployment.activation.epoch,
-            )
+            step.order(CloseActivation, node, deployment, epoch=deployment.activation.epoch)
     devices.vacate(step, deployment)
     for slot in devices.slots_of(step, deployment):
         for name in slot.placed:

@@ -47,7 +47,7 @@ def _tell(step: Step, deployment: Deployment) -> None:
         late_s = max(prediction.late_s for prediction in predictions)
         step.set_timer(f"hint/{deployment.name}/{step.sequence}", late_s)
         for prediction in predictions:
-            prediction.told()
+            prediction.is_told = True
 
 
 def _is_resident(step: Step, deployment: Deployment) -> bool:
@@ -91,10 +91,4 @@ def _withdraw(step: Step, deployment: Deployment) -> None:
 
 def _command(step: Step, deployment: Deployment, in_s: float | None) -> None:
     for node in step.nodes_of(deployment):
-        step.send(
-            PrefetchState,
-            node,
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
-            in_s=in_s,
-        )
+        step.order(PrefetchState, node, deployment, in_s=in_s)

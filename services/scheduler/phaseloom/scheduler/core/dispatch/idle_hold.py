@@ -82,10 +82,10 @@ def declare(step: Step, event: PhaseDeclared) -> None:
     if job is None or job.state in JOB_ENDED or event.session != job.controller.session:
         return
     if event.is_open:
-        job.controller.open_phase(event.pool, event.session)
+        job.controller.phases[event.pool] = event.session
         _mark(step, event.job, event.pool, is_released=False)
     else:
-        job.controller.close_phase(event.pool)
+        job.controller.phases.pop(event.pool, None)
         _mark(step, event.job, event.pool, is_released=True)
 
 

@@ -37,10 +37,11 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
         devices.note_served(slot, name, step.sequence)
     if is_new and ORDERING[step.config.ordering].is_strict:
         round_robin.began(step, deployment, here)
-    job.progress.began(op.ready_s)
-    job.progress.lagged(waited_s(step, deployment, op))
+    if job.progress.began_s < 0:
+        job.progress.began_s = op.ready_s
+    job.progress.lag_s += waited_s(step, deployment, op)
     if deployment.activation.epoch == step.sequence:
-        job.progress.lagged(estimates.switch_s(step.state, deployment))
+        job.progress.lag_s += estimates.switch_s(step.state, deployment)
 
 
 def is_continued(step: Step, slot: Slot, deployment: Deployment, op: Op) -> bool:

@@ -58,10 +58,10 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
     step.foresee(deployment)
     for slot in devices.slots_of(step, deployment):
         if slot.speculative == name:
-            job.speculation.hit()
+            job.speculation.misses = 0
         expected = devices.came(slot, deployment.job_name)
         if expected is not None and op.ready_s > expected.ended_s:
-            job.speculation.note_next(expected.after, key_of(deployment))
+            job.speculation.follows[expected.after] = deployment.key.deployment
 
 
 def displaced(step: Step, victim: Deployment) -> None:
@@ -71,11 +71,9 @@ def displaced(step: Step, victim: Deployment) -> None:
     for slot in guessed:
         devices.note_speculative(slot, "")
     if guessed:
-        step.job_of(victim).speculation.miss(MAX_MISSES)
-
-
-def key_of(deployment: Deployment) -> str:
-    return deployment.key.deployment
+        speculation = step.job_of(victim).speculation
+        speculation.misses = min(speculation.misses + 1, MAX_MISSES)
+        speculation.skips = 2**speculation.misses
 
 
 def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
@@ -103,7 +101,7 @@ def next_of(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment
     job = step.state.jobs[name]
     here = [d for d in step.deployments_of(job.key) if d.name in slot.placed]
     queued = [d for d in here if ready.waits_elsewhere(d)]
-    usual = [d for d in here if key_of(d) == job.speculation.follows.get(expected.after)]
+    usual = [d for d in here if d.key.deployment == job.speculation.follows.get(expected.after)]
     return next(iter([*queued, *usual]), None)
 
 
@@ -163,7 +161,7 @@ def took(step: Step, deployment: Deployment) -> None:
     The longest recent time counts, because an activation that is begun too late is in vain.
     """
     taken_s = step.now_s - deployment.activation.opening_s
-    deployment.activation.took(max(taken_s, MEMORY * deployment.activation.lead_s))
+    deployment.activation.lead_s = max(taken_s, MEMORY * deployment.activation.lead_s)
 
 
 def opened(step: Step, deployment: Deployment) -> None:
@@ -172,16 +170,17 @@ def opened(step: Step, deployment: Deployment) -> None:
         devices.note_speculative(slot, deployment.name)
         expected = slot.expected.get(deployment.job_name)
         if expected is not None:
-            expected.tried()
+            expected.is_tried = True
 
 
 def try_skip(step: Step, deployment: Deployment) -> bool:
     """Whether this gap passes without a guess, after ones that were wrong."""
     job = step.job_of(deployment)
-    if not job.speculation.skip():
+    if job.speculation.skips == 0:
         return False
+    job.speculation.skips -= 1
     for slot in devices.slots_of(step, deployment):
         expected = slot.expected.get(str(job.key))
         if expected is not None:
-            expected.tried()
+            expected.is_tried = True
     return True

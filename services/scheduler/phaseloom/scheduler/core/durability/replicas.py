@@ -25,11 +25,6 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, MoveStage, WpgState
 
-RETRY_PAUSE_S = 5.0
-"""First pause before a copy that has failed is asked for again; each one is twice as long as the
-one before."""
-MAX_RETRY_PAUSE_S = 80.0
-
 
 def go_on(step: Step) -> None:
     """Ask for the copies that are missing; called when nodes, or copies on them, may have changed.
@@ -250,7 +245,8 @@ def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> Non
 def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) -> None:
     assert event.error is not None
     step.advance_copy(copying, CopyEvent.FAILED)
-    copying.fail(step.now_s, RETRY_PAUSE_S, MAX_RETRY_PAUSE_S)
+    copying.failures += 1
+    copying.retry_at_s = step.now_s + seals.retry_pause_s(copying.failures)
     step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)
     step.tell("not copied", f"{event.node}: {event.error.message}", subject)
 

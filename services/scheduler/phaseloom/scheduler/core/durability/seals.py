@@ -29,6 +29,10 @@ from phaseloom.scheduler.core.state.tree import State
 
 NUM_REMOTE_COPIES = 2
 """Copies of each part of a `remote` seal, the one on the deployment's own node included."""
+RETRY_PAUSE_S = 5.0
+"""First pause before a copy that has failed is asked for again; each one is twice as long as the
+one before."""
+MAX_RETRY_PAUSE_S = 80.0
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
 
 
@@ -42,7 +46,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         seq = op.key.seq
         assert seq is not None
         job = step.job(op.key.job_key)
-        job.versions.publish(VersionKey(deployment.key, seq))
+        job.versions.published.append(VersionKey(deployment.key, seq))
         release_versions(step, job)
     elif op.kind == "sync_weights":
         deployment.durability.hold(op.version)
@@ -129,7 +133,8 @@ def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
     places.update(node for nodes in job.versions.retained.values() for node in nodes)
     places.update(copying.node for copying in job.versions.copying.values())
     release_at(step, places, gone)
-    job.versions.withdraw(gone)
+    published = [version for version in job.versions.published if version not in gone]
+    job.versions.published = published
     for version in gone:
         nodes = job.versions.drop_retained(str(version))
         prefix = f"{version.policy}."
@@ -238,11 +243,10 @@ def seal(step: Step, deployment: Deployment) -> None:
         seq for seq in _own_needed(step, deployment) if seq <= deployment.durability.applied
     ]
     for node in step.nodes_of(deployment):
-        step.send(
+        step.order(
             SealState,
             node,
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
+            deployment,
             seq=deployment.durability.applied,
             versions=sorted(versions),
             durability=durability,
@@ -297,13 +301,7 @@ def clear_stale_holders(step: Step, deployment: Deployment) -> None:
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
     """Have a node drop everything that it has of a deployment that is not placed on it."""
     step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
-    step.send(
-        StopWpg,
-        step.node(node),
-        deployment=deployment.key,
-        incarnation=deployment.wpg.incarnation,
-        forget=True,
-    )
+    step.order(StopWpg, step.node(node), deployment, forget=True)
 
 
 def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
@@ -523,6 +521,11 @@ def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
         )
     )
     return [host.node for host in fit]
+
+
+def retry_pause_s(num_failures: int) -> float:
+    """Pause after so many failed tries in a row to copy a seal or a version to another node."""
+    return min(RETRY_PAUSE_S * 2.0 ** (num_failures - 1), MAX_RETRY_PAUSE_S)
 
 
 def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:

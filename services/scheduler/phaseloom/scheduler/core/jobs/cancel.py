@@ -22,13 +22,14 @@ def request(step: Step, event: CancelRequested) -> None:
     if error is not None or deployment is None or op is None:
         step.emit(outputs.Answer(event.request, error=error))
         return
-    op.cancel()
+    op.is_cancelled = True
     if op.state is OpState.PERMITTED:
         step.send(
             CancelOperation,
             step.node_of(deployment),
             operation=op.key,
             incarnation=deployment.wpg.incarnation,
+            keeps_partial=event.keeps_partial,
         )
     else:
         operations.end_unwanted(step, deployment, op)

@@ -8,9 +8,11 @@ of the first may still be about.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
-from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import operations
@@ -163,5 +165,5 @@ def shrink(step: Step, deployment: Deployment) -> None:
     job.earlier.note_seq(deployment.key.deployment, deployment.last_seq)
     deployment.queue.end()
     deployment.durability.end()
-    deployment.forget_model()
+    deployment.spec = replace(deployment.spec, model=ModelSpec({}))
     step.state.drop_switch(deployment.name)

@@ -24,7 +24,8 @@ def note_checkpoint(step: Step, event: OperationFinished) -> None:
     """A `save_state` with a controller's blob is the job's last checkpoint from now on."""
     if event.checkpoints:
         job = step.job(event.key.job_key)
-        job.saved(event.checkpoints.get(event.key.deployment, ""), event.checkpoints)
+        job.checkpoint = event.checkpoints.get(event.key.deployment, "")
+        job.checkpoints = event.checkpoints
 
 
 def is_possible(step: Step, job: Job) -> bool:

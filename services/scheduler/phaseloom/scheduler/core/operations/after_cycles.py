@@ -25,7 +25,7 @@ def note_targets(state: State, op: Op) -> None:
     for after in op.after:
         other = state.deployments.get(_name(op, after.deployment))
         if other is not None:
-            other.queue.note_awaited(after.seq)
+            other.queue.awaited_seq = max(other.queue.awaited_seq, after.seq)
 
 
 def find(state: State, deployment: Deployment, op: Op) -> list[str]:

@@ -200,7 +200,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
         if not other.queue.is_done(after.seq):
             step.state.wait_for(f"{key}.{after.seq}", str(op.key))
             return
-    op.become_eligible(step.now_s)
+    op.eligible_s = step.now_s
 
 
 def end_unrun(
@@ -232,7 +232,8 @@ def give_up(
     if not op.uncertain:
         end_unrun(step, deployment, op, error, outcome)
         return
-    op.settle()
+    op.is_settling = True
+    op.eligible_s = -1.0
     completion = Completion(op.id, outcome, error=error)
     step.emit(outputs.SettleCompletion(op.key, op.kind, completion, op.content_type))
 
@@ -330,7 +331,7 @@ def requeue(step: Step, op: Op) -> None:
     """Queue an operation again if it was permitted when its WPG died."""
     if op.state is OpState.PERMITTED:
         step.advance_op(op, OpEvent.TAKEN_BACK)
-        op.lose_wpg()
+        op.uncertain = True
         if op.has_snapshot:
             # An ordered one is run again among the mutations, where its place is.
             is_ordered = op.key.seq is not None

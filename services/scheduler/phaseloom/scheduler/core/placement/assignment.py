@@ -24,7 +24,6 @@ from phaseloom.scheduler.core.state.cluster import (
     Host,
     Limits,
     Member,
-    Need,
     Placed,
     Placement,
     Waits,
@@ -58,6 +57,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         num_devices=len(event.devices),
         host_bytes=event.host_memory_bytes,
         price_per_hour=event.price_per_hour,
+        backends=event.backends,
     )
     groups.host_up(step.state.cluster, host)
     leave = step.state.closing.get(event.node)
@@ -91,7 +91,7 @@ def seek(step: Step, job: Job, member: Member) -> Decision:
 def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
     """Put a job into its group and start its deployments."""
     group = groups.join(step.state.cluster, member, placed)
-    job.placed(placed.why)
+    job.why_here = placed.why
     count_iterations(step, job)
     _note_peers(step, group)
     for deployment in step.deployments_of(job.key):
@@ -107,9 +107,8 @@ def count_iterations(step: Step, job: Job) -> None:
     """
     cluster = step.state.cluster
     member = groups.group_of(cluster, str(job.key)).members[str(job.key)]
-    if member.cycle is not None and job.spec.duration_s and not member.num_iterations:
-        solo_s = admission.worst_period_s(member.cycle)
-        member.num_iterations = max(1, round(job.spec.duration_s / solo_s))
+    if not member.num_iterations:
+        member.num_iterations = groups.iterations_of(member.cycle, job.spec.duration_s)
 
 
 def stepped(step: Step, job: JobKey) -> None:
@@ -142,7 +141,7 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     _note_peers(step, old)
     _note_peers(step, groups.group_of(cluster, member.job))
     step.tell("job moved", f"{describe(step, job)}: {placed.why}", member.job)
-    job.placed(placed.why)
+    job.why_here = placed.why
     _move_all(step, job, member)
     step.follow(FollowUp.PLACE)
 
@@ -214,8 +213,8 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
     """Room for one more deployment of a job that has a place: on the job's own nodes, else on
     others of its group, else on free ones."""
     cluster = step.state.cluster
-    need = Need(spec.num_nodes, groups.devices_per_node(spec), spec.host_bytes)
-    asked = Member(job=str(job.key), slo=0.0, needs={spec.pool: need})
+    needs = groups.needs_of([spec])
+    asked = Member(job=str(job.key), slo=0.0, needs=needs)
     nowhere = admission.fits_nowhere(cluster, asked)
     if isinstance(nowhere, Waits):
         return ErrorInfo(
@@ -228,7 +227,7 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
         return ErrorInfo(
             nowhere.error.code,
             nowhere.error.message,
-            field="spec.layout",
+            field="spec.backend" if nowhere.error.field == admission.BACKEND else "spec.layout",
             remedy=nowhere.error.remedy,
         )
     group = groups.group_of(cluster, str(job.key))

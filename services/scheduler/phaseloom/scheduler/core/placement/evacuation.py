@@ -72,7 +72,7 @@ def _close(step: Step, node: Node, why: Closing) -> None:
         step.tell("node draining", "on request", node.node)
     if known is not None and (is_asked or known.why is why):
         if is_asked:
-            known.drain()
+            known.is_drained = True
         return
     step.state.close_node(node.node, Leave(why, is_drained=was_drained or is_asked))
     step.follow(FollowUp.PLACE)
@@ -87,7 +87,7 @@ def _undo(step: Step, node: Node) -> None:
     leave = step.state.closing.get(node.node)
     if leave is None or not leave.is_drained:
         return
-    leave.undo_drain()
+    leave.is_drained = False
     step.tell("node not drained any more", "on request", node.node)
     if leave.why is not Closing.DRAIN:
         return  # the node is away: it may be used again once it is back
@@ -123,7 +123,7 @@ def go_on(step: Step) -> None:
     for name, leave in sorted(step.state.closing.items()):
         is_in_use = bool(_deployments_on(step, name)) or bool(replicas.counted_on(step, name))
         if not leave.is_told and not is_in_use:
-            leave.tell()
+            leave.is_told = True
             step.tell("node is empty", f"nothing is on it any more ({leave.why})", name)
 
 

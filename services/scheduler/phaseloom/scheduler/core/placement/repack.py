@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.events import PhaseTrace, PlannedMove, ReplanComputed
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.placement import assignment
-from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.planning import admission, groups, nodes
 from phaseloom.scheduler.core.planning.weave.period import is_overloaded
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
@@ -54,7 +54,7 @@ def traced(step: Step, trace: PhaseTrace) -> None:
     if known is None:
         groups.set_cycle(step.state.cluster, name, cycle)
         _profiled(step, job)
-    elif trace.drift or trace.period_s > admission.worst_period_s(known):
+    elif trace.drift or trace.period_s > known.worst_period_s:
         was_overloaded = _is_overloaded(step, group)
         groups.set_cycle(step.state.cluster, name, cycle)
         if not was_overloaded and _is_overloaded(step, group):
@@ -136,7 +136,7 @@ def ask(step: Step) -> None:
         return
     asked = _question(state, step.sequence)
     if asked.cluster.groups:
-        state.ask_replan(step.sequence)
+        state.replanning = step.sequence
         step.emit(asked)
 
 
@@ -180,7 +180,7 @@ def answered(step: Step, event: ReplanComputed) -> None:
     state = step.state
     if event.as_of != state.replanning:
         return  # answered twice, by two leaders
-    state.end_replan()
+    state.replanning = 0
     step.follow(FollowUp.REPLAN)  # jobs may have come or left meanwhile
     plan = _Plan(step, event)
     for move in event.moves:
@@ -244,5 +244,5 @@ class _Plan:
         """Whether a node can still be taken: it may have changed while it was away, or be in
         use."""
         free = self._step.state.cluster.free.get(pool, [])
-        is_there = host.pool == pool and admission.is_usable(host, need)
+        is_there = host.pool == pool and nodes.is_usable(host, need)
         return is_there and (host.group == group if host.group else host.node in free)

@@ -16,6 +16,14 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Cycle, Segment
+from phaseloom.scheduler.core.planning.nodes import (
+    can_run,
+    could_take,
+    free_nodes,
+    has_room,
+    is_usable,
+    users,
+)
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -29,6 +37,9 @@ from phaseloom.scheduler.core.state.cluster import (
     Refused,
     Waits,
 )
+
+BACKEND = "spec.deployments.backend"
+"""Field of a refusal for a backend that no node has."""
 
 
 def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
@@ -76,19 +87,13 @@ def fits_nowhere(cluster: Cluster, member: Member) -> Waits | Refused | None:
     return None
 
 
-def is_usable(host: Host, need: Need) -> bool:
-    """Whether the node is up and has what the job takes of one, were it alone there."""
-    return host.is_up and _is_large_enough(host, need)
-
-
-def _is_large_enough(host: Host, need: Need) -> bool:
-    return host.num_devices >= need.num_devices and host.host_bytes >= need.host_bytes
-
-
 def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
     """The refusal of a job for which no known node of the pool is large enough."""
-    if not hosts or any(_is_large_enough(host, need) for host in hosts):
+    if not hosts or any(could_take(host, need) for host in hosts):
         return None
+    if not any(can_run(host, need) for host in hosts):
+        return _cannot_run(pool, need, hosts)
+    hosts = [host for host in hosts if can_run(host, need)]
     most = max(host.num_devices for host in hosts)
     if most < need.num_devices:
         what = f"takes {need.num_devices} devices of one node of pool {pool!r}"
@@ -105,6 +110,20 @@ def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
         f"the job {what}, where {has}",
         field="spec.deployments",
         remedy=remedy,
+    )
+    return Refused(error)
+
+
+def _cannot_run(pool: Pool, need: Need, hosts: list[Host]) -> Refused:
+    """The refusal of a job whose backends no known node of the pool has."""
+    known = sorted({name for host in hosts for name in host.backends})
+    wanted = ", ".join(sorted(need.backends))
+    error = ErrorInfo(
+        Code.FAILED_PRECONDITION,
+        f"the job runs {wanted} on pool {pool!r}, whose nodes run {', '.join(known)}",
+        field=BACKEND,
+        remedy="use a backend that they have, or start a node with its runtime installed, or with "
+        "an interpreter for it (worker.interpreters)",
     )
     return Refused(error)
 
@@ -151,14 +170,12 @@ def nodes_among(
     for pool, need in member.needs.items():
         ranked = []
         for name in group.nodes.get(pool, []):
-            users = [m for m in group.members.values() if name in m.nodes.get(pool, [])]
-            others = [m for m in users if beside or m.job != member.job]
-            used_bytes = sum(m.needs[pool].host_bytes for m in others)
-            host = cluster.hosts[name]
-            if is_usable(host, need) and used_bytes + need.host_bytes <= host.host_bytes:
-                ranked.append((name not in first, len(users), name))
+            there = users(group.members.values(), pool, name)
+            others = [m for m in there if beside or m.job != member.job]
+            if has_room(cluster.hosts[name], need, others):
+                ranked.append((name not in first, len(there), name))
         own = [name for _, _, name in sorted(ranked)]
-        free = [n for n in cluster.free.get(pool, []) if is_usable(cluster.hosts[n], need)]
+        free = free_nodes(cluster, pool, need, need.num_nodes)
         nodes[pool] = [*own, *free][: need.num_nodes]
         if len(nodes[pool]) < need.num_nodes:
             return None
@@ -212,12 +229,6 @@ def _within(segment: Segment, period_s: float) -> Iterator[tuple[Pool, float, fl
         duration_s -= over_s
     if duration_s > 0:
         yield segment.pool, offset_s, duration_s
-
-
-def worst_period_s(cycle: Cycle) -> float:
-    """How long a cycle takes where each segment takes its worst time, one after the other."""
-    excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in cycle.segments if s.worst_s)
-    return cycle.period_s + excess_s
 
 
 # --- the duty-ratio bound ------------------------------------------------------------------------

@@ -41,8 +41,7 @@ def iterations_of(cycle: Cycle | None, duration_s: float) -> int:
     """Number of iterations of a job that takes `duration_s` alone; 0: not known."""
     if cycle is None or not duration_s:
         return 0
-    excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in cycle.segments if s.worst_s)
-    return max(1, round(duration_s / (cycle.period_s + excess_s)))
+    return max(1, round(duration_s / cycle.worst_period_s))
 
 
 def needs_of(specs: Iterable[DeploymentSpec]) -> dict[Pool, Need]:
@@ -54,6 +53,7 @@ def needs_of(specs: Iterable[DeploymentSpec]) -> dict[Pool, Need]:
             num_nodes=max(before.num_nodes, spec.num_nodes),
             num_devices=max(before.num_devices, devices_per_node(spec)),
             host_bytes=before.host_bytes + spec.host_bytes,
+            backends=before.backends | {spec.backend},
         )
     return needs
 

@@ -1,6 +1,6 @@
 """The activation of a deployment: its claim on its devices, and what runs under it.
 
-One record a deployment. Its fields are changed by its methods only. Other modules read them.
+One record a deployment. Each of its fields is written by one module: here, or by its owner.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ class Activation(msgspec.Struct):
         self.opening_on.remove(node)
         return True
 
-    def took(self, lead_s: float) -> None:
-        self.lead_s = lead_s
-
     def close(self) -> None:
         """There is no activation any more."""
         self.epoch = 0
@@ -71,9 +68,6 @@ class Activation(msgspec.Struct):
     def hint(self, use_s: float) -> None:
         """State managers were told of the next use; `NOT_TOLD_S`: there is none to tell."""
         self.hinted_s = use_s
-
-    def retry_at(self, due_s: float) -> None:
-        self.retry_at_s = due_s
 
     def validate(self, name: str) -> None:
         """Raises: AssertionError: names the invariant and the deployment."""

@@ -27,6 +27,8 @@ class Need(msgspec.Struct, frozen=True):
     """Devices on each of the nodes."""
     host_bytes: int = 0
     """Working set in the host memory of each of the nodes; 0: not known."""
+    backends: frozenset[str] = frozenset()
+    """Backends that each of the nodes must be able to run."""
 
 
 class Host(msgspec.Struct):
@@ -41,6 +43,8 @@ class Host(msgspec.Struct):
     """Whether the node may be given to jobs: it is up and is not being drained."""
     group: str = ""
     """The group that the node belongs to; empty: it is free."""
+    backends: list[str] = []
+    """Backends that its ranks can run; empty: any."""
     leaving: list[str] = []
     """Deployments that are still on the node and are to leave it: until then it is not free."""
 
@@ -95,7 +99,7 @@ class Limits(msgspec.Struct, frozen=True):
     """Seconds of switching that are planned for each phase of a group of several jobs."""
 
 
-class Cluster(msgspec.Struct, dict=True):
+class Cluster(msgspec.Struct):
     hosts: dict[NodeId, Host] = {}
     groups: dict[str, Group] = {}
     free: dict[Pool, list[NodeId]] = {}

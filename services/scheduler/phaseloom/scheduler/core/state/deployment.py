@@ -1,7 +1,7 @@
 """One logical model of a job: its key and spec, and a record for each subject.
 
-A record is changed by its own methods, in its own module: `queue`, `wpg`, `activation`,
-`durability`, `move`. Other modules read the fields.
+The records are `queue`, `wpg`, `activation`, `durability` and `move`, each with a module of its
+own. Other modules read the fields.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from functools import cached_property
 
 import msgspec
-from msgspec.structs import replace
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
-from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.scheduler.core.state.activation import Activation
 from phaseloom.scheduler.core.state.durability import DeploymentDurability
 from phaseloom.scheduler.core.state.move import Move
@@ -66,10 +65,6 @@ class Deployment(msgspec.Struct, dict=True):
         """The last seq that was ever used, as far as is known."""
         queue = self.queue
         return max(queue.next_seq - 1, self.durability.applied, max(queue.operations, default=0))
-
-    def forget_model(self) -> None:
-        """The deployment has ended: its spec keeps what a status says."""
-        self.spec = replace(self.spec, model=ModelSpec({}))
 
     def validate(self) -> None:
         """Raises: AssertionError: names the invariant and the deployment."""

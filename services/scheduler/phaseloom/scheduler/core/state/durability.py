@@ -1,6 +1,6 @@
 """The durability of a deployment: its seal, the nodes that have it, and what came after it.
 
-One record a deployment. Its fields are changed by its methods only. Other modules read them.
+One record a deployment. Each of its fields is written by one module: here, or by its owner.
 """
 
 from __future__ import annotations
@@ -38,15 +38,6 @@ class Copying(msgspec.Struct):
     def is_under_way(self, node: Node) -> bool:
         """Args: node: as it is now."""
         return not self.has_failed and node.is_up and node.revision == self.revision
-
-    def enter(self, state: CopyState) -> None:
-        """Called by `Step.advance_copy`, which knows the transitions."""
-        self.state = state
-
-    def fail(self, now_s: float, pause_s: float, max_pause_s: float) -> None:
-        """Args: pause_s: after a first failure; twice as long after each further one."""
-        self.failures += 1
-        self.retry_at_s = now_s + min(pause_s * 2 ** (self.failures - 1), max_pause_s)
 
 
 class DeploymentDurability(msgspec.Struct):

@@ -1,6 +1,6 @@
 """A job as the scheduler knows it: its key and spec, and a record for each subject.
 
-The fields of a record are changed by its methods only. Other modules read them.
+Each field of a record is written by one module: here, or by its owner. Others read it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,6 @@ class Controller(msgspec.Struct):
         """Sessions up to this one were of an earlier job of this name."""
         self.session = self.ended_session = session
 
-    def open_phase(self, pool: str, session: int) -> None:
-        self.phases[pool] = session
-
-    def close_phase(self, pool: str) -> None:
-        self.phases.pop(pool, None)
-
 
 class JobVersions(msgspec.Struct):
     """The weights versions of a job that exist."""
@@ -56,12 +50,6 @@ class JobVersions(msgspec.Struct):
     """Weights version of a deleted policy that others need → the nodes that have it."""
     copying: dict[str, Copying] = {}
     """The retained versions that another node fetches."""
-
-    def publish(self, version: VersionKey) -> None:
-        self.published.append(version)
-
-    def withdraw(self, versions: list[VersionKey]) -> None:
-        self.published = [version for version in self.published if version not in versions]
 
     def retain(self, version: str, nodes: list[NodeId]) -> None:
         self.retained.setdefault(version, nodes)
@@ -113,24 +101,6 @@ class Speculation(msgspec.Struct):
     skips: int = 0
     """Gaps still to pass before an activation is opened speculatively for the job again."""
 
-    def note_next(self, after: str, deployment: str) -> None:
-        self.follows[after] = deployment
-
-    def hit(self) -> None:
-        self.misses = 0
-
-    def miss(self, max_misses: int) -> None:
-        """The next gaps pass without a guess: twice as many after each further miss."""
-        self.misses = min(self.misses + 1, max_misses)
-        self.skips = 2**self.misses
-
-    def skip(self) -> bool:
-        """Returns: whether this gap passes without a guess."""
-        if self.skips == 0:
-            return False
-        self.skips -= 1
-        return True
-
 
 class Progress(msgspec.Struct):
     """How far a job has come, beside the others of its group."""
@@ -141,13 +111,6 @@ class Progress(msgspec.Struct):
     """Seconds since `began_s` for which other jobs or a switch kept its operations from running."""
     round: int = 0
     """The last meta-iteration of its group that it began, under a policy that serves them."""
-
-    def began(self, ready_s: float) -> None:
-        if self.began_s < 0:
-            self.began_s = ready_s
-
-    def lagged(self, waited_s: float) -> None:
-        self.lag_s += waited_s
 
     def enter_round(self, number: int) -> None:
         self.round = number
@@ -172,20 +135,9 @@ class Job(msgspec.Struct):
     """Why placement chose its place."""
     error: ErrorInfo | None = None
 
-    def enter(self, state: JobState) -> None:
-        """Called by `Step.advance_job`, which knows the transitions."""
-        self.state = state
-
     def have(self, deployments: list[DeploymentSpec]) -> None:
         """Replace the list of deployments."""
         self.spec = msgspec.structs.replace(self.spec, deployments=deployments)
-
-    def placed(self, why: str) -> None:
-        self.why_here = why
-
-    def saved(self, checkpoint: str, checkpoints: dict[str, str]) -> None:
-        self.checkpoint = checkpoint
-        self.checkpoints = checkpoints
 
     def failed(self, error: ErrorInfo | None) -> None:
         """Args: error: None: what was wrong is over."""

@@ -1,6 +1,6 @@
 """The move of a deployment: where it goes, and which nodes it has left.
 
-One record a deployment. Its fields are changed by its methods only. Other modules read them.
+One record a deployment. Each of its fields is written by one module: here, or by its owner.
 """
 
 from __future__ import annotations
@@ -36,45 +36,6 @@ class Relocation(msgspec.Struct):
     """A new node that could not take its copy is not asked again before this time."""
     failures: int = 0
     """Failed tries to take a copy in a row."""
-
-    def enter(self, stage: MoveStage) -> bool:
-        """Returns: whether that is another stage than before."""
-        is_new = self.stage is not stage
-        self.stage = stage
-        return is_new
-
-    def begin_again(self) -> None:
-        self.is_sealed = False
-
-    def note_sealed(self) -> None:
-        self.is_sealed = True
-
-    def note_began(self, now_s: float) -> None:
-        self.began_s = now_s
-
-    def note_copied(self, now_s: float) -> None:
-        self.copy_s = now_s - self.began_s
-
-    def seal_last(self) -> None:
-        self.is_last = True
-
-    def ask(self, sequence: int, nodes: list[NodeId]) -> None:
-        """These new nodes were told to fetch their copies."""
-        self.asked = sequence
-        self.fetching = nodes
-
-    def note_fetched(self, node: NodeId) -> None:
-        """A new node has its copy, or could not get it."""
-        self.fetching.remove(node)
-
-    def failed(self, now_s: float, pause_s: float, max_pause_s: float) -> None:
-        """Args: pause_s: after a first failure; twice as long after each further one."""
-        self.failures += 1
-        self.retry_at_s = now_s + min(pause_s * 2 ** (self.failures - 1), max_pause_s)
-
-    def wait(self) -> None:
-        self.fetching = []
-        self.is_last = False
 
 
 class Move(msgspec.Struct):

@@ -22,7 +22,7 @@ class Closing(StrEnum):
 
 
 class Leave(msgspec.Struct):
-    """A node that is to be left. Its fields are changed by its methods only."""
+    """A node that is to be left."""
 
     why: Closing
     is_drained: bool = False
@@ -31,23 +31,9 @@ class Leave(msgspec.Struct):
     is_told: bool = False
     """Whether people know that nothing is on the node any more."""
 
-    def drain(self) -> None:
-        """An operator has asked for it."""
-        self.is_drained = True
-
-    def undo_drain(self) -> None:
-        self.is_drained = False
-
-    def tell(self) -> None:
-        """People are told that nothing is on the node any more."""
-        self.is_told = True
-
 
 class Expected(msgspec.Struct):
-    """When a job's next operation on a device is predicted, after one that ended.
-
-    Its fields are changed by its methods only.
-    """
+    """When a job's next operation on a device is predicted, after one that ended."""
 
     after: str
     """The operation that ended: `<deployment>.<kind>`."""
@@ -61,12 +47,6 @@ class Expected(msgspec.Struct):
     """Whether an activation was opened for the prediction, or deliberately not: one try a gap."""
     is_told: bool = False
     """Whether state managers were given a hint of the prediction."""
-
-    def tried(self) -> None:
-        self.is_tried = True
-
-    def told(self) -> None:
-        self.is_told = True
 
 
 class Phase(msgspec.Struct):
@@ -123,7 +103,7 @@ class Device(msgspec.Struct):
 
 
 class Node(msgspec.Struct):
-    """A node under its present lease. Its fields are changed by its methods only."""
+    """A node under its present lease."""
 
     node: NodeId
     pool: str
@@ -136,18 +116,6 @@ class Node(msgspec.Struct):
     claims: list[str] = []
     """Deployments that were chosen and wait until all of their devices are free, the oldest choice
     first. Any two of them are in the same order on every node that they share."""
-
-    def lose(self) -> None:
-        """Note that the agent of the node has lost its lease."""
-        self.is_up = False
-
-    def claim(self, deployment: str) -> None:
-        if deployment not in self.claims:
-            self.claims.append(deployment)
-
-    def unclaim(self, deployment: str) -> None:
-        if deployment in self.claims:
-            self.claims.remove(deployment)
 
 
 def new_devices(specs: list[DeviceSpec]) -> list[Device]:

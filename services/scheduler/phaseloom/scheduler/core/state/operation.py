@@ -59,41 +59,6 @@ class Op(msgspec.Struct):
         """The time since which nothing on another deployment keeps the operation from running."""
         return max(self.queued_s, self.eligible_s)
 
-    # --- changing --------------------------------------------------------------------------------
-
-    def enter(self, state: OpState) -> None:
-        """Called by `Step.advance_op`, which knows the transitions."""
-        self.state = state
-
-    def become_eligible(self, now_s: float) -> None:
-        self.eligible_s = now_s
-
-    def permitted_at(self, now_s: float) -> None:
-        self.permitted_s = now_s
-
-    def count_refusal(self) -> None:
-        self.refusals += 1
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-    def settle(self) -> None:
-        """Begin to look the outcome up: nothing of the operation runs meanwhile."""
-        self.is_settling = True
-        self.eligible_s = -1.0
-
-    def lose_wpg(self) -> None:
-        """Note that the WPG died while the operation was permitted.
-
-        An ordered `save_state` keeps its snapshot's state: it is run again in its place among
-        the mutations.
-        """
-        self.uncertain = True
-
-    def enter_snapshot_state(self, state: SnapshotState) -> None:
-        """Called by `Step.advance_snapshot`, which knows the transitions."""
-        self.snapshot_state = state
-
 
 class Mutation(msgspec.Struct, frozen=True):
     """A mutating operation that took effect, above the purge floor."""

@@ -1,6 +1,6 @@
 """The operations of a deployment that are open, in their order.
 
-One record a deployment. Its fields are changed by its methods only. Other modules read them.
+One record a deployment. Each of its fields is written by one module: here, or by its owner.
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ class OperationQueue(msgspec.Struct):
 
     def note_sync(self, seq: int, version: VersionKey) -> None:
         self.queued_syncs[seq] = version
-
-    def note_awaited(self, seq: int) -> None:
-        self.awaited_seq = max(self.awaited_seq, seq)
 
     def note_snapshot(self, op: Op) -> None:
         """The snapshot of a `save_state` is taken: those behind it may go on."""

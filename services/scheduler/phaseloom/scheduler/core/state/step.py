@@ -110,6 +110,13 @@ class Step:
         self.emit(SendCommand(command))  # type: ignore[arg-type]
         return command_id
 
+    def order(
+        self, kind: type[C], node: Node, deployment: Deployment, /, **fields: Any
+    ) -> CommandId:
+        """Send a command about the present incarnation of a deployment."""
+        incarnation = deployment.wpg.incarnation
+        return self.send(kind, node, deployment=deployment.key, incarnation=incarnation, **fields)
+
     def set_timer(self, timer: str, due_s: float) -> None:
         self.state.set_timer(timer, due_s)
         self.emit(SetTimer(timer, due_s))
@@ -173,29 +180,30 @@ class Step:
             self.follow(FollowUp.HINT, deployment.job_name)
 
     def advance_op(self, op: Op, event: OpEvent) -> None:
-        op.enter(next_state(OPERATIONS, "operation", op.key, op.state, event, self.sequence))
+        op.state = next_state(OPERATIONS, "operation", op.key, op.state, event, self.sequence)
 
     def advance_snapshot(self, op: Op, event: SnapshotEvent) -> None:
-        op.enter_snapshot_state(
-            next_state(SNAPSHOTS, "snapshot of", op.key, op.snapshot_state, event, self.sequence)
-        )
+        before, sequence = op.snapshot_state, self.sequence
+        op.snapshot_state = next_state(SNAPSHOTS, "snapshot of", op.key, before, event, sequence)
 
     def advance_wpg(self, deployment: Deployment, event: WpgEvent) -> None:
         wpg, name = deployment.wpg, deployment.name
-        wpg.enter(next_state(WPGS, "WPG", name, wpg.state, event, self.sequence))
+        wpg.state = next_state(WPGS, "WPG", name, wpg.state, event, self.sequence)
         self.job_changed(deployment.job_name)
 
     def advance_job(self, job: Job, event: JobEvent) -> None:
-        job.enter(next_state(JOBS, "job", job.key, job.state, event, self.sequence))
+        job.state = next_state(JOBS, "job", job.key, job.state, event, self.sequence)
         self.job_changed(str(job.key))
 
     def advance_move(self, deployment: Deployment, event: MoveEvent) -> None:
         move, name = deployment.move.relocation, deployment.name
         assert move is not None, name
-        if move.enter(next_state(MOVES, "move of", name, move.stage, event, self.sequence)):
+        before = move.stage
+        move.stage = next_state(MOVES, "move of", name, before, event, self.sequence)
+        if move.stage is not before:
             self.job_changed(deployment.job_name)
             self.touch(deployment)
 
     def advance_copy(self, copying: Copying, event: CopyEvent) -> None:
-        after = next_state(COPIES, "copy on", copying.node, copying.state, event, self.sequence)
-        copying.enter(after)
+        node, before = copying.node, copying.state
+        copying.state = next_state(COPIES, "copy on", node, before, event, self.sequence)

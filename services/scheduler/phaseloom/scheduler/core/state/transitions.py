@@ -6,7 +6,7 @@ raises `InvalidTransition`. The scheduler's README shows the tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import TypeVar
 
@@ -145,106 +145,82 @@ class SnapshotEvent(StrEnum):
     """The WPG died, and the `save_state` has no place in the order: it is run as any other."""
 
 
-OPERATIONS: dict[tuple[OpState, OpEvent], OpState] = {
-    (OpState.QUEUED, OpEvent.PERMITTED): OpState.PERMITTED,
-    (OpState.QUEUED, OpEvent.FAILED): OpState.FAILED,
-    (OpState.QUEUED, OpEvent.CANCELLED): OpState.CANCELLED,
-    (OpState.QUEUED, OpEvent.EXPIRED): OpState.EXPIRED,
-    (OpState.PERMITTED, OpEvent.TAKEN_BACK): OpState.QUEUED,
-    (OpState.PERMITTED, OpEvent.COMPLETED): OpState.COMPLETED,
-    (OpState.PERMITTED, OpEvent.FAILED): OpState.FAILED,
-    (OpState.PERMITTED, OpEvent.CANCELLED): OpState.CANCELLED,
-    (OpState.PERMITTED, OpEvent.EXPIRED): OpState.EXPIRED,
-}
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
 
 
-WPGS: dict[tuple[WpgState, WpgEvent], WpgState] = {
-    (WpgState.UNPLACED, WpgEvent.STARTED): WpgState.STARTING,
-    (WpgState.UNPLACED, WpgEvent.STOPPED): WpgState.STOPPED,
-    (WpgState.STARTING, WpgEvent.UP_TO_REPLAY): WpgState.RECOVERING,
-    (WpgState.STARTING, WpgEvent.UP): WpgState.READY,
-    (WpgState.STARTING, WpgEvent.DIED): WpgState.LOST,
-    (WpgState.STARTING, WpgEvent.STOPPED): WpgState.STOPPED,
-    (WpgState.RECOVERING, WpgEvent.REPLAYED): WpgState.READY,
-    (WpgState.RECOVERING, WpgEvent.DIED): WpgState.LOST,
-    (WpgState.RECOVERING, WpgEvent.STOPPED): WpgState.STOPPED,
-    (WpgState.READY, WpgEvent.DIED): WpgState.LOST,
-    (WpgState.READY, WpgEvent.STOPPED): WpgState.STOPPED,
-    (WpgState.LOST, WpgEvent.STARTED): WpgState.STARTING,
-    (WpgState.LOST, WpgEvent.STOPPED): WpgState.STOPPED,
-}
+def _table(*rows: tuple[Iterable[S], E, S]) -> dict[tuple[S, E], S]:
+    """A table from rows of (states, event, next state)."""
+    return {(before, event): after for states, event, after in rows for before in states}
 
 
-JOBS: dict[tuple[JobState, JobEvent], JobState] = {
-    (JobState.SUBMITTED, JobEvent.PLACED): JobState.PLACED,
-    (JobState.SUBMITTED, JobEvent.PLACED_ALONE): JobState.PROFILING,
-    (JobState.SUBMITTED, JobEvent.FINISHED): JobState.DONE,
-    (JobState.SUBMITTED, JobEvent.FAILED): JobState.FAILED,
-    (JobState.SUBMITTED, JobEvent.REJECTED): JobState.REJECTED,
-    (JobState.PROFILING, JobEvent.UP): JobState.ACTIVE,
-    (JobState.PROFILING, JobEvent.DRAIN): JobState.DRAINING,
-    (JobState.PROFILING, JobEvent.FINISHED): JobState.DONE,
-    (JobState.PROFILING, JobEvent.FAILED): JobState.FAILED,
-    (JobState.PROFILING, JobEvent.REJECTED): JobState.REJECTED,
-    (JobState.PLACED, JobEvent.UP): JobState.ACTIVE,
-    (JobState.PLACED, JobEvent.DRAIN): JobState.DRAINING,
-    (JobState.PLACED, JobEvent.FINISHED): JobState.DONE,
-    (JobState.PLACED, JobEvent.FAILED): JobState.FAILED,
-    (JobState.PLACED, JobEvent.REJECTED): JobState.REJECTED,
-    (JobState.ACTIVE, JobEvent.DRAIN): JobState.DRAINING,
-    (JobState.ACTIVE, JobEvent.FELL_BACK): JobState.ROLLED_BACK,
-    (JobState.ACTIVE, JobEvent.FINISHED): JobState.DONE,
-    (JobState.ACTIVE, JobEvent.FAILED): JobState.FAILED,
-    (JobState.ROLLED_BACK, JobEvent.ATTACHED): JobState.ACTIVE,
-    (JobState.ROLLED_BACK, JobEvent.DRAIN): JobState.DRAINING,
-    (JobState.ROLLED_BACK, JobEvent.FELL_BACK): JobState.ROLLED_BACK,
-    (JobState.ROLLED_BACK, JobEvent.FINISHED): JobState.DONE,
-    (JobState.ROLLED_BACK, JobEvent.FAILED): JobState.FAILED,
-    (JobState.DRAINING, JobEvent.FINISHED): JobState.DONE,
-    (JobState.DRAINING, JobEvent.FAILED): JobState.FAILED,
-}
+_UNENDED = (OpState.QUEUED, OpState.PERMITTED)
+OPERATIONS = _table(
+    ([OpState.QUEUED], OpEvent.PERMITTED, OpState.PERMITTED),
+    ([OpState.PERMITTED], OpEvent.TAKEN_BACK, OpState.QUEUED),
+    ([OpState.PERMITTED], OpEvent.COMPLETED, OpState.COMPLETED),
+    (_UNENDED, OpEvent.FAILED, OpState.FAILED),
+    (_UNENDED, OpEvent.CANCELLED, OpState.CANCELLED),
+    (_UNENDED, OpEvent.EXPIRED, OpState.EXPIRED),
+)
 
 
-MOVES: dict[tuple[MoveStage, MoveEvent], MoveStage] = {
-    (MoveStage.BEGUN, MoveEvent.SEAL_ASKED): MoveStage.SEALING,
-    (MoveStage.BEGUN, MoveEvent.PUT_OFF): MoveStage.WAITING,
-    (MoveStage.SEALING, MoveEvent.SEAL_ENDED): MoveStage.MIRRORING,
-    (MoveStage.SEALING, MoveEvent.PUT_OFF): MoveStage.WAITING,
-    (MoveStage.MIRRORING, MoveEvent.FETCHED): MoveStage.LEAVING,
-    (MoveStage.MIRRORING, MoveEvent.NODE_RESTARTED): MoveStage.SEALING,
-    (MoveStage.MIRRORING, MoveEvent.PUT_OFF): MoveStage.WAITING,
-    (MoveStage.LEAVING, MoveEvent.LAST_SEAL_ASKED): MoveStage.SEALING,
-    (MoveStage.LEAVING, MoveEvent.PUT_OFF): MoveStage.WAITING,
-    (MoveStage.WAITING, MoveEvent.TRIED_AGAIN): MoveStage.BEGUN,
-    (MoveStage.WAITING, MoveEvent.PUT_OFF): MoveStage.WAITING,
-}
+_UP = (WpgState.STARTING, WpgState.RECOVERING, WpgState.READY)
+WPGS = _table(
+    ([WpgState.UNPLACED, WpgState.LOST], WpgEvent.STARTED, WpgState.STARTING),
+    ([WpgState.STARTING], WpgEvent.UP_TO_REPLAY, WpgState.RECOVERING),
+    ([WpgState.STARTING], WpgEvent.UP, WpgState.READY),
+    ([WpgState.RECOVERING], WpgEvent.REPLAYED, WpgState.READY),
+    (_UP, WpgEvent.DIED, WpgState.LOST),
+    ((WpgState.UNPLACED, *_UP, WpgState.LOST), WpgEvent.STOPPED, WpgState.STOPPED),
+)
+
+
+_NOT_UP_YET = (JobState.PROFILING, JobState.PLACED)
+_RUNNING = (JobState.ACTIVE, JobState.ROLLED_BACK)
+_LIVING = (JobState.SUBMITTED, *_NOT_UP_YET, *_RUNNING, JobState.DRAINING)
+JOBS = _table(
+    ([JobState.SUBMITTED], JobEvent.PLACED, JobState.PLACED),
+    ([JobState.SUBMITTED], JobEvent.PLACED_ALONE, JobState.PROFILING),
+    (_NOT_UP_YET, JobEvent.UP, JobState.ACTIVE),
+    ([JobState.ROLLED_BACK], JobEvent.ATTACHED, JobState.ACTIVE),
+    (_RUNNING, JobEvent.FELL_BACK, JobState.ROLLED_BACK),
+    ((*_NOT_UP_YET, *_RUNNING), JobEvent.DRAIN, JobState.DRAINING),
+    (_LIVING, JobEvent.FINISHED, JobState.DONE),
+    (_LIVING, JobEvent.FAILED, JobState.FAILED),
+    ((JobState.SUBMITTED, *_NOT_UP_YET), JobEvent.REJECTED, JobState.REJECTED),
+)
+
+
+MOVES = _table(
+    ([MoveStage.WAITING], MoveEvent.TRIED_AGAIN, MoveStage.BEGUN),
+    ([MoveStage.BEGUN], MoveEvent.SEAL_ASKED, MoveStage.SEALING),
+    ([MoveStage.SEALING], MoveEvent.SEAL_ENDED, MoveStage.MIRRORING),
+    ([MoveStage.MIRRORING], MoveEvent.FETCHED, MoveStage.LEAVING),
+    ([MoveStage.MIRRORING], MoveEvent.NODE_RESTARTED, MoveStage.SEALING),
+    ([MoveStage.LEAVING], MoveEvent.LAST_SEAL_ASKED, MoveStage.SEALING),
+    (MoveStage, MoveEvent.PUT_OFF, MoveStage.WAITING),
+)
 """A move ends when the deployment is up on its new nodes, stays after all, or has ended."""
 
 
-COPIES: dict[tuple[CopyState, CopyEvent], CopyState] = {
-    (CopyState.FETCHING, CopyEvent.CAME): CopyState.CAME,
-    (CopyState.FETCHING, CopyEvent.FAILED): CopyState.FAILED,
-    (CopyState.FAILED, CopyEvent.CAME): CopyState.CAME,
-    (CopyState.FAILED, CopyEvent.FAILED): CopyState.FAILED,
-}
+_ASKED = (CopyState.FETCHING, CopyState.FAILED)
+COPIES = _table(
+    (_ASKED, CopyEvent.CAME, CopyState.CAME),
+    (_ASKED, CopyEvent.FAILED, CopyState.FAILED),
+)
 """An answer may come twice. A try that has failed may still succeed later, and that counts."""
 
 
-SNAPSHOTS: dict[tuple[SnapshotState, SnapshotEvent], SnapshotState] = {
-    (SnapshotState.NONE, SnapshotEvent.TAKEN): SnapshotState.WRITING,
-    (SnapshotState.WRITING, SnapshotEvent.ENDED): SnapshotState.NONE,
-    (SnapshotState.WRITING, SnapshotEvent.DIED): SnapshotState.LOST,
-    (SnapshotState.WRITING, SnapshotEvent.DIED_UNORDERED): SnapshotState.NONE,
-    (SnapshotState.LOST, SnapshotEvent.ENDED): SnapshotState.NONE,
-    (SnapshotState.LOST, SnapshotEvent.DIED): SnapshotState.LOST,
-}
+SNAPSHOTS = _table(
+    ([SnapshotState.NONE], SnapshotEvent.TAKEN, SnapshotState.WRITING),
+    ([SnapshotState.WRITING, SnapshotState.LOST], SnapshotEvent.ENDED, SnapshotState.NONE),
+    ([SnapshotState.WRITING, SnapshotState.LOST], SnapshotEvent.DIED, SnapshotState.LOST),
+    ([SnapshotState.WRITING], SnapshotEvent.DIED_UNORDERED, SnapshotState.NONE),
+)
 
 
 JOB_ENDED = frozenset({JobState.DONE, JobState.FAILED, JobState.REJECTED})
-
-
-S = TypeVar("S", bound=StrEnum)
-E = TypeVar("E", bound=StrEnum)
 
 
 def next_state(  # noqa: PLR0917 - one line of a table, its name and its place

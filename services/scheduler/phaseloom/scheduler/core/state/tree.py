@@ -2,7 +2,7 @@
 
 The tree is the fold of the decision log: nothing in it comes from anywhere else. Mappings are keyed
 by the text form of a key (`str(DeploymentKey)`), so that a snapshot is plain MessagePack. They are
-changed by the methods of `State` only; what lies in them, by the methods of the records themselves.
+changed by the methods of `State`, or by the one module that owns the mapping.
 """
 
 from __future__ import annotations
@@ -58,9 +58,6 @@ class State(msgspec.Struct):
         self.sequence = sequence
         self.now_s = self.cluster.now_s = max(self.now_s, time_s)
 
-    def configure(self, config: SchedulerConfig) -> None:
-        self.config = config
-
     def set_timer(self, timer: str, due_s: float) -> None:
         self.timers[timer] = due_s
 
@@ -70,21 +67,11 @@ class State(msgspec.Struct):
 
     # --- jobs, deployments, nodes ----------------------------------------------------------------
 
-    def add_job(self, job: Job) -> None:
-        self.jobs[str(job.key)] = job
-
-    def drop_job(self, name: str) -> None:
-        del self.jobs[name]
-
     def add_deployment(self, deployment: Deployment) -> None:
         self.deployments[deployment.name] = deployment
 
     def drop_deployment(self, name: str) -> None:
         del self.deployments[name]
-
-    def add_node(self, node: Node) -> None:
-        """A node is up under a new lease."""
-        self.nodes[node.node] = node
 
     def trace(self, job: str, trace: PhaseTrace) -> None:
         """The profiler has measured a job."""
@@ -109,14 +96,6 @@ class State(msgspec.Struct):
         return self.waiters.pop(operation, [])
 
     # --- moves, and nodes that are to be left ----------------------------------------------------
-
-    def ask_replan(self, sequence: int) -> None:
-        """Moves are asked for. Args: sequence: of the step that asks."""
-        self.replanning = sequence
-
-    def end_replan(self) -> None:
-        """The question for moves was answered."""
-        self.replanning = 0
 
     def want_replan(self, is_due: bool = True) -> None:
         self.is_replan_due = is_due

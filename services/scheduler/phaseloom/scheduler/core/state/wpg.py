@@ -1,6 +1,6 @@
 """The worker-process group of a deployment: where its ranks are, and in which incarnation.
 
-One record a deployment. Its fields are changed by its methods only. Other modules read them.
+One record a deployment. Each of its fields is written by one module: here, or by its owner.
 """
 
 from __future__ import annotations
@@ -61,44 +61,15 @@ class Wpg(msgspec.Struct):
 
     # --- an incarnation --------------------------------------------------------------------------
 
-    def enter(self, state: WpgState) -> None:
-        """Called by `Step.advance_wpg`, which knows the transitions."""
-        self.state = state
-
     def begin(self, seal_seq: int) -> None:
-        """The next incarnation starts on all nodes, from this seal."""
+        """Begin the next incarnation, which starts from this seal."""
         self.incarnation += 1
         self.base = seal_seq
-        self.starting_on = self.nodes
-
-    def came_up(self, node: NodeId) -> None:
-        """The ranks on this node are up."""
-        self.starting_on.remove(node)
-
-    def measure(self, state_bytes: int) -> None:
-        self.state_bytes = state_bytes
 
     def complete_start(self) -> None:
         """Note that the ranks on all nodes are up."""
         self.error = None
         self.is_trial = False
-
-    def stop_waiting(self) -> None:
-        """Note that the ranks are dead: no node is waited for to start them."""
-        self.starting_on = []
-
-    def kill_on(self, nodes: list[NodeId]) -> None:
-        """The ranks on these nodes are being killed."""
-        self.dying_on = nodes
-
-    def died_on(self, node: NodeId) -> None:
-        if node in self.dying_on:
-            self.dying_on.remove(node)
-
-    def stop(self) -> None:
-        """Note that the WPG is stopped for good: no node is waited for any more."""
-        self.starting_on = []
-        self.dying_on = []
 
     def raise_incarnation(self, least: int) -> None:
         """An incarnation up to `least` was told, or seen, already."""

@@ -33,11 +33,6 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import MoveEvent, MoveStage
 from phaseloom.scheduler.core.state.wpg import RankAssignment
 
-RETRY_PAUSE_S = 5.0
-"""First pause before a node that could not take a copy is asked again; each one is twice as long
-as the one before."""
-MAX_RETRY_PAUSE_S = 80.0
-
 
 def begin(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
     """Begin to move a deployment to these nodes and devices.
@@ -162,16 +157,16 @@ def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
         _wait(step, deployment, move)
         return False
     if move.stage is MoveStage.WAITING and step.now_s >= move.retry_at_s:
-        move.begin_again()
+        move.is_sealed = False
         step.advance_move(deployment, MoveEvent.TRIED_AGAIN)
     if move.stage is MoveStage.BEGUN and _has_sealed(step, deployment, move):
-        move.note_began(step.now_s)
+        move.began_s = step.now_s
         step.advance_move(deployment, MoveEvent.SEAL_ASKED)
     if move.stage is MoveStage.SEALING and not deployment.durability.sealing:
         _mirror(step, deployment, move)
         step.advance_move(deployment, MoveEvent.SEAL_ENDED)
     if move.stage is MoveStage.MIRRORING and not move.fetching:
-        move.note_copied(step.now_s)
+        move.copy_s = step.now_s - move.began_s
         step.advance_move(deployment, MoveEvent.FETCHED)
     is_busy = (
         deployment.activation.running
@@ -184,7 +179,7 @@ def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
     has_failed = move.is_sealed and not deployment.durability.seal_asked
     if move.is_last or has_failed or _replay_s(deployment) <= move.copy_s:
         return True
-    move.seal_last()
+    move.is_last = True
     seals.seal(step, deployment)
     step.advance_move(deployment, MoveEvent.LAST_SEAL_ASKED)
     return False
@@ -205,7 +200,8 @@ def _replay_s(deployment: Deployment) -> float:
 
 
 def _wait(step: Step, deployment: Deployment, move: Relocation) -> None:
-    move.wait()
+    move.fetching = []
+    move.is_last = False
     step.advance_move(deployment, MoveEvent.PUT_OFF)
 
 
@@ -224,7 +220,7 @@ def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
         or deployment.queue.snapshots
     ):
         return False
-    move.note_sealed()
+    move.is_sealed = True
     seals.seal(step, deployment)
     return True
 
@@ -269,7 +265,8 @@ def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
                 rank_offset=sum(len(before.devices) for before in move.assignments[:index]),
                 num_ranks=deployment.spec.layout.num_ranks,
             )
-    move.ask(step.sequence, fetching)
+    move.asked = step.sequence
+    move.fetching = fetching
 
 
 def _ticket_of_held(deployment: Deployment, node: NodeId) -> Ticket | None:
@@ -291,9 +288,10 @@ def mirrored(step: Step, event: StateMirrored) -> None:
     move = deployment.move.relocation
     if event.command.sequence != move.asked or event.node not in move.fetching:
         return
-    move.note_fetched(event.node)
+    move.fetching.remove(event.node)
     if event.error is not None:
-        move.failed(step.now_s, RETRY_PAUSE_S, MAX_RETRY_PAUSE_S)
+        move.failures += 1
+        move.retry_at_s = step.now_s + seals.retry_pause_s(move.failures)
         step.set_timer(f"retry/{deployment.name}/{step.sequence}", move.retry_at_s)
         step.tell("move put off", f"{event.node}: {event.error.message}", deployment.name)
         _wait(step, deployment, move)

@@ -54,7 +54,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         state_endpoint=event.state_endpoint,
         residency=event.exclusive_residency,
     )
-    step.state.add_node(node)
+    step.state.nodes[event.node] = node
     for name in placed:
         deployment = step.state.deployments[name]
         assigned = next(
@@ -139,7 +139,7 @@ def node_lost(step: Step, event: NodeLost) -> None:
         return
     for name in _placed(node):
         _lose(step, step.state.deployments[name], event.node)
-    node.lose()
+    node.is_up = False
     step.tell("node lost", event.reason, event.node)
     config = step.config
     for what, after_s in (("away", config.node_grace_s), ("gone", config.node_gone_s)):
@@ -191,16 +191,16 @@ def start(step: Step, deployment: Deployment) -> None:
     step.advance_wpg(deployment, WpgEvent.STARTED)
     deployment.durability.incarnation_begins()
     deployment.wpg.begin(deployment.durability.seal_seq)
+    deployment.wpg.starting_on = deployment.nodes
     nodes = deployment.nodes
     versions = seals.durable_needed(step, deployment) if deployment.durability.seal_seq else []
     rank_offset = 0
     for index, assigned in enumerate(deployment.wpg.assignments):
         sources = _seal_sources(step, deployment, index)
-        step.send(
+        step.order(
             StartWpg,
             step.node(assigned.node),
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
+            deployment,
             spec=deployment.spec,
             devices=assigned.devices,
             seal_seq=deployment.durability.seal_seq,
@@ -267,14 +267,14 @@ def started(step: Step, event: WpgStarted) -> None:
     ):
         return
     is_first = len(deployment.wpg.starting_on) == len(deployment.wpg.assignments)
-    deployment.wpg.came_up(event.node)
+    deployment.wpg.starting_on.remove(event.node)
     if is_first:
-        deployment.wpg.measure(event.state_bytes)
+        deployment.wpg.state_bytes = event.state_bytes
         deployment.durability.start_from(event.applied)
     elif event.applied != deployment.durability.applied:
         _began_apart(step, deployment, event)
         return
-    deployment.wpg.measure(max(deployment.wpg.state_bytes, event.state_bytes))
+    deployment.wpg.state_bytes = max(deployment.wpg.state_bytes, event.state_bytes)
     if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
         # A seal that the node fetched from elsewhere is on its own disk now.
         seals.note_replica(deployment, deployment.nodes.index(event.node), event.node)
@@ -446,8 +446,8 @@ def _lose(step: Step, deployment: Deployment, node: NodeId) -> None:
     if deployment.wpg.state in _ALIVE:
         _note_death(step, deployment)
         _kill(step, deployment, but=node)
-    else:
-        deployment.wpg.died_on(node)
+    elif node in deployment.wpg.dying_on:
+        deployment.wpg.dying_on.remove(node)
 
 
 def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> None:
@@ -456,7 +456,8 @@ def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> N
     Args: but: a node on which no rank is alive.
     """
     nodes = step.nodes_of(deployment)
-    deployment.wpg.kill_on([node.node for node in nodes if node.is_up and node.node != but])
+    alive_on = [node.node for node in nodes if node.is_up and node.node != but]
+    deployment.wpg.dying_on = alive_on
     _stop_command(step, deployment, deployment.wpg.dying_on, forget=False)
 
 
@@ -464,7 +465,7 @@ def _note_death(step: Step, deployment: Deployment) -> None:
     """Note the death of a WPG: its devices are freed, and its running operations queued again."""
     if deployment.wpg.state in _ALIVE:
         step.advance_wpg(deployment, WpgEvent.DIED)
-        deployment.wpg.stop_waiting()
+        deployment.wpg.starting_on = []
     being_saved = [op for op in deployment.queue.every if op.has_snapshot]
     for op in [*_running_ops(deployment), *being_saved]:
         operations.requeue(step, op)
@@ -509,7 +510,8 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
             step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
     _stop_command(step, deployment, nodes, forget=forget)
     devices.leave(step, deployment)
-    deployment.wpg.stop()
+    deployment.wpg.starting_on = []
+    deployment.wpg.dying_on = []
     if not forget:
         seals.stop_copying(step, deployment)
     deployment.move.keep([])
@@ -522,10 +524,4 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
 
 def _stop_command(step: Step, deployment: Deployment, nodes: list[NodeId], *, forget: bool) -> None:
     for node in nodes:
-        step.send(
-            StopWpg,
-            step.node(node),
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
-            forget=forget,
-        )
+        step.order(StopWpg, step.node(node), deployment, forget=forget)

@@ -15,10 +15,8 @@ from math import inf
 import msgspec
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core.planning.admission import is_usable
+from phaseloom.scheduler.core.planning.nodes import Pinned, free_nodes, is_usable
 from phaseloom.scheduler.core.planning.sharing.sites import (
-    Pinned,
-    free_nodes,
     longest_wait,
     site_in,
     sites_in,

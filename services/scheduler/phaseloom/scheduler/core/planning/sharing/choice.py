@@ -2,10 +2,10 @@
 
 Groups are gone through in classes by their number of jobs, in the order that the policy wants;
 the first class that has a feasible one decides. Within it: duty, in bands of a tenth; then the
-least interference that the timeline predicts at the best shift; then periods that are multiples of
+least interference that the ring predicts at the best shift; then periods that are multiples of
 one another (§7.1); then the exact duty, and the group's age.
 
-Cost: linear in the groups with room; the timeline and the others' cycles are looked at for one
+Cost: linear in the groups with room; the ring and the others' cycles are looked at for one
 group after the other, until one without interference is found, or `_MAX_COMPARED` that would do.
 """
 
@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from phaseloom.scheduler.core.planning.nodes import Pinned, alone_takes, own_nodes
 from phaseloom.scheduler.core.planning.sharing.sites import (
-    Pinned,
     Site,
     longest_wait,
-    own_nodes,
     period_mismatch,
     site_in,
     sites_in,
 )
-from phaseloom.scheduler.core.planning.timeline.timeline import Timeline, has_room, timeline_of
+from phaseloom.scheduler.core.planning.timeline import RING
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Group, Member, Placed, Waits
 
 ALPHA = 1.0
@@ -55,8 +54,6 @@ class _Asked(msgspec.Struct):
     most_first: bool
     accepts: Accepts
     refusals: Refusals = msgspec.field(default_factory=Refusals)
-    timeline: Timeline | None = None
-    """The cluster's timeline, once it was needed."""
 
 
 def join_or_open(
@@ -93,19 +90,12 @@ def on_free_nodes(cluster: Cluster, member: Member) -> Placed | None:
     return Placed("", nodes, f"nodes of its own, {takes}")
 
 
-def lacking(cluster: Cluster, member: Member) -> str:
-    """The numbers of nodes that the job needs and that are free, for people."""
-    return ", ".join(
-        f"{need.num_nodes} of {pool} where {len(cluster.free.get(pool, []))} are free"
-        for pool, need in member.needs.items()
-    )
-
-
 def _classes(asked: _Asked, is_counted: bool) -> dict[int, list[Group]]:
     """The groups with room, by their number of jobs."""
     by_jobs: dict[int, list[Group]] = {}
     for group in asked.cluster.groups.values():
-        if has_room(group, asked.cluster.limits) or not (is_counted or group.is_closed):
+        is_full = len(group.members) >= asked.cluster.limits.max_group_jobs
+        if not group.is_closed and not (is_counted and is_full):
             by_jobs.setdefault(len(group.members), []).append(group)
         else:
             asked.refusals.full += 1
@@ -119,9 +109,6 @@ def _on_its_own(asked: _Asked) -> Placed | None:
     if not asked.accepts("", placed.nodes):
         asked.refusals.held += 1
         return None
-    # The timeline is kept up to date job by job, so that the first job that shares need not wait
-    # until all others are laid on it.
-    timeline_of(asked.cluster)
     return placed
 
 
@@ -164,7 +151,7 @@ def _rank(asked: _Asked, site: Site) -> tuple[float, float, float]:
 
 
 def _fit(asked: _Asked, site: Site) -> tuple[float, Placed] | None:
-    """The site as a place at its best shift, with the interference that the timeline predicts."""
+    """The site as a place at its best shift, with the interference that the ring predicts."""
     was_held = False
     for candidate in sites_in(asked.cluster, site.group, asked.member, site):
         if not asked.accepts(candidate.group.name, candidate.nodes):
@@ -190,13 +177,13 @@ def _shift(asked: _Asked, site: Site) -> tuple[int, float]:
     """
     if asked.member.cycle is None:
         return 0, 0.0
-    timeline = asked.timeline = asked.timeline or timeline_of(asked.cluster)
-    demand = timeline.demand(asked.member.cycle)
+    demand = RING.demand(asked.member.cycle)
     origin = int(asked.cluster.now_s)
-    shift = timeline.find_shift(site.nodes, demand, origin, int(ALPHA * demand.period))
+    members = list(site.group.members.values())
+    shift = RING.find_shift(members, site.nodes, demand, origin, int(ALPHA * demand.period))
     if shift is not None:
         return shift, 0.0
-    return 0, round(timeline.overlap_share(site.nodes, demand, origin), 3)
+    return 0, round(RING.overlap_share(members, site.nodes, demand, origin), 3)
 
 
 def _placed(asked: _Asked, site: Site, shift: int, interference: float, share: float) -> Placed:
@@ -224,4 +211,4 @@ def _why_none(asked: _Asked) -> str:
     ]
     groups = "; ".join(f"{count} {what}" for count, what in reasons if count)
     places = f"; of {len(asked.cluster.groups)} groups and the free nodes {groups}"
-    return f"it needs {lacking(asked.cluster, asked.member)}{places if groups else ''}"
+    return f"it takes {alone_takes(asked.cluster, asked.member)}{places if groups else ''}"

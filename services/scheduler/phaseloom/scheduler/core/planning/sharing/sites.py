@@ -8,15 +8,13 @@ share w of its time is 1 / (1 − w) times slower than alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 import msgspec
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core.planning.admission import is_usable, waiting_share
-from phaseloom.scheduler.core.state.cluster import Cluster, Group, Limits, Member, Need, Pool
-
-Pinned = dict[Pool, list[NodeId]]
+from phaseloom.scheduler.core.planning.admission import waiting_share
+from phaseloom.scheduler.core.planning.nodes import Pinned, free_nodes, users, with_room
+from phaseloom.scheduler.core.state.cluster import Cluster, Group, Limits, Member, Pool
 
 
 class Site(msgspec.Struct, frozen=True):
@@ -29,23 +27,6 @@ class Site(msgspec.Struct, frozen=True):
     load: float
     """Share of time that the busiest of the nodes would be used with the job; above 1: somebody
     waits."""
-
-
-def free_nodes(cluster: Cluster, pool: Pool, need: Need, count: int) -> list[NodeId]:
-    """The first `count` free nodes that could take a job, as the cluster lists them; may be
-    fewer."""
-    free = cluster.free.get(pool, [])
-    return list(islice((n for n in free if is_usable(cluster.hosts[n], need)), count))
-
-
-def own_nodes(cluster: Cluster, member: Member) -> Pinned | None:
-    """Free nodes for all that a job needs; None where there are too few."""
-    nodes: Pinned = {}
-    for pool, need in member.needs.items():
-        nodes[pool] = free_nodes(cluster, pool, need, need.num_nodes)
-        if len(nodes[pool]) < need.num_nodes:
-            return None
-    return nodes
 
 
 def sites_in(cluster: Cluster, group: Group, member: Member, site: Site) -> Iterator[Site]:
@@ -72,32 +53,23 @@ def site_in(
     nodes: Pinned = {}
     duty = load = 0.0
     for pool, need in member.needs.items():
-        shared = [] if pool in apart else _with_room(cluster, group, pool, need)
-        chosen = sorted(shared)[: need.num_nodes]
+        shared = [] if pool in apart else with_room(cluster, group, pool, need)
+        by_use = [(used_share(group, pool, name), place) for place, name in enumerate(shared)]
+        chosen = sorted(by_use)[: need.num_nodes]
         missing = need.num_nodes - len(chosen)
         own = free_nodes(cluster, pool, need, missing) if missing else []
         if len(own) < missing:
             return None
-        nodes[pool] = [name for _, _, name in chosen] + own
-        busiest = max((used for used, _, _ in chosen), default=0.0)
+        nodes[pool] = [shared[place] for _, place in chosen] + own
+        busiest = max((used for used, _ in chosen), default=0.0)
         duty = max(duty, busiest)
         load = max(load, busiest + duty_of(member, pool))
     return Site(group, nodes, duty, load)
 
 
-def _with_room(
-    cluster: Cluster, group: Group, pool: Pool, need: Need
-) -> list[tuple[float, int, NodeId]]:
-    """(duty, position in the group, node) of nodes that are up and large enough beside the
-    others."""
-    found = []
-    for place, name in enumerate(group.nodes.get(pool, [])):
-        host = cluster.hosts[name]
-        there = [m for m in group.members.values() if name in m.nodes.get(pool, ())]
-        resident = sum(m.needs[pool].host_bytes for m in there)
-        if is_usable(host, need) and resident + need.host_bytes <= host.host_bytes:
-            found.append((sum(duty_of(m, pool) for m in there), place, name))
-    return found
+def used_share(group: Group, pool: Pool, node: NodeId) -> float:
+    """Share of time in which the members of a group use one of its nodes."""
+    return sum(duty_of(m, pool) for m in users(group.members.values(), pool, node))
 
 
 def duty_of(member: Member, pool: Pool) -> float:

@@ -1,15 +1,15 @@
-"""Nodes that a job could take: free ones, and those of a group with memory left; and why there are
-none, with the numbers that the job's owner can act on."""
+"""The groups and nodes that could take a job, and why there are none, with the numbers that the
+job's owner can act on."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from math import inf
 from typing import NamedTuple
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.nodes import alone_takes, own_nodes, with_room
 from phaseloom.scheduler.core.planning.weave.period import (
     ROLLOUT,
     TRAIN,
@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.planning.weave.period import (
     phases,
     timing_of,
 )
-from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member, Need, Placed, Pool
+from phaseloom.scheduler.core.state.cluster import Cluster, Group, Member, Need, Placed, Pool
 
 NO_NEED = Need(num_nodes=0)
 
@@ -26,60 +26,14 @@ def need_of(member: Member, pool: Pool) -> Need:
     return member.needs.get(pool, NO_NEED)
 
 
-def serves(host: Host, need: Need) -> bool:
-    """Whether a node could take the job if nobody else used it.
-
-    Memory that is not declared is not checked.
-    """
-    return (
-        host.is_up
-        and host.num_devices >= need.num_devices
-        and (host.host_bytes == 0 or host.host_bytes >= need.host_bytes)
-    )
-
-
-def free_nodes(cluster: Cluster, pool: Pool, need: Need, num_nodes: int) -> list[NodeId] | None:
-    """The first free nodes by name that could take the job; None where there are too few."""
-    found = list(
-        islice((n for n in cluster.free.get(pool, ()) if serves(cluster.hosts[n], need)), num_nodes)
-    )
-    return found if len(found) == num_nodes else None
-
-
-def resident_bytes(members: Iterable[Member], pool: Pool) -> dict[NodeId, int]:
-    """Bytes of the members' working sets on each node of the pool."""
-    taken: dict[NodeId, int] = {}
-    for member in members:
-        need = need_of(member, pool)
-        for node in member.nodes.get(pool, ()):
-            taken[node] = taken.get(node, 0) + need.host_bytes
-    return taken
-
-
-def fits(host: Host, need: Need, taken_bytes: int) -> bool:
-    """Whether a node could take the job beside what is resident there.
-
-    All jobs pinned to a node stay in its host memory (WEAVE §4.2, residency). Deviation from line 8
-    of Algorithm 1: an exact fit is allowed.
-    """
-    return serves(host, need) and (
-        host.host_bytes == 0 or taken_bytes + need.host_bytes <= host.host_bytes
-    )
-
-
 def price_per_hour(cluster: Cluster, nodes: Iterable[NodeId]) -> float:
     return sum(cluster.hosts[node].price_per_hour for node in nodes)
 
 
 def fresh(cluster: Cluster, member: Member, why: str = "") -> Placed | None:
     """A new group of the job alone; None where too few nodes are free."""
-    nodes: dict[Pool, list[NodeId]] = {}
-    for pool, need in member.needs.items():
-        found = free_nodes(cluster, pool, need, need.num_nodes)
-        if found is None:
-            return None
-        nodes[pool] = found
-    return Placed("", nodes, why)
+    nodes = own_nodes(cluster, member)
+    return None if nodes is None else Placed("", nodes, why)
 
 
 def trains_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId] | None:
@@ -90,21 +44,13 @@ def trains_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId] | 
     """
     need = need_of(member, TRAIN)
     nodes = group.nodes.get(TRAIN, [])
-    if len(nodes) != need.num_nodes:
-        return None
-    taken = resident_bytes(group.members.values(), TRAIN)
-    if all(fits(cluster.hosts[n], need, taken.get(n, 0)) for n in nodes):
-        return nodes
-    return None
+    is_possible = len(nodes) == need.num_nodes and nodes == with_room(cluster, group, TRAIN, need)
+    return nodes if is_possible else None
 
 
 def rolls_on(cluster: Cluster, group: Group, member: Member) -> list[NodeId]:
     """The group's rollout nodes that have room for the job."""
-    need = need_of(member, ROLLOUT)
-    taken = resident_bytes(group.members.values(), ROLLOUT)
-    return [
-        n for n in group.nodes.get(ROLLOUT, ()) if fits(cluster.hosts[n], need, taken.get(n, 0))
-    ]
+    return with_room(cluster, group, ROLLOUT, need_of(member, ROLLOUT))
 
 
 def has_promise(group: Group) -> bool:
@@ -159,14 +105,6 @@ def pinned(rolls: Iterable[NodeId], trains: Iterable[NodeId]) -> dict[Pool, list
     """Nodes by pool, without pools that a job does not use."""
     nodes = {ROLLOUT: list(rolls), TRAIN: list(trains)}
     return {pool: names for pool, names in nodes.items() if names}
-
-
-def alone_takes(cluster: Cluster, member: Member) -> str:
-    """The nodes that a group of the job alone would take, and how many are free, for people."""
-    return ", ".join(
-        f"{need.num_nodes} of pool {pool} ({len(cluster.free.get(pool, ()))} free)"
-        for pool, need in member.needs.items()
-    )
 
 
 def no_place(cluster: Cluster, member: Member) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.nodes import is_usable
 from phaseloom.scheduler.core.planning.weave.candidates import (
     MOVE_S,
     Candidate,
@@ -33,7 +34,7 @@ from phaseloom.scheduler.core.planning.weave.candidates import (
     signature,
 )
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
-from phaseloom.scheduler.core.planning.weave.pool import pinned, serves
+from phaseloom.scheduler.core.planning.weave.pool import pinned
 from phaseloom.scheduler.core.state.cluster import Cluster, Group, Move, Placed, Pool
 
 VALUE = 0.25
@@ -217,7 +218,8 @@ class SearchState:
             taken = sum(other.rollout.host_bytes for other in group if node in other.nodes)
             host = self.cluster.hosts.get(NodeId(node))
             room = host.host_bytes if host is not None else self._fresh[ROLLOUT][1]
-            if not _fits(taken, room) or (host is not None and not serves(host, candidate.rollout)):
+            is_there = host is None or is_usable(host, candidate.rollout)
+            if not (is_there and _fits(taken, room)):
                 return False
         return True
 

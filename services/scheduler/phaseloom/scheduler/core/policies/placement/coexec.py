@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from math import inf
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.nodes import free_nodes
 from phaseloom.scheduler.core.planning.weave.candidates import candidate_of
 from phaseloom.scheduler.core.planning.weave.period import (
     ROLLOUT,
@@ -29,7 +30,6 @@ from phaseloom.scheduler.core.planning.weave.period import (
     timing_of,
 )
 from phaseloom.scheduler.core.planning.weave.pool import (
-    free_nodes,
     fresh,
     need_of,
     no_place,
@@ -146,7 +146,7 @@ def _placements(
         own = ranked
     for num_new in range(1, count + 1):
         new = free_nodes(cluster, ROLLOUT, need, num_new)
-        if new is None or count - num_new > len(own):
+        if len(new) < num_new or count - num_new > len(own):
             continue
         yield own[: count - num_new], new
 

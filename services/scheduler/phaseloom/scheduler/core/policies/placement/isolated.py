@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from phaseloom.scheduler.core.planning.sharing.choice import lacking, on_free_nodes
+from phaseloom.scheduler.core.planning.nodes import alone_takes
+from phaseloom.scheduler.core.planning.sharing.choice import on_free_nodes
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placement, Waits
 
 
 def _place(cluster: Cluster, member: Member) -> Decision:
     """The first free nodes by name."""
     placed = on_free_nodes(cluster, member)
-    return placed or Waits(f"isolated: it needs {lacking(cluster, member)}")
+    return placed or Waits(f"isolated: it takes {alone_takes(cluster, member)}")
 
 
 isolated = Placement(_place)

@@ -8,7 +8,8 @@ each, as under `solo`: placement never moves a deployment to another pool than i
 
 from __future__ import annotations
 
-from phaseloom.scheduler.core.planning.weave.pool import alone_takes, fresh
+from phaseloom.scheduler.core.planning.nodes import alone_takes
+from phaseloom.scheduler.core.planning.weave.pool import fresh
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placement, Waits
 
 

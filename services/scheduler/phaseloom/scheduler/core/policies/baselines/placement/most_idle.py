@@ -6,8 +6,9 @@ Idle is the share of node time that is on no phase in a settled meta-iteration.
 
 from __future__ import annotations
 
+from phaseloom.scheduler.core.planning.nodes import alone_takes
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN, group_phases, period_s
-from phaseloom.scheduler.core.planning.weave.pool import alone_takes, fresh, need_of, pinned, rooms
+from phaseloom.scheduler.core.planning.weave.pool import fresh, need_of, pinned, rooms
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,

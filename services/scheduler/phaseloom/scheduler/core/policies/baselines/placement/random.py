@@ -9,8 +9,9 @@ from __future__ import annotations
 from zlib import crc32
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.nodes import alone_takes
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT
-from phaseloom.scheduler.core.planning.weave.pool import alone_takes, fresh, need_of, pinned, rooms
+from phaseloom.scheduler.core.planning.weave.pool import fresh, need_of, pinned, rooms
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,

@@ -5,7 +5,8 @@ The yardstick for slowdowns, and the dearest. Pure; cost: a look at the free nod
 
 from __future__ import annotations
 
-from phaseloom.scheduler.core.planning.weave.pool import alone_takes, fresh
+from phaseloom.scheduler.core.planning.nodes import alone_takes
+from phaseloom.scheduler.core.planning.weave.pool import fresh
 from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Placement, Waits
 
 

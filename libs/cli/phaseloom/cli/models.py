@@ -1,0 +1,163 @@
+"""`phaseloom model` registers, lists and removes models: directories that jobs name in their specs.
+
+A job has the files pinned that its model's name stood for when it was submitted. So removing a
+name, or giving it to another directory later, changes nothing for jobs that are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from phaseloom.cli.rundir import bus_config
+from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.specs import RegisteredModel
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.tensors.modelfiles import read_model
+from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.connection import BusConfig, connect
+
+
+def add(
+    name: str, directory: Path, *, run: Path | None = None, console: Console | None = None
+) -> None:
+    """Register a model's directory under a name that jobs can give.
+
+    Every file is read and hashed once. The nodes that run the model need the directory at the same
+    path, and check the hashes.
+
+    Parameters
+    ----------
+    name
+        The name: letters, digits, `_` and `-`.
+    directory
+        The directory in the Hugging Face layout: config.json, safetensors, tokenizer.
+    run
+        As for `phaseloom jobs`.
+    """
+    model = read_model(name, directory)
+    uvloop.run(_add(bus_config(run), model))
+    (console or Console()).print(f"registered {line(model)}", soft_wrap=True, markup=False)
+
+
+def list_models(*, run: Path | None = None, console: Console | None = None) -> None:
+    """List the registered models.
+
+    Parameters
+    ----------
+    run
+        As for `phaseloom jobs`.
+    """
+    (console or Console()).print(table(uvloop.run(_all(bus_config(run)))))
+
+
+def remove(name: str, *, run: Path | None = None, console: Console | None = None) -> None:
+    """Remove the name of a model; its files stay, and jobs that have it go on.
+
+    Such a job reads the files again when it has to be rebuilt from its beginning, so keep them
+    until it has ended.
+
+    Parameters
+    ----------
+    name
+        The name.
+    run
+        As for `phaseloom jobs`.
+    """
+    uvloop.run(_remove(bus_config(run), check_name(name, "name")))
+    (console or Console()).print(f"{name} is not registered any more", markup=False)
+
+
+async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) -> None:
+    """Store a registration.
+
+    Args:   replaces: whether another registration of the name gives way.
+    Raises: CallerError: ALREADY_EXISTS: the name stands for something else.
+    """
+    stored = await bus.kv_get_raw(Bucket.MODELS, model.name)
+    if stored is not None and not stored.is_gone and not replaces:
+        if decode(stored.payload, RegisteredModel) == model:
+            return
+        raise _taken(model.name)
+    try:
+        sequence = stored.sequence if stored else 0
+        await bus.kv_swap(Bucket.MODELS, model.name, encode(model), sequence)
+    except Conflict:
+        raise _taken(model.name) from None
+
+
+def line(model: RegisteredModel) -> str:
+    """A registration in a line."""
+    num_bytes = sum(file.num_bytes for file in model.directory.files)
+    return (
+        f"{model.name}: {model.config.get('model_type', 'of no type')}, "
+        f"{model.num_parameters:,} parameters in {', '.join(model.dtypes)}, "
+        f"{len(model.directory.files)} files of {num_bytes:,} bytes in {model.directory.path}"
+    )
+
+
+def table(models: list[RegisteredModel]) -> Table:
+    found = Table("model", "type", "parameters", "dtype", "bytes", "directory", box=None)
+    for model in models:
+        found.add_row(
+            model.name,
+            str(model.config.get("model_type", "–")),
+            f"{model.num_parameters:,}",
+            ", ".join(model.dtypes),
+            f"{sum(file.num_bytes for file in model.directory.files):,}",
+            model.directory.path,
+        )
+    if not models:
+        found.add_row("none yet")
+    return found
+
+
+@asynccontextmanager
+async def _bus(settings: BusConfig) -> AsyncIterator[Bus]:
+    bus = Bus(await connect(settings.url, "models", settings.user, settings.password))
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def _add(settings: BusConfig, model: RegisteredModel) -> None:
+    async with _bus(settings) as bus:
+        await register(bus, model)
+
+
+async def _all(settings: BusConfig) -> list[RegisteredModel]:
+    async with _bus(settings) as bus:
+        names = sorted(await bus.kv_keys(Bucket.MODELS))
+        found = await asyncio.gather(*(bus.kv_get(Bucket.MODELS, name) for name in names))
+    return [decode(stored.payload, RegisteredModel) for stored in found if stored is not None]
+
+
+async def _remove(settings: BusConfig, name: str) -> None:
+    async with _bus(settings) as bus:
+        stored = await bus.kv_get(Bucket.MODELS, name)
+        if stored is None:
+            raise CallerError(
+                f"there is no registered model {name!r}",
+                code=Code.NOT_FOUND,
+                field="name",
+                remedy="see `phaseloom model list`",
+            )
+        await bus.kv_delete(Bucket.MODELS, name, stored.sequence)
+
+
+def _taken(name: str) -> CallerError:
+    return CallerError(
+        f"the name {name!r} stands for another directory or other files",
+        code=Code.ALREADY_EXISTS,
+        field="name",
+        remedy="choose another name, or `phaseloom model remove` this one first",
+    )

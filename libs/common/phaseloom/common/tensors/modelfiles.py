@@ -1,0 +1,136 @@
+"""A model's directory in the Hugging Face layout, read for its registration.
+
+What is registered is the config, the safetensors that it needs and the small files that belong to
+it; anything else in the directory, and code above all, is left alone. The operator's command line
+and the mesh's supervisor register; agents verify against what was registered.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.specs import ModelDirectory, ModelFile, RegisteredModel
+from phaseloom.common.tensors.safetensors import (
+    LENGTH_BYTES,
+    Entry,
+    Index,
+    decode_header,
+    header_bytes,
+    index_name,
+)
+
+CONFIG_FILE = "config.json"
+_STEM = "model"
+_COMPANIONS = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
+    *("LICENSE*", "NOTICE*", "README.md"),
+)
+"""Names of the files that are registered beside config and weights, and copied into checkpoints."""
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of a model's directory is neither config nor weights, but belongs to it."""
+    return any(fnmatch(name, pattern) for pattern in _COMPANIONS)
+
+
+def file_blake3(path: Path) -> str:
+    """The BLAKE3 of a file, in hex; several processors compute it. Raises: OSError."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def read_model(name: str, directory: Path) -> RegisteredModel:
+    """Read and hash a model's directory.
+
+    Args:   name: the name to register it under.
+    Raises: CallerError: the name cannot be one; NOT_FOUND: there is no such directory, or a file is
+            missing; INVALID_ARGUMENT: a file is not what it should be.
+    Cost:   reads every file once.
+    """
+    check_name(name, "name")
+    directory = directory.absolute()
+    if not directory.is_dir():
+        raise CallerError(
+            f"there is no directory {directory}",
+            code=Code.NOT_FOUND,
+            field="directory",
+            remedy="name a directory with config.json and model*.safetensors",
+        )
+    try:
+        config = _decoded(directory / CONFIG_FILE, dict[str, Any])
+        weights, entries = _weights(directory)
+        found = sorted(p.name for p in directory.iterdir() if p.is_file())
+        named = [CONFIG_FILE, *weights, *filter(is_companion, found)]
+        files = [_hashed(directory / each) for each in named]
+    except FileNotFoundError as error:
+        raise CallerError(
+            f"{error.filename} is missing",
+            code=Code.NOT_FOUND,
+            field="directory",
+            remedy="name a directory with config.json and model*.safetensors",
+        ) from None
+    except OSError as error:
+        raise CallerError(
+            f"{error.filename} cannot be read: {error.strerror}",
+            code=Code.FAILED_PRECONDITION,
+            field="directory",
+            remedy="make the model's files readable",
+        ) from None
+    num_parameters = sum(prod(entry.shape) for entry in entries)
+    dtypes = sorted({entry.dtype for entry in entries})
+    pinned = ModelDirectory(str(directory), files)
+    return RegisteredModel(name, pinned, config, num_parameters, dtypes)
+
+
+def _weights(directory: Path) -> tuple[list[str], list[Entry]]:
+    """The names of the model's safetensors files, and the tensors in them."""
+    single = f"{_STEM}.safetensors"
+    if (directory / single).exists():
+        return [single], _entries(directory / single)
+    index = directory / index_name(_STEM)
+    places = _decoded(index, Index).weight_map
+    names = sorted(set(places.values()))
+    entries: list[Entry] = []
+    for name in names:
+        if Path(name).name != name:
+            raise _unsound(index, f"it names a file elsewhere: {name!r}")
+        entries += _entries(directory / name)
+    held = sorted(entry.name for entry in entries)
+    if held != sorted(places):
+        raise _unsound(index, "it names other tensors than its files have")
+    return [index.name, *names], entries
+
+
+def _entries(path: Path) -> list[Entry]:
+    try:
+        with path.open("rb") as opened:
+            length = header_bytes(opened.read(LENGTH_BYTES))
+            return decode_header(opened.read(length), path.stat().st_size)
+    except ValueError as error:
+        raise _unsound(path, str(error)) from None
+
+
+def _decoded(path: Path, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.DecodeError as error:
+        raise _unsound(path, str(error)) from None
+
+
+def _hashed(path: Path) -> ModelFile:
+    num_bytes = path.stat().st_size
+    return ModelFile(path.name, num_bytes, file_blake3(path))
+
+
+def _unsound(path: Path, why: str) -> CallerError:
+    return CallerError(
+        f"{path}: {why}", field="directory", remedy="fetch or save the model's files again"
+    )

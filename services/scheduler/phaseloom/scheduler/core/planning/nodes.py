@@ -1,0 +1,75 @@
+"""Nodes that a job could take: free ones, and those of a group that have memory left for it.
+
+All jobs that are pinned to a node stay in its host memory (I4, and WEAVE §4.2, residency); an exact
+fit is allowed. Called by all other modules of `planning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member, Need, Pool
+
+Pinned = dict[Pool, list[NodeId]]
+
+
+def could_take(host: Host, need: Need) -> bool:
+    """Whether the node has what the job takes of one, were the node up and the job alone there."""
+    is_large = host.num_devices >= need.num_devices and host.host_bytes >= need.host_bytes
+    return is_large and can_run(host, need)
+
+
+def can_run(host: Host, need: Need) -> bool:
+    """Whether the node has the job's backends."""
+    return not host.backends or need.backends.issubset(host.backends)
+
+
+def is_usable(host: Host, need: Need) -> bool:
+    """Whether the node is up and has what the job takes of one, were it alone there."""
+    return host.is_up and could_take(host, need)
+
+
+def free_nodes(cluster: Cluster, pool: Pool, need: Need, count: int) -> list[NodeId]:
+    """The first `count` free nodes by name that could take a job; may be fewer."""
+    free = cluster.free.get(pool, [])
+    return list(islice((n for n in free if is_usable(cluster.hosts[n], need)), count))
+
+
+def own_nodes(cluster: Cluster, member: Member) -> Pinned | None:
+    """Free nodes for all that a job needs; None where there are too few."""
+    nodes: Pinned = {}
+    for pool, need in member.needs.items():
+        nodes[pool] = free_nodes(cluster, pool, need, need.num_nodes)
+        if len(nodes[pool]) < need.num_nodes:
+            return None
+    return nodes
+
+
+def users(members: Iterable[Member], pool: Pool, node: NodeId) -> list[Member]:
+    """The members that are pinned to a node of a pool."""
+    return [member for member in members if node in member.nodes.get(pool, ())]
+
+
+def has_room(host: Host, need: Need, beside: Iterable[Member]) -> bool:
+    """Whether a node could take a job beside these members, all of which are pinned to it."""
+    taken_bytes = sum(member.needs[host.pool].host_bytes for member in beside)
+    return is_usable(host, need) and taken_bytes + need.host_bytes <= host.host_bytes
+
+
+def with_room(cluster: Cluster, group: Group, pool: Pool, need: Need) -> list[NodeId]:
+    """The nodes of a group that could take one more job beside the members that are there."""
+    return [
+        name
+        for name in group.nodes.get(pool, [])
+        if has_room(cluster.hosts[name], need, users(group.members.values(), pool, name))
+    ]
+
+
+def alone_takes(cluster: Cluster, member: Member) -> str:
+    """The nodes that the job would take alone, and how many are free, for people."""
+    return ", ".join(
+        f"{need.num_nodes} of pool {pool} ({len(cluster.free.get(pool, ()))} free)"
+        for pool, need in member.needs.items()
+    )

@@ -1,0 +1,85 @@
+"""Registered models: what a job's `ModelSpec` names is looked up and pinned into the job's spec.
+
+The pinned files enter the decision log with the job. So a replay decides the same, and a model that
+is removed or registered anew changes nothing for jobs that were submitted before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec, RegisteredModel
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus
+
+ModelOf = Callable[[str], Awaitable[RegisteredModel | None]]
+"""The registered model of a name, or None where there is none."""
+
+_DTYPE = ("dtype", "torch_dtype")
+"""Keys of a config that say in which dtype the files are. Ranks may hold another."""
+
+
+def models_on(bus: Bus) -> ModelOf:
+    """Look models up in the bus's bucket."""
+
+    async def model_of(name: str) -> RegisteredModel | None:
+        stored = await bus.kv_get(Bucket.MODELS, name)
+        if stored is None:
+            return None
+        model: RegisteredModel = decode(stored.payload, RegisteredModel)
+        return model
+
+    return model_of
+
+
+async def pin_job(spec: JobSpec, model_of: ModelOf, field: str) -> JobSpec:
+    """Pin the registered models of all deployments of a job. Raises: as `pin_deployment`."""
+    pinned = [
+        await pin_deployment(deployment, model_of, f"{field}.deployments[{index}]")
+        for index, deployment in enumerate(spec.deployments)
+    ]
+    return replace(spec, deployments=pinned)
+
+
+async def pin_deployment(spec: DeploymentSpec, model_of: ModelOf, field: str) -> DeploymentSpec:
+    """Replace the name of a registered model by its config and files; a spec without one stays.
+
+    Raises: CallerError: NOT_FOUND: no model has the name; INVALID_ARGUMENT: the caller pinned files
+            itself, or gave a config that is not the model's.
+    """
+    model, field = spec.model, f"{field}.model"
+    if model.pinned is not None:
+        raise CallerError(
+            "a controller cannot name files of a node",
+            field=f"{field}.pinned",
+            remedy="leave it out; name a model that the operator has registered",
+        )
+    if not model.registered:
+        return spec
+    check_name(model.registered, f"{field}.registered")
+    registered = await model_of(model.registered)
+    if registered is None:
+        raise CallerError(
+            f"there is no registered model {model.registered!r}",
+            code=Code.NOT_FOUND,
+            field=f"{field}.registered",
+            remedy="see `phaseloom model list`; the operator adds one with `phaseloom model add`",
+        )
+    return replace(spec, model=_pinned(model, registered, field))
+
+
+def _pinned(model: ModelSpec, registered: RegisteredModel, field: str) -> ModelSpec:
+    config = {key: value for key, value in registered.config.items() if key not in _DTYPE}
+    for key, value in model.config.items():
+        if key not in _DTYPE and (key not in config or config[key] != value):
+            raise CallerError(
+                f"the registered model {registered.name!r} has another {key!r} than {value!r}",
+                field=f"{field}.config.{key}",
+                remedy="leave the config out; with a registered model it can only give `dtype`",
+            )
+    return replace(model, config=config | model.config, pinned=registered.directory)

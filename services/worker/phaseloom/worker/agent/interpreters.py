@@ -1,0 +1,153 @@
+"""The Python interpreters of a node's ranks: which backend runs in which, and what each lacks.
+
+A runtime whose requirements differ from the worker's has an environment of its own
+(`WorkerConfig.interpreters`). Ranks of all interpreters speak with the same agent and state
+manager, so each must have this very Phaseloom: `Probe.code` compares. As a program this module
+probes its own interpreter, for the agent and for `phaseloom doctor`:
+`python -m phaseloom.worker.agent.interpreters [--import] BACKEND...` prints a `Probe` as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+import phaseloom.common
+import phaseloom.worker
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.worker.agent.forkserver import ForkServer, RankProcess
+from phaseloom.worker.backends import BACKENDS, RUNTIMES, backend_factory, missing_modules
+
+log = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 60.0
+_IMPORT_FLAG = "--import"
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What an interpreter has of some backends."""
+
+    code: str
+    """Digest of the sources of Phaseloom there, as `code_digest`."""
+    versions: dict[str, str]
+    """Version of each distribution of the backends' runtimes."""
+    missing: dict[str, str]
+    """Backend → why it does not run there."""
+
+
+class Interpreters:
+    """A node's interpreters, each with its fork server, which begins to import at once."""
+
+    def __init__(self, interpreters: Mapping[str, str], *, preload: bool) -> None:
+        """Args: interpreters: backend → Python, of those that do not run in this one.
+        preload: whether runtimes are imported before the first rank needs them.
+        """
+        self._python_of = {name: interpreters.get(name, sys.executable) for name in BACKENDS}
+        for name in interpreters.keys() - BACKENDS.keys():
+            log.error("interpreters: there is no backend %r", name)
+        grouped: defaultdict[str, list[str]] = defaultdict(list)
+        for name, python in self._python_of.items():
+            grouped[python].append(name)
+        self._backends_in = dict(grouped)
+        self._servers = {
+            python: ForkServer(python, self._preloaded(python) if preload else [])
+            for python in self._backends_in
+        }
+
+    def _preloaded(self, python: str) -> list[str]:
+        names = self._backends_in[python]
+        return [n for n in names if python != sys.executable or not missing_modules(n)]
+
+    def backends(self) -> list[str]:
+        """Backends that run here, sorted; what keeps another one that is configured is logged.
+        Blocks for up to a second."""
+        found = []
+        for python, names in self._backends_in.items():
+            if python == sys.executable:
+                found += [name for name in names if not missing_modules(name)]
+                continue
+            try:
+                probed = probe(python, names)
+            except ResourceError as error:
+                log.error("%s: %s", ", ".join(names), error)
+                continue
+            missing = dict(probed.missing)
+            if probed.code != code_digest():
+                missing |= dict.fromkeys(names, "another Phaseloom is installed there")
+            for name, why in missing.items():
+                log.error("backend %s does not run in %s: %s", name, python, why)
+            found += [name for name in names if name not in missing]
+        return sorted(found)
+
+    async def fork(self, backend: str, config_json: str) -> RankProcess:
+        """Start a rank in its backend's interpreter. Raises: ResourceError: it cannot be started,
+        and the remedy."""
+        server = self._servers[self._python_of.get(backend, sys.executable)]
+        server.restart_if_dead()
+        # The first one waits for the server's imports.
+        return await asyncio.to_thread(server.fork, config_json)
+
+
+def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Probe:
+    """What another interpreter has. Args: imports: import the runtimes there, which takes seconds.
+
+    Raises: ResourceError: it does not run, or has no Phaseloom.
+    """
+    flags = [_IMPORT_FLAG] if imports else []
+    command = [python, "-m", __spec__.name if __spec__ else __name__, *flags, *backends]
+    try:
+        ran = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
+        )
+        # Runtimes may say something when they are imported.
+        return msgspec.json.decode(ran.stdout.splitlines()[-1], type=Probe)
+    except (OSError, subprocess.SubprocessError, msgspec.DecodeError, IndexError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        raise ResourceError(
+            f"{python} cannot run ranks: {str(said).strip()[-300:]}",
+            field="interpreters",
+            remedy="install this Phaseloom in its environment, or correct the path",
+        ) from error
+
+
+def code_digest() -> str:
+    """Digest of the sources that agent and ranks have in common."""
+    digest = hashlib.sha256()
+    for package in (phaseloom.common, phaseloom.worker):
+        root = Path(package.__path__[0])
+        for file in sorted(root.rglob("*.py")):
+            digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _probe_here(backends: Sequence[str], *, imports: bool) -> Probe:
+    missing: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    for name in backends:
+        absent = missing_modules(name)
+        if absent:
+            missing[name] = f"{', '.join(absent)} is not installed"
+        for module in set(RUNTIMES.get(name, ())) - set(absent):
+            for distribution in metadata.packages_distributions().get(module, []):
+                versions[distribution] = metadata.version(distribution)
+        if imports and not absent:
+            try:
+                backend_factory(name)
+            except Exception as error:
+                missing[name] = f"{type(error).__name__}: {error}"
+    return Probe(code_digest(), versions, missing)
+
+
+if __name__ == "__main__":
+    _names = [name for name in sys.argv[1:] if name != _IMPORT_FLAG]
+    _probed = _probe_here(_names, imports=_IMPORT_FLAG in sys.argv[1:])
+    sys.stdout.write(f"\n{msgspec.json.encode(_probed).decode()}\n")

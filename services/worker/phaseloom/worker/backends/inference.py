@@ -1,0 +1,163 @@
+"""What the backends that generate and do not train have in common: what they check and refuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from phaseloom.common.contract.arrays import length
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import (
+    Forward,
+    ForwardBackward,
+    ForwardBackwardResult,
+    Generate,
+    OptimStep,
+    OptimStepResult,
+    Prompt,
+    SamplingParams,
+)
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.backends.batch import check_some, check_tokens, forward_batch, joined_ints
+from phaseloom.worker.backends.layout import check_layout
+from phaseloom.worker.backends.model import model_config, weights_dtype
+from phaseloom.worker.backends.shaping import check_bad_words
+
+KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weights"})
+
+
+class InferenceBackend:
+    """The part of a `Backend` that needs the model's config only."""
+
+    def __init__(self, spec: DeploymentSpec) -> None:
+        config = model_config(spec.model)
+        self.kinds = KINDS
+        self.host_bytes = 0
+        self.config: dict[str, Any] = {**config.to_dict(), "dtype": weights_dtype(spec.model)}
+        self.vocab_size = int(config.vocab_size)
+        self._name = spec.backend
+        self._token_texts = spec.model.token_texts
+        self._ends = end_tokens(config, self.vocab_size)
+        self._max_positions = int(config.max_position_embeddings)
+
+    def use_host_memory(self, buffer: memoryview) -> None:
+        """Nothing: no state of it lives in host memory."""
+
+    def check_generate(self, args: Generate) -> None:
+        if not args.prompts:
+            raise CallerError(
+                "there are no prompts", field="args.prompts", remedy="send at least 1 prompt"
+            )
+        if args.num_samples < 1:
+            raise CallerError("it is below 1", field="args.num_samples", remedy="use 1 or more")
+        _check_sampling(args.sampling, self.vocab_size)
+        check_bad_words(args.sampling, self.vocab_size)
+        if args.sampling.stop_strings and not self._token_texts:
+            raise CallerError(
+                "the model has no token_texts to find strings in",
+                code=Code.FAILED_PRECONDITION,
+                field="args.sampling.stop_strings",
+                remedy="declare the deployment with model.token_texts, or use stop_token_ids",
+            )
+        tokens = [prompt.tokens for prompt in args.prompts]
+        check_tokens(joined_ints(tokens, prompt_field), self.vocab_size, tokens, prompt_field)
+        self._check_lengths(args.prompts, args.sampling.max_tokens)
+
+    def check_forward(self, args: Forward) -> None:
+        check_some(args.batch)
+        forward_batch(args, self.vocab_size)
+
+    def check_forward_backward(self, args: ForwardBackward) -> None:
+        raise self._does_not_train("forward_backward")
+
+    def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
+        raise self._does_not_train("forward_backward")
+
+    def check_optim_step(self, args: OptimStep) -> None:
+        raise self._does_not_train("optim_step")
+
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
+        raise self._does_not_train("optim_step")
+
+    def zero_gradients(self) -> None:
+        """Nothing: there are no gradients."""
+
+    def _stops(self, sampling: SamplingParams) -> list[int]:
+        """Tokens that end a sample."""
+        return [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
+
+    def _check_lengths(self, prompts: list[Prompt], max_tokens: int) -> None:
+        for i, prompt in enumerate(prompts):
+            num_tokens = length(prompt.tokens)
+            if num_tokens == 0:
+                raise CallerError(
+                    "the prompt is empty", field=prompt_field(i), remedy="begin with some token"
+                )
+            num_new = max_tokens - prompt.num_generated
+            if not 0 <= prompt.num_generated < min(num_tokens, max_tokens):
+                raise CallerError(
+                    f"{prompt.num_generated} of {num_tokens} tokens, and of max_tokens = "
+                    f"{max_tokens}, is no earlier answer to go on from",
+                    field=f"args.prompts[{i}].num_generated",
+                    remedy="leave a token of the prompt and one to generate",
+                )
+            if num_tokens + num_new > self._max_positions:
+                raise CallerError(
+                    f"{num_tokens} tokens and {num_new} new ones are more than the "
+                    f"{self._max_positions} positions of the model",
+                    field=prompt_field(i),
+                    remedy="shorten the prompt or lower max_tokens",
+                )
+
+    def _does_not_train(self, kind: str) -> CallerError:
+        return CallerError(
+            f"the {self._name} backend does not do {kind}",
+            field="args.type",
+            remedy="send it to a trainable deployment with the backend 'fsdp'",
+        )
+
+
+def check_spec(spec: DeploymentSpec, ranks: RankGroup) -> None:
+    """Check that a backend that only generates can do this. Raises: CallerError."""
+    check_layout(spec, ranks)
+    if spec.trainable:
+        raise CallerError(
+            f"the {spec.backend} backend does not train",
+            field="deployments.trainable",
+            remedy="use the backend 'fsdp'",
+        )
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    if sampling.max_tokens < 1:
+        raise CallerError("it is below 1", field="args.sampling.max_tokens", remedy="use 1 or more")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise CallerError(
+            f"{sampling.temperature} is no temperature",
+            field="args.sampling.temperature",
+            remedy="use 0 for greedy, or a positive number",
+        )
+    if "" in sampling.stop_strings:
+        raise CallerError(
+            "a string is empty", field="args.sampling.stop_strings", remedy="leave it out"
+        )
+    stops = [sampling.stop_token_ids]
+
+    def field(_: int) -> str:
+        return "args.sampling.stop_token_ids"
+
+    check_tokens(joined_ints(stops, field), vocab_size, stops, field)
+
+
+def prompt_field(i: int) -> str:
+    return f"args.prompts[{i}].tokens"
+
+
+def end_tokens(config: PreTrainedConfig, vocab_size: int) -> list[int]:
+    """The end-of-sequence tokens that the model can say; a config may name one, several or none."""
+    named = config.eos_token_id
+    ids = [named] if isinstance(named, int) else named or []
+    return [token for token in ids if 0 <= token < vocab_size]

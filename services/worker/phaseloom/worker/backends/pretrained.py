@@ -1,0 +1,152 @@
+"""Fills a rank's weights from the safetensors files of a registered model.
+
+A rank reads the rows that it holds and nothing else, a few megabytes at a time, straight into its
+heap: no process ever has a copy of the whole model. The files come through the page cache, so that
+ranks of one node read each byte from the disk once; direct I/O is not used. Their content was
+verified by the node's agent.
+
+Conversions are torch's. bfloat16 and float16 become float32 exactly; float32 is rounded where a
+rank holds bfloat16, and float32 values that were bfloat16 once come back exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.specs import ModelDirectory
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
+
+_PIECE_BYTES = 16 * 2**20
+_SUFFIX = ".safetensors"
+_DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The dtypes of files that can be read, by their names in safetensors."""
+_TIED: Final = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Head → embedding: with tied embeddings a file may have either or both, a model the second."""
+_DERIVED = ".rotary_emb.inv_freq"
+"""The end of the names of buffers that old files have and models compute."""
+
+
+def fill(
+    heap: DeviceMemory,
+    slots: Iterable[TensorSlot],
+    directory: ModelDirectory,
+    *,
+    ties_embeddings: bool,
+) -> None:
+    """Fill the weights of a heap; gradients and optimizer state stay as they are.
+
+    Args:   slots: the tensors of the heap.
+            ties_embeddings: whether the model's head is its embedding.
+    Raises: CallerError: the files are of another model: a tensor is missing, has another shape or a
+            dtype that cannot be read, or belongs to no parameter. ResourceError: DATA_LOSS: a file
+            cannot be read.
+    """
+    weights = [slot for slot in slots if slot.role is Role.WEIGHT]
+    with ExitStack() as stack:
+        sources = _open(directory, stack)
+        matched = _matched(weights, sources, ties_embeddings=ties_embeddings)
+        for slot in weights:
+            _check(slot, matched[slot.name])
+        memory = as_tensor(heap)
+        for slot in weights:
+            _read(slot, matched[slot.name], memory)
+
+
+def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, Any]:
+    """A slice of each tensor in the model's files, by name; nothing is read yet."""
+    sources: dict[str, Any] = {}
+    for file in directory.files:
+        if not file.name.endswith(_SUFFIX):
+            continue
+        path = Path(directory.path) / file.name
+        try:
+            opened = stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise ResourceError(
+                f"{path} of the registered model cannot be read: {error}",
+                code=Code.DATA_LOSS,
+                field="model.registered",
+                remedy="restore the file, or register the directory under another name",
+            ) from error
+        sources |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    return sources
+
+
+def _matched(
+    weights: Sequence[TensorSlot], sources: Mapping[str, Any], *, ties_embeddings: bool
+) -> dict[str, Any]:
+    """The file's tensor of each parameter. Raises: CallerError: some have no partner."""
+    found = {name: tensor for name, tensor in sources.items() if not name.endswith(_DERIVED)}
+    if ties_embeddings:
+        for head, embedding in _TIED.items():
+            tensor = found.pop(head, None)
+            if tensor is not None:
+                found.setdefault(embedding, tensor)
+    expected = {slot.name for slot in weights}
+    if missing := sorted(expected - found.keys()):
+        raise _another_model(f"it has no {_listed(missing)}, which its architecture needs")
+    if extra := sorted(found.keys() - expected):
+        raise _another_model(f"it has {_listed(extra)}, which its architecture does not use")
+    return found
+
+
+def _check(slot: TensorSlot, source: Any) -> None:
+    shape, dtype = [*source.get_shape()], source.get_dtype()
+    expected = slot.global_shape or slot.shape
+    if shape != expected:
+        raise _another_model(f"{slot.name} has the shape {shape}, the config makes it {expected}")
+    if dtype not in _DTYPES:
+        raise _another_model(
+            f"{slot.name} is {dtype}", remedy=f"convert it to one of {', '.join(_DTYPES)}"
+        )
+
+
+def _read(slot: TensorSlot, source: Any, memory: torch.Tensor) -> None:
+    """Read a rank's slice of a tensor into its slot, piece by piece."""
+    dtype: torch.dtype = getattr(torch, slot.dtype)
+    view = memory[slot.offset : slot.offset + slot.num_bytes].view(dtype).view(slot.shape)
+    if view.numel() == 0:
+        return
+    for piece in _pieces(slot.shape, dtype.itemsize):
+        start = slot.start or [0] * len(piece)
+        wanted = tuple(
+            slice(first + own.start, first + own.stop)
+            for first, own in zip(start, piece, strict=True)
+        )
+        view[piece].copy_(source[wanted] if wanted else source[:])
+
+
+def _pieces(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[slice, ...]]:
+    """Slices that cover a tensor, of not much more than `_PIECE_BYTES` each."""
+    if not shape:
+        yield ()
+        return
+    rest = prod(shape[1:]) * item_bytes
+    step = max(1, _PIECE_BYTES // max(1, rest))
+    rows = [slice(at, min(at + step, shape[0])) for at in range(0, shape[0], step)]
+    yield from product(rows, *([slice(0, size)] for size in shape[1:]))
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _another_model(
+    what: str, remedy: str = "register a directory whose config and safetensors belong together"
+) -> CallerError:
+    return CallerError(
+        f"the registered model does not fit its config: {what}",
+        field="model.registered",
+        remedy=remedy,
+    )

@@ -1,0 +1,297 @@
+"""`Backend` for generation over vLLM's engine.
+
+A token is drawn as in our own sampler: the same draws, keyed by (prompt seed, sample, position),
+invert the same CDF; only the last bits of the model's logits differ. Each rank holds the whole
+weights and generates for its own prompts: data parallelism only, no collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
+from phaseloom.common.contract.errors import CallerError, Code, InternalError
+from phaseloom.common.contract.operations import (
+    Datum,
+    Forward,
+    ForwardResult,
+    Generate,
+    GenerateResult,
+    Prompt,
+    Sequence,
+)
+from phaseloom.common.contract.specs import Batching, DeploymentSpec
+from phaseloom.common.tensors.resharding import Holding, holding_of
+from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
+from phaseloom.worker.backends.digest import weights_sha256
+from phaseloom.worker.backends.generation import StopText
+from phaseloom.worker.backends.inference import InferenceBackend, check_spec
+from phaseloom.worker.backends.layout import plan as plan_layout
+from phaseloom.worker.backends.model import (
+    HeapTensors,
+    as_little_endian,
+    build_model,
+    model_config,
+    parameter_shapes,
+    return_freed_memory,
+    weights_dtype,
+)
+from phaseloom.worker.backends.shaping import is_plain
+from phaseloom.worker.backends.vllm.draws import Draw
+from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
+from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
+
+_SPARE_POSITIONS = 2
+"""Positions beyond the model's that scoring needs: a sequence of full length is followed by its
+last target, and vLLM then draws one more token, which nobody reads."""
+
+
+class VllmBackend(InferenceBackend):
+    """Generates and scores with vLLM; see the module."""
+
+    def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
+        check_spec(spec, ranks)
+        super().__init__(spec)
+        shapes = parameter_shapes(spec.model)
+        placement = plan(_settings(spec), shapes)
+        if placement.num_bytes != heap.num_bytes:
+            raise InternalError(f"{placement.num_bytes} bytes in a heap of {heap.num_bytes}")
+        self._engine = Engine(_settings(spec), as_tensor(heap), shapes)
+        self._tensors = HeapTensors(heap)
+        self.slots = placement.slots
+        self._dtype = weights_dtype(spec.model)
+        self.version_slots = plan_layout(shapes, trainable=False, dtype=self._dtype).slots
+        self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
+        self._is_shared = spec.batching is Batching.SHARED
+        if spec.model.pinned is None:
+            views = {slot.name: self._tensors.view(slot) for slot in self.slots}
+            for name, parameter in build_model(spec.model).named_parameters():
+                views[name].copy_(parameter.data)
+        return_freed_memory()
+
+    @staticmethod
+    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
+        check_spec(spec, ranks)
+        return plan(_settings(spec), parameter_shapes(spec.model)).num_bytes
+
+    def check_generate(self, args: Generate) -> None:
+        super().check_generate(args)
+        if args.sampling.top_logprobs or not is_plain(args.sampling):
+            raise CallerError(
+                "the vllm backend draws by temperature alone",
+                code=Code.FAILED_PRECONDITION,
+                field="args.sampling",
+                remedy="leave the other parameters out, or use the backend 'sampler'",
+            )
+
+    def generate(self, requests: Seq[Generate], watch: Watch) -> None:
+        self._begin()
+        call = _Call(self._engine, watch, self._token_texts)
+        try:
+            self._take(call, requests)
+            while call.has_live:
+                call.step()
+                self._take(call, watch.joined())
+        finally:
+            call.abort()
+
+    def _take(self, call: _Call, requests: Seq[Generate]) -> None:
+        for args in requests:
+            call.add(args, self._stops(args.sampling))
+
+    def check_forward(self, args: Forward) -> None:
+        super().check_forward(args)
+        for i, datum in enumerate(args.batch):
+            tokens, targets = int32s(datum.tokens), int32s(datum.targets)
+            if list(tokens[1:]) != list(targets[:-1]):
+                raise CallerError(
+                    "vLLM gives log-probabilities of a text's own next tokens only",
+                    code=Code.FAILED_PRECONDITION,
+                    field=f"args.batch[{i}].targets",
+                    remedy="send the tokens shifted by one, or use the backend 'sampler'",
+                )
+
+    def forward(self, args: Forward) -> ForwardResult:
+        self._begin()
+        return ForwardResult(self._score(args.batch))
+
+    def weights_sha256(self) -> str:
+        views = ((slot.name, self._tensors.view(slot)) for slot in self.slots)
+        return weights_sha256(as_little_endian(views), self._dtype)
+
+    def weights_changed(self) -> None:
+        self._engine.forget_prompts()
+
+    def close(self) -> None:
+        """Nothing: there is no process and no thread."""
+
+    def _begin(self) -> None:
+        """Begin a call. Where operations do not share batches, nothing of earlier ones is reused:
+        the last bits of a result would depend on what was computed before."""
+        if not self._is_shared:
+            self._engine.forget_prompts()
+
+    def _score(self, batch: Seq[Datum]) -> list[Float32s]:
+        """Log-probabilities of each datum's targets, which are its tokens shifted by one."""
+        for i, datum in enumerate(batch):
+            tokens = [*int32s(datum.tokens), int32s(datum.targets)[-1]]
+            self._engine.add(Request(f"{i}", tokens, max_tokens=1, scores_prompt=True))
+        found: dict[str, Float32s] = {}
+        while not self._engine.is_idle:
+            for step in self._engine.step():
+                found[step.name] = pack_float32s([*(step.prompt_logprobs or ())])
+        return [found[f"{i}"] for i in range(len(batch))]
+
+
+@dataclass
+class _Row:
+    """One sequence while it is decoded."""
+
+    request: int
+    prompt: int
+    """Its prompt's place in the request."""
+    sample: int
+    text: StopText | None
+    """None: no string stops it."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: str = ""
+
+
+@dataclass
+class _Request:
+    args: Generate
+    rows: list[_Row]
+    """Rows in the order of prompts and samples."""
+    num_total: int
+    """New tokens that its samples may get, at most."""
+    num_done: int = 0
+    prompt_logprobs: dict[int, Float32s] = field(default_factory=dict)
+    """Log-probabilities of its prompts, by the prompt's place."""
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether nothing is missing of what was asked about the prompts."""
+        return len(self.prompt_logprobs) == len(self.args.prompts) * self.args.prompt_logprobs
+
+    def result(self) -> GenerateResult:
+        flat = iter(
+            Sequence(pack_int32s(row.tokens), pack_float32s(row.logprobs), row.stop_reason)
+            for row in self.rows
+        )
+        sequences = [[next(flat) for _ in range(self.args.num_samples)] for _ in self.args.prompts]
+        return GenerateResult(sequences, [lp for _, lp in sorted(self.prompt_logprobs.items())])
+
+
+class _Call:
+    """The requests of one call: each ends when its own rows have."""
+
+    def __init__(self, engine: Engine, watch: Watch, token_texts: Seq[str]) -> None:
+        self._engine = engine
+        self._watch = watch
+        self._token_texts = token_texts
+        self._requests: list[_Request] = []
+        self._live: dict[int, set[str]] = {}
+        """Names of the rows that are not done, of each request that has some."""
+        self._rows: dict[str, _Row] = {}
+
+    @property
+    def has_live(self) -> bool:
+        return bool(self._live)
+
+    def add(self, args: Generate, stops: list[int]) -> None:
+        """Begin with a request beside those that are being decoded."""
+        i = len(self._requests)
+        rows = [
+            _Row(i, k, sample, self._stop_text(args, prompt))
+            for k, prompt in enumerate(args.prompts)
+            for sample in range(args.num_samples)
+        ]
+        total = sum(self._begin(row, args, stops) for row in rows)
+        self._requests.append(_Request(args, rows, total))
+        if not rows:  # a share of an operation may be empty
+            self._watch.ended(i, GenerateResult([], []))
+
+    def _begin(self, row: _Row, args: Generate, stops: list[int]) -> int:
+        """Have vLLM decode a row. Returns: the new tokens that it may get, at most."""
+        prompt, sampling = args.prompts[row.prompt], args.sampling
+        sample, start = prompt.sample + row.sample, prompt.num_generated
+        draw = Draw(prompt.seed, sample, sampling.temperature, start)
+        name = f"{row.request}.{row.prompt}.{row.sample}"
+        self._rows[name] = row
+        self._live.setdefault(row.request, set()).add(name)
+        self._engine.add(
+            Request(
+                name,
+                int32s(prompt.tokens),
+                sampling.max_tokens - start,
+                stops,
+                draw if sampling.temperature else None,
+                scores_prompt=args.prompt_logprobs and row.sample == 0,
+            )
+        )
+        return sampling.max_tokens - start
+
+    def _stop_text(self, args: Generate, prompt: Prompt) -> StopText | None:
+        if not args.sampling.stop_strings:
+            return None
+        tokens = int32s(prompt.tokens)
+        generated = tokens[len(tokens) - prompt.num_generated :]
+        earlier = "".join(self._token_texts[token] for token in generated)
+        return StopText(args.sampling.stop_strings, earlier)
+
+    def step(self) -> None:
+        """Add a token to each row that is in the batch; end what is done or not wanted any more."""
+        for i in list(self._live):
+            if self._watch.is_cancelled(i):
+                self._drop(i)
+                self._watch.ended(i, None)
+            elif self._requests[i].is_scored and self._watch.is_stopped(i):
+                for name in self._live[i]:
+                    self._rows[name].stop_reason = "partial"
+                self._drop(i)
+                self._watch.ended(i, self._requests[i].result())
+        drawn: set[int] = set()
+        for step in self._engine.step() if self._live else ():
+            self._accept(step)
+            drawn.add(self._rows[step.name].request)
+        for i in drawn:
+            request = self._requests[i]
+            self._watch.progress(i, request.num_done, request.num_total)
+            if not self._live[i]:
+                del self._live[i]
+                self._watch.ended(i, request.result())
+
+    def abort(self) -> None:
+        """Drop whatever is still being decoded."""
+        for i in list(self._live):
+            self._drop(i)
+
+    def _accept(self, step: Step) -> None:
+        row = self._rows[step.name]
+        row.tokens += step.tokens
+        row.logprobs += step.logprobs
+        request = self._requests[row.request]
+        request.num_done += len(step.tokens)
+        if step.prompt_logprobs is not None:
+            request.prompt_logprobs[row.prompt] = pack_float32s([0.0, *step.prompt_logprobs])
+        row.stop_reason = step.stop_reason
+        if row.text is not None:
+            for token in step.tokens:
+                if row.text.ends_with(self._token_texts[token]):
+                    row.stop_reason = "stop"
+        if row.stop_reason:
+            self._live[row.request].discard(step.name)
+            self._engine.abort([step.name])
+
+    def _drop(self, i: int) -> None:
+        """Have vLLM decode a request's rows no further."""
+        self._engine.abort(list(self._live.pop(i)))
+
+
+def _settings(spec: DeploymentSpec) -> Settings:
+    config = model_config(spec.model)
+    num_positions = int(config.max_position_embeddings) + _SPARE_POSITIONS
+    dtype = weights_dtype(spec.model)
+    return Settings(config.to_dict(), dtype, 8 * 2**20, num_positions)

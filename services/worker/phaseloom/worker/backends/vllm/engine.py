@@ -1,0 +1,233 @@
+"""vLLM's engine in this process: the only module that knows its class, its executor and its worker.
+
+`LLMEngine` is called legacy by vLLM: it is kept behind `Engine`, and `EngineCore` would be next.
+Scheduler and worker run in the thread that calls `step`. Nothing here runs between two calls.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm import SamplingParams
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+
+from phaseloom.worker.backends.vllm.draws import KEY, Draw, Draws
+from phaseloom.worker.backends.vllm.loader import (
+    LOAD_FORMAT,
+    Placement,
+    Shapes,
+    load_into,
+    move,
+    place,
+)
+
+MAX_ROWS = 256
+"""Sequences that are decoded at once, at most; others wait for a place in the batch."""
+_BLOCK_TOKENS = 32
+"""Tokens of a block of the KV cache: prompts share whole blocks only."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One rank's engine."""
+
+    config: dict[str, Any]
+    """The model's config, as transformers has it."""
+    dtype: str
+    """Of the weights, and of all that is computed."""
+    kv_bytes: int
+    num_positions: int
+    """Positions of a sequence, at most."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode."""
+
+    name: str
+    tokens: Sequence[int]
+    max_tokens: int
+    stop_token_ids: Sequence[int] = ()
+    draw: Draw | None = None
+    """None: greedy."""
+    scores_prompt: bool = False
+    """Whether the log-probabilities of the prompt are wanted."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of the engine has added to one sequence."""
+
+    name: str
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stop_reason: str
+    """`stop` or `length`; empty: the sequence goes on."""
+    prompt_logprobs: Sequence[float] | None = None
+    """Those of the prompt's tokens but the first; in the first step, where asked for."""
+
+
+class _RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+    """One worker, in this process, of ranks that others have started.
+
+    torch's process group is there before vLLM looks for it (`_join`), so that nobody meets at the
+    address given here.
+    """
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        return _ADDRESS, 0, 0
+
+
+_ADDRESS = "file:///nowhere"
+
+
+class Engine:
+    """vLLM's scheduler and worker over weights in `memory`."""
+
+    def __init__(self, settings: Settings, memory: torch.Tensor, shapes: Shapes) -> None:
+        """Build the model on the memory; the weights' content is left as it is, or zero."""
+
+        def move_in(model: nn.Module, dtype: torch.dtype) -> None:
+            move(model, place(model, shapes, dtype), memory)
+
+        _join()
+        with _engine_args(settings) as args:
+            load_into(move_in)
+            try:
+                self._engine = LLMEngine.from_engine_args(args)
+            finally:
+                load_into(None)
+        self._internal: dict[str, str] = {}
+
+    def add(self, request: Request) -> None:
+        extra = None
+        if request.draw is not None:
+            draw = request.draw
+            extra = {KEY: (draw.seed, draw.sample, draw.temperature, draw.start)}
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=request.max_tokens,
+            stop_token_ids=list(request.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            prompt_logprobs=0 if request.scores_prompt else None,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=extra,
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(request.tokens))
+        # The engine answers under our name, and aborts under the name that it makes of it.
+        self._internal[request.name] = self._engine.add_request(request.name, prompt, params)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no sequence."""
+        return not self._internal
+
+    def step(self) -> Iterator[Step]:
+        """Add a token to each sequence that is in the batch."""
+        for output in self._engine.step():
+            completion = output.outputs[0]
+            if output.finished:
+                del self._internal[output.request_id]
+            yield Step(
+                output.request_id,
+                completion.token_ids,
+                completion.logprobs.logprobs,
+                completion.finish_reason or "",
+                _prompt_logprobs(output),
+            )
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End sequences; those that have ended are ignored."""
+        inner = [self._internal.pop(name) for name in names if name in self._internal]
+        self._engine.abort_request(inner, internal=True)
+
+    def forget_prompts(self) -> None:
+        """Drop the KV cache of earlier prompts. Call it between sequences only."""
+        assert self._engine.reset_prefix_cache(), "a sequence is being decoded"
+
+
+def _prompt_logprobs(output: Any) -> Sequence[float] | None:
+    if not output.prompt_logprobs:
+        return None
+    # The first place of each position is the prompt's own token.
+    flat = output.prompt_logprobs
+    return [flat.logprobs[at] for at in flat.start_indices[1:]]
+
+
+def plan(settings: Settings, shapes: Shapes) -> Placement:
+    """Where a rank's parameters will lie: from a model that has no memory."""
+    _join()
+    # vLLM keeps rotary embeddings by their parameters: those of this model, which have no memory,
+    # must not be taken for the engine's.
+    own = replace(settings, num_positions=settings.num_positions + 1)
+    with _engine_args(own) as args:
+        config: VllmConfig = args.create_engine_config()
+    dtype = config.model_config.dtype
+    with set_current_vllm_config(config):
+        init_worker_distributed_environment(config, 0, _ADDRESS, 0, current_platform.dist_backend)
+        with set_default_torch_dtype(dtype), torch.device("meta"):
+            model = initialize_model(config)
+        return place(model, shapes, dtype)
+
+
+def _join() -> None:
+    """Make the process's group, of this rank alone, if there is none yet."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
+def _engine_args(settings: Settings) -> Iterator[EngineArgs]:
+    """Arguments for an engine; the directory that they name exists meanwhile."""
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings.config["model_type"]]
+    with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
+        Path(directory, "config.json").write_text(
+            json.dumps(
+                {
+                    **settings.config,
+                    "architectures": [architecture],
+                    "max_position_embeddings": settings.num_positions,
+                }
+            )
+        )
+        yield EngineArgs(
+            model=directory,
+            skip_tokenizer_init=True,
+            load_format=LOAD_FORMAT,
+            dtype=settings.dtype,
+            generation_config="vllm",
+            enforce_eager=True,
+            distributed_executor_backend=_RankExecutor,
+            max_model_len=settings.num_positions,
+            max_num_seqs=MAX_ROWS,
+            block_size=_BLOCK_TOKENS,
+            kv_cache_memory_bytes=settings.kv_bytes,
+            enable_prefix_caching=True,
+            async_scheduling=False,
+            logits_processors=[Draws],
+            disable_log_stats=True,
+            seed=0,
+        )

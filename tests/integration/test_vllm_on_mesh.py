@@ -1,0 +1,73 @@
+"""A job whose sampler is vLLM, in an interpreter of its own, on the whole mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from phaseloom import client
+from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.operations import AdamParams
+from phaseloom.common.contract.specs import Layout
+from tests.support import vllm
+from tests.support.jobs import kill_rank, running_mesh, tenant
+from tests.support.node import lesson
+
+pytestmark = [pytest.mark.vllm, vllm.needs_vllm_python]
+
+MESH = MeshConfig(
+    nodes=[
+        NodeConfig("rollout-0", "rollout", [16 * 2**20], interpreters={"vllm": str(vllm.PYTHON)}),
+        NodeConfig("train-0", "train", [16 * 2**20, 16 * 2**20]),
+    ],
+    seal_every=4,
+)
+PROMPTS = [client.Prompt([1, 2, 3], seed=5), client.Prompt([7, 8, 9, 10, 11], seed=6)]
+SAMPLED = client.SamplingParams(40, temperature=0.9, ignore_eos=True)
+
+
+async def draws(sampler: client.Deployment) -> list[list[int]]:
+    generated = await sampler.generate(PROMPTS, SAMPLED, num_samples=4)
+    return [list(s.tokens) for group in generated.sequences for s in group]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+async def test_vllm_syncs_what_fsdp_published_and_draws_what_our_sampler_draws(
+    dp: int, short_dir: Path
+) -> None:
+    async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
+        policy_spec = replace(
+            vllm.spec("fsdp", "policy"), pool="train", trainable=True, layout=Layout(dp=dp)
+        )
+        specs = [policy_spec, vllm.spec(), vllm.spec("sampler", "own")]
+        job = await connection.submit_job("job", specs)
+        policy, sampler, own = (job.deployment(name) for name in ("policy", "sampler", "own"))
+        first = await draws(sampler)
+        assert first == await draws(own)
+        for step in range(2):
+            args = lesson(step)
+            await policy.forward_backward(args.batch, args.loss)
+            await policy.optim_step(AdamParams(1e-1))
+        published = policy.publish_weights()
+        await sampler.sync_weights(published)
+        await own.sync_weights(published)
+        learned = await draws(sampler)
+        assert learned != first
+        assert learned == await draws(own)
+        kill_rank(mesh, "job.sampler")
+        assert await draws(sampler) == learned
+        await job.finish()
+        assert log.failures() == []
+
+
+async def test_job_for_vllm_is_refused_where_no_node_has_it(short_dir: Path) -> None:
+    mesh_config = replace(MESH, nodes=[NodeConfig("rollout-0", "rollout", [2**20])])
+    async with running_mesh(mesh_config, short_dir) as (mesh, _), tenant(mesh) as connection:
+        with pytest.raises(CallerError) as raised:
+            await connection.submit_job("job", [vllm.spec()])
+        assert raised.value.info.code is Code.FAILED_PRECONDITION
+        assert raised.value.info.field == "spec.deployments.backend"
+        assert "interpreters" in raised.value.info.remedy

@@ -1,0 +1,100 @@
+"""Directories of models, as they are read for a registration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.tensors.modelfiles import is_companion, read_model
+from tests.support.pretrained import TOKENIZER_FILES, loaded, save_model
+
+
+def test_registration_names_every_file_that_belongs_to_the_model(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model")
+    (directory / "modeling_evil.py").write_text("raise SystemExit")
+    (directory / "notes").mkdir()
+    model = read_model("tiny", directory)
+    assert model.directory.path == str(directory)
+    names = {file.name for file in model.directory.files}
+    assert names >= TOKENIZER_FILES | {"config.json", "model.safetensors.index.json"}
+    assert sum(name.endswith(".safetensors") for name in names) > 1
+    assert "modeling_evil.py" not in names
+    for file in model.directory.files:
+        content = (directory / file.name).read_bytes()
+        assert (file.num_bytes, file.blake3) == (len(content), blake3(content).hexdigest())
+    assert model.dtypes == ["bfloat16"]
+    assert model.num_parameters == sum(p.numel() for p in loaded(directory).parameters())
+    assert model.config["model_type"] == "qwen3"
+    assert {name for name in names if is_companion(name)} == TOKENIZER_FILES
+
+
+def no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def bad_config(directory: Path) -> None:
+    (directory / "config.json").write_text("[]")
+
+
+def no_shard(directory: Path) -> None:
+    min(directory.glob("*.safetensors")).unlink()
+
+
+def torn_shard(directory: Path) -> None:
+    first = min(directory.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-1])
+
+
+def index_of(directory: Path) -> Path:
+    return directory / "model.safetensors.index.json"
+
+
+def no_weights(directory: Path) -> None:
+    index_of(directory).unlink()
+
+
+def wrong_index(directory: Path) -> None:
+    content = json.loads(index_of(directory).read_text())
+    del content["weight_map"]["model.norm.weight"]
+    index_of(directory).write_text(json.dumps(content))
+
+
+def index_that_leaves(directory: Path) -> None:
+    index_of(directory).write_text('{"weight_map": {"a": "../a.safetensors"}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "message"),
+    [
+        (no_config, Code.NOT_FOUND, r"config\.json is missing"),
+        (bad_config, Code.INVALID_ARGUMENT, r"config\.json: "),
+        (no_shard, Code.NOT_FOUND, r"\.safetensors is missing"),
+        (torn_shard, Code.INVALID_ARGUMENT, r"\.safetensors: it has"),
+        (no_weights, Code.NOT_FOUND, r"index\.json is missing"),
+        (wrong_index, Code.INVALID_ARGUMENT, "other tensors than its files"),
+        (index_that_leaves, Code.INVALID_ARGUMENT, "a file elsewhere"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_directory_that_is_no_models_is_refused(
+    tmp_path: Path, damage: Callable[[Path], None], code: Code, message: str
+) -> None:
+    directory = save_model(tmp_path / "model")
+    damage(directory)
+    with pytest.raises(CallerError, match=message) as refused:
+        read_model("tiny", directory)
+    assert (refused.value.info.code, refused.value.info.field) == (code, "directory")
+    assert refused.value.info.remedy
+
+
+def test_missing_directory_and_bad_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CallerError, match="there is no directory") as missing:
+        read_model("tiny", tmp_path / "none")
+    assert missing.value.info.code is Code.NOT_FOUND
+    with pytest.raises(CallerError, match="not a valid name"):
+        read_model("a.b", tmp_path)
