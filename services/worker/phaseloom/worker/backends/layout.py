@@ -133,8 +133,8 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
 def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
     """Check that the backends can do a layout.
 
-    Raises: CallerError: FAILED_PRECONDITION, more than data parallelism, or an optimizer's place
-            where there is no optimizer.
+    Raises: CallerError: FAILED_PRECONDITION, more than data parallelism, or a choice about training
+            where nothing is trained.
     """
     layouts.check_layout(spec.layout)
     if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
@@ -143,6 +143,13 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             code=Code.FAILED_PRECONDITION,
             field="optimizer_on",
             remedy="leave optimizer_on out, or declare it with trainable = true",
+        )
+    if spec.activation_checkpointing and not spec.trainable:
+        raise CallerError(
+            "a deployment that is not trainable has no backward pass",
+            code=Code.FAILED_PRECONDITION,
+            field="activation_checkpointing",
+            remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
     for axis in ("tp", "pp", "cp", "ep"):
         size = getattr(spec.layout, axis)
