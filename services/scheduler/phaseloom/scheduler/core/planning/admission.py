@@ -17,10 +17,10 @@ from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Cycle, Segment
 from phaseloom.scheduler.core.planning.nodes import (
-    free_nodes,
-    has_room,
     can_run,
     could_take,
+    free_nodes,
+    has_room,
     is_usable,
     users,
 )
