@@ -35,7 +35,8 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.process import config, diewithparent
-from phaseloom.common.transport.bus import Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import BusConfig
 from phaseloom.common.transport.natsserver import Credentials, EmbeddedServer
 
 ROLES = ("rank", "agent", "scheduler", "router")

@@ -20,15 +20,8 @@ from phaseloom.common.contract.operations import Completion, Outcome
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import diewithparent
-from phaseloom.common.transport.bus import (
-    AlreadyStored,
-    Bus,
-    BusConfig,
-    Conflict,
-    LogEntry,
-    Stored,
-    within,
-)
+from phaseloom.common.transport.bus import AlreadyStored, Bus, Conflict, LogEntry, Stored
+from phaseloom.common.transport.connection import BusConfig, within
 from phaseloom.common.transport.natsserver import EmbeddedServer, find_binary
 from tests.support.processes import free_port
 

@@ -42,7 +42,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.bus import connect as connect_to_nats
+from phaseloom.common.transport.connection import connect as connect_to_nats
 from phaseloom.common.transport.leases import session_lease_key
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.router.core.limits import Limits

@@ -62,7 +62,8 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
 )
 from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
-from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import connect
 from tests.support.jobs import NOOP, TENANT, Log, running_mesh, tenant
 
 BATCH = 25

@@ -37,14 +37,18 @@ Trained = tuple[list[float], list[list[int]], list[list[float]]]
 
 
 async def train(
-    connection: client.Mesh, name: str, model: ModelSpec, kill_in: Mesh | None = None
+    connection: client.Mesh,
+    name: str,
+    model: ModelSpec,
+    kill_in: Mesh | None = None,
+    **changes: bool,
 ) -> Trained:
     """The loss of each batch, and what the trained sampler draws, with its log-probabilities.
 
-    Args: kill_in: kill the policy half-way.
+    Args: kill_in: kill the policy half-way. changes: of the policy's spec.
     """
     specs = [
-        replace(policy_spec(), model=model),
+        replace(policy_spec(), model=model, **changes),
         replace(policy_spec("teacher"), model=model, trainable=False),
         replace(sampler_spec(), model=model),
     ]
@@ -78,6 +82,14 @@ async def test_job_is_the_same_to_the_bit_after_a_kill(short_dir: Path, seal_eve
             expected = await train(connection, name, model)
             assert expected[0][-1] < expected[0][0]
             assert await train(connection, f"{name}-killed", model, kill_in=mesh) == expected
+        assert log.failures() == []
+
+
+async def test_job_that_computes_activations_again_is_the_same_to_the_bit(short_dir: Path) -> None:
+    async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
+        expected = await train(connection, "kept", BFLOAT16)
+        again = await train(connection, "again", BFLOAT16, activation_checkpointing=True)
+        assert again == expected
         assert log.failures() == []
 
 

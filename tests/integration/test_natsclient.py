@@ -9,7 +9,8 @@ import nats.errors
 import pytest
 from nats.aio.msg import Msg
 
-from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.natsclient import hand_over
 from phaseloom.common.transport.natsserver import EmbeddedServer
 

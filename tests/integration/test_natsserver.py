@@ -23,8 +23,9 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import TimerFired
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion, Outcome
-from phaseloom.common.transport import bus as transport
-from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport import connection as transport
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.natsserver import EmbeddedServer, check_version, find_binary
 from tests.support.processes import child_pids, gone, until_gone
 
@@ -154,7 +155,7 @@ async def test_tenant_with_a_wrong_password_is_refused(
     nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it would wait for a server that is slow."""
-    monkeypatch.setattr(transport, "_CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.5)
     async with asyncio.timeout(60):
         with pytest.raises(ResourceError, match=r"as acme: .*Authorization Violation"):
             await connect(nats_server.credentials.url, "guess", "acme", "guess", timeout_s=3600)

@@ -28,7 +28,7 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import AdamParams, Operation, OptimStep
 from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Kind
-from phaseloom.common.transport.bus import connect
+from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.services import pub_ack
 from tests.support.directories import short_directory
 from tests.support.otlp import Span, receiver

@@ -50,7 +50,8 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
 )
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.leases import session_lease_key
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.common.transport.services import call_api, serve_api

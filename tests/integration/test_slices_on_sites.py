@@ -20,13 +20,7 @@ import xxhash
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import PartSources, Slice
-from phaseloom.common.tensors.resharding import (
-    Sharding,
-    item_bytes,
-    node_fetches,
-    plan,
-    source_parts,
-)
+from phaseloom.common.tensors.resharding import item_bytes
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.transfer import fetching, wire
 from phaseloom.statemgr.transfer.assignment import Peer
@@ -35,7 +29,7 @@ from phaseloom.worker.state.client import RankStateClient
 from tests.support.meshcerts import identity, ticket
 from tests.support.modelslices import (
     LAYOUTS,
-    MODEL,
+    Plan,
     check_slices,
     commit,
     part_called,
@@ -44,7 +38,7 @@ from tests.support.modelslices import (
     write,
 )
 from tests.support.peerfetch import fetch_of, home
-from tests.support.sharded import Array, tensors
+from tests.support.sharded import Array, Sharded
 from tests.support.slowlink import Link, link
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, daemon, emptied
 
@@ -111,15 +105,14 @@ def _union_bytes(needed: Sequence[Sequence[Slice]]) -> int:
     return total
 
 
-async def _publish(world: World, key: VersionKey, source: Sharding) -> list[PartSources]:
+async def _publish(world: World, key: VersionKey, source: Sharded) -> list[PartSources]:
     """As a policy of this layout; every source has every part."""
-    parts = source_parts(plan(MODEL, source, source))
-    held = tensors(MODEL, source)
+    plan = Plan(source, source)
+    parts = plan.parts
     digests: dict[str, str] = {}
-    for number, ranks in enumerate(parts):
+    for number, content in enumerate(plan.held):
         part = part_called(number, parts)
         mine = msgspec.structs.replace(key, part=part)
-        content = {MODEL[p].name: each for (p, rank), each in held.items() if rank == ranks[0]}
         for writer in world.writers:
             digests[part] = await write(writer, mine, content)
     await commit(digests, key, *world.writers)
@@ -148,20 +141,20 @@ async def _sync_two(world: World, key: VersionKey, chance: random.Random) -> Non
     jobs = []
     for nodes in ((0, 1), (2, 3)):
         target = chance.choice(LAYOUTS[1:])
-        made = plan(MODEL, source, target)
+        plan = Plan(source, target)
         half = target.layout.num_ranks // 2
         ranks = (set(range(half)), set(range(half, 2 * half)))
         for node, mine in zip(nodes, ranks, strict=True):
-            slices = slices_of(node_fetches(made, mine), source_parts(made))
-            jobs.append((node, made, target, mine, slices))
+            slices = slices_of(plan.fetches(mine), plan.parts)
+            jobs.append((node, plan, mine, slices))
     before = world.passed_bytes
     opened = await asyncio.gather(
-        *(_open(world.readers[node], key, slices, held) for node, _, _, _, slices in jobs)
+        *(_open(world.readers[node], key, slices, held) for node, _, _, slices in jobs)
     )
     passed = world.passed_bytes - before
     crossed = 0
-    for (node, made, target, mine, _), memory in zip(jobs, opened, strict=True):
-        needed = check_slices(made, target, mine, memory)
+    for (node, plan, mine, _), memory in zip(jobs, opened, strict=True):
+        needed = check_slices(plan, mine, memory)
         came, here, relayed = await _came(world.nodes[node], key.seq - 1)
         assert (came + relayed, here) == (needed, 0)
         crossed += came
@@ -401,9 +394,7 @@ async def _peer(
     listener.setblocking(False)
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     with listener:
-        serving = asyncio.create_task(
-            tls.Server(identity(), 10.0, {wire.SERVICE: session}).serve(listener)
-        )
+        serving = asyncio.create_task(tls.Server(identity(), 10.0, session).serve(listener))
         stream = await _opened_by(Peer(endpoint, "s"), world.sources[0].endpoint)
         rows = BATCH // COLUMNS * 2
         give = wire.Give("0of1", [Box("w", [0, 0], [rows, COLUMNS // 2])], BATCH)
@@ -419,7 +410,7 @@ async def _peer(
 
 async def _opened_by(peer: Peer, source: str) -> tls.Stream:
     """A stream of a node that this process plays."""
-    stream = await tls.connect(source, wire.SERVICE, identity(), 10.0)
+    stream = await tls.connect(source, identity(), 10.0)
     await stream.send(wire.OpenVersion(KEY, ticket(KEY), ["0of1"], "west", peer))
     await stream.receive(wire.MAX_REPLY_BYTES)
     return stream
@@ -462,9 +453,7 @@ async def _serving(session: tls.Session) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     with listener:
-        serving = asyncio.create_task(
-            tls.Server(identity(), 10.0, {wire.SERVICE: session}).serve(listener)
-        )
+        serving = asyncio.create_task(tls.Server(identity(), 10.0, session).serve(listener))
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         serving.cancel()
         await asyncio.wait([serving])
@@ -556,7 +545,7 @@ async def test_slices_go_to_peers_with_a_ticket_only(short_dir: Path) -> None:
 async def _reply_to(
     endpoint: str, request: wire.OpenVersion, asked: wire.Ask | None = None
 ) -> wire.Reply:
-    stream = await tls.connect(endpoint, wire.SERVICE, identity(), 10.0)
+    stream = await tls.connect(endpoint, identity(), 10.0)
     try:
         for message in (request, asked):
             if message is not None:

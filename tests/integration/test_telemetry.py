@@ -17,7 +17,8 @@ ROUTER = """
 import asyncio, json, sys
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import BusConfig
 async def serve(stop):
     bus = await Bus.open(config.load(BusConfig, "bus"), "router")
     async def handle(message):
@@ -37,7 +38,8 @@ CLIENT = """
 import asyncio, sys
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config
-from phaseloom.common.transport.bus import Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import BusConfig
 async def main():
     end = telemetry.setup("client", config.load(telemetry.TelemetryConfig, "telemetry"))
     bus = await Bus.open(config.load(BusConfig, "bus"), "client")

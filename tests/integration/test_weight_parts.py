@@ -123,7 +123,7 @@ async def test_nothing_is_readable_before_all_parts_are_and_a_dead_incarnation_s
         status = await train.agent.status()
         assert status.versions == []
         assert status.host_used_bytes < before
-        # The next one makes it again, whatever the one before had.
+        # The next incarnation makes it again, whatever the one before had.
         again = await _policy(train, incarnation=2)
         await publish(again, VERSION, arrays(2))
         await there.sync(VERSION, source)
@@ -149,7 +149,7 @@ async def test_manifest_that_is_not_of_the_parts_here_is_refused(short_dir: Path
         assert caught.value.info.code is Code.FAILED_PRECONDITION
         await ranks[1].client.versions.commit_parts(VERSION, manifest)
         with pytest.raises(CallerError) as caught:
-            await ranks[0].client.versions.commit_parts(VERSION, replace(manifest, fsdp=1))
+            await ranks[0].client.versions.commit_parts(VERSION, replace(manifest, tensors=""))
         assert caught.value.info.code is Code.ALREADY_EXISTS
         (reader,) = await _sampler(d)
         with pytest.raises(CallerError) as caught:

@@ -17,13 +17,12 @@ import pytest
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import PartSources, Role, Slice, TensorSlot
-from phaseloom.common.tensors.resharding import node_fetches, plan, source_parts
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.copying import hashed
 from tests.support.meshcerts import ticket
 from tests.support.modelslices import (
     LAYOUTS,
-    MODEL,
+    Plan,
     check_slices,
     commit,
     part_called,
@@ -31,7 +30,7 @@ from tests.support.modelslices import (
     version_rank,
     write,
 )
-from tests.support.sharded import Array, tensors
+from tests.support.sharded import Array
 from tests.support.slowlink import GOODBYES_BYTES, Link, link
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, daemon, emptied
 
@@ -91,17 +90,15 @@ class _World:
 
 
 async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
-    source, target = chance.sample(LAYOUTS, 2)
-    made = plan(MODEL, source, target)
-    parts = source_parts(made)
-    held = tensors(MODEL, source)
+    plan = Plan(*chance.sample(LAYOUTS, 2))
+    parts = plan.parts
     named: list[PartSources] = []
     digests: dict[str, str] = {}
     here: set[str] = set()
     for number, ranks in enumerate(parts):
         part = part_called(number, parts)
         mine = msgspec.structs.replace(key, part=part)
-        content = {MODEL[p].name: each for (p, rank), each in held.items() if rank == ranks[0]}
+        content = plan.held[number]
         numbers = sorted({rank % 2 for rank in ranks} | {chance.randrange(2)})
         for holder in numbers:
             digests[part] = await write(world.writers[holder], mine, content)
@@ -109,7 +106,7 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
         if 0 in numbers:
             here.add(part)
     await commit(digests, key, *world.writers)
-    everyone = list(range(target.layout.num_ranks))
+    everyone = list(range(plan.target.num_ranks))
     chance.shuffle(everyone)
     half = (len(everyone) + 1) // 2
     shown = ticket(key, "sampler", "a", "c")
@@ -120,10 +117,10 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
             continue
         await reader.versions.open(key, [slow.endpoint for _, slow in world.sources], shown)
         before = world.passed_bytes
-        slices = slices_of(node_fetches(made, needy), parts)
+        slices = slices_of(plan.fetches(needy), parts)
         number = len(_told(node)) + 1
         memory, described = await reader.versions.open_slices(key, slices, named, shown)
-        planned = check_slices(made, target, needy, memory)
+        planned = check_slices(plan, needy, memory)
         crossed, local = await _came(node, number)
         passed = world.passed_bytes - before
         assert crossed + local == planned

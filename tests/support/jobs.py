@@ -26,7 +26,8 @@ from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_
 from phaseloom.common.contract.events import Event, OperationFinished, QueuedOperation, WpgStarted
 from phaseloom.common.contract.operations import Completion, Operation, Outcome
 from phaseloom.common.contract.specs import JobSpec
-from phaseloom.common.transport.bus import Bus, connect
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.services import call_api, pub_ack
 from tests.support import inprocess
 

@@ -3,7 +3,9 @@ write and read weights versions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -16,56 +18,68 @@ from phaseloom.common.contract.state_layout import (
     VersionPart,
     VersionParts,
 )
-from phaseloom.common.tensors.resharding import (
-    Along,
-    End,
-    Fetch,
-    FusedQkv,
-    GatedMlp,
-    Parameter,
-    Plan,
-    Sharding,
-    Vocabulary,
-    node_fetches,
-    source_parts,
-)
+from phaseloom.common.tensors.resharding import Fetch, fetches, parts_of
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.copying import hashed
 from phaseloom.worker.state.layouts import packed
-from tests.support.sharded import Array, tensors
+from tests.support.sharded import Array, Parameter, Sharded, arrays, inside, tensors
 from tests.support.statedaemon import Daemon
 
-QKV = FusedQkv(num_heads=8, num_kv_heads=4, head_size=8)
 MODEL = [
-    Parameter("embed", (250, 64), "bfloat16", End.FIRST, Vocabulary(multiple=16)),
+    Parameter("embed", (250, 64), "bfloat16", 0.0, 0),
     *(
         parameter
         for layer in range(4)
         for parameter in (
-            Parameter(f"{layer}.qkv", (128, 64), "bfloat16", layer, QKV),
-            Parameter(f"{layer}.out", (64, 64), "bfloat16", layer, Along(1)),
-            Parameter(f"{layer}.norm", (64,), "float32", layer),
+            Parameter(f"{layer}.q", (64, 64), "bfloat16", layer / 4, 0),
+            Parameter(f"{layer}.k", (16, 64), "bfloat16", layer / 4, 0, heads=2),
+            Parameter(f"{layer}.out", (64, 64), "bfloat16", layer / 4, 1),
+            Parameter(f"{layer}.norm", (64,), "float32", layer / 4),
             *(
-                Parameter(f"{layer}.{expert}.up", (96, 64), "bfloat16", layer, GatedMlp(), expert)
+                Parameter(f"{layer}.{expert}.up", (96, 64), "bfloat16", layer / 4, 0, None, expert)
                 for expert in range(4)
             ),
             *(
-                Parameter(f"{layer}.{expert}.down", (64, 48), "int8", layer, Along(1), expert)
+                Parameter(f"{layer}.{expert}.down", (64, 48), "int8", layer / 4, 1, None, expert)
                 for expert in range(4)
             ),
         )
     ),
-    Parameter("head", (250, 64), "bfloat16", End.LAST, Vocabulary(multiple=16)),
+    Parameter("head", (250, 64), "bfloat16", 1.0, 0),
 ]
+TENSORS = tensors(MODEL)
 LAYOUTS = [
-    Sharding(Layout(1, 1, 1, 1, 1), 4, 4),
-    Sharding(Layout(1, 4, 1, 1, 1), 4, 4, expert_tp=4),
-    Sharding(Layout(2, 2, 2, 1, 2), 4, 4, expert_tp=2),
-    Sharding(Layout(4, 1, 1, 1, 4), 4, 4, fsdp=4),
-    Sharding(Layout(2, 2, 1, 1, 4), 4, 4, fsdp=2),
-    Sharding(Layout(1, 2, 4, 1, 2), 4, 4),
-    Sharding(Layout(2, 2, 2, 1, 1), 4, 4, rules={QKV: None}),
+    Sharded(Layout()),
+    Sharded(Layout(tp=4)),
+    Sharded(Layout(dp=2, tp=2, pp=2, ep=2)),
+    Sharded(Layout(dp=4, ep=4), is_fsdp=True),
+    Sharded(Layout(dp=2, tp=2, ep=4), is_fsdp=True),
+    Sharded(Layout(tp=2, pp=4, ep=2)),
+    Sharded(Layout(dp=2, tp=2, pp=2)),
 ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the model reaches another layout."""
+
+    source: Sharded
+    target: Sharded
+
+    @cached_property
+    def parts(self) -> list[list[int]]:
+        """The source ranks that share each part."""
+        return parts_of(self.source.holdings(MODEL))
+
+    @cached_property
+    def held(self) -> list[dict[str, Array]]:
+        """What each part has."""
+        return [arrays(MODEL, self.source.holding(MODEL, ranks[0])) for ranks in self.parts]
+
+    def fetches(self, ranks: Collection[int]) -> list[Fetch]:
+        """What a node with these target ranks fetches."""
+        parts = [self.source.holding(MODEL, held[0]) for held in self.parts]
+        return fetches(TENSORS, parts, {rank: self.target.holding(MODEL, rank) for rank in ranks})
 
 
 async def version_rank(d: Daemon, key: DeploymentKey) -> RankStateClient:
@@ -99,25 +113,24 @@ def _dtype_of(name: str) -> str:
 
 async def commit(digests: dict[str, str], key: VersionKey, *writers: RankStateClient) -> None:
     """All of its parts are written, maybe on other nodes."""
-    parts = [VersionPart(part, 0, digest, "") for part, digest in digests.items()]
+    parts = [VersionPart(part, 0, digest, b"") for part, digest in digests.items()]
     for writer in writers:
-        await writer.versions.commit_parts(key, VersionParts(Layout(), 1, "", parts))
+        await writer.versions.commit_parts(key, VersionParts("", parts))
 
 
 def part_called(number: int, parts: Sequence[object]) -> str:
     return f"{number}of{len(parts)}"
 
 
-def slices_of(fetches: list[Fetch], parts: Sequence[object]) -> list[Slice]:
-    found: list[Slice] = []
+def slices_of(found: list[Fetch], parts: Sequence[object]) -> list[Slice]:
+    slices: list[Slice] = []
     offset = 0
-    for fetch in fetches:
-        parameter = MODEL[fetch.parameter]
-        found.append(
+    for fetch in found:
+        slices.append(
             Slice(
                 part=part_called(fetch.part, parts),
-                name=parameter.name,
-                dtype=parameter.dtype,
+                name=fetch.name,
+                dtype=TENSORS[fetch.name].dtype,
                 start=list(fetch.start),
                 size=list(fetch.size),
                 offset=offset,
@@ -125,25 +138,26 @@ def slices_of(fetches: list[Fetch], parts: Sequence[object]) -> list[Slice]:
             )
         )
         offset += -(-fetch.num_bytes // 64) * 64
-    return found
+    return slices
 
 
-def check_slices(made: Plan, target: Sharding, ranks: set[int], got: memoryview) -> int:
+def check_slices(plan: Plan, ranks: set[int], got: memoryview) -> int:
     """Every target rank's bytes are what they are to be; returns how many are needed."""
-    fetches = node_fetches(made, ranks)
-    slices = slices_of(fetches, source_parts(made))
-    expected = tensors(list(made.parameters), target)
-    built = {key: np.zeros_like(each) for key, each in expected.items() if key[1] in ranks}
-    written = {key: np.zeros(each.shape, np.uint8) for key, each in built.items()}
-    for fetch, at in zip(fetches, slices, strict=True):
+    found = plan.fetches(ranks)
+    expected = {rank: arrays(MODEL, plan.target.holding(MODEL, rank)) for rank in ranks}
+    built = {rank: {n: np.zeros_like(a) for n, a in expected[rank].items()} for rank in ranks}
+    written = {
+        rank: {n: np.zeros(a.shape, np.uint8) for n, a in expected[rank].items()} for rank in ranks
+    }
+    for fetch, at in zip(found, slices_of(found, plan.parts), strict=True):
         content = got[at.offset : at.offset + at.num_bytes]
         for use in fetch.uses:
-            key = (fetch.parameter, use.rank)
-            box = tuple(slice(s, s + n) for s, n in zip(use.start, fetch.size, strict=True))
-            dtype = built[key].dtype
-            built[key][box] = np.frombuffer(content, dtype).reshape(fetch.size)
-            written[key][box] += 1
-    for key, each in built.items():
-        assert np.array_equal(each, expected[key]), (made.parameters[key[0]], key)
-        assert written[key].max(initial=0) <= 1
-    return sum(fetch.num_bytes for fetch in fetches)
+            mine = built[use.rank][fetch.name]
+            box = inside(use.start, fetch.size)
+            mine[box] = np.frombuffer(content, mine.dtype).reshape(fetch.size)
+            written[use.rank][fetch.name][box] += 1
+    for rank in ranks:
+        for name, each in built[rank].items():
+            assert np.array_equal(each, expected[rank][name]), (name, rank)
+            assert written[rank][name].max(initial=0) <= 1
+    return sum(fetch.num_bytes for fetch in found)

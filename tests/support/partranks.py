@@ -11,9 +11,9 @@ import numpy as np
 
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.contract.specs import CommandId, Layout
+from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.state_layout import TensorSlot, VersionParts
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import holding_of
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan, shard
 from phaseloom.worker.backends.noop import NoopBackend
@@ -52,8 +52,11 @@ class Rows(NoopBackend):
         self.heap = Heap(layout.heap_bytes)
         self.slots = layout.slots
         self.version_slots = plan(self._shapes, trainable=False).slots
-        fsdp = group.world_size if is_sharded else 1
-        self.sharding = Sharding(Layout(dp=group.world_size), 1, fsdp=fsdp)
+        each = [RankGroup(rank, group.world_size) for rank in range(group.world_size)]
+        self.holdings = [
+            holding_of(plan(self._shapes, trainable=False, ranks=at).slots)
+            for at in (each if is_sharded else [RankGroup()] * group.world_size)
+        ]
 
     def fill(self, content: dict[str, np.ndarray[Any, Any]]) -> None:
         for slot in self.slots:

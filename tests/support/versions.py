@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import Role, TensorSlot, VersionPart, VersionParts
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import holding_of, tensors_of
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part, needs
@@ -36,14 +36,17 @@ def assembled(
     Args: slots: of each rank's heap. whole: `Backend.version_slots`.
     """
     count = len(parts)
-    named = [VersionPart(part_name(rank, count), 0, "", "") for rank in range(count)]
-    manifest = VersionParts(Layout(dp=count), count, "", named)
-    reader = Reader(Sharding(Layout(), 1), 0, [0], whole, whole)
+    tables = [packed(weights_of(each))[0] for each in slots]
+    named = [
+        VersionPart(part_name(rank, count), 0, "", TensorTable.of(table).packed)
+        for rank, table in enumerate(tables)
+    ]
+    manifest = VersionParts("", named)
+    reader = Reader([holding_of(whole)], 0, [0], tensors_of(whole), whole)
     version = bytearray(align(whole[-1].offset + whole[-1].num_bytes))
     for part, fetches in needs(manifest, reader).whole_parts.items():
         rank = next(i for i, each in enumerate(named) if each.part == part)
-        places, _ = packed(weights_of(slots[rank]))
-        runs = from_part(places, fetches, reader)
+        runs = from_part(tables[rank], fetches, reader)
         copy_runs(memoryview(bytearray(parts[rank])), memoryview(version), runs)
     return bytes(version)
 
@@ -51,7 +54,8 @@ def assembled(
 def take(backend: Backend, heap: Heap, rank: int, version: bytes) -> None:
     """Replace a rank's weights by its part of a whole version."""
     whole = backend.version_slots
-    reader = Reader(backend.sharding, rank, [rank], whole, weights_of(backend.slots))
+    own = weights_of(backend.slots)
+    reader = Reader(backend.holdings, rank, [rank], tensors_of(whole), own)
     runs = from_part(whole, fetches_of_whole(reader), reader)
     copy_runs(memoryview(bytearray(version)), heap.buffer, runs)
     weights = weights_of(backend.slots)

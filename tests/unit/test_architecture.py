@@ -152,7 +152,6 @@ def check_pure(file: Path, *, allowed: str | None = None) -> None:
 
 
 STATEMGR_PURE = (
-    "memory.arena",
     "residency.incarnations",
     "memory.layouts",
     "residency.residency",
@@ -241,7 +240,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("transport",),
     ],
     "phaseloom.common.contract": [
-        ("base", "errors", "specs"),
+        ("errors", "specs"),
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),
         ("api", "checks", "events", "state_agent"),

@@ -10,7 +10,7 @@ from rich.console import Console
 from phaseloom.cli import doctor
 from phaseloom.cli.doctor import Finding, Verdict
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
-from phaseloom.common.transport import bus as transport
+from phaseloom.common.transport import connection as transport
 from phaseloom.common.transport.natsserver import EmbeddedServer
 
 BAD = {
@@ -79,7 +79,7 @@ async def test_server_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert {"server version", "max_payload", "JetStream", "max_consumers"} <= set(findings)
         assert all(f.verdict is Verdict.OK for f in findings.values()), findings
         monkeypatch.setenv("PHASELOOM_BUS_PASSWORD", "wrong")
-        monkeypatch.setattr(transport, "_CONNECT_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.5)
         (refused,) = await doctor.server_findings()
     assert isinstance(refused, Finding)
     assert refused.verdict is Verdict.FAILED

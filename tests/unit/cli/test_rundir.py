@@ -10,7 +10,7 @@ import pytest
 
 from phaseloom.cli.rundir import bus_config, find_run, new_run_dir
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.transport.bus import BusConfig
+from phaseloom.common.transport.connection import BusConfig
 from phaseloom.common.transport.natsserver import Credentials
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phaseloom.client.results import merged
+from phaseloom.client.job import merged
 from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.operations import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import chain, pairwise
 
 import pytest
@@ -31,7 +30,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors import layouts
-from phaseloom.common.tensors.layouts import Held, merge, split, split_shared
+from phaseloom.common.tensors.layouts import merge, split, split_shared
 
 SMALL = st.integers(1, 4)
 
@@ -42,17 +41,6 @@ def _layouts(draw: st.DrawFn) -> Layout:
     stage = dp * tp * cp
     ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
     return Layout(dp, tp, pp, cp, ep)
-
-
-def _check_tiles(held: list[Held], size: int) -> None:
-    """Every index is held once, padding is at most what makes all ranks alike."""
-    counts = Counter(i for each in held for i in each.indices if i is not None)
-    assert counts == dict.fromkeys(range(size), 1)
-    assert len({each.length for each in held}) == 1
-    values = [f"row {i}" for i in range(size)]
-    slices = [each.take(values, "padding") for each in held]
-    assert all(len(taken) == each.length for taken, each in zip(slices, held, strict=True))
-    assert layouts.whole(held, slices, size) == values
 
 
 # --- Ranks ---------------------------------------------------------------------------------------
@@ -102,110 +90,6 @@ def test_impossible_layout_is_refused_by_its_axis(layout: Layout, field: str) ->
 
 
 # --- Tensors -------------------------------------------------------------------------------------
-
-
-@given(size=st.integers(1, 300), parts=st.integers(1, 9), multiple=st.sampled_from([1, 8, 128]))
-def test_chunks_tile_a_dim(size: int, parts: int, multiple: int) -> None:
-    _check_tiles([layouts.parallel(size, parts, i) for i in range(parts)], size)
-    vocabulary = [layouts.vocabulary(size, parts, i, multiple) for i in range(parts)]
-    _check_tiles(vocabulary, size)
-    assert vocabulary[0].length % multiple == 0
-    _check_tiles([layouts.gated_mlp(size, parts, i) for i in range(parts)], 2 * size)
-    _check_tiles([layouts.context(size, parts, i) for i in range(parts)], size)
-
-
-@given(kv_heads=st.integers(1, 8), group=st.integers(1, 4), head_size=st.integers(1, 4), tp=SMALL)
-def test_fused_heads_hold_each_query_once_and_the_kv_heads_they_need(
-    kv_heads: int, group: int, head_size: int, tp: int
-) -> None:
-    heads = kv_heads * group
-    if heads % tp or max(kv_heads, tp) % min(kv_heads, tp):
-        with pytest.raises(CallerError) as raised:
-            layouts.fused_qkv(heads, kv_heads, head_size, tp, 0)
-        assert raised.value.info.field == "layout.tp"
-        return
-    held = [layouts.fused_qkv(heads, kv_heads, head_size, tp, rank) for rank in range(tp)]
-    copies = max(1, tp // kv_heads)
-    counts = Counter(chain.from_iterable(each.indices for each in held))
-    queries = heads * head_size
-    rows = queries + 2 * kv_heads * head_size
-    assert counts == {i: 1 if i < queries else copies for i in range(rows)}
-    for each in held:
-        rows_held = [i // head_size for i in each.indices if i is not None]
-        needed = {head // group for head in rows_held if head < heads}
-        assert {head - heads for head in rows_held if heads <= head < heads + kv_heads} == needed
-        assert {h - heads - kv_heads for h in rows_held if h >= heads + kv_heads} == needed
-    values = [*range(rows)]
-    assert layouts.whole(held, [each.take(values, -1) for each in held], rows) == values
-
-
-@given(num_layers=st.integers(1, 90), pp=st.integers(1, 9))
-def test_stages_tile_the_layers(num_layers: int, pp: int) -> None:
-    if pp > num_layers:
-        with pytest.raises(CallerError):
-            layouts.stage_layers(num_layers, pp, 0)
-        return
-    stages = [layouts.stage_layers(num_layers, pp, stage) for stage in range(pp)]
-    assert [*chain.from_iterable(stages)] == [*range(num_layers)]
-    assert max(map(len, stages)) - min(map(len, stages)) <= 1
-
-
-@given(layout=_layouts(), each=SMALL)
-def test_experts_are_held_once_by_each_group_of_replicas(layout: Layout, each: int) -> None:
-    held = Counter(
-        (c.pp, c.edp, expert)
-        for c in (layouts.coordinates(rank, layout) for rank in range(layout.num_ranks))
-        for expert in layouts.experts(each * layout.ep, layout.ep, c.ep)
-    )
-    replicas = layout.num_ranks // layout.pp // layout.ep
-    assert len(held) == layout.pp * replicas * each * layout.ep
-    assert set(held.values()) == {1}
-
-
-def test_experts_that_are_uneven_are_refused() -> None:
-    with pytest.raises(CallerError, match="5 experts"):
-        layouts.experts(5, 2, 0)
-
-
-def test_a_small_model_on_tp_2_pp_2_dp_2_by_hand() -> None:
-    """Three layers, 4 heads of 2 with 2 key-value heads, MLP of 5, 10 token ids."""
-    assert [layouts.stage_layers(3, 2, stage) for stage in (0, 1)] == [range(2), range(2, 3)]
-    # Queries are rows 0 to 7, keys 8 to 11, values 12 to 15; a group is 2 queries, a key, a value.
-    assert [layouts.fused_qkv(4, 2, 2, 2, tp).indices for tp in (0, 1)] == [
-        [0, 1, 2, 3, 8, 9, 12, 13],
-        [4, 5, 6, 7, 10, 11, 14, 15],
-    ]
-    assert layouts.fused_qkv(4, 2, 2, 1, 0).indices == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10,
-                                                        11, 14, 15]  # fmt: skip
-    # Gate is rows 0 to 4, up 5 to 9; the second rank's last row of each is padding.
-    assert [layouts.gated_mlp(5, 2, tp).indices for tp in (0, 1)] == [
-        [0, 1, 2, 5, 6, 7],
-        [3, 4, None, 8, 9, None],
-    ]
-    assert layouts.parallel(5, 2, 1).take("abcde", "-") == ["d", "e", "-"]
-    assert [layouts.vocabulary(10, 2, tp, multiple=4).indices for tp in (0, 1)] == [
-        [0, 1, 2, 3, 4, 5, 6, 7],
-        [8, 9, None, None, None, None, None, None],
-    ]
-
-
-def test_kv_heads_fewer_than_ranks_are_shared_by_hand() -> None:
-    """Four heads of 1 and 2 key-value heads on 4 ranks: a query each, a key-value head a pair."""
-    assert [layouts.fused_qkv(4, 2, 1, 4, tp).indices for tp in range(4)] == [
-        [0, 4, 6],
-        [1, 4, 6],
-        [2, 5, 7],
-        [3, 5, 7],
-    ]
-
-
-def test_a_sequence_on_cp_2_and_experts_on_ep_2_by_hand() -> None:
-    assert [layouts.context(8, 2, cp).indices for cp in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [layouts.context(7, 2, cp).indices for cp in (0, 1)] == [[0, 1, 6, None], [2, 3, 4, 5]]
-    assert [layouts.experts(8, 2, ep) for ep in (0, 1)] == [range(4), range(4, 8)]
-    # torch.arange(5).chunk(4): the last rank has nothing.
-    chunks = [layouts.chunk(5, 4, i) for i in range(4)]
-    assert chunks == [range(2), range(2, 4), range(4, 5), range(5, 5)]
 
 
 # --- Work ----------------------------------------------------------------------------------------

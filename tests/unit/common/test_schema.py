@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from phaseloom.common.contract import agents, api, commands, events, operations, schema, specs
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import NodeCommand
 from phaseloom.common.contract.specs import SchedulerConfig
 

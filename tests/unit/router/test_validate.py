@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Int32s
+from phaseloom.common.contract.arrays import Int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.codec import JSON, MSGPACK, encode
 from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, PhaseloomError
 from phaseloom.common.contract.events import OperationsQueued
@@ -70,6 +69,21 @@ SOUND: list[Args] = [
         SamplingParams(1, stop_token_ids=[0], stop_strings=["\n\n", "."], ignore_eos=True),
         prompt_logprobs=True,
     ),
+    Generate(
+        [Prompt([1])],
+        SamplingParams(
+            1,
+            0.0,
+            top_k=50,
+            top_p=0.9,
+            min_p=0.05,
+            repetition_penalty=1.1,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            bad_words=[[1, 2], [3]],
+            top_logprobs=20,
+        ),
+    ),
     LoadState("step-1"),
     PublishWeights(),
     SyncWeights("policy", 3),
@@ -105,6 +119,20 @@ BAD: list[tuple[Args, str]] = [
     (generate(stop_strings=["x", ""]), "args.sampling.stop_strings[1]"),
     (generate(stop_strings=["x" * 257]), "args.sampling.stop_strings[0]"),
     (generate(stop_strings=["x"] * 17), "args.sampling.stop_strings"),
+    (generate(top_k=-1), "args.sampling.top_k"),
+    (generate(top_p=0.0), "args.sampling.top_p"),
+    (generate(top_p=1.1), "args.sampling.top_p"),
+    (generate(top_p=float("nan")), "args.sampling.top_p"),
+    (generate(min_p=-0.1), "args.sampling.min_p"),
+    (generate(min_p=1.1), "args.sampling.min_p"),
+    (generate(repetition_penalty=0.0), "args.sampling.repetition_penalty"),
+    (generate(repetition_penalty=float("inf")), "args.sampling.repetition_penalty"),
+    (generate(presence_penalty=2.5), "args.sampling.presence_penalty"),
+    (generate(frequency_penalty=float("nan")), "args.sampling.frequency_penalty"),
+    (generate(bad_words=[[1], []]), "args.sampling.bad_words[1]"),
+    (generate(bad_words=[[1], [-1]]), "args.sampling.bad_words[1]"),
+    (generate(bad_words=[[1]] * 257), "args.sampling.bad_words"),
+    (generate(top_logprobs=21), "args.sampling.top_logprobs"),
     (Generate([Prompt([1], seed=2**63)], SAMPLING), "args.prompts[0].seed"),
     (
         Generate([Prompt([1] * 40)], SamplingParams(1_048_500 - 30), prompt_logprobs=True),
@@ -224,17 +252,23 @@ def test_result_that_only_fits_as_messagepack_is_refused_as_json(args: Args) -> 
     assert "MessagePack" in refused.value.info.remedy
 
 
-@given(st.integers(1, 8), st.integers(1, 300), st.data())
+@given(st.integers(1, 8), st.integers(1, 300), st.integers(0, 3), st.data())
 def test_estimate_of_a_result_is_never_too_small(
-    num_prompts: int, max_tokens: int, data: st.DataObject
+    num_prompts: int, max_tokens: int, num_top: int, data: st.DataObject
 ) -> None:
     """The worst that a backend may answer, encoded, against what it was estimated at."""
     worst_tokens = [2**31 - 1] * max_tokens
     number = data.draw(st.floats(width=32, allow_nan=False, allow_infinity=False))
-    sequence = Sequence(worst_tokens, [number] * max_tokens, "length")
-    packed = Sequence(pack_int32s(worst_tokens), pack_float32s([number] * max_tokens), "length")
+    numbers = [number] * max_tokens
+    top = worst_tokens * num_top, numbers * num_top
+    sequence = Sequence(worst_tokens, numbers, "length", *top)
+    packed = Sequence(
+        *(pack_int32s(worst_tokens), pack_float32s(numbers), "length"),
+        *(pack_int32s(top[0]), pack_float32s(top[1])),
+    )
     prompt = Prompt([1] * 7)
-    args = Generate([prompt] * num_prompts, SamplingParams(max_tokens), 1, prompt_logprobs=True)
+    sampling = SamplingParams(max_tokens, top_logprobs=num_top)
+    args = Generate([prompt] * num_prompts, sampling, 1, prompt_logprobs=True)
     for content_type, each, first in (
         (JSON, sequence, [number] * 7),
         (MSGPACK, packed, pack_float32s([number] * 7)),

@@ -161,17 +161,20 @@ async def test_configuration_enters_the_log_once_and_at_each_change() -> None:
     assert len(configured) == 1
 
 
+def submitted(request: str) -> JobSubmitted:
+    return JobSubmitted(JobKey("t", "a"), JobSpec(deployments=[spec("s", "rollout")]), request)
+
+
 async def test_request_is_answered_by_the_core() -> None:
     harness = Harness()
     shell = harness.shell()
     running = asyncio.create_task(shell.run())
     await shell.caught_up.wait()
-    submit = JobSubmitted(JobKey("t", "a"), JobSpec(deployments=[spec("s", "rollout")]), "one")
-    status = await shell.request(submit, "one")
+    status = (await shell.ask(submitted)).status
+    assert status is not None
     assert status.job == "a"
-    again = JobSubmitted(JobKey("t", "a"), JobSpec(deployments=[spec("s", "rollout")]), "two")
     with pytest.raises(CallerError) as caught:
-        await shell.request(again, "two")
+        await shell.ask(submitted)
     assert caught.value.info.code is Code.ALREADY_EXISTS
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -199,8 +202,7 @@ async def test_request_is_answered_once_what_it_brings_is_stored() -> None:
     running = asyncio.create_task(shell.run())
     try:
         await shell.caught_up.wait()
-        submit = JobSubmitted(JobKey("t", "a"), JobSpec(deployments=[spec("s", "rollout")]), "one")
-        asking = asyncio.create_task(shell.request(submit, "one"))
+        asking = asyncio.create_task(shell.ask(submitted))
         await until(lambda: bool(sink.given))
         for _ in range(100):  # room for an answer that would not wait
             await asyncio.sleep(0)

@@ -36,7 +36,7 @@ from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 from phaseloom.common.process import config
 from phaseloom.common.transport import natsserver
-from phaseloom.common.transport.bus import MIN_SERVER_VERSION, BusConfig, connect
+from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig, connect
 
 T = TypeVar("T")
 

@@ -33,7 +33,8 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.events import KindEstimate, PhaseTrace
 from phaseloom.common.contract.ids import JobKey, OperationKey, check_name, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, BusConfig, connect
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import BusConfig, connect
 from phaseloom.common.transport.services import call_api, call_node_api
 
 T = TypeVar("T")

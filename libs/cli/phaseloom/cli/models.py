@@ -22,7 +22,8 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.tensors.modelfiles import read_model
-from phaseloom.common.transport.bus import Bus, BusConfig, Conflict, connect
+from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.connection import BusConfig, connect
 
 
 def add(

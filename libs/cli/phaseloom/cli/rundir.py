@@ -10,7 +10,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.process import config
-from phaseloom.common.transport.bus import BusConfig
+from phaseloom.common.transport.connection import BusConfig
 from phaseloom.common.transport.natsserver import Credentials
 
 RUNS = Path("runs")

@@ -17,7 +17,8 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_agent import SharedCopyState, StatusReport
 from phaseloom.common.contract.streams import Bucket, state_subject
-from phaseloom.common.transport.bus import Bus, BusConfig, connect
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import BusConfig, connect
 from phaseloom.common.transport.leases import node_lease_key
 from phaseloom.common.transport.services import request_reply
 

@@ -31,7 +31,8 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability.activity import Activity, Execution, Switch
 from phaseloom.common.process import lifecycle
-from phaseloom.common.transport.bus import Bus, BusConfig, LogEntry, connect
+from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.connection import BusConfig, connect
 
 WINDOW_S = 30.0
 NUM_NOTICES = 8

@@ -21,8 +21,7 @@ from phaseloom.client.mesh import Mesh, MeshJob, connect
 from phaseloom.client.operations import OperationHandle
 from phaseloom.client.phases import Phase, phase, runtime_hook
 from phaseloom.common.contract.api import Checkpoint, Explanation, JobStatus
-from phaseloom.common.contract.arrays import float32s, int32s
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, float32s, int32s
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,

@@ -11,8 +11,14 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from phaseloom.common.contract.arrays import int32s, length, pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.arrays import (
+    Float32s,
+    Int32s,
+    int32s,
+    length,
+    pack_float32s,
+    pack_int32s,
+)
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams, Sequence
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
@@ -85,7 +91,8 @@ def split_prompts(
     Raises: CallerError: a prompt is not valid, or its samples are too large for a message.
     """
     packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-    sample_bytes = sampling.max_tokens * _SAMPLED_TOKEN_BYTES + _ITEM_OVERHEAD_BYTES
+    token_bytes = (1 + sampling.top_logprobs) * _SAMPLED_TOKEN_BYTES
+    sample_bytes = sampling.max_tokens * token_bytes + _ITEM_OVERHEAD_BYTES
 
     def size(prompt: Prompt) -> int:
         own = length(prompt.tokens) * 4 + _ITEM_OVERHEAD_BYTES

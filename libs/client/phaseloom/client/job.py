@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from phaseloom.client.batches import split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
-from phaseloom.client.results import merged
 from phaseloom.common.contract.codec import encode
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.kinds import KINDS
 from phaseloom.common.contract.operations import (
     AdamParams,
     After,
@@ -39,6 +39,7 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
     SyncWeightsResult,
     kind_of,
+    result_kind,
 )
 
 R = TypeVar("R", bound=Result)
@@ -228,3 +229,21 @@ def _refs(after: Awaited) -> list[After]:
     for other in after:
         refs += [other] if isinstance(other, After) else other.refs
     return refs
+
+
+def merged(parts: list[Result], expected: type[R]) -> R:
+    """The result of an operation from those of the parts that it travelled in, in their order.
+
+    Raises: InternalError: a part has the result of another kind.
+    """
+    same: list[R] = [part for part in parts if isinstance(part, expected)]
+    if len(same) != len(parts):
+        names = ", ".join(type(part).__name__ for part in parts)
+        raise InternalError(f"{names} came where {expected.__name__} was due")
+    kind = KINDS[result_kind(same[0])]
+    if len(same) == 1:
+        whole: R = kind.as_lists(same[0])
+        return whole
+    assert kind.merge is not None, f"{kind.name} is never split"
+    whole = kind.as_lists(kind.merge(same))
+    return whole

@@ -49,7 +49,7 @@ from phaseloom.common.contract.specs import Cycle, DeploymentSpec, Durability, J
 from phaseloom.common.contract.streams import PREFIX
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config
-from phaseloom.common.transport import bus
+from phaseloom.common.transport import connection
 from phaseloom.common.transport.natsclient import hand_over
 from phaseloom.common.transport.services import call_api
 
@@ -430,7 +430,7 @@ async def connect(
         if mesh is not None:
             mesh.reconnected()
 
-    client = await bus.connect(
+    client = await connection.connect(
         settings.url,
         f"controller-{settings.tenant}",
         settings.tenant,
@@ -455,7 +455,7 @@ async def connect(
             raise failure from None
         raise
     finally:
-        await bus.close_client(client)
+        await connection.close_client(client)
         stop_telemetry()
 
 

@@ -7,7 +7,8 @@ import gc
 from typing import NoReturn
 
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.profiler.shell import Shell
 
 _READ_PAUSE_S = 0.1

@@ -1,17 +1,20 @@
-"""The router process: it reads the configuration, wires the shell, and runs it."""
+"""The router process: it reads the configuration, wires the shell, shows its lag, and runs it."""
 
 from __future__ import annotations
 
 import asyncio
 
 import msgspec
+from nats.js.errors import NotFoundError
 
+from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.observability import metrics
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.retry import until_done
 from phaseloom.router.core.limits import Limits
-from phaseloom.router.observing import Lag
 from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router
 
 _PROVISION_ATTEMPT_S = 10.0
@@ -68,6 +71,32 @@ class RouterConfig(msgspec.Struct, frozen=True):
                     remedy=f"use {least} or more",
                 )
         return Limits(**merged)
+
+
+class Lag:
+    """The number of operations in each tenant's stream that no replica has taken yet."""
+
+    def __init__(self, bus: Bus, tenants: list[str], durable: str) -> None:
+        self._bus = bus
+        self._durable = durable
+        self._pending = dict.fromkeys(tenants, 0)
+
+    def register(self) -> None:
+        metrics.before_scrape(self._refresh)
+        metrics.observe(
+            metrics.ROUTER_LAG,
+            lambda: [(pending, {"tenant": tenant}) for tenant, pending in self._pending.items()],
+        )
+
+    async def _refresh(self) -> None:
+        for tenant in self._pending:
+            try:
+                consumer = await self._bus.js.consumer_info(
+                    streams.ops_stream(tenant), self._durable
+                )
+            except NotFoundError:  # not made yet
+                continue
+            self._pending[tenant] = consumer.num_pending or 0
 
 
 async def serve(stop: asyncio.Event) -> None:

@@ -57,7 +57,6 @@ from phaseloom.common.transport import leases
 from phaseloom.common.transport.bus import Bus, Conflict
 from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.services import serve_api
-from phaseloom.router import observing
 from phaseloom.router.admission import Admission
 from phaseloom.router.core import results, validate
 from phaseloom.router.core.limits import Limits
@@ -272,7 +271,8 @@ class Router:
 
     async def _log(self, header: QueuedOperation, copy: int) -> int:
         place = await self._queued.add(_Queued(header, copy, telemetry.inject({})))
-        observing.routed(header)
+        code = "OK" if header.error is None else header.error.code
+        metrics.count(metrics.OPERATIONS_ROUTED, tenant=header.key.tenant, code=code)
         return place
 
     async def _append_all(self, queued: list[_Queued]) -> int:

@@ -6,7 +6,6 @@ A call that changes something becomes an event of the log; the others read the c
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -34,6 +33,7 @@ from phaseloom.common.contract.events import (
     DeploymentCreated,
     DeploymentDeleted,
     DrainRequested,
+    Event,
     JobFinished,
     JobSubmitted,
     NodeDrainRequested,
@@ -275,33 +275,29 @@ def job_api(
 
     async def submit(tenant: str, request: SubmitJob) -> JobStatus:
         spec = await _pinned(request, model_of)
-        id = uuid.uuid4().hex
-        return await shell.request(JobSubmitted(JobKey(tenant, request.job), spec, id), id)
+        job = JobKey(tenant, request.job)
+        return await _asked(shell, lambda id: JobSubmitted(job, spec, id))
 
     async def finish(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
-        id = uuid.uuid4().hex
-        event = JobFinished(JobKey(tenant, request.job), id, failed=request.failed)
-        return await shell.request(event, id)
+        job = JobKey(tenant, request.job)
+        return await _asked(shell, lambda id: JobFinished(job, id, failed=request.failed))
 
     async def drain(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
-        id = uuid.uuid4().hex
-        return await shell.request(DrainRequested(JobKey(tenant, request.job), id), id)
+        return await _asked(shell, lambda id: DrainRequested(JobKey(tenant, request.job), id))
 
     async def create(tenant: str, request: CreateDeployment) -> JobStatus:
         check_name(request.job, "job")
         job = _job(shell, JobKey(tenant, request.job))
         spec = await _pinned_deployment(request, job.spec, model_of)
-        id = uuid.uuid4().hex
-        return await shell.request(DeploymentCreated(job.key, spec, id), id)
+        return await _asked(shell, lambda id: DeploymentCreated(job.key, spec, id))
 
     async def delete(tenant: str, request: DeploymentRequest) -> JobStatus:
         check_name(request.job, "job")
         check_name(request.deployment, "deployment")
-        id = uuid.uuid4().hex
         key = DeploymentKey(tenant, request.job, request.deployment)
-        return await shell.request(DeploymentDeleted(key, id), id)
+        return await _asked(shell, lambda id: DeploymentDeleted(key, id))
 
     async def status(tenant: str, request: JobRequest) -> JobStatus:
         check_name(request.job, "job")
@@ -316,9 +312,10 @@ def job_api(
         return jobs.status(_now(shell), job)
 
     async def cancel(tenant: str, request: CancelRequest) -> Explanation:
-        id = uuid.uuid4().hex
-        event = CancelRequested(_key(tenant, request), id, request.keeps_partial)
-        return await shell.ask_why(event, id)
+        key = _key(tenant, request)
+        answer = await shell.ask(lambda id: CancelRequested(key, id, request.keeps_partial))
+        assert answer.explanation is not None
+        return answer.explanation
 
     async def why(tenant: str, request: OperationRequest) -> Explanation:
         key = _key(tenant, request)
@@ -367,9 +364,11 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
 
     async def drain(_: str, request: DrainNode) -> NodeStatus:
         node = NodeId(check_name(request.node, "node"))
-        id = uuid.uuid4().hex
-        event = NodeDrainRequested(node, id, undo=request.undo, gone=request.gone)
-        return await shell.ask_node(event, id)
+        answer = await shell.ask(
+            lambda id: NodeDrainRequested(node, id, undo=request.undo, gone=request.gone)
+        )
+        assert answer.node is not None
+        return answer.node
 
     async def status(_: str, request: DrainNode) -> NodeStatus:
         node = NodeId(check_name(request.node, "node"))
@@ -383,6 +382,13 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
         return evacuation.status(_now(shell), node)
 
     return {"drain": (DrainNode, drain), "status": (DrainNode, status)}
+
+
+async def _asked(shell: Shell, make: Callable[[str], Event]) -> JobStatus:
+    """The job's status once an event has been taken."""
+    answer = await shell.ask(make)
+    assert answer.status is not None
+    return answer.status
 
 
 def _now(shell: Shell) -> Step:

@@ -14,12 +14,12 @@ import contextlib
 import heapq
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 from opentelemetry.context import Context
 
-from phaseloom.common.contract.api import Explanation, JobStatus, NodeStatus
 from phaseloom.common.contract.commands import Permit, Permits
 from phaseloom.common.contract.errors import InternalError, ResourceError, to_exception
 from phaseloom.common.contract.events import (
@@ -110,7 +110,7 @@ async def _in_a_thread(asked: ComputeReplan) -> ReplanComputed:
 
 
 class Shell:
-    """Drives one core. `run` runs until cancelled; API handlers call `request` and its like."""
+    """Drives one core. `run` runs until cancelled; API handlers call `ask`."""
 
     def __init__(
         self,
@@ -169,28 +169,14 @@ class Shell:
         """Append an event that nobody waits for."""
         await self._log.append(event)
 
-    async def request(self, event: Event, request: str, timeout_s: float = 10.0) -> JobStatus:
-        """Append an event that asks for the job's status, and wait for it.
+    async def ask(self, make: Callable[[str], Event], timeout_s: float = 10.0) -> Answer:
+        """Append an event that asks for something, and wait for the core's answer.
 
+        Args:   make: makes the event from the request's id, which the answer bears.
         Raises: PhaseloomError: the core's refusal; ResourceError: no answer in time.
         """
-        answer = await self._ask(event, request, timeout_s)
-        assert answer.status is not None
-        return answer.status
-
-    async def ask_why(self, event: Event, request: str, timeout_s: float = 10.0) -> Explanation:
-        """Append an event that asks about an operation, and wait as `request` does."""
-        answer = await self._ask(event, request, timeout_s)
-        assert answer.explanation is not None
-        return answer.explanation
-
-    async def ask_node(self, event: Event, request: str, timeout_s: float = 10.0) -> NodeStatus:
-        """Append an event that asks about a node, and wait as `request` does."""
-        answer = await self._ask(event, request, timeout_s)
-        assert answer.node is not None
-        return answer.node
-
-    async def _ask(self, event: Event, request: str, timeout_s: float) -> Answer:
+        request = uuid.uuid4().hex
+        event = make(request)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request] = future
         try:

@@ -13,7 +13,8 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import DeviceSpec
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport import framing
-from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
 from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.agent.interpreters import Interpreters

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.errors import Code, ErrorInfo, PhaseloomError
 from phaseloom.common.contract.operations import Forward, ForwardBackward, OptimStep, Result
 from phaseloom.common.contract.specs import DeploymentSpec

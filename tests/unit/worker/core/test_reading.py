@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import TensorSlot, VersionPart, VersionParts
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import holding_of, parts_of, tensors_of
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import part_name
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import plan
@@ -25,9 +25,9 @@ from phaseloom.worker.core.reading import (
     from_part,
     from_slices,
     needs,
-    parts_of,
 )
 from phaseloom.worker.state.layouts import packed
+from tests.support.sharded import inside
 
 SHAPES = {"a": [7, 3], "b": [4], "c": [1, 5], "d": [16, 2, 3], "e": []}
 WHOLE = plan(SHAPES, trainable=False).slots
@@ -67,9 +67,25 @@ def copy(runs: Runs, source: bytearray, target: bytearray, written: bytearray) -
         written[span] = b"\1" * num_bytes
 
 
-def manifest_of(layout: Layout, fsdp: int, count: int) -> VersionParts:
-    parts = [VersionPart(part_name(i, count), 0, "", "") for i in range(count)]
-    return VersionParts(layout, fsdp, "", parts)
+def manifest_of(tables: Sequence[Sequence[TensorSlot]]) -> VersionParts:
+    parts = [
+        VersionPart(part_name(i, len(tables)), 0, "", TensorTable.of(table).packed)
+        for i, table in enumerate(tables)
+    ]
+    return VersionParts("", parts)
+
+
+def parts(writers: int) -> list[list[TensorSlot]]:
+    return [packed(rows(rank, writers))[0] for rank in range(writers)]
+
+
+def reader_of(rank: int, world: int, here: Collection[int], *, is_sharded: bool = True) -> Reader:
+    slots = [rows(each, world) if is_sharded else WHOLE for each in range(world)]
+    held = [holding_of(each) for each in slots]
+    return Reader(held, rank, here, tensors_of(WHOLE), slots[rank])
+
+
+ALONE = reader_of(0, 1, [0])
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,18 +93,15 @@ def manifest_of(layout: Layout, fsdp: int, count: int) -> VersionParts:
 def test_every_byte_of_a_rank_comes_once(
     writers: int, readers: int, is_sharded: bool, num_nodes: int
 ) -> None:
-    source = Sharding(Layout(dp=writers), 1, fsdp=writers)
-    parts = parts_of(source, WHOLE)
-    assert parts == [[rank] for rank in range(writers)]
-    manifest = manifest_of(source.layout, writers, writers)
-    tables = [packed(rows(rank, writers))[0] for rank in range(writers)]
+    tables = parts(writers)
+    assert parts_of([holding_of(table) for table in tables]) == [[rank] for rank in range(writers)]
+    manifest = manifest_of(tables)
     memories = [memory_of(table) for table in tables]
-    target = Sharding(Layout(dp=readers), 1, fsdp=readers if is_sharded else 1)
     for node in range(num_nodes):
         here = [rank for rank in range(readers) if rank % num_nodes == node]
         for rank in here:
-            slots = rows(rank, readers) if is_sharded else WHOLE
-            reader = Reader(target, rank, here, WHOLE, slots)
+            reader = reader_of(rank, readers, here, is_sharded=is_sharded)
+            slots = reader.slots
             needed = needs(manifest, reader)
             end = max((s.offset + s.num_bytes for s in needed.slices), default=0)
             came = bytearray(end)
@@ -98,8 +111,7 @@ def test_every_byte_of_a_rank_comes_once(
                 tensor = np.frombuffer(
                     memories[fetch.part], np.float32, slot.num_bytes // 4, slot.offset
                 ).reshape(slot.shape)
-                span = zip(each.start, each.size, strict=True)
-                box = tensor[tuple(slice(s, s + n) for s, n in span)]
+                box = tensor[inside(each.start, each.size)]
                 came[each.offset : each.offset + each.num_bytes] = box.tobytes()
             heap = bytearray(max(s.offset + s.num_bytes for s in slots))
             written = bytearray(len(heap))
@@ -118,47 +130,39 @@ def test_every_byte_of_a_rank_comes_once(
 def test_what_was_written_whole_is_cut_for_each_rank(is_sharded: bool) -> None:
     source = memory_of(WHOLE)
     for rank in range(3):
-        slots = rows(rank, 3) if is_sharded else WHOLE
-        target = Sharding(Layout(dp=3), 1, fsdp=3 if is_sharded else 1)
-        reader = Reader(target, rank, range(3), WHOLE, slots)
-        heap = bytearray(max(s.offset + s.num_bytes for s in slots))
+        reader = reader_of(rank, 3, range(3), is_sharded=is_sharded)
+        heap = bytearray(max(s.offset + s.num_bytes for s in reader.slots))
         runs = from_part(WHOLE, fetches_of_whole(reader), reader)
         copy(runs, source, heap, bytearray(len(heap)))
-        assert heap == memory_of(slots)
-
-
-def test_ranks_that_hold_the_same_have_one_part() -> None:
-    assert parts_of(Sharding(Layout(dp=3), 1), WHOLE) == [[0, 1, 2]]
+        assert heap == memory_of(reader.slots)
 
 
 def test_who_needs_all_of_a_part_takes_it_whole_and_who_needs_half_takes_slices() -> None:
-    manifest = manifest_of(Layout(dp=2), 2, 2)
-    target = Sharding(Layout(dp=4), 1, fsdp=4)
-    all_here = needs(manifest, Reader(target, 0, range(4), WHOLE, rows(0, 4)))
+    manifest = manifest_of(parts(2))
+    all_here = needs(manifest, reader_of(0, 4, range(4)))
     assert list(all_here.whole_parts) == ["0of2", "1of2"]
     assert all_here.slices == []
-    alone = needs(manifest, Reader(target, 0, [0], WHOLE, rows(0, 4)))
+    alone = needs(manifest, reader_of(0, 4, [0]))
     assert alone.whole_parts == {}
     assert {each.part for each in alone.slices} <= {"0of2", "1of2"}
 
 
 def test_parts_of_another_model_are_refused() -> None:
-    target = Sharding(Layout(), 1)
-    reader = Reader(target, 0, [0], WHOLE, WHOLE)
-    with pytest.raises(CallerError, match="its parts are") as caught:
-        needs(manifest_of(Layout(dp=3), 3, 2), reader)
-    assert caught.value.info.code is Code.FAILED_PRECONDITION
-    manifest = manifest_of(Layout(dp=2), 2, 2)
-    fetches = needs(manifest, reader).whole_parts["0of2"]
-    for wrong in (rows(0, 2)[:1], rows(0, 6)):
+    longer = [msgspec.structs.replace(slot, global_shape=[99, 3]) for slot in rows(0, 2)[:1]]
+    other = msgspec.structs.replace(WHOLE[0], name="other")
+    for wrong in ([longer], [[other]], [parts(2)[0]], parts(3)[1:]):
+        with pytest.raises(CallerError) as caught:
+            needs(manifest_of(wrong), ALONE)
+        assert caught.value.info.code is Code.FAILED_PRECONDITION
+    fetches = needs(manifest_of(parts(2)), ALONE).whole_parts["0of2"]
+    for lacking in (rows(0, 2)[:1], rows(0, 6)):
         with pytest.raises(CallerError, match="of another model"):
-            from_part(packed(wrong)[0], fetches, reader)
+            from_part(packed(lacking)[0], fetches, ALONE)
 
 
 def test_tensor_that_is_shorter_than_its_shape_is_not_taken() -> None:
     """What lies behind it is not the part's: it was made by somebody else."""
-    reader = Reader(Sharding(Layout(), 1), 0, [0], WHOLE, WHOLE)
     short = [msgspec.structs.replace(slot, num_bytes=4) for slot in WHOLE]
     with pytest.raises(CallerError, match="another model") as caught:
-        from_part(short, fetches_of_whole(reader), reader)
+        from_part(short, fetches_of_whole(ALONE), ALONE)
     assert caught.value.info.code is Code.FAILED_PRECONDITION

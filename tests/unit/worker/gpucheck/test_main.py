@@ -34,12 +34,12 @@ def _raising(error: Exception) -> Found:
     raise error
 
 
-def test_nothing_is_proved_and_nothing_fails_where_there_is_no_gpu(
+def test_where_there_is_no_gpu_nothing_is_proved_and_the_exit_status_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cuda, "LIBRARY", "libcuda-of-nobody.so.1")
     written = tmp_path / "gpu.json"
-    assert gpucheck.main(["--out", str(written)]) == 0
+    assert gpucheck.main(["--out", str(written)]) == gpucheck.NOTHING_RAN
     assert "libcuda-of-nobody" in json.loads(written.read_text())["nothing_because"]
     said = capsys.readouterr().out
     assert said.startswith("gpu-check: nothing was proved: there is no CUDA driver: libcuda-of-nob")
@@ -55,7 +55,7 @@ def test_proofs_need_torch_and_the_standard_library_only() -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "10\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "13\n"), done.stderr
 
 
 def test_outcome_of_a_proof_is_what_it_found_or_why_not() -> None:

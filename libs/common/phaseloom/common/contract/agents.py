@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from array import array
 
-from phaseloom.common.contract.base import Float32s, Int32s
+Int32s = list[int] | bytes
+"""Token ids: a list, or their little-endian bytes."""
+Float32s = list[float] | bytes
+"""Numbers: a list, or their little-endian bytes."""
 
 
 def _little_endian(values: array[int] | array[float]) -> bytes:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 
-from phaseloom.common.contract.arrays import float32s, int32s, length
-from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import SEQ_END, OperationKey, check_name
 from phaseloom.common.contract.operations import (
@@ -38,6 +37,10 @@ MAX_KEPT = 100_000
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 32
+MAX_TOP_LOGPROBS = 20
+MAX_REPETITION_PENALTY = 100.0
 
 _INT32_END = 1 << 31
 _SEED_END = 1 << 63
@@ -122,6 +125,34 @@ def _check_sampling(sampling: SamplingParams) -> None:
     check_range(len(strings), 0, MAX_STOP_STRINGS, field, "stop strings")
     for i, text in enumerate(strings):
         check_range(len(text), 1, MAX_STOP_CHARS, f"{field}[{i}]", "characters")
+    _check_shape(sampling)
+
+
+def _check_shape(sampling: SamplingParams) -> None:
+    check_range(sampling.top_k, 0, _INT32_END - 1, "args.sampling.top_k", "tokens; 0: all")
+    check_between(sampling.min_p, 0.0, 1.0, "args.sampling.min_p")
+    for name in ("presence_penalty", "frequency_penalty"):
+        check_between(getattr(sampling, name), -2.0, 2.0, f"args.sampling.{name}")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise CallerError(
+            f"{sampling.top_p} is no share of the probability",
+            field="args.sampling.top_p",
+            remedy="use more than 0 and at most 1",
+        )
+    if not 0.0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise CallerError(
+            f"{sampling.repetition_penalty} is no factor",
+            field="args.sampling.repetition_penalty",
+            remedy=f"use more than 0 and at most {MAX_REPETITION_PENALTY}; 1 changes nothing",
+        )
+    field = "args.sampling.bad_words"
+    check_range(len(sampling.bad_words), 0, MAX_BAD_WORDS, field, "bad words")
+    for i, word in enumerate(sampling.bad_words):
+        check_range(len(word), 1, MAX_BAD_WORD_TOKENS, f"{field}[{i}]", "tokens")
+        for token in word:
+            check_range(token, 0, _INT32_END - 1, f"{field}[{i}]", "as a token id")
+    field = "args.sampling.top_logprobs"
+    check_range(sampling.top_logprobs, 0, MAX_TOP_LOGPROBS, field, "tokens a position")
 
 
 def _check_checkpoints(key: OperationKey, args: SaveState) -> None:
@@ -247,6 +278,11 @@ def _check_adam(adam: AdamParams) -> None:
 def check_finite(value: float, field: str) -> None:
     if not (math.isfinite(value) and value >= 0.0):
         raise CallerError(f"{value} is out of range", field=field, remedy="use a number of 0 or up")
+
+
+def check_between(value: float, low: float, high: float, field: str) -> None:
+    if not low <= value <= high:
+        raise CallerError(f"{value} is out of range", field=field, remedy=f"use {low} to {high}")
 
 
 def check_range(value: int, low: int, high: int, field: str, what: str) -> None:

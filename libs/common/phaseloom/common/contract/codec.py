@@ -1,4 +1,4 @@
-"""Encode and decode contract types; JSON or MessagePack by `Content-Type`."""
+"""The base of every message, and its encodings: JSON or MessagePack by `Content-Type`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ MSGPACK = "application/msgpack"
 CONTENT_TYPE = "Content-Type"
 
 T = TypeVar("T")
+
+
+def snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+class Message(msgspec.Struct, frozen=True, tag=snake, tag_field="type", omit_defaults=True):
+    """Base of everything that is part of a union on the wire."""
+
 
 _json_encoder = msgspec.json.Encoder()
 _msgpack_encoder = msgspec.msgpack.Encoder()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.specs import CommandId, DeploymentSpec, Durability
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.operations import After, Outcome

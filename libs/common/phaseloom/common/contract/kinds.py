@@ -23,8 +23,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract import checks
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import float32s, int32s, length
-from phaseloom.common.contract.base import Message
-from phaseloom.common.contract.codec import JSON, MSGPACK
+from phaseloom.common.contract.codec import JSON, MSGPACK, Message
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.ids import OperationKey
 
@@ -202,7 +201,10 @@ def _generated_tokens(args: ops.Generate, result: ops.GenerateResult) -> int:
 
 def _generated_bytes(args: ops.Generate, content_type: str) -> int:
     number = FLOAT_BYTES[content_type]
-    sequence = args.sampling.max_tokens * (TOKEN_BYTES[content_type] + number) + _SEQUENCE_BYTES
+    token = (1 + args.sampling.top_logprobs) * (TOKEN_BYTES[content_type] + number)
+    sequence = args.sampling.max_tokens * token + _SEQUENCE_BYTES
+    if args.sampling.top_logprobs:
+        sequence += _SEQUENCE_BYTES
     num_bytes = len(args.prompts) * args.num_samples * sequence
     if args.prompt_logprobs:
         num_bytes += sum(length(p.tokens) * number + _ARRAY_BYTES for p in args.prompts)
@@ -217,11 +219,18 @@ def _generated(parts: Sequence[ops.GenerateResult]) -> ops.GenerateResult:
 
 def _as_lists(result: ops.GenerateResult) -> ops.GenerateResult:
     return ops.GenerateResult(
-        [
-            [ops.Sequence(int32s(s.tokens), float32s(s.logprobs), s.stop_reason) for s in group]
-            for group in result.sequences
-        ],
+        [[_listed(sequence) for sequence in group] for group in result.sequences],
         [float32s(values) for values in result.prompt_logprobs],
+    )
+
+
+def _listed(sequence: ops.Sequence) -> ops.Sequence:
+    return ops.Sequence(
+        int32s(sequence.tokens),
+        float32s(sequence.logprobs),
+        sequence.stop_reason,
+        int32s(sequence.top_tokens),
+        float32s(sequence.top_logprobs),
     )
 
 

@@ -19,20 +19,46 @@ from enum import StrEnum
 
 import msgspec
 
-from phaseloom.common.contract.base import Float32s, Int32s, Message, _snake
+from phaseloom.common.contract.arrays import Float32s, Int32s
+from phaseloom.common.contract.codec import Message, snake
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import OperationKey
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn and where a sample ends; names and meanings are vLLM's.
+
+    At each position, in this order: bad words are left out, penalties change the logits, the
+    temperature divides them, min-p, top-k and top-p leave tokens out, and one of the rest is drawn.
+    The log-probabilities in the result are the model's own, before all of this.
+    """
+
     max_tokens: int
     """The most new tokens of a sample, those of the prompt's `num_generated` included."""
     temperature: float = 1.0
+    """0: the likeliest token is taken."""
     stop_token_ids: list[int] = []
     """Tokens that end a sample, beside the end-of-sequence tokens of the model's config."""
     stop_strings: list[str] = []
     """Stop once the text of the new tokens holds one of these; needs the model's `token_texts`."""
     ignore_eos: bool = False
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens, and those as likely as the last; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that have this share of the probability together."""
+    min_p: float = 0.0
+    """Draw from the tokens that have at least this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens in the prompt or the sample, multiplies the negative
+    ones."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the sample has."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit as often as the sample has it."""
+    bad_words: list[list[int]] = []
+    """Runs of tokens that a sample never completes."""
+    top_logprobs: int = 0
+    """Of how many of the likeliest tokens at each position the log-probabilities are answered."""
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -161,7 +187,7 @@ Args = (
 
 def kind_of(args: Args) -> str:
     """The operation kind, as in subjects, spans and traces: `forward_backward`, …"""
-    return _snake(type(args).__name__)
+    return snake(type(args).__name__)
 
 
 class After(msgspec.Struct, frozen=True):
@@ -183,7 +209,7 @@ class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
     """The operation ends EXPIRED if it has no permit so long after it was queued; 0: it waits."""
 
 
-class Sequence(msgspec.Struct, frozen=True):
+class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
     """One continuation. tokens (T,) int32, logprobs (T,) float32, stop token included."""
 
     tokens: Int32s
@@ -191,6 +217,11 @@ class Sequence(msgspec.Struct, frozen=True):
     stop_reason: str
     """`stop`, `length`, or `partial`: a cancel that keeps what there is ended it, and it can go on,
     see `Prompt.num_generated`."""
+    top_tokens: Int32s = []
+    """The `top_logprobs` likeliest tokens of each position, likeliest first; the positions follow
+    one another: (T · top_logprobs,)."""
+    top_logprobs: Float32s = []
+    """Their log-probabilities."""
 
 
 class GenerateResult(Message, frozen=True):
@@ -253,7 +284,7 @@ Result = (
 
 def result_kind(result: Result) -> str:
     """The kind of the operation that this is the result of."""
-    return _snake(type(result).__name__).removesuffix("_result")
+    return snake(type(result).__name__).removesuffix("_result")
 
 
 def checkpoints_of(completion: Completion) -> dict[str, str]:

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import msgspec
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import FilesTicket, Ticket
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
@@ -135,8 +135,6 @@ class Sealed(Message, frozen=True):
     file: str
     digest: str
     num_bytes: int
-    written_bytes: int = 0
-    """The part of `num_bytes` that no earlier seal on this disk had."""
 
 
 class FetchState(Message, frozen=True):

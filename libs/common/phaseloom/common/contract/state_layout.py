@@ -11,8 +11,6 @@ from enum import StrEnum
 
 import msgspec
 
-from phaseloom.common.contract.specs import Layout
-
 EXTENT_ALIGNMENT_BYTES = 4096
 
 
@@ -60,8 +58,8 @@ class VersionPart(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     digest: str
     """The digest of the part's memory."""
-    layout: str
-    """BLAKE3, in hex, of which tensor lies where in the part."""
+    table: bytes
+    """The packed `TensorTable` of the part: which slice of which tensor lies where in it."""
 
 
 class VersionParts(msgspec.Struct, frozen=True, array_like=True):
@@ -71,10 +69,6 @@ class VersionParts(msgspec.Struct, frozen=True, array_like=True):
     equal versions.
     """
 
-    layout: Layout
-    """The layout of the ranks that wrote the version."""
-    fsdp: int
-    """The number of replicas over which rows are sharded."""
     tensors: str
     """BLAKE3, in hex, of the layout that the version would have if written whole: its model."""
     parts: list[VersionPart]

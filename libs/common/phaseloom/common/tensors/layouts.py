@@ -1,11 +1,8 @@
-"""Layouts: how a deployment's work and tensors are spread over its ranks, as index arithmetic.
+"""Layouts: how a deployment's work is spread over its ranks, as index arithmetic.
 
 `split` cuts work over the data-parallel replicas, and `merge` puts the results together again;
-`contract.kinds` says how each kind of operation is cut and merged.
-
-Tensors are spread as Megatron-core, FSDP2 and ring attention do it: each function says which
-indices of a whole tensor's dim a rank holds (`Held`), in the order in which the rank keeps them.
-Nothing here touches a tensor; the adapters do.
+`contract.kinds` says how each kind of operation is cut and merged. Which slice of a tensor a rank
+holds is its backend's to say (`phaseloom.common.tensors.resharding`).
 
 Ranks are numbered tp fastest, then cp, dp, pp. Expert parallelism has no ranks of its own: for it,
 the ranks of a pipeline stage are numbered ep fastest, then the replicas of the experts (Megatron's
@@ -24,7 +21,6 @@ from phaseloom.common.contract.operations import Args, Result
 from phaseloom.common.contract.specs import Layout
 
 A = TypeVar("A", bound=Args)
-T = TypeVar("T")
 
 # --- Ranks ---------------------------------------------------------------------------------------
 
@@ -119,163 +115,10 @@ def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
     return results[0]
 
 
-# --- Tensors -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A run of a whole dim's indices, with padding after them."""
-
-    indices: range
-    length: int
-    """Number of the indices and of the padding, which is kept as zeroes."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """The indices of a whole tensor's dim that a rank holds, in the rank's own order."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def length(self) -> int:
-        """Size of the rank's own dim, padding included."""
-        return sum(piece.length for piece in self.pieces)
-
-    @property
-    def indices(self) -> list[int | None]:
-        """For each index of the rank's own dim the index in the whole dim; None is padding."""
-        held: list[int | None] = []
-        for piece in self.pieces:
-            held += [*piece.indices, *[None] * (piece.length - len(piece.indices))]
-        return held
-
-    def take(self, values: Sequence[T], padding: T) -> list[T]:
-        """The rank's slice of a whole dim."""
-        return [padding if i is None else values[i] for i in self.indices]
-
-
-def whole(held: Sequence[Held], slices: Sequence[Sequence[T]], size: int) -> list[T]:
-    """The whole dim, put together from the slices of ranks that together hold all of it."""
-    placed: dict[int, T] = {}
-    for each, values in zip(held, slices, strict=True):
-        pairs = zip(each.indices, values, strict=True)
-        placed |= {i: value for i, value in pairs if i is not None}
-    return [placed[i] for i in range(size)]
-
-
 def chunk(size: int, parts: int, part: int) -> range:
     """The indices of one part by torch.chunk's rule, by which FSDP2 shards dim 0.
 
     Each part has ceil(size / parts) indices, while there are any left.
     """
-    return _run(size, -(-size // parts), part)
-
-
-def parallel(size: int, parts: int, part: int) -> Held:
-    """A dim cut into chunks that are padded to the first one's length.
-
-    Under FSDP2 this is dim 0 of a parameter. Under tensor parallelism it is dim 0 of a
-    column-parallel weight and of its bias, and dim 1 of a row-parallel weight, whose bias every
-    rank holds whole.
-    """
-    return Held((Piece(chunk(size, parts, part), -(-size // parts)),))
-
-
-def vocabulary(size: int, tp: int, rank: int, multiple: int = 128) -> Held:
-    """Dim 0 of an embedding or a head, padded so that each rank has a multiple of `multiple`.
-
-    The padding lies on the last ranks; its logits must be masked out.
-    """
-    each = -(-size // (tp * multiple)) * multiple
-    return Held((Piece(_run(size, each, rank), each),))
-
-
-def gated_mlp(size: int, tp: int, rank: int) -> Held:
-    """Dim 0 of gate and up projections laid end to end (2 · size): the rank's part of each."""
-    (gate,) = parallel(size, tp, rank).pieces
-    up = range(size + gate.indices.start, size + gate.indices.stop)
-    return Held((gate, Piece(up, gate.length)))
-
-
-def fused_qkv(num_heads: int, num_kv_heads: int, head_size: int, tp: int, rank: int) -> Held:
-    """Dim 0 of query, key and value projections laid end to end, in the order of Megatron.
-
-    A rank keeps for each of its key-value heads the queries, the key and the value. With more ranks
-    than key-value heads, several ranks hold such a head and share its queries.
-
-    Raises: CallerError: the heads cannot be spread evenly.
-    """
-    if num_heads % tp:
-        raise _uneven(f"{num_heads} heads", tp)
-    if max(num_kv_heads, tp) % min(num_kv_heads, tp):
-        raise _uneven(f"{num_kv_heads} key-value heads", tp)
-    num_queries = num_heads // max(num_kv_heads, tp)
-    pieces: list[Piece] = []
-
-    def hold(first_head: int, count: int) -> None:
-        size = count * head_size
-        pieces.append(Piece(range(first_head * head_size, first_head * head_size + size), size))
-
-    for i in range(max(1, num_kv_heads // tp)):
-        group = rank * num_kv_heads // tp + i
-        hold(rank * (num_heads // tp) + i * num_queries, num_queries)
-        hold(num_heads + group, 1)
-        hold(num_heads + num_kv_heads + group, 1)
-    return Held(tuple(pieces))
-
-
-def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """The layers of a pipeline stage; where they divide unevenly the first stages have one more.
-
-    Raises: CallerError: a stage would have no layer.
-    """
-    if pp > num_layers:
-        raise CallerError(
-            f"{num_layers} layers are too few for {pp} pipeline stages",
-            field="layout.pp",
-            remedy=f"use at most {num_layers}",
-        )
-    each, extra = divmod(num_layers, pp)
-    start = stage * each + min(stage, extra)
-    return range(start, start + each + (stage < extra))
-
-
-def experts(num_experts: int, ep: int, rank: int) -> range:
-    """The experts of the rank at this place along ep.
-
-    Raises: CallerError: the experts cannot be spread evenly.
-    """
-    if num_experts % ep:
-        raise CallerError(
-            f"{num_experts} experts cannot be dealt out to {ep} ranks",
-            field="layout.ep",
-            remedy="use a divisor of the number of experts",
-        )
-    each = num_experts // ep
-    return range(rank * each, (rank + 1) * each)
-
-
-def context(num_tokens: int, cp: int, rank: int) -> Held:
-    """The positions of a sequence that a rank holds under context parallelism.
-
-    The sequence is cut into 2 · cp chunks, of which rank i holds i and 2 · cp − 1 − i, so that all
-    ranks have the same amount of causal attention to do. The last chunks are padded.
-    """
-    if cp == 1:
-        return parallel(num_tokens, 1, 0)
-    each = -(-num_tokens // (2 * cp))
-    mine = (rank, 2 * cp - 1 - rank)
-    return Held(tuple(Piece(_run(num_tokens, each, i), each) for i in mine))
-
-
-def _run(size: int, each: int, part: int) -> range:
+    each = -(-size // parts)
     return range(min(size, part * each), min(size, (part + 1) * each))
-
-
-def _uneven(what: str, tp: int) -> CallerError:
-    return CallerError(
-        f"{what} cannot be dealt out to {tp} ranks",
-        field="layout.tp",
-        remedy="use a tp that divides the heads, and divides or is a multiple of the kv heads",
-    )

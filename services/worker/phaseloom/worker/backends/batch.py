@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phaseloom.common.contract.arrays import length
-from phaseloom.common.contract.base import Float32s, Int32s
+from phaseloom.common.contract.arrays import Float32s, Int32s, length
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import Datum, Forward, ForwardBackward, Loss
 

@@ -20,7 +20,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -32,6 +32,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import (
@@ -46,7 +48,7 @@ from phaseloom.common.contract.operations import (
     OptimStepResult,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
@@ -157,7 +159,10 @@ class FsdpBackend:
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
         self.version_slots = plan(self._shapes, trainable=False, dtype=self._dtype).slots
-        self.sharding = Sharding(spec.layout, 1, fsdp=ranks.world_size)
+        self.holdings: Sequence[Holding] = [
+            holding_of(_layout(spec, self._shapes, replace(ranks, rank=rank)).slots)
+            for rank in range(ranks.world_size)
+        ]
         self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
         self._is_broken = False
         self._group = ExitStack()
@@ -176,7 +181,10 @@ class FsdpBackend:
             precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         else:
             _round_parameters(self._model, dtype)
-        _shard(self._scorer, self._model._no_split_modules or (), mesh, precision)
+        layers = _layers(self._model)
+        if spec.activation_checkpointing:
+            _recompute(layers)
+        _shard(self._scorer, layers, mesh, precision)
         moved = masters or self._layout.weights
         _move_parameters(self._scorer, self._tensors.views(moved), self._padded(moved))
         if masters is not None and spec.model.pinned is not None:
@@ -449,12 +457,26 @@ def _store(ranks: RankGroup, joined: ExitStack) -> Store:
     return FileStore(str(Path(ranks.store_path).absolute()), ranks.world_size)
 
 
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer layers, which `transformers` knows by their class names."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _recompute(layers: Iterable[nn.Module]) -> None:
+    """Have each layer keep its inputs only, and compute the rest again in the backward pass, within
+    the hooks by which FSDP2 gathers its weights."""
+    for layer in layers:
+        # There is no dropout, so no random state to restore.
+        layer.forward = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
 def _shard(
-    root: nn.Module, blocks: Iterable[str], mesh: DeviceMesh, precision: MixedPrecisionPolicy
+    root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, precision: MixedPrecisionPolicy
 ) -> None:
-    """Shard each block (a transformer layer, by class name) and the root with the rest."""
-    names = set(blocks)
-    layers = [module for module in root.modules() if type(module).__name__ in names]
+    """Shard each layer, and the root with the rest."""
     for module in [*layers, root]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
     for module in root.modules():

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 
-from phaseloom.common.contract.operations import Sequence
+from phaseloom.common.contract.operations import SamplingParams, Sequence
 from phaseloom.worker.backends.rng import uniforms
+from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Start:
     seed: int
     sample: int
     """Number of the first sample."""
+    prompt: list[int]
+    """The prompt's tokens, without those generated earlier."""
     generated: list[int]
     """Tokens of an earlier answer, behind which the samples go on."""
 
@@ -44,9 +48,9 @@ class Sampling:
     num_samples: int
     max_tokens: int
     """Most new tokens of a sample, those generated earlier included."""
-    temperature: float
+    params: SamplingParams
     stop_token_ids: list[int]
-    stop_strings: list[str]
+    """All tokens that end a sample."""
 
     @property
     def num_rows(self) -> int:
@@ -79,8 +83,9 @@ class Rows:
         self._of_R = torch.arange(len(asked)).repeat_interleave(torch.tensor(counts))
         self._draws_RI = torch.zeros(num_rows, limit, dtype=torch.float64)
         self._is_stop_QV = torch.zeros(len(asked), vocab_size, dtype=torch.bool)
-        self._temperatures = sorted({each.temperature for each in asked})
-        which = [self._temperatures.index(each.temperature) for each in asked]
+        self._shapings = [_shaping(each, vocab_size) for each in asked]
+        self._temperatures = sorted({each.params.temperature for each in asked})
+        which = [self._temperatures.index(each.params.temperature) for each in asked]
         self._temperature_R = torch.tensor(which)[self._of_R]
         self._texts: dict[int, StopText] = {}
         start = 0
@@ -89,14 +94,17 @@ class Rows:
             longest = max(each.limits)
             self._draws_RI[rows, :longest] = each.draws(longest)
             self._is_stop_QV[i, each.stop_token_ids] = True
-            if each.stop_strings:
+            if each.params.stop_strings:
                 self._texts |= {
-                    row: StopText(each.stop_strings, self._earlier_text(each, row - start))
+                    row: StopText(each.params.stop_strings, self._earlier_text(each, row - start))
                     for row in range(num_rows)[rows]
                 }
             start += each.num_rows
         self._tokens_RI = np.zeros((num_rows, limit), dtype="<i4")
         self._logprobs_RI = np.zeros((num_rows, limit), dtype="<f4")
+        num_top = min(max(each.params.top_logprobs for each in asked), vocab_size)
+        self._top_tokens_RIK = np.zeros((num_rows, limit, num_top), dtype="<i4")
+        self._top_logprobs_RIK = np.zeros((num_rows, limit, num_top), dtype="<f4")
         self._length_R = self._limit_R.numpy().copy()
         self._stop_reason_R = ["length"] * num_rows
         self._rows_B = torch.arange(num_rows)
@@ -162,6 +170,7 @@ class Rows:
         tokens = self.last_B.numpy()[live]
         self._tokens_RI[rows, self._position] = tokens
         self._logprobs_RI[rows, self._position] = logprobs_B.numpy()[live]
+        self._keep_top(rows, logits_BV[self._live_B])
         self._position += 1
         ends_B = self._is_stop_QV[self._of_R[self._rows_B], self.last_B]
         if self._texts:
@@ -190,17 +199,33 @@ class Rows:
     def _sequences(self, i: int) -> list[list[Sequence]]:
         """Sequences of a request, as asked, by [prompt][sample]."""
         each = self._asked[i]
-        first = sum(before.num_rows for before in self._asked[:i])
+        first = self._first_row(i)
         rows = iter(range(first, first + each.num_rows))
         return [[self._sequence(next(rows)) for _ in range(each.num_samples)] for _ in each.starts]
 
     def _sequence(self, row: int) -> Sequence:
         length = self._length_R[row]
-        return Sequence(
+        sequence = Sequence(
             tokens=self._tokens_RI[row, :length].tobytes(),
             logprobs=self._logprobs_RI[row, :length].tobytes(),
             stop_reason=self._stop_reason_R[row],
         )
+        num_top = self._asked[int(self._of_R[row])].params.top_logprobs
+        if not num_top:
+            return sequence
+        return replace(
+            sequence,
+            top_tokens=self._top_tokens_RIK[row, :length, :num_top].tobytes(),
+            top_logprobs=self._top_logprobs_RIK[row, :length, :num_top].tobytes(),
+        )
+
+    def _keep_top(self, rows: npt.NDArray[np.int64], logits_LV: torch.Tensor) -> None:
+        """Keep the likeliest tokens of the live rows at this position."""
+        num_top = self._top_tokens_RIK.shape[-1]
+        if num_top:
+            top = torch.log_softmax(logits_LV.float(), dim=-1).topk(num_top, dim=-1)
+            self._top_tokens_RIK[rows, self._position] = top.indices.numpy()
+            self._top_logprobs_RIK[rows, self._position] = top.values.numpy()
 
     def _earlier_text(self, each: Sampling, row: int) -> str:
         generated = each.starts[row // each.num_samples].generated
@@ -208,15 +233,29 @@ class Rows:
 
     def _draw(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         draws_B = self._draws_RI[self._rows_B, self._position]
-        if len(self._temperatures) == 1:
+        if not any(self._shapings) and len(self._temperatures) == 1:
             return draw(logits_BV, draws_B, *self._temperatures)
         tokens_B = torch.empty(draws_B.shape, dtype=torch.int64)
         logprobs_B = torch.empty(draws_B.shape)
+        of_B = self._of_R[self._rows_B]
+        is_plain_B = torch.tensor([shaping is None for shaping in self._shapings])[of_B]
         for i, temperature in enumerate(self._temperatures):
-            index = (self._temperature_R[self._rows_B] == i).nonzero().flatten()
+            is_of_B = (self._temperature_R[self._rows_B] == i) & is_plain_B
+            index = is_of_B.nonzero().flatten()
             drawn = draw(logits_BV[index], draws_B[index], temperature)
             tokens_B[index], logprobs_B[index] = drawn
+        for i, shaping in enumerate(self._shapings):
+            if shaping is None:
+                continue
+            index = (of_B == i).nonzero().flatten()
+            rows_b = self._rows_B[index] - self._first_row(i)
+            drawn = shaping.draw(rows_b, logits_BV[index], draws_B[index])
+            tokens_B[index], logprobs_B[index] = drawn
+            shaping.add(rows_b.tolist(), drawn[0].tolist())
         return tokens_B, logprobs_B
+
+    def _first_row(self, i: int) -> int:
+        return sum(before.num_rows for before in self._asked[:i])
 
     def _end_a_text(
         self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
@@ -248,20 +287,26 @@ class StopText:
         self._tail = text[-self._keep :] if self._keep else ""
 
 
+def _shaping(each: Sampling, vocab_size: int) -> Shaping | None:
+    """None: the temperature alone shapes what is drawn from."""
+    if is_plain(each.params):
+        return None
+    starts = [start for start in each.starts for _ in range(each.num_samples)]
+    prompts, generated = [s.prompt for s in starts], [s.generated for s in starts]
+    return Shaping(each.params, prompts, generated, vocab_size)
+
+
 def draw(
     logits_BV: torch.Tensor, draws_B: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens (B,) at these uniforms and their log-probabilities at temperature 1.
 
-    The token is the first whose cumulated probability exceeds draw × total, so one of probability
-    zero is never drawn. Temperature 0 takes the likeliest.
+    Temperature 0 takes the likeliest.
     """
     logprobs_BV = torch.log_softmax(logits_BV.float(), dim=-1)
     if temperature == 0:
         tokens_B = logprobs_BV.argmax(dim=-1)
     else:
         scaled_BV = logprobs_BV if temperature == 1 else logprobs_BV / temperature
-        cdf_BV = torch.softmax(scaled_BV, dim=-1).double().cumsum(dim=-1)
-        threshold_B = draws_B * cdf_BV[:, -1]
-        tokens_B = torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).flatten()
+        tokens_B = inverted(torch.softmax(scaled_BV, dim=-1), draws_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).flatten()

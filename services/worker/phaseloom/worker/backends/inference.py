@@ -24,6 +24,7 @@ from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.batch import check_some, check_tokens, forward_batch, joined_ints
 from phaseloom.worker.backends.layout import check_layout
 from phaseloom.worker.backends.model import model_config, weights_dtype
+from phaseloom.worker.backends.shaping import check_bad_words
 
 KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weights"})
 
@@ -53,6 +54,7 @@ class InferenceBackend:
         if args.num_samples < 1:
             raise CallerError("it is below 1", field="args.num_samples", remedy="use 1 or more")
         _check_sampling(args.sampling, self.vocab_size)
+        check_bad_words(args.sampling, self.vocab_size)
         if args.sampling.stop_strings and not self._token_texts:
             raise CallerError(
                 "the model has no token_texts to find strings in",

@@ -124,9 +124,9 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
     """Shard a parameter over ranks as FSDP2 does."""
     if not shape:
         return Shard(range(1), [], [])
-    (piece,) = layouts.parallel(shape[0], ranks.world_size, ranks.rank).pieces
-    rows = piece.indices
-    own, padded = [len(rows), *shape[1:]], [piece.length, *shape[1:]]
+    rows = layouts.chunk(shape[0], ranks.world_size, ranks.rank)
+    largest = len(layouts.chunk(shape[0], ranks.world_size, 0))
+    own, padded = [len(rows), *shape[1:]], [largest, *shape[1:]]
     if len(rows) == shape[0]:
         return Shard(rows, own, padded)
     return Shard(rows, own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
@@ -135,8 +135,8 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
 def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
     """Check that the backends can do a layout.
 
-    Raises: CallerError: FAILED_PRECONDITION, more than data parallelism, or an optimizer's place
-            where there is no optimizer.
+    Raises: CallerError: FAILED_PRECONDITION, more than data parallelism, or a choice about training
+            where nothing is trained.
     """
     layouts.check_layout(spec.layout)
     if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
@@ -145,6 +145,13 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             code=Code.FAILED_PRECONDITION,
             field="optimizer_on",
             remedy="leave optimizer_on out, or declare it with trainable = true",
+        )
+    if spec.activation_checkpointing and not spec.trainable:
+        raise CallerError(
+            "a deployment that is not trainable has no backward pass",
+            code=Code.FAILED_PRECONDITION,
+            field="activation_checkpointing",
+            remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
     for axis in ("tp", "pp", "cp", "ep"):
         size = getattr(spec.layout, axis)

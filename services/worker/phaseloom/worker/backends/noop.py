@@ -13,8 +13,9 @@ from collections.abc import Sequence as Seq
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from phaseloom.common.contract.arrays import length, pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Float32s
+from msgspec.structs import replace
+
+from phaseloom.common.contract.arrays import Float32s, length, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 from phaseloom.common.contract.operations import (
@@ -29,9 +30,8 @@ from phaseloom.common.contract.operations import (
     Sequence,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.common.contract.specs import Layout as ParallelLayout
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
@@ -59,7 +59,7 @@ class NoopBackend:
         self._seconds = spec.model.config.get("seconds", {})
         self.slots = _layout(spec).slots
         self.version_slots = self.slots
-        self.sharding = Sharding(ParallelLayout(dp=ranks.world_size), 1)
+        self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
         self.host_bytes = 0
         self.config: dict[str, Any] = {}
         self.kinds = MUTATING_KINDS | READING_KINDS
@@ -77,8 +77,11 @@ class NoopBackend:
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         """Answer every prompt with the one token 0, cut off by length."""
         self._take("generate")
-        sequence = Sequence(pack_int32s([0]), pack_float32s([0.0]), "length")
         for i, args in enumerate(requests):
+            sequence = Sequence(pack_int32s([0]), pack_float32s([0.0]), "length")
+            if num_top := args.sampling.top_logprobs:
+                top = bytes(4 * num_top)
+                sequence = replace(sequence, top_tokens=top, top_logprobs=top)
             groups = [[sequence] * args.num_samples for _ in args.prompts]
             logprobs: list[Float32s] = [
                 bytes(4 * length(p.tokens)) for p in args.prompts if args.prompt_logprobs

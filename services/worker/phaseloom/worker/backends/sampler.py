@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from phaseloom.common.contract.arrays import int32s, length
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, int32s, length
 from phaseloom.common.contract.operations import (
     Datum,
     Forward,
@@ -27,7 +26,7 @@ from phaseloom.common.contract.operations import (
     Sequence,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
@@ -73,7 +72,7 @@ class SamplerBackend(InferenceBackend):
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.version_slots = self.slots
-        self.sharding = Sharding(spec.layout, 1)
+        self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
         self._device = self._tensors.device
         self._dtype = weights_dtype(spec.model)
         self._model = build_model(spec.model).requires_grad_(False)
@@ -166,9 +165,8 @@ class SamplerBackend(InferenceBackend):
                     [prompt.start for prompt in prompts],
                     args.num_samples,
                     sampling.max_tokens,
-                    sampling.temperature,
+                    sampling,
                     self._stops(sampling),
-                    sampling.stop_strings,
                 )
             )
         return asked
@@ -361,8 +359,9 @@ def _prompts(args: Generate, request: int) -> list[_Prompt]:
     tokens_P = np.split(joined_ints(tokens, prompt_field), ends)
     prompts = []
     for i, prompt in enumerate(args.prompts):
-        generated = tokens_P[i][tokens_P[i].size - prompt.num_generated :].tolist()
-        start = Start(prompt.seed, prompt.sample, generated)
+        num_asked = tokens_P[i].size - prompt.num_generated
+        asked, generated = tokens_P[i][:num_asked].tolist(), tokens_P[i][num_asked:].tolist()
+        start = Start(prompt.seed, prompt.sample, asked, generated)
         limit = args.sampling.max_tokens - prompt.num_generated
         prompts.append(_Prompt(request, i, tokens_P[i], start, limit))
     return prompts

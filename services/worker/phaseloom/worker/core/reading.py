@@ -14,23 +14,20 @@ from itertools import groupby
 from operator import attrgetter
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot, VersionParts
 from phaseloom.common.tensors.resharding import (
-    End,
+    Box,
     Fetch,
-    Parameter,
-    Plan,
-    Sharding,
+    Holding,
+    Tensor,
     Use,
     byte_runs,
+    fetches,
+    holding_of,
     item_bytes,
-    node_fetches,
-    part_bytes,
-    plan,
-    source_parts,
+    tensors_of,
 )
-from phaseloom.common.tensors.versionparts import part_name
+from phaseloom.common.tensors.tensortable import TensorTable
 
 _ALIGNMENT_BYTES = 64
 _NEARLY_ALL = 0.9
@@ -47,14 +44,19 @@ Runs = list[tuple[int, int, int]]
 class Reader:
     """A rank that is to get weights, and the ranks beside it on its node."""
 
-    sharding: Sharding
+    holdings: Sequence[Holding]
+    """What each rank of its deployment holds."""
     rank: int
     here: Collection[int]
     """All ranks of its deployment that are on its node."""
-    whole: Sequence[TensorSlot]
-    """The parameters, as whole tensors."""
+    tensors: Mapping[str, Tensor]
+    """The whole tensors of the model."""
     slots: Sequence[TensorSlot]
-    """The rank's own rows of the parameters, in its heap."""
+    """The rank's own slices of them, in its heap."""
+
+    @property
+    def held_here(self) -> dict[int, Holding]:
+        return {rank: self.holdings[rank] for rank in self.here}
 
 
 @dataclass(frozen=True)
@@ -66,36 +68,28 @@ class Needs:
     """The fetch that each tensor slice serves, in the order of `slices`."""
 
 
-def parameters_of(whole: Sequence[TensorSlot]) -> list[Parameter]:
-    return [Parameter(each.name, tuple(each.shape), each.dtype, End.FIRST) for each in whole]
-
-
-def parts_of(sharding: Sharding, whole: Sequence[TensorSlot]) -> list[list[int]]:
-    """The ranks that hold each part of what a deployment publishes."""
-    return source_parts(plan(parameters_of(whole), sharding, sharding))
-
-
 def needs(manifest: VersionParts, reader: Reader) -> Needs:
     """The parts and tensor slices that a node fetches of a version.
 
-    Raises: CallerError: FAILED_PRECONDITION: the manifest is not of such parts.
+    Raises: CallerError: FAILED_PRECONDITION: the manifest is of another model.
     """
-    source = Sharding(manifest.layout, 1, fsdp=manifest.fsdp)
-    made = plan(parameters_of(reader.whole), source, reader.sharding)
-    _check(manifest, made)
+    tables = [TensorTable.read(part.table).tensors for part in manifest.parts]
+    for table in tables:
+        _check_same_model(table, reader)
     names = [part.part for part in manifest.parts]
-    sizes = part_bytes(made)
+    planned = fetches(reader.tensors, [holding_of(table) for table in tables], reader.held_here)
     whole_parts: dict[str, list[Fetch]] = {}
     slices: list[Slice] = []
     sliced: list[Fetch] = []
     end = 0
-    for part, group in groupby(node_fetches(made, reader.here), attrgetter("part")):
+    for part, group in groupby(planned, attrgetter("part")):
         mine = list(group)
-        if sum(fetch.num_bytes for fetch in mine) >= _NEARLY_ALL * sizes[part]:
+        part_bytes = sum(slot.num_bytes for slot in tables[part])
+        if sum(fetch.num_bytes for fetch in mine) >= _NEARLY_ALL * part_bytes:
             whole_parts[names[part]] = mine
             continue
         for fetch in mine:
-            slices.append(_slice(fetch, names[part], reader.whole[fetch.parameter], end))
+            slices.append(_slice(fetch, names[part], reader.tensors[fetch.name].dtype, end))
             sliced.append(fetch)
             end += -(-fetch.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return Needs(whole_parts, slices, sliced)
@@ -103,11 +97,13 @@ def needs(manifest: VersionParts, reader: Reader) -> Needs:
 
 def fetches_of_whole(reader: Reader) -> list[Fetch]:
     """The tensor slices that this rank takes of a version that was written whole."""
-    made = plan(parameters_of(reader.whole), Sharding(Layout(), 1), reader.sharding)
-    return node_fetches(made, [reader.rank])
+    whole = {
+        name: Box((0,) * len(tensor.shape), tensor.shape) for name, tensor in reader.tensors.items()
+    }
+    return fetches(reader.tensors, [whole], {reader.rank: reader.holdings[reader.rank]})
 
 
-def from_part(tensors: Sequence[TensorSlot], fetches: Sequence[Fetch], reader: Reader) -> Runs:
+def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[Fetch], reader: Reader) -> Runs:
     """Byte runs that this rank copies out of a part.
 
     Args:   tensors: as they lie in the part.
@@ -116,23 +112,23 @@ def from_part(tensors: Sequence[TensorSlot], fetches: Sequence[Fetch], reader: R
     there = {slot.name: slot for slot in tensors}
     runs: Runs = []
     heap = _heap(reader)
-    for fetch, use in _uses(fetches, reader.rank):
-        whole = reader.whole[fetch.parameter]
-        slot = there.get(whole.name)
-        if slot is None or slot.dtype != whole.dtype:
-            raise of_another_model(f"{whole.name} is not in it")
+    for fetch, use in _uses(wanted, reader.rank):
+        name = fetch.name
+        slot = there.get(name)
+        if slot is None or slot.dtype != reader.tensors[name].dtype:
+            raise of_another_model(f"{name} is not in it")
         if slot.num_bytes != math.prod(slot.shape) * item_bytes(slot.dtype):
-            raise of_another_model(f"{whole.name} is {slot.shape} in {slot.num_bytes} bytes")
-        runs += _runs(fetch, use, slot, fetch.start, heap[whole.name])
+            raise of_another_model(f"{name} is {slot.shape} in {slot.num_bytes} bytes")
+        runs += _runs(fetch, use, slot, fetch.start, heap[name])
     return runs
 
 
-def from_slices(slices: Sequence[Slice], fetches: Sequence[Fetch], reader: Reader) -> Runs:
+def from_slices(slices: Sequence[Slice], wanted: Sequence[Fetch], reader: Reader) -> Runs:
     """Byte runs that this rank copies out of the memory into which tensor slices were fetched."""
-    places = {id(fetch): each for fetch, each in zip(fetches, slices, strict=True)}
+    places = {id(fetch): each for fetch, each in zip(wanted, slices, strict=True)}
     heap = _heap(reader)
     runs: Runs = []
-    for fetch, use in _uses(fetches, reader.rank):
+    for fetch, use in _uses(wanted, reader.rank):
         at = places[id(fetch)]
         box = TensorSlot(at.name, Role.WEIGHT, at.dtype, at.size, at.offset, at.num_bytes)
         start = (0,) * len(fetch.size)
@@ -140,8 +136,8 @@ def from_slices(slices: Sequence[Slice], fetches: Sequence[Fetch], reader: Reade
     return runs
 
 
-def _uses(fetches: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
-    return ((fetch, use) for fetch in fetches for use in fetch.uses if use.rank == rank)
+def _uses(wanted: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
+    return ((fetch, use) for fetch in wanted for use in fetch.uses if use.rank == rank)
 
 
 def _runs(
@@ -171,11 +167,11 @@ def _heap(reader: Reader) -> dict[str, TensorSlot]:
     return {slot.name: slot for slot in reader.slots}
 
 
-def _slice(fetch: Fetch, part: str, whole: TensorSlot, offset: int) -> Slice:
+def _slice(fetch: Fetch, part: str, dtype: str, offset: int) -> Slice:
     return Slice(
         part=part,
-        name=whole.name,
-        dtype=whole.dtype,
+        name=fetch.name,
+        dtype=dtype,
         start=list(fetch.start),
         size=list(fetch.size),
         offset=offset,
@@ -183,12 +179,14 @@ def _slice(fetch: Fetch, part: str, whole: TensorSlot, offset: int) -> Slice:
     )
 
 
-def _check(manifest: VersionParts, made: Plan) -> None:
-    count = len(source_parts(made))
-    expected = [part_name(number, count) for number in range(count)]
-    named = [part.part for part in manifest.parts]
-    if named != expected:
-        raise of_another_model(f"its parts are {named}, not {expected}")
+def _check_same_model(table: Sequence[TensorSlot], reader: Reader) -> None:
+    for name, tensor in tensors_of(table).items():
+        mine = reader.tensors.get(name)
+        if mine != tensor:
+            raise of_another_model(
+                f"{name} is {tensor.dtype}{list(tensor.shape)} in it"
+                + (f" and {mine.dtype}{list(mine.shape)} here" if mine else " and not here")
+            )
 
 
 def of_another_model(why: str) -> CallerError:

@@ -1,12 +1,13 @@
 """`make gpu-check`: prove on this machine what needs a GPU, or say why nothing can be proved.
 
-    python -m phaseloom.worker.gpucheck [--device 0] [--sizes-mib 64,1024,8192] [--limit-s 150]
-                                        [--out FILE]
+    python -m phaseloom.worker.gpucheck [--device 0] [--sizes-mib 64,1024,3072,16384]
+                                        [--limit-s 150] [--out FILE]
 
-Needs torch and the standard library only. Each proof runs in a process of its own: an error of the
-device ends every later call of the process that met it, and what hangs is killed. Prints a line as
-each ends, then a table, and the same as JSON on the last line, which the file has from the first
-proof on. Exit status 0: nothing fails, or there is no GPU; 1: something does not hold.
+Needs torch and the standard library only; the proofs of whole backends need their runtimes too, and
+are skipped by name where these are not installed. Each proof runs in a process of its own: an error
+of the device ends every later call of the process that met it, and what hangs is killed. Prints a
+line as each ends, then a table, and the same as JSON on the last line, which the file has from the
+first proof on. Exit status 0: all that ran holds; 1: something does not; 2: nothing ran.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from phaseloom.worker.gpucheck.proofs import Found
 
 MiB = 1024 * 1024
-DEFAULT_SIZES_MIB = "64,1024,8192"
+DEFAULT_SIZES_MIB = "64,1024,3072,16384"
+"""A small heap, and the bfloat16 weights of models of 0.5, 1.5 and 8 billion parameters."""
+NOTHING_RAN = 2
 DEFAULT_LIMIT_S = 150.0
 KILLED_WITHIN_S = 10.0
 """Longest wait for a killed process: what hangs in the driver may not end when it is killed."""
@@ -57,12 +60,13 @@ class Outcome:
 
 def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
     """The proofs by name, in their order."""
-    from phaseloom.worker.gpucheck import proofs, sharding
+    from phaseloom.worker.gpucheck import backends, proofs, sharding
 
-    return {
+    planned: dict[str, Callable[[Driver], Found]] = {
         f"offload and load, {size} MiB": partial(proofs.round_trip, num_bytes=size * MiB)
         for size in sizes_mib
-    } | {
+    }
+    planned |= {
         "default stream": proofs.default_stream,
         "captured graphs": proofs.graphs,
         "shared with a process": proofs.shared_memory,
@@ -72,6 +76,11 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
         "FSDP2 over switches": sharding.sharded_training,
         "kvikio": proofs.kvikio_file,
     }
+    for name in ("fsdp", "sampler", "vllm"):
+        planned[f"backend {name} over switches"] = partial(
+            backends.backend_over_switches, name=name
+        )
+    return planned
 
 
 def run_proof(name: str, prove: Callable[[], Found]) -> Outcome:
@@ -161,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"gpu-check: nothing was proved: {why}")
         if options.out is not None and options.proof is None:
             options.out.write_text(json.dumps({"nothing_because": str(why)}) + "\n")
-        return 0
+        return NOTHING_RAN
     except CudaError as error:
         print(f"gpu-check: the GPU cannot be used: {error}")
         return 1
@@ -175,7 +184,10 @@ def main(arguments: Sequence[str]) -> int:
         if options.out is not None:
             options.out.write_text(f"{described(outcomes, machine)}\n")
     print(f"\n{table(outcomes)}\n\n{described(outcomes, machine)}")
-    return int(any(each.verdict is Verdict.FAILS for each in outcomes))
+    verdicts = {each.verdict for each in outcomes}
+    if verdicts == {Verdict.SKIPPED}:
+        return NOTHING_RAN
+    return int(Verdict.FAILS in verdicts)
 
 
 def _prove(driver: Driver, options: argparse.Namespace) -> int:

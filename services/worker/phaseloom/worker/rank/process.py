@@ -25,7 +25,8 @@ from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import SERVICE_CONNECT_S, Bus, BusConfig, connect
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig, connect
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup

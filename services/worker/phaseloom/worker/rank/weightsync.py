@@ -16,10 +16,9 @@ from typing import TypeVar
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import PartSources, VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Failed
-from phaseloom.common.tensors.resharding import Fetch
+from phaseloom.common.tensors.resharding import Fetch, parts_of, tensors_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import decode_manifest, layout_digest, part_name, part_of
 from phaseloom.worker.core.reading import (
@@ -31,7 +30,6 @@ from phaseloom.worker.core.reading import (
     from_slices,
     needs,
     of_another_model,
-    parts_of,
 )
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.wire import RankConfig
@@ -60,8 +58,8 @@ class RankWeights:
     settings: RankConfig
     versions: RankVersions
     executor: Executor
-    _planned: dict[tuple[Layout, int, int], Needs] = field(default_factory=dict)
-    """Plan for the layout that wrote the last version in parts."""
+    _planned: dict[tuple[bytes, ...], Needs] = field(default_factory=dict)
+    """What is needed of the parts of the last version, by their tables."""
 
     # --- publishing ------------------------------------------------------------------------------
 
@@ -82,20 +80,17 @@ class RankWeights:
         part = part_name(number, len(self._parts)) if self.is_in_parts else ""
         slots = self.executor.weight_slots
         copy = await self.versions.create(part_of(version, part), slots)
-        return VersionPart(part, copy.num_bytes, copy.digest, self._layout_digest)
+        return VersionPart(part, copy.num_bytes, copy.digest, self._table)
 
     def manifest(self, written: Iterable[VersionPart | None]) -> VersionParts:
         """The manifest of the parts that all ranks have written."""
         parts = {part.part: part for part in written if part is not None}
         names = [part_name(number, len(self._parts)) for number in range(len(self._parts))]
-        sharding = self.executor.backend.sharding
-        found = [parts[name] for name in names]
-        return VersionParts(sharding.layout, sharding.fsdp, self._model, found)
+        return VersionParts(self._model, [parts[name] for name in names])
 
     @cached_property
     def _parts(self) -> list[list[int]]:
-        backend = self.executor.backend
-        return parts_of(backend.sharding, backend.version_slots)
+        return parts_of(self.executor.backend.holdings)
 
     @cached_property
     def _here(self) -> list[int]:
@@ -109,9 +104,9 @@ class RankWeights:
         return layout_digest(TensorTable.of(self.executor.backend.version_slots).packed)
 
     @cached_property
-    def _layout_digest(self) -> str:
+    def _table(self) -> bytes:
         places, _ = packed(self.executor.weight_slots)
-        return layout_digest(TensorTable.of(places).packed)
+        return TensorTable.of(places).packed
 
     # --- syncing ---------------------------------------------------------------------------------
 
@@ -151,10 +146,8 @@ class RankWeights:
     @cached_property
     def _reader(self) -> Reader:
         backend, rank = self.executor.backend, self.settings.rank
-        return Reader(
-            *(backend.sharding, rank, self._here),
-            *(backend.version_slots, self.executor.weight_slots),
-        )
+        whole = tensors_of(backend.version_slots)
+        return Reader(backend.holdings, rank, self._here, whole, self.executor.weight_slots)
 
     @cached_property
     def _of_whole(self) -> list[Fetch]:
@@ -189,7 +182,7 @@ class RankWeights:
 
     def _needs(self, manifest: VersionParts) -> Needs:
         """What this node fetches; the same for every version of one policy."""
-        key = (manifest.layout, manifest.fsdp, len(manifest.parts))
+        key = tuple(part.table for part in manifest.parts)
         if key not in self._planned:
             self._planned = {key: needs(manifest, self._reader)}
         return self._planned[key]
@@ -201,11 +194,7 @@ class RankWeights:
         key = part_of(version, part.part)
         opened = await self.versions.open(key, sources, permit.ticket, part.digest)
         described = opened.described
-        is_meant = (described.digest, layout_digest(described.tensors)) == (
-            part.digest,
-            part.layout,
-        )
-        if not is_meant:
+        if (described.digest, bytes(described.tensors)) != (part.digest, part.table):
             raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
         return await self.versions.verified(opened)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.contract.base import Message
+from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey

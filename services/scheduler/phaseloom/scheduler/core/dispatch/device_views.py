@@ -55,7 +55,7 @@ def view_of(
 
 
 def candidate(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> Candidate:
-    slot, job = devices.slot(node, index), job_of(deployment)
+    slot, job = devices.slot(node, index), deployment.job_name
     setup_s = estimates.switch_s(step.state, deployment)
     return Candidate(
         operation=str(op.key),
@@ -90,18 +90,14 @@ def _unweighed(step: Step, node: Node, index: int, deployment: Deployment, op: O
     )
 
 
-def job_of(deployment: Deployment) -> str:
-    return deployment.job_name
-
-
 def _back_s(step: Step, node: Node, index: int, newcomer: Deployment) -> float:
     """The dearest switch back of what the newcomer displaces of the holder."""
     holder = devices.slot(node, index).holder
-    if newcomer.activation.epoch or job_of(newcomer) == holder:
+    if newcomer.activation.epoch or newcomer.job_name == holder:
         return 0.0
     leaving = devices.victims(step, node, index, newcomer)
     return max(
-        (estimates.switch_s(step.state, d) for d in leaving if job_of(d) == holder), default=0.0
+        (estimates.switch_s(step.state, d) for d in leaving if d.job_name == holder), default=0.0
     )
 
 
@@ -129,10 +125,10 @@ def has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) ->
     if not policy.may_wait:
         return False
     if policy.is_strict:
-        deployments, own = step.state.deployments, job_of(option[0])
+        deployments, own = step.state.deployments, option[0].job_name
         return any(deployments[name].job_name != own for name in slot.placed)
     holder = slot.holder
-    if holder in ("", job_of(option[0])):
+    if holder in ("", option[0].job_name):
         return False
     job = step.state.jobs.get(holder)
     return holder in slot.expected or (job is not None and bool(job.controller.phases))
@@ -146,11 +142,11 @@ def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) 
     here: dict[str, list[Deployment]] = {}
     for name in slot.placed:
         deployment = step.state.deployments[name]
-        here.setdefault(job_of(deployment), []).append(deployment)
+        here.setdefault(deployment.job_name, []).append(deployment)
     by_position = round_robin.in_order(step.state, slot, here)
     if not may_wait:
         return [Member(job, 0.0) for job in by_position]
-    ready_jobs = {job_of(deployment) for deployment, _ in options}
+    ready_jobs = {deployment.job_name for deployment, _ in options}
     since_s = max(slot.idle_since_s, min(op.ready_s for _, op in options))
     members = []
     for job in by_position:

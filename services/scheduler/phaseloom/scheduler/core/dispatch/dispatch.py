@@ -193,11 +193,10 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
         for victim in leaving:
             _displace(step, victim, node)
         devices.switch_in(node, assigned.devices, deployment)
-        step.send(
+        step.order(
             OpenActivation,
             node,
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
+            deployment,
             epoch=deployment.activation.epoch,
             displaces=[victim.key for victim in leaving],
             is_speculative=is_speculative,
@@ -355,13 +354,7 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
     ops = _opened_for(step, deployment)
     for node in step.nodes_of(deployment):
         if node.node != event.node:
-            step.send(
-                CloseActivation,
-                node,
-                deployment=deployment.key,
-                incarnation=deployment.wpg.incarnation,
-                epoch=deployment.activation.epoch,
-            )
+            step.order(CloseActivation, node, deployment, epoch=deployment.activation.epoch)
     devices.vacate(step, deployment)
     for slot in devices.slots_of(step, deployment):
         for name in slot.placed:

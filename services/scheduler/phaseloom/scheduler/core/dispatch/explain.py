@@ -174,7 +174,7 @@ def _of_device(step: Step, deployment: Deployment, node: Node, index: int) -> li
         left_s = until_s - step.now_s
         lines.append(f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, slot)}")
     wait = _wait_on(step, node, index)
-    if wait is not None and wait.job != device_views.job_of(deployment):
+    if wait is not None and wait.job != deployment.job_name:
         left_s, whom = wait.until_s - step.now_s, _job(deployment, wait.job)
         lines.append(f"{where}, which waits up to {left_s:.2f} s for {whom}: {wait.why}")
     for name in slot.resident:
@@ -218,7 +218,7 @@ def _holder(step: Step, asker: Deployment, slot: Slot) -> str:
 
 def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
     """The time until which the device is kept for another job than this deployment's."""
-    if slot.holder in ("", device_views.job_of(deployment)) or slot.speculative:
+    if slot.holder in ("", deployment.job_name) or slot.speculative:
         return 0.0
     if ready.is_any_on(step, slot, of_job=slot.holder):
         return slot.held_since_s + step.config.quantum_s
@@ -229,16 +229,12 @@ def _let_in_s(step: Step, deployment: Deployment) -> float:
     until_s = 0.0
     for node, index in step.places_of(deployment):
         slot = devices.slot(node, index)
-        if not slot.running and not _has_own(step, slot):
+        if not slot.running and not ready.is_any_on(step, slot, of_job=slot.holder):
             until_s = max(until_s, _held_s(step, slot, deployment))
         wait = _wait_on(step, node, index)
         if wait is not None:
             until_s = max(until_s, wait.until_s)
     return until_s
-
-
-def _has_own(step: Step, slot: Slot) -> bool:
-    return ready.is_any_on(step, slot, of_job=slot.holder)
 
 
 def _running(step: Step, asker: Deployment, name: str) -> str:

@@ -91,10 +91,4 @@ def _withdraw(step: Step, deployment: Deployment) -> None:
 
 def _command(step: Step, deployment: Deployment, in_s: float | None) -> None:
     for node in step.nodes_of(deployment):
-        step.send(
-            PrefetchState,
-            node,
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
-            in_s=in_s,
-        )
+        step.order(PrefetchState, node, deployment, in_s=in_s)

@@ -61,7 +61,7 @@ def came(step: Step, deployment: Deployment, op: Op) -> None:
             job.speculation.misses = 0
         expected = devices.came(slot, deployment.job_name)
         if expected is not None and op.ready_s > expected.ended_s:
-            job.speculation.follows[expected.after] = key_of(deployment)
+            job.speculation.follows[expected.after] = deployment.key.deployment
 
 
 def displaced(step: Step, victim: Deployment) -> None:
@@ -74,10 +74,6 @@ def displaced(step: Step, victim: Deployment) -> None:
         speculation = step.job_of(victim).speculation
         speculation.misses = min(speculation.misses + 1, MAX_MISSES)
         speculation.skips = 2**speculation.misses
-
-
-def key_of(deployment: Deployment) -> str:
-    return deployment.key.deployment
 
 
 def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
@@ -105,7 +101,7 @@ def next_of(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment
     job = step.state.jobs[name]
     here = [d for d in step.deployments_of(job.key) if d.name in slot.placed]
     queued = [d for d in here if ready.waits_elsewhere(d)]
-    usual = [d for d in here if key_of(d) == job.speculation.follows.get(expected.after)]
+    usual = [d for d in here if d.key.deployment == job.speculation.follows.get(expected.after)]
     return next(iter([*queued, *usual]), None)
 
 

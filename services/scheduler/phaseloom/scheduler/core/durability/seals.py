@@ -24,7 +24,7 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Closing
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, MoveStage, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 from phaseloom.scheduler.core.state.tree import State
 
 NUM_REMOTE_COPIES = 2
@@ -216,10 +216,7 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
         and not deployment.durability.sealing
         # A state that is being saved may have to be made again, from the seal before it.
         and not deployment.queue.snapshots
-        and (
-            deployment.move.relocation is None
-            or deployment.move.relocation.stage is MoveStage.WAITING
-        )
+        and not deployment.is_on_its_way
         and not deployment.durability.replay
         and deployment.durability.last_kind in _GRADIENT_FREE
         # A refused step throws gradients away: a seal must not bring them back.
@@ -243,11 +240,10 @@ def seal(step: Step, deployment: Deployment) -> None:
         seq for seq in _own_needed(step, deployment) if seq <= deployment.durability.applied
     ]
     for node in step.nodes_of(deployment):
-        step.send(
+        step.order(
             SealState,
             node,
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
+            deployment,
             seq=deployment.durability.applied,
             versions=sorted(versions),
             durability=durability,
@@ -302,13 +298,7 @@ def clear_stale_holders(step: Step, deployment: Deployment) -> None:
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
     """Have a node drop everything that it has of a deployment that is not placed on it."""
     step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
-    step.send(
-        StopWpg,
-        step.node(node),
-        deployment=deployment.key,
-        incarnation=deployment.wpg.incarnation,
-        forget=True,
-    )
+    step.order(StopWpg, step.node(node), deployment, forget=True)
 
 
 def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:

@@ -13,16 +13,18 @@ from phaseloom.common.contract.events import (
     JobFinished,
     JobSubmitted,
 )
-from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.scheduler.core.durability import seals
-from phaseloom.scheduler.core.jobs import deployments, draining, rollback
+from phaseloom.scheduler.core.jobs import deployments, rollback
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment, evacuation
 from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.cluster import Decision, Member, Placed, Refused, Waits
+from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobEvent, JobState, WpgState
 from phaseloom.scheduler.core.wpgs import moves, wpgs
@@ -205,15 +207,74 @@ def drain(step: Step, event: DrainRequested) -> None:
     job = step.state.jobs.get(str(event.job))
     error = None
     if job is not None and job.state not in JOB_ENDED:
-        error = draining.begin(step, job)
+        error = _drain(step, job)
         _end_drained(step, job)
     _answer(step, event.request, job or event.job, error)
 
 
 def _end_drained(step: Step, job: Job) -> None:
-    if job.state is JobState.DRAINING and draining.is_done(step, job):
+    if job.state is not JobState.DRAINING:
+        return
+    if not any(_open(deployment) for deployment in step.deployments_of(job.key)):
         job.failed(None)
         _end(step, job, JobEvent.FINISHED, "it was drained")
+
+
+def _drain(step: Step, job: Job) -> ErrorInfo | None:
+    """Begin to drain a job: nothing new is taken, what is open runs to its end.
+
+    An operation behind one that was never published, or after such a one, would wait for ever: it
+    ends at once. Idempotent.
+
+    Returns: why the job cannot be drained.
+    """
+    if job.state is JobState.DRAINING:
+        return None
+    if job.state is JobState.SUBMITTED:
+        return ErrorInfo(
+            Code.FAILED_PRECONDITION,
+            f"job {job.key} has no place yet, so nothing of it can run to its end",
+            field="job",
+            remedy="cancel it, or wait until it is placed",
+        )
+    step.advance_job(job, JobEvent.DRAIN)
+    step.tell("job draining", "on request", str(job.key))
+    for deployment in step.deployments_of(job.key):
+        _end_stranded(step, job, deployment)
+    return None
+
+
+def _open(deployment: Deployment) -> list[Op]:
+    return [op for op in deployment.queue.every if not op.has_ended]
+
+
+def _end_stranded(step: Step, job: Job, deployment: Deployment) -> None:
+    gap = deployment.queue.next_seq
+    while gap in deployment.queue.operations:
+        gap += 1
+    for op in _open(deployment):
+        missing = _missing(step, deployment, op, gap)
+        if missing and not op.is_settling:
+            error = ErrorInfo(
+                Code.FAILED_PRECONDITION,
+                f"job {job.key} is draining, and {missing}, which comes first, was not published",
+                remedy="publish everything before the job is drained",
+            )
+            operations.give_up(step, deployment, op, error)
+
+
+def _missing(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
+    """The operation that will never come for which this one waits."""
+    seq = op.key.seq
+    if seq is not None and seq > gap:
+        return f"{deployment.key.deployment} {gap}"
+    for after in op.after:
+        other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
+        if other is None:
+            continue
+        if not other.queue.is_done(after.seq) and after.seq not in other.queue.operations:
+            return f"{after.deployment} {after.seq}"
+    return ""
 
 
 def create_deployment(step: Step, event: DeploymentCreated) -> None:

@@ -110,6 +110,13 @@ class Step:
         self.emit(SendCommand(command))  # type: ignore[arg-type]
         return command_id
 
+    def order(
+        self, kind: type[C], node: Node, deployment: Deployment, /, **fields: Any
+    ) -> CommandId:
+        """Send a command about the present incarnation of a deployment."""
+        incarnation = deployment.wpg.incarnation
+        return self.send(kind, node, deployment=deployment.key, incarnation=incarnation, **fields)
+
     def set_timer(self, timer: str, due_s: float) -> None:
         self.state.set_timer(timer, due_s)
         self.emit(SetTimer(timer, due_s))

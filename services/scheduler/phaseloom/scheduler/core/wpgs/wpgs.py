@@ -197,11 +197,10 @@ def start(step: Step, deployment: Deployment) -> None:
     rank_offset = 0
     for index, assigned in enumerate(deployment.wpg.assignments):
         sources = _seal_sources(step, deployment, index)
-        step.send(
+        step.order(
             StartWpg,
             step.node(assigned.node),
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
+            deployment,
             spec=deployment.spec,
             devices=assigned.devices,
             seal_seq=deployment.durability.seal_seq,
@@ -525,10 +524,4 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
 
 def _stop_command(step: Step, deployment: Deployment, nodes: list[NodeId], *, forget: bool) -> None:
     for node in nodes:
-        step.send(
-            StopWpg,
-            step.node(node),
-            deployment=deployment.key,
-            incarnation=deployment.wpg.incarnation,
-            forget=forget,
-        )
+        step.order(StopWpg, step.node(node), deployment, forget=forget)

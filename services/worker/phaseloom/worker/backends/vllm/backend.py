@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from phaseloom.common.contract.arrays import int32s, pack_float32s, pack_int32s
-from phaseloom.common.contract.base import Float32s
+from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.operations import (
     Datum,
@@ -23,7 +22,7 @@ from phaseloom.common.contract.operations import (
     Sequence,
 )
 from phaseloom.common.contract.specs import Batching, DeploymentSpec
-from phaseloom.common.tensors.resharding import Sharding
+from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.generation import StopText
@@ -38,6 +37,7 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
+from phaseloom.worker.backends.shaping import is_plain
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
@@ -62,7 +62,7 @@ class VllmBackend(InferenceBackend):
         self.slots = placement.slots
         self._dtype = weights_dtype(spec.model)
         self.version_slots = plan_layout(shapes, trainable=False, dtype=self._dtype).slots
-        self.sharding = Sharding(spec.layout, 1)
+        self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
         self._is_shared = spec.batching is Batching.SHARED
         if spec.model.pinned is None:
             views = {slot.name: self._tensors.view(slot) for slot in self.slots}
@@ -74,6 +74,16 @@ class VllmBackend(InferenceBackend):
     def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
         check_spec(spec, ranks)
         return plan(_settings(spec), parameter_shapes(spec.model)).num_bytes
+
+    def check_generate(self, args: Generate) -> None:
+        super().check_generate(args)
+        if args.sampling.top_logprobs or not is_plain(args.sampling):
+            raise CallerError(
+                "the vllm backend draws by temperature alone",
+                code=Code.FAILED_PRECONDITION,
+                field="args.sampling",
+                remedy="leave the other parameters out, or use the backend 'sampler'",
+            )
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         self._begin()

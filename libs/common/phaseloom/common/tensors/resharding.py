@@ -1,0 +1,299 @@
+"""Weights from one layout to another: which tensor slices a node fetches, and from which part.
+
+A rank *holds* one box of each tensor that it has anything of, whatever cut the model so: rows,
+columns, heads, layers, experts. What it holds is all that a plan knows of it. A *part* is what one
+source rank holds and writes; source ranks that hold the same share one part. Every byte that any
+target rank of a node holds reaches the node exactly once, and no part is asked for much more than
+another.
+
+Everything here is pure: the same boxes give the same plan.
+
+Source: PlexRL §5.3 (each rollout rank fetches only the slices that its layout requires).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
+}
+
+Index = tuple[int, ...]
+
+
+def item_bytes(dtype: str) -> int:
+    """The size of one element of a dtype.
+
+    Raises: CallerError: no weight has this dtype.
+    """
+    try:
+        return _ITEM_BYTES[dtype]
+    except KeyError:
+        raise CallerError(
+            f"{dtype!r} is no dtype of weights", field="dtype", remedy=f"use one of {_ITEM_BYTES}"
+        ) from None
+
+
+class Box(NamedTuple):
+    """A slice of a whole tensor: where it begins and its size, along each dim."""
+
+    start: Index
+    size: Index
+
+    def covers(self, other: Box) -> bool:
+        return all(
+            mine <= its and its + size <= mine + length
+            for mine, length, its, size in zip(
+                self.start, self.size, other.start, other.size, strict=True
+            )
+        )
+
+    def offset(self, inner: Box) -> Index:
+        """Where a box inside this one begins in it."""
+        return tuple(its - mine for mine, its in zip(self.start, inner.start, strict=True))
+
+
+class Tensor(NamedTuple):
+    """A whole tensor's shape and dtype."""
+
+    shape: Index
+    dtype: str
+
+
+Holding = Mapping[str, Box]
+"""What one rank holds of a model's weights: the box of each tensor that it has anything of."""
+
+
+def holding_of(slots: Sequence[TensorSlot]) -> dict[str, Box]:
+    """What the weights among these slots are."""
+    return {
+        slot.name: Box(tuple(slot.start or [0] * len(slot.shape)), tuple(slot.shape))
+        for slot in slots
+        if slot.role is Role.WEIGHT
+    }
+
+
+def tensors_of(slots: Sequence[TensorSlot]) -> dict[str, Tensor]:
+    """The whole tensors that the weights among these slots are slices of."""
+    return {
+        slot.name: Tensor(tuple(slot.global_shape or slot.shape), slot.dtype)
+        for slot in slots
+        if slot.role is Role.WEIGHT
+    }
+
+
+def parts_of(holdings: Sequence[Holding]) -> list[list[int]]:
+    """The ranks that share each part, in the order of their first rank."""
+    parts: dict[tuple[tuple[str, Box], ...], list[int]] = {}
+    for rank, holding in enumerate(holdings):
+        parts.setdefault(tuple(sorted(holding.items())), []).append(rank)
+    return list(parts.values())
+
+
+@dataclass(frozen=True)
+class Use:
+    """The place of a slice in a target rank's tensor."""
+
+    rank: int
+    start: Index
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A slice of one tensor that a node fetches once, for all of its ranks that hold it."""
+
+    name: str
+    part: int
+    start: Index
+    """Where the slice begins in the part's tensor."""
+    size: Index
+    num_bytes: int
+    uses: tuple[Use, ...]
+
+
+def fetches(
+    tensors: Mapping[str, Tensor], parts: Sequence[Holding], ranks: Mapping[int, Holding]
+) -> list[Fetch]:
+    """Everything that the target ranks of one node need, spread over the parts that have it.
+
+    Tensors that are cut alike on both sides are planned once. Those with the largest slices are
+    assigned first, so that small ones even the loads out.
+
+    Args:   ranks: the holdings of the node's target ranks, by rank.
+    Raises: CallerError: FAILED_PRECONDITION: no part holds something that is needed.
+    """
+    sources = _by_tensor(dict(enumerate(parts)))
+    targets = _by_tensor(ranks)
+    alike: dict[tuple[Tensor, _Held, _Held], list[str]] = {}
+    for name, held in targets.items():
+        alike.setdefault((tensors[name], held, sources.get(name, ())), []).append(name)
+    groups = [
+        (names, item_bytes(tensors[names[0]].dtype), _cells(names[0], held, there))
+        for (_, held, there), names in alike.items()
+    ]
+    groups.sort(key=lambda group: -group[1] * max((c.num_elements for c in group[2]), default=0))
+    loads: Counter[int] = Counter()
+    found: list[Fetch] = []
+    for names, item, cells in groups:
+        for cell in cells:
+            num_bytes = cell.num_elements * item
+            members = range(len(names))
+            for part, assigned in assign(members, num_bytes, sorted(cell.sources), loads):
+                start = cell.sources[part]
+                found += [
+                    Fetch(names[m], part, start, cell.size, num_bytes, cell.uses) for m in assigned
+                ]
+    return sorted(found, key=lambda fetch: (fetch.part, fetch.name, fetch.start))
+
+
+_Held = tuple[tuple[int, Box], ...]
+"""Who holds a tensor, a part or a rank, and which box of it."""
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A slice that every source and target box holds whole or not at all."""
+
+    size: Index
+    sources: Mapping[int, Index]
+    """Each part that holds it, and where it begins in the part's tensor."""
+    uses: tuple[Use, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.size)
+
+
+def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, _Held]:
+    found: dict[str, list[tuple[int, Box]]] = {}
+    for number, holding in holdings.items():
+        for name, box in holding.items():
+            found.setdefault(name, []).append((number, box))
+    return {name: tuple(held) for name, held in found.items()}
+
+
+def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
+    """The cells of everything that a target holds.
+
+    Raises: CallerError: no source holds one of them.
+    """
+    boxes = [box for _, box in (*targets, *sources)]
+    edges = [
+        sorted({edge for box in boxes for edge in (box.start[dim], box.start[dim] + box.size[dim])})
+        for dim in range(len(boxes[0].start))
+    ]
+    cells: list[_Cell] = []
+    for spans in product(*(pairwise(each) for each in edges)):
+        box = Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+        uses = tuple(Use(rank, held.offset(box)) for rank, held in targets if held.covers(box))
+        if not uses:
+            continue
+        there = {part: held.offset(box) for part, held in sources if held.covers(box)}
+        if not there:
+            raise CallerError(
+                f"no part of the version has {name} from {list(box.start)} on",
+                code=Code.FAILED_PRECONDITION,
+                remedy="sync between deployments of one model only",
+            )
+        cells.append(_Cell(box.size, there, uses))
+    return cells
+
+
+def assign(
+    members: range, num_bytes: int, parts: Sequence[int], loads: Counter[int]
+) -> list[tuple[int, range]]:
+    """Assign members of equal size to parts, always the next one to the least loaded part.
+
+    Args:    loads: the bytes that each part has to send so far; the assigned ones are added to it.
+    Returns: the members of each part that gets any.
+    Cost:    O(parts · log parts), however many members there are.
+    """
+    if len(parts) == 1:
+        loads[parts[0]] += num_bytes * len(members)
+        return [(parts[0], members)]
+    counts = _filled(len(members), num_bytes, [loads[part] for part in parts])
+    assigned: list[tuple[int, range]] = []
+    start = members.start
+    for part, count in zip(parts, counts, strict=True):
+        if count:
+            assigned.append((part, range(start, start + count)))
+            start += count
+            loads[part] += num_bytes * count
+    return assigned
+
+
+def _filled(count: int, size: int, loads: list[int]) -> list[int]:
+    """How many of `count` items of this size each part gets, the least loaded part first.
+
+    Args: loads: the load of each part before.
+    """
+    order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
+    total, num_open = count * size, 0
+    level = 0
+    for i, number in enumerate(order):
+        if num_open and loads[number] >= level:
+            break
+        total += loads[number]
+        num_open = i + 1
+        level = total // num_open
+    counts = [0] * len(loads)
+    for number in order[:num_open]:
+        counts[number] = (level - loads[number]) // size if size else 0
+    rest = count - sum(counts)
+    # The rest is fewer items than there are open parts, each below the level by less than an item.
+    by_load = sorted(order, key=lambda i: (loads[i] + counts[i] * size, i))
+    for i in range(rest):
+        counts[by_load[i % len(by_load)]] += 1
+    return counts
+
+
+def byte_runs(
+    size: Index, item_bytes: int, there: tuple[Index, Index], here: tuple[Index, Index]
+) -> Iterator[tuple[int, int, int]]:
+    """The longest runs of a slice's bytes that are adjacent on both sides.
+
+    Each run is (offset at the sender, offset at the receiver, length), in bytes.
+
+    Args: size: the slice's size along each dim.
+          there: where the slice starts in the sender's tensor, and that tensor's shape.
+          here: the same for the receiver's tensor.
+    """
+    inner, dim = item_bytes, len(size)
+    (source_start, source_shape), (target_start, target_shape) = there, here
+    while dim and size[dim - 1] == source_shape[dim - 1] == target_shape[dim - 1]:
+        dim -= 1
+        inner *= size[dim]
+    if dim:
+        dim -= 1
+        inner *= size[dim]
+    source_strides = _strides(source_shape, item_bytes)
+    target_strides = _strides(target_shape, item_bytes)
+    source = sum(at * stride for at, stride in zip(source_start, source_strides, strict=True))
+    target = sum(at * stride for at, stride in zip(target_start, target_strides, strict=True))
+    offsets = [(source, target)]
+    for axis in range(dim):
+        offsets = [
+            (away + step * source_strides[axis], near + step * target_strides[axis])
+            for away, near in offsets
+            for step in range(size[axis])
+        ]
+    yield from ((away, near, inner) for away, near in offsets)
+
+
+def _strides(shape: Index, item_bytes: int) -> list[int]:
+    strides = [item_bytes] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return strides

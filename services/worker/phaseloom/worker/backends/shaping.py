@@ -1,0 +1,144 @@
+"""How the parameters of a request shape the distribution that its tokens are drawn from.
+
+The steps and their order are vLLM's: bad words and penalties change the logits; then the likeliest
+token is taken, or the temperature divides them, and min-p, top-k and top-p leave tokens out. What a
+row's distribution is depends on its own tokens alone. Log-probabilities in results are the model's
+own, before any of this.
+
+Shapes: R rows of a request, B ≤ R of them still in the decoder's batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.operations import SamplingParams
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the temperature alone shapes the distribution."""
+    return not (_penalises(params) or params.bad_words or _leaves_out(params))
+
+
+def check_bad_words(params: SamplingParams, vocab_size: int) -> None:
+    """Raises: CallerError: a token id outside the vocabulary, or bad words that may leave none."""
+    for i, word in enumerate(params.bad_words):
+        for token in word:
+            if not 0 <= token < vocab_size:
+                raise CallerError(
+                    f"token id {token} is out of the vocabulary",
+                    field=f"args.sampling.bad_words[{i}]",
+                    remedy=f"use ids from 0 to {vocab_size - 1}",
+                )
+    if len({word[-1] for word in params.bad_words}) >= vocab_size:
+        raise CallerError(
+            "every token may end one of them, so that none is left",
+            field="args.sampling.bad_words",
+            remedy="leave some token out",
+        )
+
+
+class Shaping:
+    """The tokens of a request's rows so far, as far as its parameters look at them."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompts: Seq[Seq[int]],
+        generated: Seq[Seq[int]],
+        vocab_size: int,
+    ) -> None:
+        """Args: prompts: of each row. generated: the tokens that each row has got already."""
+        self._params = params
+        self._is_penalised = _penalises(params)
+        num_rows = len(prompts)
+        self._outputs = [list(tokens) for tokens in generated]
+        if self._is_penalised:
+            self._is_in_prompt_RV = torch.zeros(num_rows, vocab_size, dtype=torch.bool)
+            self._counts_RV = torch.zeros(num_rows, vocab_size)
+            for row, (prompt, earlier) in enumerate(zip(prompts, generated, strict=True)):
+                self._is_in_prompt_RV[row, list(prompt)] = True
+                for token in earlier:
+                    self._counts_RV[row, token] += 1
+
+    def add(self, rows: Seq[int], tokens: Seq[int]) -> None:
+        """Note that each of these rows has got a token."""
+        for row, token in zip(rows, tokens, strict=True):
+            self._outputs[row].append(token)
+            if self._is_penalised:
+                self._counts_RV[row, token] += 1
+
+    def draw(
+        self, rows_B: torch.Tensor, logits_BV: torch.Tensor, draws_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens (B,) at these uniforms and the model's log-probabilities of them."""
+        raw_BV = logits_BV.float()
+        logprobs_BV = torch.log_softmax(raw_BV, dim=-1)
+        shaped_BV = self._shaped(rows_B, raw_BV)
+        temperature = self._params.temperature
+        if temperature == 0:
+            tokens_B = shaped_BV.argmax(dim=-1)
+        else:
+            kept_BV = _filtered(shaped_BV / temperature, self._params)
+            tokens_B = inverted(torch.softmax(kept_BV, dim=-1), draws_B)
+        return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None]).flatten()
+
+    def _shaped(self, rows_B: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
+        params, shaped_BV = self._params, logits_BV.clone()
+        for i, row in enumerate(rows_B.tolist()):
+            for word in params.bad_words:
+                if _ends_with(self._outputs[row], word[:-1]):
+                    shaped_BV[i, word[-1]] = -torch.inf
+        if self._is_penalised:
+            counts_BV = self._counts_RV[rows_B]
+            is_output_BV = counts_BV > 0
+            is_seen_BV = self._is_in_prompt_RV[rows_B] | is_output_BV
+            factor = params.repetition_penalty
+            repeated_BV = torch.where(shaped_BV > 0, shaped_BV / factor, shaped_BV * factor)
+            shaped_BV = torch.where(is_seen_BV, repeated_BV, shaped_BV)
+            shaped_BV = shaped_BV - params.frequency_penalty * counts_BV
+            shaped_BV = shaped_BV - params.presence_penalty * is_output_BV
+        return shaped_BV
+
+
+def inverted(probabilities_BV: torch.Tensor, draws_B: torch.Tensor) -> torch.Tensor:
+    """The first token of each row whose cumulated probability exceeds draw × total, so that one of
+    probability zero is never drawn."""
+    cdf_BV = probabilities_BV.double().cumsum(dim=-1)
+    threshold_B = draws_B * cdf_BV[:, -1]
+    return torch.searchsorted(cdf_BV, threshold_B[:, None], right=True).flatten()
+
+
+def _filtered(logits_BV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The logits, -inf where min-p, top-k or top-p leaves a token out; never the likeliest."""
+    if params.min_p > 0:
+        probabilities_BV = torch.softmax(logits_BV, dim=-1)
+        least_B1 = probabilities_BV.amax(dim=-1, keepdim=True) * params.min_p
+        logits_BV = logits_BV.masked_fill(probabilities_BV < least_B1, -torch.inf)
+    if 0 < params.top_k < logits_BV.shape[-1]:
+        # Tokens as likely as the last one stay too.
+        last_B1 = logits_BV.topk(params.top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < last_B1, -torch.inf)
+    if params.top_p < 1:
+        sorted_BV, index_BV = logits_BV.sort(dim=-1, stable=True)
+        is_out_BV = torch.softmax(sorted_BV, dim=-1).cumsum(dim=-1) <= 1 - params.top_p
+        is_out_BV[:, -1] = False
+        sorted_BV = sorted_BV.masked_fill(is_out_BV, -torch.inf)
+        logits_BV = torch.empty_like(sorted_BV).scatter_(-1, index_BV, sorted_BV)
+    return logits_BV
+
+
+def _ends_with(tokens: Seq[int], end: Seq[int]) -> bool:
+    return not end or list(tokens[-len(end) :]) == list(end)
+
+
+def _penalises(params: SamplingParams) -> bool:
+    given = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return given != (1.0, 0.0, 0.0)
+
+
+def _leaves_out(params: SamplingParams) -> bool:
+    return (params.top_k, params.top_p, params.min_p) != (0, 1.0, 0.0)

@@ -1,0 +1,162 @@
+"""The proofs that whole backends give the same results over switches, on memory of the GPU.
+
+What ranks run is run here: a small bfloat16 model trains by `fsdp`, and is sampled by `sampler` and
+by `vllm`, once undisturbed and once with an offload and a load after every call. A backend whose
+runtime is not installed in this Python is skipped, by the name of what is missing.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phaseloom.worker.cuda.driver import Driver
+from phaseloom.worker.gpucheck.proofs import (
+    Found,
+    Skipped,
+    offload_and_load,
+    require,
+    with_heap,
+)
+
+if TYPE_CHECKING:
+    from phaseloom.worker.state.devicememory import DeviceMemory
+
+MiB = 1024 * 1024
+CALLS = 3
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+"""A model that a GPU makes in no time, of the widths that its kernels are made for."""
+
+Disturb = Callable[[], None]
+
+
+def backend_over_switches(driver: Driver, name: str) -> Found:
+    """A backend's results are equal bit by bit with and without an offload after every call."""
+    _require_installed(name)
+    undisturbed, _ = _results(driver, name, is_disturbed=False)
+    disturbed, kept = _results(driver, name, is_disturbed=True)
+    require(undisturbed == disturbed, "results differ after switches")
+    return Found(
+        f"{CALLS} calls, equal with and without switches", {"kept beside the heap, MiB": kept}
+    )
+
+
+def _require_installed(name: str) -> None:
+    """Raises: Skipped: this Python lacks something that the backend needs."""
+    try:
+        from phaseloom.worker.backends import backend_factory, missing_modules
+
+        if missing := missing_modules(name):
+            raise Skipped(f"not installed in this Python: {', '.join(missing)}")
+        backend_factory(name)
+    except ModuleNotFoundError as error:
+        raise Skipped(f"not installed in this Python: {error.name}") from error
+
+
+def _results(driver: Driver, name: str, *, is_disturbed: bool) -> tuple[list[object], float]:
+    """The results of each call, and the MiB that the backend keeps on the device while its heap is
+    off it."""
+    from phaseloom.worker.backends import backend_factory
+
+    factory = backend_factory(name)
+    torch.cuda.set_device(driver.device)
+    free = driver.free_bytes()
+    with with_heap(driver, factory.heap_bytes(spec(name))) as (heap, extent):
+        kept = 0.0
+
+        def disturb() -> None:
+            nonlocal kept
+            if is_disturbed:
+                offload_and_load(heap, extent)
+                gc.collect()
+                torch.cuda.empty_cache()
+                kept = (free - driver.free_bytes() - heap.resident_bytes()) / MiB
+
+        return results(name, heap, disturb), kept
+
+
+def spec(name: str) -> Any:
+    """A deployment of the model; a trained one for `fsdp`."""
+    from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+
+    return DeploymentSpec(
+        "checked", "gpu", name, ModelSpec(MODEL, init_seed=7), trainable=name == "fsdp"
+    )
+
+
+def results(name: str, memory: DeviceMemory, disturb: Disturb) -> list[object]:
+    """What the backend computes on this memory; `disturb` is called after every call of it."""
+    from phaseloom.worker.backends import backend_factory
+
+    backend = backend_factory(name)(spec(name), memory)
+    try:
+        call = _train if name == "fsdp" else _generate
+        found: list[object] = []
+        for number in range(CALLS):
+            found.append(call(backend, number))
+            disturb()
+        return [*found, backend.weights_sha256()]
+    finally:
+        backend.close()
+
+
+def _train(backend: Any, number: int) -> object:
+    from phaseloom.common.contract.operations import (
+        AdamParams,
+        Datum,
+        ForwardBackward,
+        Loss,
+        OptimStep,
+    )
+
+    text = [(7 * i + number) % 4000 for i in range(65)]
+    batch = [Datum(text[:-1], text[1:], weights=[1.0] * 64)] * 4
+    trained = backend.forward_backward(ForwardBackward(batch, Loss.CROSS_ENTROPY))
+    stepped = backend.optim_step(OptimStep(AdamParams(1e-3)))
+    return (trained.metrics, stepped.metrics)
+
+
+def _generate(backend: Any, number: int) -> object:
+    from phaseloom.common.contract.operations import Generate, Prompt, SamplingParams
+
+    prompts = [Prompt([5 * i + number, 17, 4], seed=i) for i in range(8)]
+    ended = _Ended()
+    backend.generate([Generate(prompts, SamplingParams(32), 4)], ended)
+    return ended.results
+
+
+class _Ended:
+    """Whoever waits for the requests of a call, and cancels none."""
+
+    def __init__(self) -> None:
+        self.results: list[object] = []
+
+    def joined(self) -> tuple[()]:
+        return ()
+
+    def is_cancelled(self, i: int) -> bool:
+        return False
+
+    def is_stopped(self, i: int) -> bool:
+        return False
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        """Nothing: nobody asks."""
+
+    def ended(self, i: int, result: object) -> None:
+        self.results.append(result)
