@@ -88,17 +88,16 @@ class Pairs:
 
 
 async def measure(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
-    """Measure the disk, seals, switches and many tensors.
+    """Measure the disk, switches and many tensors.
 
     Args: directory: a directory on the disk that is measured.
           num_bytes: the size of a state file.
     """
     disk = await asyncio.to_thread(measure_disk, directory / "disk", num_bytes, num_rounds)
-    seals = await asyncio.to_thread(measure_seals, directory / "seals", num_bytes, num_rounds)
     small = await measure_switches(directory / "small", 2**28, num_rounds)
     large = await measure_switches(directory / "large", 2**30, num_rounds)
     tensors = await measure_tensors(directory / "tensors", 2**30, 10_000, num_rounds)
-    return [*disk, *seals, *small, *large, *tensors]
+    return [*disk, *small, *large, *tensors]
 
 
 # --- the disk ------------------------------------------------------------------------------------
@@ -131,29 +130,6 @@ def measure_disk(directory: Path, num_bytes: int, num_rounds: int) -> list[Recor
             _take_turns(number, reads, lambda: _seconds(read), [b.read for b in bares])
     shutil.rmtree(directory)
     return [pairs.speed() for pairs in (*writes, *reads)]
-
-
-def measure_seals(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
-    """Measure a seal of which a tenth of the blocks has changed, against a whole one."""
-    states = StateDirectory(directory)
-    memory = _filled(Extent(num_bytes, "bench"), num_bytes)
-    name = f"seal_a_tenth_changed_{num_bytes / 2**20:.0f}_mib"
-    seals = Pairs(name, num_bytes, "a whole seal of as many bytes", "")
-    before: Path | None = None
-    for seq in range(1, 2 * num_rounds + 1):
-        path = states.seal(_KEY, seq)
-        header = seal_header(_KEY, seq, [Section(num_bytes, [], digest_of(memory))])
-        is_whole = bool(seq % 2)
-        started_s = time.perf_counter()
-        states.write_seal(path, header, [memory], None if is_whole else before)
-        (seals.limit_s if is_whole else seals.ours_s).append(time.perf_counter() - started_s)
-        if before is not None:
-            states.remove(before)
-        before = path
-        for start in range(0, num_bytes, 10 * BLOCK_BYTES):
-            memory[start] ^= 1
-    shutil.rmtree(directory)
-    return [seals.time()]
 
 
 def _against(bares: list[Bare], direction: str, num_bytes: int) -> list[Pairs]:

@@ -394,9 +394,7 @@ async def _peer(
     listener.setblocking(False)
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     with listener:
-        serving = asyncio.create_task(
-            tls.Server(identity(), 10.0, {wire.SERVICE: session}).serve(listener)
-        )
+        serving = asyncio.create_task(tls.Server(identity(), 10.0, session).serve(listener))
         stream = await _opened_by(Peer(endpoint, "s"), world.sources[0].endpoint)
         rows = BATCH // COLUMNS * 2
         give = wire.Give("0of1", [Box("w", [0, 0], [rows, COLUMNS // 2])], BATCH)
@@ -412,7 +410,7 @@ async def _peer(
 
 async def _opened_by(peer: Peer, source: str) -> tls.Stream:
     """A stream of a node that this process plays."""
-    stream = await tls.connect(source, wire.SERVICE, identity(), 10.0)
+    stream = await tls.connect(source, identity(), 10.0)
     await stream.send(wire.OpenVersion(KEY, ticket(KEY), ["0of1"], "west", peer))
     await stream.receive(wire.MAX_REPLY_BYTES)
     return stream
@@ -455,9 +453,7 @@ async def _serving(session: tls.Session) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     with listener:
-        serving = asyncio.create_task(
-            tls.Server(identity(), 10.0, {wire.SERVICE: session}).serve(listener)
-        )
+        serving = asyncio.create_task(tls.Server(identity(), 10.0, session).serve(listener))
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         serving.cancel()
         await asyncio.wait([serving])
@@ -549,7 +545,7 @@ async def test_slices_go_to_peers_with_a_ticket_only(short_dir: Path) -> None:
 async def _reply_to(
     endpoint: str, request: wire.OpenVersion, asked: wire.Ask | None = None
 ) -> wire.Reply:
-    stream = await tls.connect(endpoint, wire.SERVICE, identity(), 10.0)
+    stream = await tls.connect(endpoint, identity(), 10.0)
     try:
         for message in (request, asked):
             if message is not None:

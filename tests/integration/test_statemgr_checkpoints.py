@@ -366,7 +366,7 @@ async def test_daemon_that_is_killed_after_the_snapshot_writes_it_in_its_next_li
 
 
 async def test_daemon_that_is_killed_in_the_middle_leaves_all_or_nothing(short_dir: Path) -> None:
-    """Wherever it was: the call that waited is answered by the next one, from the same snapshot."""
+    """Wherever it was: the call that waited is answered by the next daemon, from that snapshot."""
     async with saving(short_dir) as d:
         rank = await active(d)
         expected = tensors(rank)
@@ -568,7 +568,7 @@ async def test_load_where_host_memory_has_no_room_changes_nothing(short_dir: Pat
 
 
 async def test_daemon_that_is_stopped_for_a_moment_loads_all_the_same(short_dir: Path) -> None:
-    """A load that is under way as the daemon is killed is asked again of its next one."""
+    """A load that is under way as the daemon is killed is asked again of the next one."""
     async with saving(short_dir) as d:
         rank = await active(d)
         await save(rank, "c")

@@ -43,7 +43,7 @@ async def sealed(d: Daemon, *seqs: int) -> Rank:
 
 
 async def again(d: Daemon, seq: int) -> Rank:
-    """Its next one, from a seal."""
+    """Its next incarnation, from a seal."""
     await d.agent.drop_wpg(POLICY, 1)
     restored = await start(d, POLICY, SIZE, incarnation=2, seal_seq=seq)
     await d.agent.switch_in(POLICY, 2, 2, [])
@@ -54,7 +54,9 @@ async def host_bytes(d: Daemon) -> int:
     return (await d.agent.status()).host_used_bytes
 
 
-async def test_the_next_one_begins_with_it_and_nothing_is_on_the_disk(short_dir: Path) -> None:
+async def test_the_next_incarnation_begins_with_it_and_nothing_is_on_the_disk(
+    short_dir: Path,
+) -> None:
     async with daemon(short_dir) as d:
         policy = await sealed(d, 3)
         content = policy.digest()

@@ -368,7 +368,7 @@ async def test_who_begins_and_says_no_more_is_cut_off(short_dir: Path) -> None:
         before = _num_fds(d)
         silent = [await _connected(d) for _ in range(2)]
         silent[1][1].write(b"\x16\x03\x01\x02")
-        stream = await tls.connect(await d.endpoint(), wire.SERVICE, identity(), 10.0)
+        stream = await tls.connect(await d.endpoint(), identity(), 10.0)
         with pytest.raises(ConnectionError):
             await stream.receive(1024)
         stream.close()
@@ -428,9 +428,7 @@ async def test_old_tls_is_refused(short_dir: Path) -> None:
         old = _careless(None)
         old.maximum_version = ssl.TLSVersion.TLSv1_2
         with pytest.raises(PhaseloomError):
-            await tls.connect(
-                await d.endpoint(), wire.SERVICE, tls.Identity(old, old), timeout_s=10.0
-            )
+            await tls.connect(await d.endpoint(), tls.Identity(old, old), timeout_s=10.0)
 
 
 async def test_a_ticket_is_for_one_version_one_node_and_one_life(short_dir: Path) -> None:
@@ -469,21 +467,14 @@ async def test_a_node_of_the_mesh_that_talks_nonsense_is_cut_off(short_dir: Path
         before = _num_fds(d)
         endpoint = await d.endpoint()
         slices = wire.OpenVersion(KEY, ticket(KEY), [""])
-        host, _, port = endpoint.rpartition(":")
-        stream = await tls._connected(host, int(port), identity())
-        await stream.receive(wire.MAX_REPLY_BYTES)  # the welcome
-        await _send_raw(stream, b"\x82\xa7service\xa5files\xa1x" + b"\x91" * 50_000 + b"\xc0")
-        with pytest.raises(ConnectionError):
-            await stream.receive(wire.MAX_REPLY_BYTES)
-        stream.close()
-        for service, first, then in (
-            ("no such service", b"\xc1", None),
-            (wire.SERVICE, b"\xc1", None),
-            (wire.SERVICE, b"\x91" * 50_000, None),
-            (wire.SERVICE, msgspec.msgpack.encode(slices), b"\xc1"),
-            (wire.SERVICE, msgspec.msgpack.encode(slices), b"\x91" * 50_000),
+        for first, then in (
+            (b"\xc1", None),
+            (b"\x91" * 50_000, None),
+            (b"\x82\xa7service\xa5files\xa1x" + b"\x91" * 50_000 + b"\xc0", None),
+            (msgspec.msgpack.encode(slices), b"\xc1"),
+            (msgspec.msgpack.encode(slices), b"\x91" * 50_000),
         ):
-            stream = await tls.connect(endpoint, service, identity(), 10.0)
+            stream = await tls.connect(endpoint, identity(), 10.0)
             await _send_raw(stream, first)
             if then is not None:
                 await stream.receive(wire.MAX_REPLY_BYTES)
@@ -496,7 +487,7 @@ async def test_a_node_of_the_mesh_that_talks_nonsense_is_cut_off(short_dir: Path
 
 async def test_boxes_that_are_none_are_refused(short_dir: Path) -> None:
     async with _serving(short_dir) as d:
-        stream = await tls.connect(await d.endpoint(), wire.SERVICE, identity(), 10.0)
+        stream = await tls.connect(await d.endpoint(), identity(), 10.0)
 
         async def ask(message: msgspec.Struct) -> wire.Reply:
             await stream.send(message)

@@ -1,4 +1,4 @@
-"""kill -9 of the state manager: what host memory holds is there for its next one, or is given up.
+"""kill -9 of the state manager: what host memory holds is there for the next one, or is given up.
 
 The agent's and the ranks' connections of a test outlive the daemon, as they do on a node.
 """
@@ -140,7 +140,7 @@ async def test_switch_is_completed_when_the_daemon_dies_in_a_copy_in(short_dir: 
         assert await rank.ask("digest") == content
 
 
-async def test_seal_is_written_by_the_next_one_when_the_daemon_dies_before(
+async def test_seal_is_written_by_the_next_daemon_when_the_daemon_dies_before(
     short_dir: Path,
 ) -> None:
     async with daemon(short_dir) as d:

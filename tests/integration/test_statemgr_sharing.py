@@ -717,62 +717,6 @@ async def test_stale_files_go_before_anything_goes_down_under_their_names(short_
         assert await visit(d, first, FIRST, 2) == expected
 
 
-# --- seals ---------------------------------------------------------------------------------------
-
-
-async def sealed(d: Daemon, key: DeploymentKey, seq: int, incarnation: int = 1) -> int:
-    """Bytes of it that were written."""
-    await d.agent.prepare_seal(key, incarnation, seq)
-    return (await d.agent.write_seal(key, incarnation, seq, [])).written_bytes
-
-
-async def test_frozen_deployment_is_sealed_again_for_nothing(short_dir: Path) -> None:
-    async with daemon(short_dir) as d:
-        rank = await frozen(d, FIRST)
-        await d.agent.switch_in(FIRST, 1, 1, [])
-        expected = rank.run(1)
-        assert await sealed(d, FIRST, 1) == SIZE
-        for rank.seq in (2, 5):  # operations that leave the heap as it was
-            assert await sealed(d, FIRST, rank.seq) == 0
-        reborn = await frozen(d, FIRST, incarnation=2, seal_seq=5)
-        await d.agent.switch_in(FIRST, 2, 10, [])
-        assert reborn.digest() == expected
-    async with daemon(short_dir) as d:
-        reborn = await frozen(d, FIRST, seal_seq=5)
-        assert await sealed(d, FIRST, 5) == 0
-        await d.agent.switch_in(FIRST, 1, 1, [])
-        assert reborn.digest() == expected
-
-
-async def test_kill_in_a_seal_that_refers_to_the_one_before_leaves_both_whole(
-    short_dir: Path,
-) -> None:
-    async with daemon(short_dir, devices=[LARGE]) as d:
-        rank = await start(d, POLICY, LARGE)
-        await d.agent.switch_in(POLICY, 1, 1, [])
-        digests = {1: rank.run(1)}
-        assert await sealed(d, POLICY, 1) == LARGE
-        rank.heap.buffer[LARGE // 2 :] = os.urandom(LARGE // 2)
-        rank.seq = 2
-        digests[2] = rank.digest()
-        await d.agent.prepare_seal(POLICY, 1, 2)
-        write = asyncio.create_task(d.agent.write_seal(POLICY, 1, 2, []))
-        await asyncio.to_thread(_wait_for_a_link, d)
-        await d.relaunch()
-        await write
-        await d.agent.drop_wpg(POLICY, 1)
-        for incarnation, seq in enumerate((1, 2), start=2):
-            reborn = await start(d, POLICY, LARGE, incarnation=incarnation, seal_seq=seq)
-            await d.agent.switch_in(POLICY, incarnation, incarnation, [])
-            assert reborn.digest() == digests[seq]
-            await d.agent.drop_wpg(POLICY, incarnation)
-
-
-def _wait_for_a_link(d: Daemon) -> None:
-    while not list(d.files.rglob("seal-2*")):
-        os.sched_yield()
-
-
 async def test_sync_that_could_not_be_offloaded_is_refused_before_it_writes(
     short_dir: Path,
 ) -> None:

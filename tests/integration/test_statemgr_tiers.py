@@ -268,23 +268,6 @@ async def test_flipped_bit_below_is_data_loss_of_that_deployment_only(short_dir:
         assert other.digest() == content
 
 
-async def test_bad_copy_below_is_read_from_the_seal_of_the_same_state(short_dir: Path) -> None:
-    async with daemon(short_dir, host_bytes=5 * MiB) as d:
-        first = await start(d, POLICY, SIZE)
-        await d.agent.switch_in(POLICY, 1, 1, [])
-        content = first.run(1)
-        await d.agent.switch_out(POLICY, 1, 1)
-        await d.agent.prepare_seal(POLICY, 1, 1)
-        await d.agent.write_seal(POLICY, 1, 1, [])
-        await filled(d, OTHER, 2)
-        await filled(d, SAMPLER, 3)
-        (path,) = d.files.rglob("demoted-*")
-        flip(path)
-        await d.agent.switch_in(POLICY, 1, 4, [])
-        assert first.digest() == content
-        await d.logged("trying its seal at 1")
-
-
 def flip(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(-1000, os.SEEK_END)

@@ -315,7 +315,7 @@ async def test_part_that_is_lost_is_named(
 
 async def test_parts_that_are_made_again_leave_no_file(short_dir: Path) -> None:
     """One that made room for the others is on disk, though no seal has it. Found there by the next
-    daemon, it would stand instead of what the policy's next one makes."""
+    daemon, it would stand instead of what the policy's next incarnation makes."""
     shapes = {"a": [512, 1024]}
     limits = {"host_bytes": 3 * MiB + 128 * 1024, "NVME_BYTES": "0"}
     async with daemon(short_dir, devices=[4 * MiB] * 3, **limits) as d:  # type: ignore[arg-type]

@@ -123,7 +123,7 @@ async def test_nothing_is_readable_before_all_parts_are_and_a_dead_incarnation_s
         status = await train.agent.status()
         assert status.versions == []
         assert status.host_used_bytes < before
-        # The next one makes it again, whatever the one before had.
+        # The next incarnation makes it again, whatever the one before had.
         again = await _policy(train, incarnation=2)
         await publish(again, VERSION, arrays(2))
         await there.sync(VERSION, source)

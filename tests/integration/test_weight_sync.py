@@ -160,10 +160,10 @@ async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
         serving = Server(
             *(Gate(SECRET), 0.1, cast("Versions", Fetching()), cast("Files", None)), node="node0"
         )
-        server = tls.Server(identity(), 10.0, {wire.SERVICE: serving.session})
+        server = tls.Server(identity(), 10.0, serving.session)
         running = asyncio.create_task(server.serve(listener))
         opening = wire.OpenVersion(KEY, ticket(KEY), [], relay="")
-        stream = await tls.connect(endpoint, wire.SERVICE, identity(), 10.0)
+        stream = await tls.connect(endpoint, identity(), 10.0)
         await ask(stream, opening, wire.Opened, 10.0)
         give = wire.Give("", batch.boxes, len(content))
         await stream.send(give)
@@ -223,7 +223,7 @@ async def test_a_peer_that_cannot_be_reached_costs_its_batches_only(short_dir: P
     ):
         policy = await _published(train)
         gone = Peer("127.0.0.1:1", "")
-        stream = await tls.connect(slow.endpoint, wire.SERVICE, identity(), 10.0)
+        stream = await tls.connect(slow.endpoint, identity(), 10.0)
         opening = wire.OpenVersion(KEY, ticket(KEY), [""], "west", gone)
         assert (await ask(stream, opening, wire.Opened, 10.0)).is_far
         for batch in batches(all_of("", policy.slots, SIZE))[:3]:

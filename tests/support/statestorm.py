@@ -252,7 +252,7 @@ class Storm:
     # --- lives ---
 
     async def _live(self, member: Member) -> None:
-        """Its next one, from its seal where it has one."""
+        """Its next incarnation, from its seal where it has one."""
         member.incarnation += 1
         member.is_killed = False
         member.ranks = [Actor(member, index) for index in range(member.num_ranks)]

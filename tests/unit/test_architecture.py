@@ -152,7 +152,6 @@ def check_pure(file: Path, *, allowed: str | None = None) -> None:
 
 
 STATEMGR_PURE = (
-    "memory.arena",
     "residency.incarnations",
     "memory.layouts",
     "residency.residency",

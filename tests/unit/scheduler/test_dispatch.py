@@ -269,7 +269,8 @@ def mixed(world: World) -> World:
     """A deployment over both devices of a node, `wide`, and beside it one on each."""
     world_of("a", num_ranks=2, world=world)
     world_of("b", "c", world=world)
-    devices = {name: d.devices for name, d in world.core.state.deployments.items()}
+    deployments = world.core.state.deployments.items()
+    devices = {name: [index for _, index in d.places] for name, d in deployments}
     assert devices["t.a.sampler"] == [0, 1]
     assert devices["t.b.sampler"] == [1]
     assert devices["t.c.reference"] == [0]
@@ -558,7 +559,7 @@ def test_early_activation_is_just_open_where_what_it_displaces_may_come_before(
     assert len(leads_s) > 2
 
 
-def test_early_switch_changes_no_result() -> None:
+def test_speculative_switch_in_changes_no_result() -> None:
     ends = []
     for speculative_switch_in in (True, False):
         world = speculative_world(a=1.0, b=1.3, speculative_switch_in=speculative_switch_in)

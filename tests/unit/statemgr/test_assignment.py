@@ -114,16 +114,15 @@ def test_a_box_that_nobody_has_some_of_stays_in_one() -> None:
     assert _ask(assigned, [half], [], second) == Shares(1, [], {first: [(0, half)]})
 
 
-def test_beyond_its_limits_it_gives_without_a_record(monkeypatch: Any) -> None:
+def test_box_of_more_fragments_than_anybody_should_be_sent_for_comes_at_once(
+    monkeypatch: Any,
+) -> None:
     first, second, third = _PEERS
-    monkeypatch.setattr(assignment, "MAX_RECORDS", 3)
+    monkeypatch.setattr(assignment, "_MAX_FRAGMENTS", 2)
     rows = [Box("a", [row, 0], [1, 5]) for row in range(6)]
     assigned = Assignment()
-    assert _ask(assigned, rows, [], first).here == list(enumerate(rows))
-    told = _ask(assigned, rows, [], second)
-    assert told == Shares(6, list(enumerate(rows))[3:], {first: list(enumerate(rows))[:3]})
-    # A box of more pieces than anybody should be sent for comes at once.
-    monkeypatch.setattr(assignment, "_MAX_FRAGMENTS", 2)
+    _ask(assigned, rows[:3], [], first)
+    _ask(assigned, rows[3:], [], second)
     whole = Box("a", [0, 0], [6, 5])
     assert _ask(assigned, [whole], [], third) == Shares(1, [(0, whole)], {})
 

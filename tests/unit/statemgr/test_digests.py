@@ -16,7 +16,8 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of, each_part
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.node.digests import Digests
-from phaseloom.statemgr.residency.residency import Rank, Residency, State, Step
+from phaseloom.statemgr.residency.incarnations import Rank, State, Step
+from phaseloom.statemgr.residency.residency import Residency
 
 SIZE = BLOCK_BYTES + 4096
 KEY = DeploymentKey("acme", "sums", "policy")

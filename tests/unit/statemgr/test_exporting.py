@@ -21,7 +21,7 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank
+from phaseloom.statemgr.residency.incarnations import Rank
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 SIZE = 64 * 1024
@@ -47,7 +47,7 @@ async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank
     tiering = Tiering(node, 0)
     checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
     staging = Staging(node, tiering)
-    exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=10**9)
+    exporter = Exporter(files, checkpoints, staging, file_bytes=10**9)
     async with asyncio.TaskGroup() as tasks:
         tiering.start(tasks)
         exporter.start(tasks)

@@ -38,7 +38,7 @@ async def _serving(session: tls.Session) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     with listener:
-        server = tls.Server(identity(), 10.0, {wire.SERVICE: session})
+        server = tls.Server(identity(), 10.0, session)
         serving = asyncio.create_task(server.serve(listener))
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         serving.cancel()

@@ -1,4 +1,4 @@
-"""Who keeps the books and the handles, where agents come and go while they are told."""
+"""Who keeps the manifest and the handles, where agents come and go while they are told."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ async def agent() -> AsyncIterator[Agent]:
 async def test_agent_that_comes_while_another_is_told_gets_all(*, is_before_gone: bool) -> None:
     """What the one before has said that it keeps, or never will, is not with this one."""
     memory = HostMemory(64 * SIZE)
-    books = Manifest("here", [], [], [], [], [], [])
-    handles = HandleRegistry(memory, lambda: books)
+    manifest = Manifest("here", [], [], [], [], [], [])
+    handles = HandleRegistry(memory, lambda: manifest)
     extents = {memory.reserve(SIZE, "state") for _ in range(2 * MAX_FDS)}
     async with agent() as first, agent() as second:
         handles.attach(first.peer)

@@ -11,8 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import StateMessage
@@ -21,7 +19,7 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.handover.handover import Handover
-from phaseloom.statemgr.handover.manifest import encode_record, manifest_of
+from phaseloom.statemgr.handover.manifest import encode_manifest, encode_record, manifest_of
 from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.sharing import sharing
@@ -87,12 +85,12 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
         _content(before, number)
     for number in range(2, 4):
         _version(before, number)
-    books = manifest_of(
+    manifest = manifest_of(
         *(before.residency, before.versions, before.shared_copies),
         *(before.snapshots, before.seals, ""),
     )
     index = [os.memfd_create("index") for _ in INDEX_HANDLES]
-    os.pwrite(index[0], encode_record(1, msgspec.msgpack.encode(books)), 0)
+    os.pwrite(index[0], encode_record(1, encode_manifest(manifest)), 0)
     handles = before.memory.handles()
     tiering = Tiering(node, 0)
     adoption = Handover(node, tiering, "index")

@@ -1,4 +1,4 @@
-"""What a state manager remembers of layouts: as much as is worth it, and no more."""
+"""What a state manager knows of layouts: those in use, each once."""
 
 from __future__ import annotations
 
@@ -16,58 +16,42 @@ def _table(name: str, offset: int = 0) -> TensorTable:
     return TensorTable.of([TensorSlot(name, Role.WEIGHT, "uint8", [64], offset, 64)])
 
 
-def _life(num_ranks: int = 1) -> Wpg:
+def _incarnation(num_ranks: int = 1) -> Wpg:
     wpg = Wpg(DeploymentKey("acme", "job", "policy"), 1, 0)
     wpg.ranks = [Rank(wpg, index, 0, f"token {index}") for index in range(num_ranks)]
     return wpg
 
 
 def test_the_same_bytes_are_one_layout() -> None:
-    layouts, incarnation = Layouts(), _life()
+    layouts, incarnation = Layouts(), _incarnation()
     one = layouts.read(_table("w").packed, incarnation)
-    assert layouts.read(bytes(bytearray(_table("w").packed)), _life()) is one
+    assert layouts.read(bytes(bytearray(_table("w").packed)), _incarnation()) is one
     assert layouts.read(_table("v").packed, incarnation) is not one
     assert one == _table("w")
 
 
-def test_what_came_longest_ago_is_forgotten_where_there_are_too_many() -> None:
-    table_bytes = _table("00").memory_bytes
-    layouts, incarnation = Layouts(max_bytes=8 * table_bytes), _life()
-    for number in range(100):
-        for name in ("--", f"{number:02}"):
-            layouts.read(_table(name).packed, incarnation)
-        assert layouts.known_bytes <= 8 * table_bytes
-    kept = {slot.name for table in incarnation.layouts for slot in table.tensors}
-    assert kept == {"--", *(f"{number:02}" for number in range(93, 100))}
-
-
 def test_what_somebody_uses_is_one_however_many_came_since() -> None:
-    layouts, incarnation = Layouts(max_bytes=16), _life()
+    layouts, incarnation = Layouts(), _incarnation()
     used = layouts.read(_table("w").packed, incarnation)
-    assert layouts.known_bytes == 0
     assert layouts.read(_table("v").packed, incarnation) == _table("v")
     assert layouts.read(_table("w").packed, incarnation) is used
 
 
 def test_what_cannot_be_a_layout_is_not_kept_and_refused_each_time() -> None:
-    layouts, incarnation = Layouts(), _life()
+    layouts, incarnation = Layouts(), _incarnation()
     for _ in range(2):
         table = layouts.read(_table("w", offset=32).packed, incarnation)
         with pytest.raises(CallerError, match="no multiple of 64"):
             check_layout(table, 4096)
     with pytest.raises(CallerError, match="no table"):
         layouts.read(b"", incarnation)
-    assert layouts.known_bytes == 0
 
 
-@pytest.mark.parametrize("max_bytes", [0, 2**20])
-def test_incarnation_that_sends_layouts_without_end_is_refused_and_others_are_not(
-    max_bytes: int,
-) -> None:
-    """Whether they are kept or not: somebody uses each of them."""
+def test_incarnation_that_sends_layouts_without_end_is_refused_and_others_are_not() -> None:
+    """Somebody uses each of them."""
     table_bytes = _table("0").memory_bytes
-    layouts = Layouts(max_bytes, max_bytes_of_a_rank=2 * table_bytes)
-    incarnation = _life(num_ranks=2)
+    layouts = Layouts(max_bytes_of_a_rank=2 * table_bytes)
+    incarnation = _incarnation(num_ranks=2)
     used = [layouts.read(_table(str(number)).packed, incarnation) for number in range(4)]
     with pytest.raises(ResourceError, match="a layout of 1 tensors") as refused:
         layouts.read(_table("4").packed, incarnation)
@@ -79,18 +63,18 @@ def test_incarnation_that_sends_layouts_without_end_is_refused_and_others_are_no
         "limit": str(4 * table_bytes),
     }
     assert [layouts.read(table.packed, incarnation) for table in used] == used
-    assert layouts.read(_table("4").packed, _life()) == _table("4")
+    assert layouts.read(_table("4").packed, _incarnation()) == _table("4")
 
 
 def test_what_an_incarnation_uses_no_more_counts_no_more() -> None:
     table_bytes = _table("0").memory_bytes
-    layouts, incarnation = Layouts(0, max_bytes_of_a_rank=table_bytes), _life()
+    layouts, incarnation = Layouts(max_bytes_of_a_rank=table_bytes), _incarnation()
     for number in range(10):
         assert layouts.read(_table(str(number)).packed, incarnation) == _table(str(number))
 
 
 def test_a_layout_is_held_against_the_memory_it_is_for() -> None:
-    table = Layouts().read(_table("w", offset=64).packed, _life())
+    table = Layouts().read(_table("w", offset=64).packed, _incarnation())
     check_layout(table, 128)
     with pytest.raises(CallerError, match=r"ends at 128, beyond 127 bytes .*tensors\[w\]"):
         check_layout(table, 127)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.checkpoints.snapshots import Snapshots
+from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart, Snapshots
 from phaseloom.statemgr.handover.manifest import (
-    Manifest,
+    decode_manifest,
+    encode_manifest,
     encode_record,
     manifest_of,
     newest_record,
-    shared_copy_of,
 )
-from phaseloom.statemgr.residency.residency import Residency, State
-from phaseloom.statemgr.seals.hostseals import HostSeals
+from phaseloom.statemgr.residency.incarnations import State
+from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
 
@@ -85,29 +86,36 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     frozen.extent = None
     shared_copies.attach(frozen, copy := shared_copies.add(frozen, 9))
     copy.hash, copy.is_immutable = "hash", True
-    encoded = msgspec.msgpack.encode(
-        manifest_of(residency, versions, shared_copies, Snapshots(), HostSeals(), "host:1")
+    snapshots, seals = Snapshots(), HostSeals()
+    part = SnapshotPart(11, 24, table, b"checksum")
+    snapshots[KEY, "operation"] = Snapshot(KEY, 3, "operation", "name", 5, [part], 2, 4)
+    seals[KEY, 4] = HostSeal(KEY, 4, 12, 100)
+    encoded = encode_manifest(
+        manifest_of(residency, versions, shared_copies, snapshots, seals, "host:1")
     )
-    manifest = msgspec.msgpack.decode(encoded, type=Manifest)
+    manifest = decode_manifest(encoded)
     assert manifest.endpoint == "host:1"
     gone = DeploymentKey("acme", "gone", "policy")
     assert dict(manifest.fences) == {gone: 9, KEY: 3, FROZEN: 1}
     other, wpg = manifest.wpgs
     assert (other.ranks[0].frozen, other.ranks[0].model) == (True, "model")
     assert (other.ranks[0].shared_copy, other.ranks[0].extent) == (copy.number, None)
-    copy.users.clear()
-    (found,) = map(shared_copy_of, manifest.shared_copies)
-    assert {name: getattr(found, name) for name in found.__slots__} == {
-        name: getattr(copy, name) for name in copy.__slots__
+    (found,) = manifest.shared_copies
+    assert asdict(found) == {
+        name: getattr(copy, name) for name in copy.__slots__ if name != "users"
     }
     assert (wpg.key, wpg.incarnation, wpg.seal_seq, wpg.prepared) == (KEY, 3, 5, None)
     assert [r.state for r in wpg.ranks] == [State.AWAITING, State.HOST]
     described = wpg.ranks[1]
     assert (described.token, described.device, described.extent) == ("t1", 1, 4)
-    assert (described.applied, described.digest, TensorTable.read(described.tensors).tensors) == (
+    assert (described.applied, described.digest, described.table.tensors) == (
         5,
         "digest",
         [SLOT],
     )
     (version,) = manifest.versions
     assert (version.key, version.extent, version.incarnation) == (VersionKey(KEY, 6), 8, 3)
+    (snapshot,) = manifest.snapshots
+    assert (snapshot.key, snapshot.name, snapshot.num_ranks) == (KEY, "name", 4)
+    assert snapshot.parts == [part]
+    assert manifest.seals == [*seals.values()]

@@ -24,7 +24,7 @@ async def _serving(session: Session) -> AsyncIterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     with listener:
-        server = tls.Server(identity("server"), TIMEOUT_S, {"echo": session})
+        server = tls.Server(identity("server"), TIMEOUT_S, session)
         serving = asyncio.create_task(server.serve(listener))
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         serving.cancel()
@@ -32,7 +32,7 @@ async def _serving(session: Session) -> AsyncIterator[str]:
 
 
 async def _connect(endpoint: str) -> Stream:
-    return await tls.connect(endpoint, "echo", identity("client"), TIMEOUT_S)
+    return await tls.connect(endpoint, identity("client"), TIMEOUT_S)
 
 
 @pytest.mark.parametrize("size", [0, 1, 16384, 65537, 24 * 2**20 + 3])

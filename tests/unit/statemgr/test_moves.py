@@ -13,8 +13,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import State
+from phaseloom.statemgr.residency.incarnations import SharedCopy, State
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.threads import Remembering
@@ -59,7 +58,7 @@ async def world(directory: Path) -> AsyncIterator[World]:
     node.memory.close()
 
 
-async def test_content_comes_up_immutable_though_a_thread_forgets_late_what_it_was_given(
+async def test_copy_comes_up_immutable_though_a_thread_forgets_late_what_it_was_given(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path) as w:
@@ -70,24 +69,6 @@ async def test_content_comes_up_immutable_though_a_thread_forgets_late_what_it_w
         loop.set_default_executor(Remembering())
         await w.tiering._promote(copy)
         assert copy.state is State.HOST
-        assert copy.extent is not None
-        extent = w.node.memory[copy.extent]
-        assert extent.is_frozen
-        assert digest_of(extent.readable(SIZE)) == copy.digest
-
-
-async def test_content_whose_file_is_bad_comes_up_from_a_seal_immutable(tmp_path: Path) -> None:
-    """What was raised over the bad file refers to the memory, as long as it lasts."""
-    async with world(tmp_path) as w:
-        copy = w.add("a")
-        await w.tiering._send_down(copy)
-        directory = StateDirectory(tmp_path)
-        (file,) = directory.shared_copies()
-        whole = file.read_bytes()
-        await asyncio.to_thread(directory.make_directory, directory.seal(copy.owner, 1).parent)
-        directory.seal(copy.owner, 1).write_bytes(whole)
-        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        await w.tiering._promote(copy)
         assert copy.extent is not None
         extent = w.node.memory[copy.extent]
         assert extent.is_frozen

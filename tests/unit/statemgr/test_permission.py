@@ -10,7 +10,8 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.transport.tickets import is_genuine, signed
 from phaseloom.statemgr.mesh.permission import Gate, check_reader
-from phaseloom.statemgr.residency.residency import Residency, Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
+from phaseloom.statemgr.residency.residency import Residency
 
 POLICY = DeploymentKey("acme", "sums", "policy")
 SAMPLER = DeploymentKey("acme", "sums", "sampler")

@@ -1,4 +1,4 @@
-"""Extents touched ahead, beside what else a node does."""
+"""Extents prefaulted while their ranks fill their heaps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phaseloom.common.contract.state_rank import Done, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State
+from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.tiering.prefault import Prefault
 from tests.support.machine import needs_prefault
 from tests.support.threads import Remembering
@@ -26,30 +26,20 @@ SIZE = 5 * 1024 * 1024 + 4096
 KEY = DeploymentKey("acme", "job", "policy")
 
 
-class Busy:
-    def __init__(self) -> None:
-        self.is_busy = False
-        self.was_asked = False
-
-    def __call__(self) -> bool:
-        self.was_asked = True
-        return self.is_busy
-
-
 @asynccontextmanager
-async def filling(path: Path) -> AsyncIterator[tuple[Node, Prefault, Rank, Busy]]:
+async def filling(path: Path) -> AsyncIterator[tuple[Node, Prefault, Rank]]:
     """A rank that is about to fill its extent."""
     directory = await asyncio.to_thread(StateDirectory, path)
-    node, busy = Node(NodeId("n"), directory, [SIZE], 2 * SIZE, 10.0), Busy()
-    touching = Prefault(node, busy)
+    node = Node(NodeId("n"), directory, [SIZE], 2 * SIZE, 10.0)
+    prefault = Prefault(node)
     node.residency.register(["token"], KEY, 1, [0], 0)
     (rank,) = node.residency.current(KEY, 1).ranks
     extent = node.memory.reserve(SIZE, "state", may_freeze=True)
     node.residency.register_heap(rank, SIZE, [], extent)
     async with asyncio.TaskGroup() as tasks:
-        touching.start(tasks)
-        yield node, touching, rank, busy
-        touching.stop()
+        prefault.start(tasks)
+        yield node, prefault, rank
+        prefault.stop()
     node.handles.close()
     node.memory.close()
 
@@ -63,33 +53,17 @@ def prefaulted_bytes(node: Node, rank: Rank) -> int:
 async def test_all_of_an_extent_is_there_and_its_content_stays(tmp_path: Path) -> None:
     """Nothing maps it afterwards, though a thread forgets late what it was given."""
     asyncio.get_running_loop().set_default_executor(Remembering())
-    async with filling(tmp_path) as (node, touching, rank, _):
+    async with filling(tmp_path) as (node, prefault, rank):
         assert prefaulted_bytes(node, rank) == 0
         assert rank.extent is not None
         node.memory[rank.extent].view(SIZE)[-1] = 7
-        touching.begin(rank)
+        prefault.begin(rank)
         async with asyncio.timeout(30):
             while prefaulted_bytes(node, rank) < SIZE:
                 await asyncio.sleep(0)
-        await touching.end(rank)
+        await prefault.end(rank)
         assert node.memory[rank.extent].view(SIZE)[-1] == 7
         assert node.memory[rank.extent].freeze()
-
-
-@needs_prefault
-async def test_it_waits_for_what_is_moved(tmp_path: Path) -> None:
-    async with filling(tmp_path) as (node, touching, rank, busy):
-        busy.is_busy = True
-        touching.begin(rank)
-        for _ in range(3):
-            node.announce()
-            await asyncio.sleep(0)
-        assert prefaulted_bytes(node, rank) == 0
-        busy.is_busy = False
-        node.announce()
-        async with asyncio.timeout(30):
-            while prefaulted_bytes(node, rank) < SIZE:
-                await asyncio.sleep(0)
 
 
 @needs_prefault
@@ -108,18 +82,18 @@ async def test_the_answer_that_brings_the_extent_goes_first(tmp_path: Path) -> N
     far: Peer[StateMessage] = Peer(other, StateMessage, keep)
     agent.start()
     far.start()
-    async with filling(tmp_path) as (node, touching, rank, busy):
+    async with filling(tmp_path) as (node, prefault, rank):
         node.handles.attach(agent)
 
         async def answer() -> None:
-            touching.begin(rank)
+            prefault.begin(rank)
             await node.handles.record()
 
         answering = asyncio.create_task(answer())
         await was_told.wait()
         for _ in range(10):
             await asyncio.sleep(0)
-        assert not busy.was_asked
+        assert prefaulted_bytes(node, rank) == 0
         may_answer.set()
         await answering
         async with asyncio.timeout(30):
@@ -131,17 +105,22 @@ async def test_the_answer_that_brings_the_extent_goes_first(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("why", ["filled", "lost", "stopped"])
-async def test_it_ends_though_others_are_busy(why: str, tmp_path: Path) -> None:
-    async with filling(tmp_path) as (node, touching, rank, busy):
-        busy.is_busy = True
-        touching.begin(rank)
-        await asyncio.sleep(0)
-        if why == "lost":
-            extent = node.memory[rank.extent or 0]
-            node.retire(rank.wpg, "it is gone")
-            assert rank.state is State.LOST
-            with pytest.raises(OSError, match="Bad file"):
-                os.fstat(extent.fd)
-        if why == "filled":
-            await touching.end(rank)
-            assert prefaulted_bytes(node, rank) == 0
+async def test_nothing_is_prefaulted_of_what_nobody_fills_any_more(
+    why: str, tmp_path: Path
+) -> None:
+    async with filling(tmp_path) as (node, prefault, rank):
+        assert rank.extent is not None
+        extent = node.memory[rank.extent]
+        kept = os.dup(extent.fd)
+        prefault.begin(rank)
+        match why:
+            case "lost":
+                node.retire(rank.wpg, "it is gone")
+                assert rank.state is State.LOST
+                with pytest.raises(OSError, match="Bad file"):
+                    os.fstat(extent.fd)
+            case "stopped":
+                prefault.stop()
+        await prefault.end(rank)
+        assert os.fstat(kept).st_blocks == 0
+        os.close(kept)

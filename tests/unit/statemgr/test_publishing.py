@@ -16,8 +16,9 @@ from phaseloom.common.contract.state_rank import CommitParts
 from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
@@ -35,7 +36,7 @@ class World:
     publishing: Publishing
 
     def incarnation(self, incarnation: int) -> Wpg:
-        """The next one of the policy."""
+        """The next incarnation of the policy."""
         residency = self.node.residency
         replaced = residency.register([f"token{incarnation}"], POLICY, incarnation, [0], 0)
         if replaced is not None:
@@ -64,7 +65,7 @@ async def world(directory: Path) -> AsyncIterator[World]:
     node = Node(NodeId("n"), files, [1], 2**20, 10.0)
     node.settled.set()
     tiering = Tiering(node, 0)
-    weights = Weights(node, files, tiering, identity(), 10.0)
+    weights = Weights(VersionFetcher(node, tiering, identity(), 10.0))
     yield World(node, Publishing(node, tiering, weights))
     node.validate()
     node.handles.close()

@@ -9,17 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
-from phaseloom.statemgr.memory.arena import PAGE_BYTES, Arena
-from phaseloom.statemgr.residency.residency import (
+from phaseloom.statemgr.memory.extents import HostMemory
+from phaseloom.statemgr.memory.layouts import PAGE_BYTES
+from phaseloom.statemgr.residency.incarnations import (
     ON_DEVICE,
     TRANSITIONS,
     InvalidTransition,
     Rank,
-    Residency,
     State,
     Step,
     Wpg,
 )
+from phaseloom.statemgr.residency.residency import Residency
 
 A, B, C = (DeploymentKey("acme", job, "policy") for job in "abc")
 
@@ -253,10 +254,13 @@ class AnySequence(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.residency = Residency([10, 16])
-        self.arena = Arena(8 * PAGE_BYTES)
+        self.memory = HostMemory(8 * PAGE_BYTES)
         self.incarnations: dict[DeploymentKey, int] = {}
         self.epoch = 0
         self.live: list[Wpg] = []
+
+    def teardown(self) -> None:
+        self.memory.close()
 
     keys = st.sampled_from([A, B, C, *(DeploymentKey("x", "y", n) for n in "de")])
     pick = st.integers(0, 1000)
@@ -272,7 +276,7 @@ class AnySequence(RuleBasedStateMachine):
 
     def over(self, wpg: Wpg) -> None:
         for extent in self.residency.reap(wpg):
-            self.arena.free(extent)
+            self.memory.free(extent)
         self.live = [other for other in self.live if other is not wpg]
 
     @rule(key=keys, devices=st.lists(st.integers(0, 1), min_size=1, max_size=3))
@@ -291,10 +295,10 @@ class AnySequence(RuleBasedStateMachine):
             return
         try:
             self.residency.check_heap(rank, heap_bytes, [])
-            grant = self.arena.reserve(heap_bytes * PAGE_BYTES // 4, str(rank))
+            extent = self.memory.reserve(heap_bytes * PAGE_BYTES // 4, str(rank))
         except ResourceError:
             return
-        self.residency.register_heap(rank, heap_bytes, [], grant.extent)
+        self.residency.register_heap(rank, heap_bytes, [], extent)
         self.residency.fill(rank, 0, "digest")
 
     @rule(pick=pick, displaces=st.lists(keys), fails=st.booleans())
@@ -391,8 +395,8 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.residency.validate()
-        self.arena.validate()
-        assert sorted(self.residency.extents()) == sorted(self.arena.extents_in_use())
+        self.memory.validate()
+        assert sorted(self.residency.extents()) == sorted(self.memory.extents_in_use())
         # Counted here from the other side: an oracle of the budget rule.
         ranks = [rank for wpg in self.live for rank in wpg.ranks]
         for device, budget in enumerate(self.residency.device_budget_bytes):

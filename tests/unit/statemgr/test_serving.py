@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
@@ -14,6 +15,7 @@ from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.transfer.wire import KeepFiles
+from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
 
@@ -33,8 +35,8 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
     node.settled.set()
     tiering = Tiering(node, 0)
-    weights = Weights(node, directory, tiering, identity(), 10.0)
-    files = StateFiles(node, directory, 10.0, _never)
+    weights = Weights(VersionFetcher(node, tiering, identity(), 10.0))
+    files = StateFiles(node, 10.0, _never)
     server = Server(Gate("secret"), 10.0, weights, files, node=node.name)
 
     async def assignment(key: VersionKey) -> Assignment:
@@ -49,6 +51,8 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     assert await assignment(KEYS[0]) is first
     node.drop_version(node.versions.find(KEYS[0]))
     third = await assignment(KEYS[2])
-    assert {id(each) for each in server._assignments.values()} == {id(second), id(third)}
+    gc.collect()
+    known = [each for sites in server._assignments.values() for each in sites.values()]
+    assert {id(each) for each in known} == {id(second), id(third)}
     node.handles.close()
     node.memory.close()

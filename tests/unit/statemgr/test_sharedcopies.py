@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from phaseloom.common.contract.errors import CallerError, InternalError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import Rank, Residency, State, Step
+from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step
+from phaseloom.statemgr.residency.residency import Residency
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies, bases_of
 
 SIZE = 64

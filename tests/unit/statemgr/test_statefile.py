@@ -65,7 +65,7 @@ def test_file_whose_header_nobody_would_read_again_is_not_written(tmp_path: Path
             path, StateHeader("seal", KEY, 1, [Section(0, slots, "")]), [memoryview(b"")]
         )
     assert refused.value.info.code is Code.RESOURCE_EXHAUSTED
-    assert not list(path.parent.iterdir())
+    assert not path.parent.exists()
 
 
 @given(st.data())
@@ -213,7 +213,7 @@ def test_scan_finds_what_is_whole_and_clears_what_a_crash_left(
     path = directory.seal(KEY, 3)
     directory.write(path, header(b"x"), [memoryview(b"x")])
     bad = directory.seal(KEY, 5)
-    bad.write_bytes(b"PLSTATE1 and then nothing")
+    bad.write_bytes(b"PLSTATE2 and then nothing")
     moved = directory.seal(KEY, 4)
     moved.write_bytes(path.read_bytes())
     half = path.with_suffix(".partial")
@@ -239,7 +239,6 @@ def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
     odd = [
         path.with_name("seal-4.partial"),
         path.with_name("seal-5.state"),
-        path.with_name("seal-6.abc.base"),
         path.with_name("demoted-1-0.state"),
         shared / "shared-1.partial",
         shared / "shared-2.state",
@@ -254,7 +253,7 @@ def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
     assert [(p, h.seq) for p, h in directory.scan()] == [(path, 3)]
     assert all((each / "within").exists() for each in odd)
     assert probe.exists()
-    left_out = [*odd[:3], odd[4], probe, pipe]
+    left_out = [*odd[:2], odd[3], probe, pipe]
     assert all(str(each) in caplog.text for each in left_out)
     # Neither is it taken for a host copy, nor in the way of a job that ends.
     assert directory.all_demoted() == directory.shared_copies() == set()

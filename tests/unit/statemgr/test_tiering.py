@@ -23,7 +23,7 @@ from phaseloom.statemgr.disk.disk import Cancelled
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import Place, StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State, Step, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.threads import FirstIsLate
@@ -62,12 +62,6 @@ class GatedDirectory(StateDirectory):
     ) -> StateHeader:
         self._wait(cancelled)
         return super().write(path, header, memories, cancelled)
-
-    def write_seal(
-        self, path: Path, header: StateHeader, memories: Sequence[memoryview], before: Path | None
-    ) -> tuple[StateHeader, int]:
-        self._wait(NEVER)
-        return super().write_seal(path, header, memories, before)
 
     def read(self, place: Place, memory: memoryview, cancelled: threading.Event = NEVER) -> None:
         self._wait(cancelled)
@@ -136,7 +130,7 @@ async def _never(*asked: object) -> None:
 
 
 def sealer_of(w: World) -> Sealer:
-    return Sealer(*(w.node, w.directory, w.tiering), verify_version=_never, fetch_again=_never)
+    return Sealer(w.node, w.tiering, verify_version=_never, fetch_again=_never)
 
 
 @asynccontextmanager
@@ -199,14 +193,14 @@ async def test_move_upward_is_joined_and_then_no_withdrawn_hint_ends_it(tmp_path
 async def test_withdrawn_hint_leaves_the_copy_below(tmp_path: Path) -> None:
     async with world(tmp_path, closed=False) as w:
         w.node.retire(w.wpgs["b"], "room")
-        used_bytes = w.node.memory.arena.used_bytes
+        used_bytes = w.node.memory.used_bytes
         w.directory.gate.clear()
         w.hint("a", 5.0)
         await w.at_gate()
         w.hint("a", None)
         await w.rest()
         assert w.state("a") is State.DEMOTED
-        assert w.node.memory.arena.used_bytes == used_bytes
+        assert w.node.memory.used_bytes == used_bytes
         w.directory.gate.set()
         await w.use("a")
 
@@ -225,7 +219,7 @@ async def test_deployment_that_ends_on_its_way_up_leaves_no_file_and_no_bytes(
             await using
         await w.rest()
         assert w.directory.all_demoted() == set()
-        assert w.node.memory.arena.used_bytes == SIZE
+        assert w.node.memory.used_bytes == SIZE
 
 
 async def test_deployment_that_ends_on_its_way_down_leaves_no_file_and_no_bytes(
@@ -239,7 +233,7 @@ async def test_deployment_that_ends_on_its_way_down_leaves_no_file_and_no_bytes(
         w.node.memory.free(await asking)
         await w.rest()
         assert {path.parent.name for path in w.directory.all_demoted()} == {"a"}
-        assert w.node.memory.arena.used_bytes == SIZE
+        assert w.node.memory.used_bytes == SIZE
 
 
 async def test_deployment_that_ends_as_its_way_down_begins_makes_the_room_itself(
@@ -276,7 +270,7 @@ async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> 
 
 async def test_records_are_sound_while_a_seal_is_written_to_host_memory(tmp_path: Path) -> None:
     async with world(tmp_path, closed=False) as w:
-        w.node.memory.arena.budget_bytes += 2 * SIZE
+        w.node.memory.budget_bytes += 2 * SIZE
         sealer = sealer_of(w)
         wpg, busy = w.wpgs["b"], threading.Event()
         await sealer.prepare(PrepareSeal(wpg.key, 1, 1))
@@ -285,8 +279,8 @@ async def test_records_are_sound_while_a_seal_is_written_to_host_memory(tmp_path
         one_thread.submit(busy.wait)
         request = WriteSeal(wpg.key, 1, 1, [], durability=Durability.HOST)
         writing = asyncio.create_task(sealer.write(request))
-        used_bytes = w.node.memory.arena.used_bytes
-        while w.node.memory.arena.used_bytes == used_bytes:
+        used_bytes = w.node.memory.used_bytes
+        while w.node.memory.used_bytes == used_bytes:
             await asyncio.sleep(0)
         try:
             w.node.validate()
@@ -301,7 +295,7 @@ async def test_seals_of_two_incarnations_at_one_seq_are_written_one_after_the_ot
 ) -> None:
     """The write of an incarnation that is over goes on, in a half-written file of the same name."""
     async with world(tmp_path, closed=False) as w:
-        w.node.memory.arena.budget_bytes += 2 * SIZE
+        w.node.memory.budget_bytes += 2 * SIZE
         sealer, key = sealer_of(w), w.wpgs["b"].key
         await sealer.prepare(PrepareSeal(key, 1, 1))
         w.directory.gate.clear()
@@ -323,7 +317,7 @@ async def test_seal_of_an_incarnation_that_is_over_does_not_replace_that_of_the_
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path, closed=False) as w:
-        w.node.memory.arena.budget_bytes += 2 * SIZE
+        w.node.memory.budget_bytes += 2 * SIZE
         sealer, key = sealer_of(w), w.wpgs["b"].key
         version = VersionKey(key, 1)
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]

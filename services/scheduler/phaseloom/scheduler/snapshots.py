@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from functools import partial
 
 import msgspec
 
@@ -85,7 +86,8 @@ class Snapshots:
             for start in range(0, len(packed), self._chunk_bytes)
         ]
         for index, part in enumerate(parts):
-            await self._put(_chunk_key(sequence, index), part)
+            put = partial(self._bus.kv_put, Bucket.SNAPSHOTS, _chunk_key(sequence, index), part)
+            await until_done(put, "store a chunk", attempt_s=_ATTEMPT_S)
         before = self._manifest
         manifest = Manifest(sequence, len(parts), len(packed), zlib.crc32(packed))
         await until_done(lambda: self._swap(manifest), "store the manifest", attempt_s=_ATTEMPT_S)
@@ -96,18 +98,8 @@ class Snapshots:
         return before.sequence
 
     async def _read(self, key: str) -> Stored | None:
-        return await until_done(
-            lambda: self._bus.kv_get_raw(Bucket.SNAPSHOTS, key),
-            "read the snapshot",
-            attempt_s=_ATTEMPT_S,
-        )
-
-    async def _put(self, key: str, part: bytes) -> None:
-        await until_done(
-            lambda: self._bus.kv_put(Bucket.SNAPSHOTS, key, part),
-            "store a chunk",
-            attempt_s=_ATTEMPT_S,
-        )
+        read = partial(self._bus.kv_get_raw, Bucket.SNAPSHOTS, key)
+        return await until_done(read, "read the snapshot", attempt_s=_ATTEMPT_S)
 
     async def _drop(self, manifest: Manifest) -> None:
         keys = f"$KV.{Bucket.SNAPSHOTS}.{_chunk_key(manifest.sequence)}"

@@ -13,10 +13,12 @@ import msgspec
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.observability import metrics
+from phaseloom.common.observability.metrics import Reading
 from phaseloom.common.process import lifecycle
 from phaseloom.common.process.config import load
 from phaseloom.common.transport import framing
-from phaseloom.statemgr import capacity, observing
+from phaseloom.statemgr import capacity
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
@@ -33,8 +35,8 @@ from phaseloom.statemgr.sharing.sharedcopies import bases_of
 from phaseloom.statemgr.sharing.sharing import Sharing
 from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.serving import Server
+from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
@@ -116,10 +118,10 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
     node = _node(config, directory)
     sharing = Sharing(node)
-    observing.register(node)
-    parts, services = await _parts(config, node)
+    _observe(node)
+    parts, session = await _parts(config, node)
     tiering, exporter = parts.tiering, parts.exporter
-    server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, services)
+    server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, session)
     addresses = _Addresses(node, server, config.host, config.port)
     local = framing.listen(config.socket)
     in_background = (tiering, exporter, sharing, node.digests)
@@ -165,8 +167,26 @@ def _node(config: StateManagerConfig, directory: StateDirectory) -> Node:
     )
 
 
-async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[str, tls.Session]]:
-    """Build the parts that answer agent and ranks, and the services that other nodes may open."""
+def _observe(node: Node) -> None:
+    """Let every scrape of the metrics read the memory in use, and its budgets."""
+    here = {"node": node.name}
+    memory, residency = node.memory, node.residency
+    devices = range(len(residency.device_budget_bytes))
+
+    def by_device(values: list[int]) -> list[Reading]:
+        return [(value, {**here, "device": str(d)}) for d, value in enumerate(values)]
+
+    metrics.observe(metrics.ARENA_USED, lambda: [(memory.used_bytes, here)])
+    metrics.observe(metrics.ARENA_BUDGET, lambda: [(memory.budget_bytes, here)])
+    metrics.observe(
+        metrics.DEVICE_USED,
+        lambda: by_device([residency.device_used_bytes(d) for d in devices]),
+    )
+    metrics.observe(metrics.DEVICE_BUDGET, lambda: by_device(residency.device_budget_bytes))
+
+
+async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Session]:
+    """Build the parts that answer agent and ranks, and the session that serves other nodes."""
     directory = node.directory
     disk = directory.disk.path
     log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
@@ -175,14 +195,12 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
     tiering = Tiering(node, nvme_bytes, spare_bytes)
     exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
-    weights = Weights(node, directory, tiering, identity, timeout_s, site=config.site)
+    weights = Weights(VersionFetcher(node, tiering, identity, timeout_s, site=config.site))
 
     async def fetch_again(key: DeploymentKey, seq: int) -> None:
         await replicator.fetch_again(key, seq)
 
-    sealer = Sealer(
-        *(node, directory, tiering), verify_version=weights.verify, fetch_again=fetch_again
-    )
+    sealer = Sealer(node, tiering, verify_version=weights.verify, fetch_again=fetch_again)
     for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
         if header.kind == "version":
             weights.found(header)
@@ -190,16 +208,15 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, dict[st
             sealer.found(header, str(path))
     publishing = Publishing(node, tiering, weights)
     slices = Slices(node, weights)
-    replicator = Replicator(node, directory, sealer, weights)
-    files = StateFiles(node, directory, timeout_s, replicator.keep)
+    replicator = Replicator(node, sealer, weights)
+    files = StateFiles(node, timeout_s, replicator.keep)
     gate = Gate(config.secret)
     server = Server(gate, timeout_s, weights, files, node=config.node, site=config.site)
-    services: dict[str, tls.Session] = {wire.SERVICE: server.session}
     parts = Parts(
         *(node, sealer, publishing, weights, slices, tiering),
         *(exporter, loader, replicator, disk),
     )
-    return parts, services
+    return parts, server.session
 
 
 class _Addresses:
@@ -274,9 +291,8 @@ def _checkpoints(
     checkpoints.sweep()
     files = directory if root is None else StateDirectory(root)
     staging = Staging(node, tiering)
-    file_bytes = config.checkpoint_file_bytes
-    exporter = Exporter(node, tiering, files, checkpoints, staging, file_bytes=file_bytes)
-    return exporter, Loader(node, tiering, files.disk, checkpoints, staging)
+    exporter = Exporter(files, checkpoints, staging, file_bytes=config.checkpoint_file_bytes)
+    return exporter, Loader(files.disk, checkpoints, staging)
 
 
 def main() -> None:

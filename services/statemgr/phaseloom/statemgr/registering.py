@@ -11,7 +11,7 @@ from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, 
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.memory.layouts import check_identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
@@ -51,7 +51,7 @@ async def register_heap(
         raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
     if rank.frozen and rank.state is State.HOST:
         assert rank.digest, "a seal says what its host copies are verified by"
-        require_alive(rank.wpg)
+        rank.wpg.check_alive()
         sharing.settle_copy(node, rank, rank.applied, rank.digest)
         return HeapRegistered(rank.applied), []
     if rank.state is State.FILLING:
@@ -72,7 +72,7 @@ async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: Comm
     if request.applied < 0:
         raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
     await tiering.prefault.end(rank)
-    require_alive(rank.wpg)
+    rank.wpg.check_alive()
     assert rank.extent is not None
     extent = node.memory[rank.extent]
     memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
@@ -83,12 +83,3 @@ async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: Comm
     node.residency.fill(rank, request.applied, request.digest)
     if rank.frozen:
         sharing.settle_copy(node, rank, request.applied, request.digest)
-
-
-def require_alive(wpg: Wpg) -> None:
-    """Check that an incarnation is not over.
-
-    Raises: ResourceError: ABORTED: it is.
-    """
-    if wpg.is_lost:
-        raise ResourceError(f"{wpg} is over", code=Code.ABORTED)

@@ -13,8 +13,9 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
@@ -30,6 +31,7 @@ from phaseloom.common.contract.state_agent import (
     Prefetch,
     PrepareSeal,
     RegisterWpg,
+    Sealed,
     StatusReport,
     StatusRequest,
     SwitchIn,
@@ -65,8 +67,8 @@ from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.handover.handover import Handover
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.registering import commit_initial, register_heap, require_alive
-from phaseloom.statemgr.residency.residency import Rank
+from phaseloom.statemgr.registering import commit_initial, register_heap
+from phaseloom.statemgr.residency.incarnations import Rank
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.sharing import sharing
@@ -128,15 +130,9 @@ class StateManager:
         serve_versions_at: Callable[[str], None],
     ) -> None:
         self._node = parts.node
-        self._sealer = parts.sealer
-        self._publishing = parts.publishing
-        self._weights = parts.weights
-        self._slices = parts.slices
-        self._tiering = parts.tiering
-        self._exporter = parts.exporter
-        self._loader = parts.loader
-        self._replicator = parts.replicator
-        self._disk = parts.disk
+        self._parts = parts
+        self._agent_calls = self._calls_of_agents()
+        self._rank_calls = self._calls_of_ranks()
         self._secret = secret
         self._resume_timeout_s = resume_timeout_s
         self._serve_versions_at = serve_versions_at
@@ -187,8 +183,8 @@ class StateManager:
             raise ResourceError("the agent left in the middle of handing over")
         self._num_agents -= 1
         if not self._num_agents:
-            self._sealer.abandon()
-            self._exporter.abandon()
+            self._parts.sealer.abandon()
+            self._parts.exporter.abandon()
 
     async def _handle(self, session: Session, body: StateMessage, fds: list[int]) -> Answer:
         if isinstance(body, HandOver) and session.is_handing_over and self._handover is not None:
@@ -200,12 +196,18 @@ class StateManager:
         greeted = await self._greet(session, body)
         if greeted is not None:
             return greeted, ()
-        if not session.is_agent and session.rank is None:
+        rank = session.rank
+        if not session.is_agent and rank is None:
             raise _denied("say hello first")
         await self._node.settled.wait()
-        if session.rank is not None:
-            return await self._handle_rank(session.rank, body)
-        return await self._handle_agent(body), ()
+        if rank is not None:
+            call = self._rank_calls.get(type(body), _not_for_a_rank)
+            answer = await call(rank, body)
+        else:
+            answer = await self._agent_calls.get(type(body), _not_for_an_agent)(body)
+        if isinstance(answer, tuple):
+            return answer
+        return answer or Done(), ()
 
     async def _greet(self, session: Session, body: StateMessage) -> StateMessage | None:
         """Answer a message that may come before the node is settled: a hello, or a part of the
@@ -232,7 +234,7 @@ class StateManager:
         session.greet()
         is_first = self._handover is None and not self._is_known_what_was.is_set()
         if hello.index and is_first:
-            self._handover = Handover(self._node, self._tiering, hello.index)
+            self._handover = Handover(self._node, self._parts.tiering, hello.index)
             session.is_handing_over = True
             session.peer.max_fds = MAX_FDS
             return Welcome(needs_handles=True)
@@ -240,7 +242,7 @@ class StateManager:
         if is_first:
             self._is_known_what_was.set()
             # Before anything can be demoted to where files are removed.
-            self._tiering.sweep().add_done_callback(lambda _: self._node.settled.set())
+            self._parts.tiering.sweep().add_done_callback(lambda _: self._node.settled.set())
         return Welcome(needs_handles=False)
 
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
@@ -253,7 +255,7 @@ class StateManager:
         session.is_handing_over = False
         session.peer.max_fds = 0
         # Before anything can be demoted to where files are removed.
-        await self._tiering.sweep()
+        await self._parts.tiering.sweep()
         self._node.settled.set()
         log.info("taken over from the daemon before; lost: %s", lost or "nothing")
         return HandoverFinished(lost)
@@ -292,92 +294,67 @@ class StateManager:
         self._node.ranks[rank] = session.peer
         session.greet()
 
-    async def _handle_agent(self, body: StateMessage) -> StateMessage:
-        match body:
-            case RegisterWpg():
-                self._register_wpg(body)
-            case SwitchIn():
-                return await switch_in(self._node, self._tiering, body)
-            case SwitchOut():
-                return await switch_out(self._node, self._tiering, body)
-            case PrepareSeal():
-                await self._sealer.prepare(body)
-            case WriteSeal():
-                with metrics.timed(metrics.SEAL_DURATION, node=self._node.name):
-                    sealed = await self._sealer.write(body)
-                    await self._replicator.replicate(body)
-                    return sealed
-            case FetchState():
-                await self._replicator.fetch(body)
-            case DropWpg():
-                await self._drop_wpg(body)
-            case Prefetch():
-                wpg = self._node.residency.current(body.deployment, body.incarnation)
-                self._tiering.hint(wpg, body)
-            case DropVersions():
-                await self._weights.drop(body.versions)
-            case StatusRequest():
-                return self._status()
-            case _:
-                raise _not_for("an agent", body)
-        return Done()
+    def _calls_of_agents(self) -> dict[type, Callable[[Any], Awaitable[StateMessage | None]]]:
+        """The part that answers each message of an agent; None is answered by `Done`."""
+        parts, node = self._parts, self._node
+        return {
+            RegisterWpg: self._register_wpg,
+            SwitchIn: partial(switch_in, node, parts.tiering),
+            SwitchOut: partial(switch_out, node, parts.tiering),
+            PrepareSeal: parts.sealer.prepare,
+            WriteSeal: self._write_seal,
+            FetchState: parts.replicator.fetch,
+            DropWpg: self._drop_wpg,
+            Prefetch: self._prefetch,
+            DropVersions: lambda body: parts.weights.drop(body.versions),
+            StatusRequest: self._status,
+        }
 
-    async def _handle_rank(self, rank: Rank, body: StateMessage) -> Answer:
-        match body:
-            case RegisterHeap():
-                return await register_heap(self._node, self._tiering, self._sealer, rank, body)
-            case CommitInitial():
-                await commit_initial(self._node, self._tiering, rank, body)
-            case (
-                CreateVersion()
-                | CommitVersion()
-                | CommitParts()
-                | OpenVersion()
-                | OpenOnDevice()
-                | OpenSlices()
-                | HoldVersion()
-            ):
-                return await self._handle_version(rank, body)
-            case TakeSnapshot() | WriteCheckpoint() | ReadCheckpoint() | PruneCheckpoints():
-                return await self._handle_checkpoint(rank, body), ()
-            case _:
-                raise _not_for("a rank", body)
-        return Done(), ()
-
-    async def _handle_version(
+    def _calls_of_ranks(
         self,
-        rank: Rank,
-        body: CreateVersion
-        | CommitVersion
-        | CommitParts
-        | OpenVersion
-        | OpenOnDevice
-        | OpenSlices
-        | HoldVersion,
-    ) -> Answer:
-        match body:
-            case CreateVersion():
-                if not body.version.part:
-                    _require_first(rank)
-                require_alive(rank.wpg)
-                return await self._publishing.create(rank.wpg, body)
-            case CommitVersion():
-                if not body.version.part:
-                    _require_first(rank)
-                await self._publishing.commit(rank.wpg, body)
-            case CommitParts():
-                return await self._publishing.commit_parts(rank.wpg, body), ()
-            case OpenVersion():
-                return await self._open_version(rank, body)
-            case OpenOnDevice():
-                fd = self._node.device_copies.find(rank, body.version)
-                return OnDevice(fd is not None), [] if fd is None else [fd]
-            case OpenSlices():
-                await sharing.make_room(self._node, self._tiering.reserve_frozen, rank)
-                return await self._slices.open(rank.wpg, body)
-            case HoldVersion():
-                sharing.hold_version(self._node, rank, body.version, body.applied)
-        return Done(), ()
+    ) -> dict[type, Callable[[Rank, Any], Awaitable[Answer | StateMessage | None]]]:
+        """The part that answers each message of a rank; None is answered by `Done`."""
+        parts, node = self._parts, self._node
+        publishing, exporter = parts.publishing, parts.exporter
+        return {
+            RegisterHeap: partial(register_heap, node, parts.tiering, parts.sealer),
+            CommitInitial: partial(commit_initial, node, parts.tiering),
+            CreateVersion: self._create_version,
+            CommitVersion: self._commit_version,
+            CommitParts: lambda rank, body: publishing.commit_parts(rank.wpg, body),
+            OpenVersion: self._open_version,
+            OpenOnDevice: self._open_on_device,
+            OpenSlices: self._open_slices,
+            HoldVersion: self._hold_version,
+            TakeSnapshot: _by_first(exporter.take_snapshot),
+            WriteCheckpoint: _by_first(exporter.write),
+            ReadCheckpoint: parts.loader.read,
+            PruneCheckpoints: _by_first(exporter.prune),
+        }
+
+    # --- versions ---
+
+    async def _create_version(self, rank: Rank, body: CreateVersion) -> Answer:
+        if not body.version.part:
+            _require_first(rank)
+        rank.wpg.check_alive()
+        return await self._parts.publishing.create(rank.wpg, body)
+
+    async def _commit_version(self, rank: Rank, body: CommitVersion) -> None:
+        if not body.version.part:
+            _require_first(rank)
+        await self._parts.publishing.commit(rank.wpg, body)
+
+    async def _open_on_device(self, rank: Rank, body: OpenOnDevice) -> Answer:
+        fd = self._node.device_copies.find(rank, body.version)
+        return OnDevice(fd is not None), [] if fd is None else [fd]
+
+    async def _open_slices(self, rank: Rank, body: OpenSlices) -> Answer:
+        await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank)
+        return await self._parts.slices.open(rank.wpg, body)
+
+    async def _hold_version(self, rank: Rank, body: HoldVersion) -> None:
+        sharing.hold_version(self._node, rank, body.version, body.applied)
 
     def _share_on_device(self, rank: Rank, body: ShareOnDevice, fds: list[int]) -> Done:
         version = self._node.versions.find(body.version)
@@ -392,38 +369,33 @@ class StateManager:
         return Done()
 
     async def _open_version(self, rank: Rank, body: OpenVersion) -> Answer:
-        answer = await self._weights.open(rank.wpg, body)
+        answer = await self._parts.weights.open(rank.wpg, body)
         version = self._node.versions.find(body.version)
         assert version is not None
         self._node.versions.acquire(version)
         try:
             # A part is never a host copy: a rank that reads one needs memory for its next copy.
             copied = None if version.key.part else version
-            await sharing.make_room(self._node, self._tiering.reserve_frozen, rank, copied)
+            reserve = self._parts.tiering.reserve_frozen
+            await sharing.make_room(self._node, reserve, rank, copied)
         finally:
             self._node.release_version(version)
         version.check_kept()
         return answer
 
-    async def _handle_checkpoint(
-        self, rank: Rank, body: TakeSnapshot | WriteCheckpoint | ReadCheckpoint | PruneCheckpoints
-    ) -> StateMessage:
-        match body:
-            case TakeSnapshot():
-                _require_leader(rank)
-                require_alive(rank.wpg)
-                return await self._exporter.take_snapshot(rank, body)
-            case WriteCheckpoint():
-                _require_leader(rank)
-                return await self._exporter.write(rank, body)
-            case ReadCheckpoint():
-                return await self._loader.read(rank, body)
-            case PruneCheckpoints():
-                _require_leader(rank)
-                await self._exporter.prune(rank, body)
-        return Done()
+    # --- the agent ---
 
-    def _register_wpg(self, request: RegisterWpg) -> None:
+    async def _write_seal(self, body: WriteSeal) -> Sealed:
+        with metrics.timed(metrics.SEAL_DURATION, node=self._node.name):
+            sealed = await self._parts.sealer.write(body)
+            await self._parts.replicator.replicate(body)
+            return sealed
+
+    async def _prefetch(self, body: Prefetch) -> None:
+        wpg = self._node.residency.current(body.deployment, body.incarnation)
+        self._parts.tiering.hint(wpg, body)
+
+    async def _register_wpg(self, request: RegisterWpg) -> None:
         replaced = self._node.residency.register(
             request.tokens,
             request.deployment,
@@ -444,13 +416,13 @@ class StateManager:
             await node.until(lambda: not node.residency.holds_memory(wpg))
             node.leave_job(key.job_key)
         if request.forget and node.residency.find(key) is None:
-            self._weights.forget(key)
-            await self._exporter.forget(key)
-            await self._sealer.forget(key)
-            self._replicator.forget(key)
+            self._parts.weights.forget(key)
+            await self._parts.exporter.forget(key)
+            await self._parts.sealer.forget(key)
+            self._parts.replicator.forget(key)
             node.residency.forget(key)
 
-    def _status(self) -> StatusReport:
+    async def _status(self, _: StatusRequest) -> StatusReport:
         node = self._node
         node.validate()
         budgets = node.residency.device_budget_bytes
@@ -458,13 +430,13 @@ class StateManager:
         return StatusReport(
             device_budget_bytes=budgets,
             device_used_bytes=[node.residency.device_used_bytes(d) for d in range(len(budgets))],
-            host_budget_bytes=node.memory.arena.budget_bytes,
-            host_used_bytes=node.memory.arena.used_bytes,
+            host_budget_bytes=node.memory.budget_bytes,
+            host_used_bytes=node.memory.used_bytes,
             deployments=node.residency.deployments(),
             versions=node.versions.committed(),
             endpoint=node.endpoint,
-            disk=self._disk,
-            nvme_budget_bytes=self._tiering.nvme_budget_bytes,
+            disk=self._parts.disk,
+            nvme_budget_bytes=self._parts.tiering.nvme_budget_bytes,
             nvme_used_bytes=node.nvme_used_bytes(),
             version_states=node.versions.states(),
             shared_copies=node.shared_copies.states(),
@@ -474,28 +446,34 @@ class StateManager:
 
 
 def _require_first(rank: Rank) -> None:
-    """Check that the rank is the first one of its deployment on this node.
-
-    Raises: CallerError: PERMISSION_DENIED: it is not.
-    """
+    """Raises: CallerError: PERMISSION_DENIED: the rank is not the first one of its deployment
+    here."""
     if rank.index:
         raise CallerError(
-            f"{rank} is not the first here, which alone makes whole versions",
+            f"{rank} is not the first here, which alone makes whole versions and checkpoints",
             code=Code.PERMISSION_DENIED,
         )
 
 
-def _require_leader(rank: Rank) -> None:
-    if rank.index:
-        raise CallerError(
-            f"{rank} is not the first of its node, which alone saves checkpoints",
-            code=Code.PERMISSION_DENIED,
-        )
+def _by_first(
+    call: Callable[[Rank, Any], Awaitable[StateMessage | None]],
+) -> Callable[[Rank, Any], Awaitable[StateMessage | None]]:
+    """A call that only the first rank of a deployment here may make."""
+
+    async def checked(rank: Rank, body: Any) -> StateMessage | None:
+        _require_first(rank)
+        return await call(rank, body)
+
+    return checked
 
 
 def _denied(why: str) -> CallerError:
     return CallerError(why, code=Code.PERMISSION_DENIED)
 
 
-def _not_for(who: str, body: StateMessage) -> CallerError:
-    return CallerError(f"{who} does not send {type(body).__name__}", field="type")
+async def _not_for_an_agent(body: StateMessage) -> None:
+    raise CallerError(f"an agent does not send {type(body).__name__}", field="type")
+
+
+async def _not_for_a_rank(rank: Rank, body: StateMessage) -> None:
+    raise CallerError(f"a rank does not send {type(body).__name__}", field="type")

@@ -135,8 +135,6 @@ class Sealed(Message, frozen=True):
     file: str
     digest: str
     num_bytes: int
-    written_bytes: int = 0
-    """The part of `num_bytes` that no earlier seal on this disk had."""
 
 
 class FetchState(Message, frozen=True):

@@ -44,11 +44,7 @@ def _check_hosts(state: State) -> None:
 
 
 def _nodes_left(deployment: Deployment) -> set[NodeId]:
-    if deployment.move.relocation is None:
-        return set()
-    return set(deployment.nodes) - {
-        assigned.node for assigned in deployment.move.relocation.assignments
-    }
+    return set(deployment.nodes) - {assigned.node for assigned in deployment.destination}
 
 
 def _check_pins(state: State) -> None:
@@ -61,8 +57,7 @@ def _check_pins(state: State) -> None:
         if job in state.cluster.placed and deployment.wpg.state is not WpgState.STOPPED:
             pins = groups.group_of(state.cluster, job).members[job].nodes[deployment.spec.pool]
             moving = deployment.move.relocation
-            assignments = deployment.wpg.assignments if moving is None else moving.assignments
-            nodes = {assigned.node for assigned in assignments}
+            nodes = {assigned.node for assigned in deployment.destination}
             assert nodes <= set(pins), f"{deployment.name}: is or goes to {nodes}, beside {pins}"
             is_known = deployment.name in state.moving
             assert is_known == (moving is not None), f"{deployment.name}: its move is forgotten"

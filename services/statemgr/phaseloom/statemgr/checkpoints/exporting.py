@@ -13,10 +13,13 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.operations import SaveStateResult
 from phaseloom.common.contract.state_rank import (
     CheckpointWritten,
     PruneCheckpoints,
@@ -26,14 +29,14 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
-from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken
-from phaseloom.statemgr.checkpoints.snapshotfiles import SnapshotFiles
+from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
+from phaseloom.statemgr.checkpoints.marker import Marker
+from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
+from phaseloom.statemgr.checkpoints.shards import Written, write_state
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
-from phaseloom.statemgr.checkpoints.staging import Staging
+from phaseloom.statemgr.checkpoints.staging import StagedState, Staging, check
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, Wpg
-from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.residency.incarnations import Rank, Wpg
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +61,6 @@ class Exporter:
 
     def __init__(
         self,
-        node: Node,
-        tiering: Tiering,
         directory: StateDirectory,
         checkpoints: Checkpoints,
         staging: Staging,
@@ -68,12 +69,15 @@ class Exporter:
     ) -> None:
         """Args: directory: the state directory at the checkpoint root. file_bytes: the most bytes
         of a file of a checkpoint, unless one tensor is larger."""
-        self._node = node
+        self._node = staging.node
+        self._directory = directory
         self._checkpoints = checkpoints
+        self._parts = NodeParts(checkpoints, directory)
         self._staging = staging
-        self._files = SnapshotFiles(
-            node, tiering, directory, checkpoints, staging, file_bytes=file_bytes
-        )
+        self._file_bytes = file_bytes
+        self._numbering = asyncio.Lock()
+        """Held from the choice of a checkpoint's number to its commit, so that no two checkpoints
+        have the same number."""
         self._writes: dict[tuple[DeploymentKey, str], _Write] = {}
         self._locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
         """The lock of each deployment: one snapshot, or one begin of a write, at a time."""
@@ -103,6 +107,7 @@ class Exporter:
                 field="operation",
                 remedy=f"name it in at most {MAX_OPERATION_CHARS}",
             )
+        rank.wpg.check_alive()
         async with self._locks[key]:
             await self._until_others_end(rank.wpg, operation)
             written = await self._checkpoints.written_by(operation, key, request.name)
@@ -123,7 +128,7 @@ class Exporter:
         """Whether the operation's snapshot need not be taken again. Where a deployment is on
         several nodes, each incarnation has a snapshot of its own on all of them: two incarnations
         may differ in bits, and only some nodes may have the snapshot of the first."""
-        snapshot = self._node.snapshots.find(wpg.key, operation)
+        snapshot = self._node.snapshots.get((wpg.key, operation))
         return snapshot is not None and (
             snapshot.is_whole or snapshot.incarnation == wpg.incarnation
         )
@@ -158,13 +163,13 @@ class Exporter:
 
     async def _has_left_part(self, wpg: Wpg, request: WriteCheckpoint) -> bool:
         """Whether this node's part of a checkpoint that another node writes is on disk already."""
-        if not wpg.rank_offset or self._node.snapshots.find(wpg.key, request.operation) is not None:
+        if not wpg.rank_offset or (wpg.key, request.operation) in self._node.snapshots:
             return False
         snapshot = Snapshot.of(wpg, request.operation, request.name, 0, [])
-        return await asyncio.to_thread(self._files.node_parts.is_written, snapshot)
+        return await asyncio.to_thread(self._parts.is_written, snapshot)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
-        snapshot = self._node.snapshots.find(key, request.operation)
+        snapshot = self._node.snapshots.get((key, request.operation))
         if snapshot is None or snapshot.name != request.name:
             raise CallerError(
                 f"there is no snapshot of {key} for {request.name!r}",
@@ -186,7 +191,7 @@ class Exporter:
                 contained(metrics.UNFORESEEN, "checkpoint"),
                 metrics.timed(metrics.CHECKPOINT_DURATION, node=self._node.name),
             ):
-                sha256 = await self._files.write(snapshot, request, write.cancelled)
+                sha256 = await self._write_files(snapshot, request, write.cancelled)
         except PhaseloomError as error:
             log.warning("%s is not written: %s", snapshot, error)
             failure = error
@@ -202,6 +207,116 @@ class Exporter:
             write.done.set_exception(failure)
             # The caller may be gone: the exception counts as retrieved.
             write.done.exception()
+
+    async def _write_files(
+        self, snapshot: Snapshot, request: WriteCheckpoint, cancelled: threading.Event
+    ) -> str:
+        """Write the files of a snapshot: those of its checkpoint, or this node's part of one.
+
+        Returns: the SHA-256 of the weights; empty: this node wrote only its part.
+        Raises:  CallerError: ALREADY_EXISTS: a checkpoint has the name. ResourceError:
+                 RESOURCE_EXHAUSTED: the disk or host memory is full; DATA_LOSS; ABORTED: cancelled.
+                 After an error no half-written file is left.
+        """
+        async with self._of_other_nodes(snapshot) as others:
+            await self._staging.until_proved(snapshot)
+            ranks = self._staged(snapshot)
+            if snapshot.rank_offset:
+                await asyncio.to_thread(self._parts.write, snapshot, ranks, cancelled)
+                return ""
+            return await self._write_checkpoint(snapshot, request, [*ranks, *others], cancelled)
+
+    @asynccontextmanager
+    async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
+        """The states of other nodes' ranks, which rank 0's node needs to make whole tensors; empty
+        on other nodes.
+
+        Raises: PhaseloomError: a state is not there, or there is no host memory for it.
+        """
+        extents: list[int] = []
+        staged: list[StagedState] = []
+        try:
+            if not snapshot.is_whole and not snapshot.rank_offset:
+                for place in await asyncio.to_thread(self._parts.find, snapshot):
+                    num_bytes = place.part.num_bytes
+                    extent = await self._staging.tiering.reserve(
+                        num_bytes, f"other ranks' part of {snapshot}"
+                    )
+                    self._node.unrecorded.add(extent)
+                    extents.append(extent)
+                    memory = self._node.memory[extent].view(num_bytes)
+                    await asyncio.to_thread(self._directory.read, place, memory)
+                    index = place.header.rank_offset + place.index
+                    staged.append(StagedState(index, place.part.tensors, memory, place.part.blocks))
+            yield staged
+        finally:
+            staged.clear()
+            for extent in extents:
+                self._node.unrecorded.discard(extent)
+                self._node.memory.free(extent)
+            self._node.announce()
+
+    async def _write_checkpoint(
+        self,
+        snapshot: Snapshot,
+        request: WriteCheckpoint,
+        staged: list[StagedState],
+        cancelled: threading.Event,
+    ) -> str:
+        """Write a checkpoint from all ranks' states. Returns: the SHA-256 of the weights."""
+        path = f"{snapshot.key.job}/{snapshot.key.deployment}/{snapshot.name}"
+        try:
+            written = await asyncio.to_thread(self._draft, snapshot, staged, request, cancelled)
+            async with self._numbering:
+                with writing():
+                    number = await self._checkpoints.next_number(snapshot.key)
+                marker = Marker(
+                    operation_id=snapshot.operation,
+                    result=SaveStateResult(path, written.weights_sha256),
+                    seq=snapshot.seq,
+                    number=number,
+                    keep=request.keep,
+                    files=written.files,
+                )
+                await asyncio.to_thread(
+                    self._checkpoints.commit, snapshot.key, snapshot.name, marker
+                )
+        except BaseException:
+            await asyncio.to_thread(self._checkpoints.drop, snapshot.key, snapshot.name)
+            raise
+        await asyncio.to_thread(self._parts.discard, snapshot)
+        return written.weights_sha256
+
+    def _draft(
+        self,
+        snapshot: Snapshot,
+        staged: list[StagedState],
+        request: WriteCheckpoint,
+        cancelled: threading.Event,
+    ) -> Written:
+        """Write the draft of a checkpoint, then verify the states that were written. Blocking: call
+        it in a thread."""
+        written = write_state(
+            self._directory.disk,
+            self._checkpoints.begin(snapshot.key, snapshot.name),
+            [(each.tensors, each.memory) for each in staged],
+            request.config,
+            file_bytes=self._file_bytes,
+            cancelled=cancelled,
+            companions=request.companions,
+        )
+        # All states were read by now: a state that is still whole was whole when it was read.
+        check(snapshot.key, staged)
+        return written
+
+    def _staged(self, snapshot: Snapshot) -> list[StagedState]:
+        """The staged states of this node's ranks in a snapshot, whose checksums are taken."""
+        staged = []
+        for index, part in enumerate(snapshot.parts, snapshot.rank_offset):
+            assert part.checksums is not None
+            memory = self._node.memory[part.extent].view(part.num_bytes)
+            staged.append(StagedState(index, part.tensors, memory, part.checksums))
+        return staged
 
     async def prune(self, rank: Rank, request: PruneCheckpoints) -> None:
         """Remove the old checkpoints of a deployment.
@@ -223,7 +338,7 @@ class Exporter:
 
     def abandon(self) -> None:
         """Free the snapshots that are not being written: the agent that would ask is gone."""
-        for snapshot in self._node.snapshots.every():
+        for snapshot in [*self._node.snapshots.values()]:
             if (snapshot.key, snapshot.operation) not in self._writes:
                 self._staging.free(snapshot)
 
@@ -237,4 +352,4 @@ class Exporter:
         for snapshot in self._node.snapshots.of(key):
             self._staging.free(snapshot)
         self._locks.pop(key, None)
-        await asyncio.to_thread(self._files.node_parts.forget, key)
+        await asyncio.to_thread(self._parts.forget, key)

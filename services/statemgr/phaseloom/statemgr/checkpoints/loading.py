@@ -17,22 +17,16 @@ from phaseloom.statemgr.checkpoints.savedstate import SavedState
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.statemgr.disk.files import NEVER
-from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
-from phaseloom.statemgr.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
 
 
 class Loader:
-    def __init__(
-        self, node: Node, tiering: Tiering, disk: Disk, checkpoints: Checkpoints, staging: Staging
-    ) -> None:
+    def __init__(self, disk: Disk, checkpoints: Checkpoints, staging: Staging) -> None:
         """Args: disk: the disk of the checkpoint root."""
-        self._node = node
-        self._tiering = tiering
         self._disk = disk
         self._checkpoints = checkpoints
         self._staging = staging
@@ -72,7 +66,7 @@ class Loader:
     async def _load(self, wpg: Wpg, extents: list[int], digests: list[str]) -> None:
         """Have all ranks load their staged states. Where one fails, the incarnation is over: nobody
         knows what the other ranks hold."""
-        node = self._node
+        node = self._staging.node
         sources = dict(zip(wpg.ranks, zip(extents, digests, strict=True), strict=True))
 
         async def load(rank: Rank) -> None:
@@ -83,7 +77,7 @@ class Loader:
             for rank in wpg.ranks:
                 if rank.state is not State.RESIDENT:
                     raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-                await sharing.make_room(node, self._tiering.reserve_frozen, rank)
+                await sharing.make_room(node, self._staging.tiering.reserve_frozen, rank)
             try:
                 await on_each_device(wpg.ranks, load)
             except PhaseloomError:

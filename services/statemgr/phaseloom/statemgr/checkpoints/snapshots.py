@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 
 
 @dataclass(slots=True)
@@ -67,33 +67,8 @@ class Snapshot:
         return f"the snapshot of {self.key} for checkpoint {self.name!r}"
 
 
-class Snapshots:
-    def __init__(self) -> None:
-        self._snapshots: dict[tuple[DeploymentKey, str], Snapshot] = {}
-        self._lent: set[int] = set()
-
-    def add(self, snapshot: Snapshot) -> None:
-        self._snapshots[(snapshot.key, snapshot.operation)] = snapshot
-
-    def find(self, key: DeploymentKey, operation: str) -> Snapshot | None:
-        return self._snapshots.get((key, operation))
+class Snapshots(dict[tuple[DeploymentKey, str], Snapshot]):
+    """The snapshots in host memory, by deployment and operation."""
 
     def of(self, key: DeploymentKey) -> list[Snapshot]:
-        return [snapshot for snapshot in self._snapshots.values() if snapshot.key == key]
-
-    def remove(self, snapshot: Snapshot) -> None:
-        self._snapshots.pop((snapshot.key, snapshot.operation), None)
-
-    def every(self) -> list[Snapshot]:
-        return list(self._snapshots.values())
-
-    def lend(self, extent: int) -> None:
-        """Keep an extent that a copy is made in, which is not yet, or never will be, a snapshot."""
-        self._lent.add(extent)
-
-    def give_back(self, extent: int) -> None:
-        self._lent.discard(extent)
-
-    def extents(self) -> list[int]:
-        held = [extent for snapshot in self._snapshots.values() for extent in snapshot.extents]
-        return [*held, *self._lent]
+        return [snapshot for snapshot in self.values() if snapshot.key == key]

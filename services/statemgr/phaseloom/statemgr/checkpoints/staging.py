@@ -27,7 +27,7 @@ from phaseloom.statemgr.disk.files import NEVER
 from phaseloom.statemgr.disk.statefile import names_within
 from phaseloom.statemgr.node.digests import checksums_of
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
 
@@ -42,8 +42,8 @@ class Staging:
     checksums that are under way."""
 
     def __init__(self, node: Node, tiering: Tiering) -> None:
-        self._node = node
-        self._tiering = tiering
+        self.node = node
+        self.tiering = tiering
         self._under_way: dict[Snapshot, asyncio.Future[None]] = {}
         """The snapshots whose checksums are being taken; each future ends with them."""
         self._stopped = threading.Event()
@@ -66,18 +66,18 @@ class Staging:
         try:
             for rank in wpg.ranks:
                 what = f"a copy of {rank.owner} for a checkpoint"
-                extent = await self._tiering.reserve(rank.extent_bytes, what, pool_of(wpg))
-                self._node.snapshots.lend(extent)
+                extent = await self.tiering.reserve(rank.extent_bytes, what, pool_of(wpg))
+                self.node.unrecorded.add(extent)
                 extents.append(extent)
             yield extents
         finally:
             for extent in extents:
-                self._node.snapshots.give_back(extent)
+                self.node.unrecorded.discard(extent)
                 self._give_up(extent, wpg)
-            self._node.announce()
+            self.node.announce()
 
     def view(self, rank: Rank, extent: int) -> memoryview:
-        return self._node.memory[extent].view(rank.extent_bytes)
+        return self.node.memory[extent].view(rank.extent_bytes)
 
     async def snapshot(self, wpg: Wpg, request: TakeSnapshot) -> Snapshot:
         """Copy every rank's state; the checksums are then taken in the background.
@@ -87,44 +87,43 @@ class Staging:
         """
         async with self.room(wpg) as extents:
             await self._copy_all(wpg, extents, request.seq)
-            if wpg.is_lost:
-                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
+            wpg.check_alive()
             parts = [
                 SnapshotPart(extent, each.extent_bytes, each.table)
                 for each, extent in zip(wpg.ranks, extents, strict=True)
             ]
             extents.clear()  # from here on they are the snapshot's
             snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
-            self._node.snapshots.add(snapshot)
+            self.node.snapshots[snapshot.key, snapshot.operation] = snapshot
             for part in parts:
-                self._node.snapshots.give_back(part.extent)
+                self.node.unrecorded.discard(part.extent)
         self._begin_checksums(snapshot)
         return snapshot
 
     def free(self, snapshot: Snapshot) -> None:
-        wpg = self._node.residency.find(snapshot.key)
+        wpg = self.node.residency.find(snapshot.key)
         is_same = wpg is not None and wpg.incarnation == snapshot.incarnation
-        self._node.snapshots.remove(snapshot)
+        self.node.snapshots.pop((snapshot.key, snapshot.operation), None)
         for extent in snapshot.extents:
             self._give_up(extent, wpg if is_same else None)
-        self._node.announce()
+        self.node.announce()
 
     def _give_up(self, extent: int, wpg: Wpg | None) -> None:
         if wpg is None or wpg.is_lost:
-            self._node.memory.free(extent)
+            self.node.memory.free(extent)
         else:
-            self._node.memory.park(extent, pool_of(wpg))
+            self.node.memory.park(extent, pool_of(wpg))
 
     async def _copy_all(self, wpg: Wpg, extents: list[int], seq: int) -> None:
         targets = dict(zip(wpg.ranks, extents, strict=True))
 
         async def copy(rank: Rank) -> None:
-            extent = self._node.memory[targets[rank]]
+            extent = self.node.memory[targets[rank]]
             if rank.state is State.RESIDENT:
-                applied = (await self._node.ask(rank, StageState(), [extent.fd])).applied
+                applied = (await self.node.ask(rank, StageState(), [extent.fd])).applied
             else:
                 applied = rank.applied
-                source, target = self._node.copy_of(rank), extent.view(rank.extent_bytes)
+                source, target = self.node.copy_of(rank), extent.view(rank.extent_bytes)
                 await asyncio.to_thread(_copy, source, target)
                 await _check_copied(rank, target)
             if applied != seq:
@@ -135,8 +134,8 @@ class Staging:
                     remedy="take the snapshot between operations, at the seq that was applied last",
                 )
 
-        async with self._tiering.in_host(wpg), self._node.holding(lambda: set(wpg.devices)):
-            self._node.residency.check_sealable(wpg)
+        async with self.tiering.in_host(wpg), self.node.holding(lambda: set(wpg.devices)):
+            self.node.residency.check_sealable(wpg)
             await on_each_device(wpg.ranks, copy)
 
     # --- Checksums -------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ class Staging:
 
     def _begin_checksums(self, snapshot: Snapshot) -> asyncio.Future[None]:
         # The views are made now: by the time that the task runs, the snapshot may be freed.
-        memories = [self._node.memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
+        memories = [self.node.memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
         ended = self._under_way[snapshot] = asyncio.get_running_loop().create_future()
         self._tasks.create_task(self._take_checksums(snapshot, memories, ended))
         return ended
@@ -160,7 +159,7 @@ class Staging:
     ) -> None:
         try:
             with contained(metrics.UNFORESEEN, "checkpoint"):
-                async with self._node.change():
+                async with self.node.change():
                     for part, memory in zip(snapshot.parts, memories, strict=True):
                         checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
                         if self._stopped.is_set():

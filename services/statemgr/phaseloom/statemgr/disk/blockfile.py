@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
+from phaseloom.statemgr.memory.extents import copy
 
 PAGE_BYTES = 4096
 """The alignment of memory and offsets in bytes: no disk asks for more."""
@@ -73,6 +74,22 @@ class BlockFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+class MemoryFile:
+    """A file in memory, of a fixed size: a seal that is on no disk."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def write(self, block: memoryview, offset: int) -> None:
+        copy(self._memory[offset : offset + len(block)], block)
+
+    def read(self, block: memoryview, offset: int) -> int:
+        """Fill a block. Returns: the number of bytes read; fewer where the file ends in it."""
+        there = self._memory[offset : offset + len(block)]
+        copy(block[: len(there)], there)
+        return len(there)
 
 
 class DirectFile(BlockFile):
@@ -218,19 +235,15 @@ def _comes_back(open_file: type[BlockFile], path: Path) -> bool:
 
 def _why_not_direct(path: Path) -> str:
     """The reason why direct I/O does not work here; empty: the disk takes a page of memory
-    directly, at an offset of a page."""
+    directly."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:
-            with mmap.mmap(-1, 2 * PAGE_BYTES) as memory, memoryview(memory) as view:
-                content = os.urandom(PAGE_BYTES)
-                with view[:PAGE_BYTES] as source, view[PAGE_BYTES:] as target:
-                    source[:] = content
-                    os.pwritev(fd, [source], PAGE_BYTES)
-                    is_back = os.preadv(fd, [target], PAGE_BYTES) == PAGE_BYTES
-                    return "" if is_back and target == content else "it lost bytes"
+            with mmap.mmap(-1, PAGE_BYTES) as memory:
+                os.pwrite(fd, memory, PAGE_BYTES)
         finally:
             os.close(fd)
+        return "" if _comes_back(DirectFile, path) else "it lost bytes"
     except OSError as error:
         return error.strerror or repr(error)
 

@@ -1,4 +1,4 @@
-"""Moves memory to a file and back, several blocks at a time, each with its checksum.
+"""Moves memory to a state file and back, several blocks at a time, each with its checksum.
 
 Some threads do nothing but move blocks, so that the disk has its next block as soon as one is done;
 others take checksums meanwhile. Neither holds the GIL. Blocking: call it in a thread.
@@ -7,24 +7,36 @@ others take checksums meanwhile. Neither holds the GIL. Blocking: call it in a t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.state_agent import DiskPath
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
 from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.statemgr.disk.blockfile import BlockFile, probe, way_to
-from phaseloom.statemgr.disk.statefile import Place, check_blocks
+from phaseloom.statemgr.disk.statefile import (
+    Place,
+    StateHeader,
+    check_blocks,
+    encode_header,
+    layout_of,
+)
 
 S = TypeVar("S")
 T = TypeVar("T")
 
-Files = Mapping[int, tuple[BlockFile, int]]
-"""The files that hold the blocks of a part, by source number: (file, offset of the part in it)."""
+
+class Writable(Protocol):
+    def write(self, block: memoryview, offset: int) -> None: ...
+
+
+class Readable(Protocol):
+    def read(self, block: memoryview, offset: int) -> int: ...
+
 
 DEPTH = 4
 """The number of blocks that move between memory and disk at a time."""
@@ -40,6 +52,8 @@ class Cancelled(ResourceError):
 
 
 class Disk:
+    """The disk of a directory, which opens files in the fastest way that works there."""
+
     def __init__(self, directory: Path) -> None:
         self.path: DiskPath = probe(directory)
         self._open = way_to(self.path)
@@ -51,69 +65,82 @@ class Disk:
     def open(self, path: Path) -> BlockFile:
         return self._open(path, writable=False)
 
-    def write(
-        self,
-        file: BlockFile,
-        offset: int,
-        memory: memoryview,
-        num_bytes: int,
-        *,
-        cancelled: threading.Event,
-        has: Callable[[int, bytes], bool] | None = None,
-    ) -> bytes:
-        """Write the first `num_bytes` of `memory`, except blocks that are on the disk already.
 
-        Args:    has: says whether a block, by number and checksum, is on the disk already; None: no
-                 block is.
-        Returns: the checksums of all blocks.
-        Raises:  OSError. Cancelled.
-        """
+def write_state(
+    file: Writable,
+    name: str,
+    header: StateHeader,
+    memories: Sequence[memoryview],
+    cancelled: threading.Event,
+) -> StateHeader:
+    """Write all that a state file holds: every section, then the header.
 
-        def take(start: int, end: int) -> bytes:
-            return checksum(memory[start:end])
+    Args:    name: the file's name, for errors.
+             header: where it has a digest for a part, the part's memory must have that digest.
+    Returns: the header as written.
+    Raises:  OSError. Cancelled. ResourceError: DATA_LOSS: the memory is not what the header's
+             digest says.
+    """
+    offsets, _ = layout_of(header)
+    blocks = [
+        _write_part(file, Place(name, header, index, at), memory, cancelled)
+        for index, (at, memory) in enumerate(zip(offsets, memories, strict=True))
+    ]
+    written = header.with_blocks(BLOCK_BYTES, blocks)
+    start = encode_header(written)
+    assert len(start) == offsets[0]
+    file.write(memoryview(bytearray(start)), 0)
+    return written
 
-        def put(start: int, end: int, taken: bytes) -> bytes:
-            if has is None or not has(start // BLOCK_BYTES, taken):
-                file.write(memory[start:end], offset + start)
-            return taken
 
-        checking, moving = (_NUM_CHECKING, take), (DEPTH, put)
-        return b"".join(_in_two_steps(num_bytes, BLOCK_BYTES, checking, moving, cancelled))
+def _write_part(
+    file: Writable, place: Place, memory: memoryview, cancelled: threading.Event
+) -> bytes:
+    """Write the memory of a part. Returns: the checksums of its blocks."""
+    part = place.part
 
-    def read(
-        self, files: Files, place: Place, memory: memoryview, cancelled: threading.Event
-    ) -> None:
-        """Fill `memory` with a part of a state file, every block verified.
+    def take(start: int, end: int) -> bytes:
+        return checksum(memory[start:end])
 
-        Raises: OSError. Cancelled. ResourceError: DATA_LOSS, with the place of the damage.
-        """
-        part = place.part
-        check_blocks(place)
-        make_huge(memory[: part.num_bytes])
-        block_bytes = place.header.block_bytes
+    def put(start: int, end: int, taken: bytes) -> bytes:
+        file.write(memory[start:end], place.offset + start)
+        return taken
 
-        def get(start: int, end: int) -> int:
-            file, offset = files[part.source_of(start // block_bytes)]
-            return file.read(memory[start:end], offset + start)
+    checking, moving = (_NUM_CHECKING, take), (DEPTH, put)
+    blocks = b"".join(_in_two_steps(part.num_bytes, BLOCK_BYTES, checking, moving, cancelled))
+    if part.digest and combined(blocks) != part.digest:
+        raise place.loss("the host copy is not what its digest says", 0, part.num_bytes)
+    return blocks
 
-        def check(start: int, end: int, count: int) -> None:
-            _check(place, start, memory[start:end], count)
 
-        moving, checking = (DEPTH, get), (_NUM_CHECKING, check)
-        _in_two_steps(part.num_bytes, block_bytes, moving, checking, cancelled)
+def read_part(file: Readable, place: Place, memory: memoryview, cancelled: threading.Event) -> None:
+    """Fill `memory` with a part of a state file, every block verified.
 
-    def read_block(self, files: Files, place: Place, number: int, memory: memoryview) -> int:
-        """Fill the beginning of `memory` with one verified block. Returns: the block's size.
+    Raises: OSError. Cancelled. ResourceError: DATA_LOSS, with the place of the damage.
+    """
+    check_blocks(place)
+    make_huge(memory[: place.part.num_bytes])
 
-        Raises: as `read`.
-        """
-        check_blocks(place)
-        start = number * place.header.block_bytes
-        size = min(place.header.block_bytes, place.part.num_bytes - start)
-        block = memory[:size]
-        file, offset = files[place.part.source_of(number)]
-        _check(place, start, block, file.read(block, offset + start))
-        return size
+    def get(start: int, end: int) -> int:
+        return file.read(memory[start:end], place.offset + start)
+
+    def check(start: int, end: int, count: int) -> None:
+        _check(place, start, memory[start:end], count)
+
+    moving, checking = (DEPTH, get), (_NUM_CHECKING, check)
+    _in_two_steps(place.part.num_bytes, place.header.block_bytes, moving, checking, cancelled)
+
+
+def read_block(file: Readable, place: Place, number: int, memory: memoryview) -> int:
+    """Fill the beginning of `memory` with one verified block. Returns: the block's size.
+
+    Raises: as `read_part`.
+    """
+    check_blocks(place)
+    start = number * place.header.block_bytes
+    block = memory[: place.block_size(number)]
+    _check(place, start, block, file.read(block, place.offset + start))
+    return len(block)
 
 
 def _check(place: Place, start: int, block: memoryview, count: int) -> None:
@@ -121,12 +148,10 @@ def _check(place: Place, start: int, block: memoryview, count: int) -> None:
 
     Raises: ResourceError: DATA_LOSS: it is not the whole block that was written.
     """
-    part, end = place.part, start + len(block)
     if count < len(block):
-        raise place.loss("the file ends before them", start + count, part.num_bytes)
-    number = start // place.header.block_bytes
-    if checksum(block) != part.blocks[number * CHECKSUM_BYTES :][:CHECKSUM_BYTES]:
-        raise place.loss("their checksum does not match", start, end)
+        raise place.loss("the file ends before them", start + count, place.part.num_bytes)
+    if checksum(block) != place.checksum_of(start // place.header.block_bytes):
+        raise place.loss("their checksum does not match", start, start + len(block))
 
 
 def _in_two_steps(

@@ -10,16 +10,12 @@ The header carries a checksum of each block of the memory and the digest that fo
 deployment with several ranks has one section of memory for each rank; each section begins at the
 next multiple of 4096. Blocks are counted from the beginning of their section; the last one may be
 shorter.
-
-A seal may leave out blocks that an earlier file holds. The seal then names that file, by a hard
-link of the seal's own beside it, and says for each block which file holds it; a block that is left
-out is a hole in the seal's file. A link is removed with its seal, so no file goes while some seal
-needs it.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -28,9 +24,9 @@ import xxhash
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, combined
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 
-MAGIC = b"PLSTATE1"
+MAGIC = b"PLSTATE2"
 DATA_ALIGNMENT_BYTES = 4096
 _PREFIX = struct.Struct("<8sI16s")
 _MAX_NAMED = 3
@@ -46,12 +42,6 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
     """The digest of the memory; empty: it is not known before the section is written."""
     blocks: bytes = b""
     """The xxh3-64 of each block, 8 bytes each; empty: the section is not written yet."""
-    sources: bytes = b""
-    """The file that holds each block, a byte each: 0: this file; k: the file that `bases[k - 1]`
-    names, at the same place of the same section. Empty: this file holds all blocks."""
-
-    def source_of(self, block: int) -> int:
-        return self.sources[block] if self.sources else 0
 
 
 class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,8 +55,6 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: list[Section]
     """The sections, in the order of ranks: one, except in seals of several ranks."""
     block_bytes: int = 0
-    bases: list[str] = []
-    """The names of the links to the files that hold the blocks that are not in this file."""
     rank_offset: int = 0
     """The number of a seal's first rank, among the deployment's ranks on all nodes."""
     num_ranks: int = 0
@@ -100,25 +88,6 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         is_said = self.num_ranks and num_ranks
         return not is_said or (self.rank_offset, self.num_ranks) == (rank_offset, num_ranks)
-
-    def alone(self) -> StateHeader:
-        """The header of the same state in a file that has every block."""
-        return self.referring([], [b""] * len(self.parts))
-
-    def referring(self, bases: list[str], sources: list[bytes]) -> StateHeader:
-        """The header of a file that refers to others. Args: sources: the sources of each part."""
-        both = zip(self.parts, sources, strict=True)
-        parts = [msgspec.structs.replace(part, sources=own) for part, own in both]
-        return msgspec.structs.replace(self, bases=bases, parts=parts)
-
-    def bytes_from(self, source: int) -> int:
-        """The number of bytes of memory that a source holds; source 0 is this file itself."""
-        return sum(
-            min(self.block_bytes, part.num_bytes - block * self.block_bytes)
-            for part in self.parts
-            for block in range(num_blocks(part.num_bytes, self.block_bytes))
-            if part.source_of(block) == source
-        )
 
     def with_blocks(self, block_bytes: int, blocks: list[bytes]) -> StateHeader:
         """The header as it is written, with the digests that follow from the blocks' checksums.
@@ -204,6 +173,30 @@ def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
         offsets.append(end + gap_bytes(end))
         end = offsets[-1] + part.num_bytes
     return offsets
+
+
+def layout_of(header: StateHeader) -> tuple[list[int], int]:
+    """The offset at which each part of a file begins, and the offset at which the last one ends.
+
+    Raises: ResourceError: RESOURCE_EXHAUSTED: the header is longer than a reader accepts.
+    """
+    # As long as the final header: blank checksums take as many bytes as the real ones.
+    blank = [bytes(CHECKSUM_BYTES * num_blocks(p.num_bytes, BLOCK_BYTES)) for p in header.parts]
+    start = encode_header(header.with_blocks(BLOCK_BYTES, blank))
+    offsets = part_offsets(header, len(start) - PREFIX_BYTES)
+    return offsets, offsets[-1] + header.parts[-1].num_bytes
+
+
+def parts_in(read: Callable[[int, int], bytes], name: str) -> list[Place]:
+    """The parts of a state file, whose header is verified. Raises: ResourceError: DATA_LOSS.
+
+    Args: read: the bytes of the file from an offset on, as many as are asked for or there.
+    """
+    prefix = read(0, PREFIX_BYTES)
+    length = header_bytes(prefix, name)
+    header = decode_header(prefix, read(PREFIX_BYTES, length), name)
+    offsets = part_offsets(header, length)
+    return [Place(name, header, index, at) for index, at in enumerate(offsets)]
 
 
 def gap_bytes(offset: int) -> int:
@@ -295,6 +288,19 @@ class Place:
     def part(self) -> Section:
         return self.header.parts[self.index]
 
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of the part."""
+        return num_blocks(self.part.num_bytes, self.header.block_bytes)
+
+    def block_size(self, number: int) -> int:
+        """The size of a block in bytes; the last block may be shorter."""
+        size = self.header.block_bytes
+        return min(size, self.part.num_bytes - number * size)
+
+    def checksum_of(self, number: int) -> bytes:
+        return self.part.blocks[number * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
+
     def loss(self, why: str, start: int, end: int) -> ResourceError:
         """The DATA_LOSS error for the bytes from `start` to `end` of the part, with the names of
         the tensors there."""
@@ -322,7 +328,7 @@ def num_blocks(num_bytes: int, block_bytes: int) -> int:
 
 
 def check_blocks(place: Place) -> None:
-    """Check that the header has a checksum, and a source that it names, for each block of a part.
+    """Check that the header has a checksum for each block of a part.
 
     Raises: ResourceError: DATA_LOSS: it has not.
     """
@@ -332,6 +338,3 @@ def check_blocks(place: Place) -> None:
     )
     if not is_whole:
         raise data_loss(place.file, f"section {place.index} has not a checksum for each block")
-    is_found = len(part.sources) * CHECKSUM_BYTES == len(part.blocks)
-    if part.sources and not (is_found and max(part.sources) <= len(header.bases)):
-        raise data_loss(place.file, f"section {place.index} does not say where each block is")

@@ -16,31 +16,34 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RankResume, StateMessage
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer, close_fds
+from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.handover.manifest import (
-    Manifest,
     RankEntry,
     SharedCopyEntry,
-    SnapshotEntry,
     VersionEntry,
     WpgEntry,
+    decode_manifest,
     newest_record,
-    shared_copy_of,
-    snapshot_of,
 )
 from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import ON_NVME, PreparedSeal, Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import (
+    ON_NVME,
+    PreparedSeal,
+    Rank,
+    SharedCopy,
+    State,
+    Wpg,
+)
 from phaseloom.statemgr.seals.hostseals import HostSeal
-from phaseloom.statemgr.seals.imaging import find_image_parts
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.versions import Version
@@ -86,7 +89,7 @@ class Handover:
             return self._give_up(agent, "its agent keeps no index")
         found = newest_record([os.pread(fd, os.fstat(fd).st_size, 0) for fd in index])
         try:
-            manifest = msgspec.msgpack.decode(found[1] if found else b"", type=Manifest)
+            manifest = decode_manifest(found[1] if found else b"")
         except msgspec.DecodeError as error:
             close_fds(index)
             return self._give_up(agent, f"its index cannot be read: {error}")
@@ -106,7 +109,7 @@ class Handover:
         for snapshot in manifest.snapshots:
             self._restore_snapshot(snapshot)
         for seal in manifest.seals:
-            self._restore_seal(HostSeal(seal.key, seal.seq, seal.extent, seal.num_bytes))
+            self._restore_seal(seal)
         close_fds(self._handles.values())
         self._handles.clear()
         # Only now: before, the manifest that would be recorded was not whole.
@@ -122,7 +125,7 @@ class Handover:
 
     def _restore_wpg(self, entry: WpgEntry) -> None:
         wpg = Wpg(entry.key, entry.incarnation, entry.seal_seq, epoch=entry.epoch)
-        wpg.sealed = set(entry.sealed)
+        wpg.sealed = entry.sealed
         wpg.rank_offset = entry.rank_offset
         wpg.num_ranks = entry.num_ranks or len(entry.ranks)
         if entry.prepared is not None:
@@ -142,34 +145,23 @@ class Handover:
     def _restore_rank(self, rank: Rank, entry: RankEntry) -> bool:
         if entry.extent is None and entry.shared_copy is None:
             return True
-        if entry.frozen:
-            return self._restore_frozen(rank, entry)
-        assert entry.extent is not None
-        name, is_below = f"the host copy of {rank.owner}", entry.state in ON_NVME
-        num_bytes = extent_bytes(entry.heap_bytes, entry.host_bytes)
-        if not self._take_extent(entry.extent, num_bytes, name, is_vacated=is_below):
-            return False
-        self._node.residency.restore(
-            rank, entry.heap_bytes, TensorTable.read(entry.tensors), entry.extent, entry.host_bytes
-        )
-        rank.pins = entry.pins
-        rank.state, rank.applied = entry.state, entry.applied
-        rank.digest, rank.is_dirty = entry.digest, entry.is_dirty
-        self._missing.add(rank)
-        return True
-
-    def _restore_frozen(self, rank: Rank, entry: RankEntry) -> bool:
         copy = None if entry.shared_copy is None else self._copies.get(entry.shared_copy)
         if copy is None and entry.shared_copy is not None:
             return False
-        name = f"the host copy of {rank.owner}"
-        if entry.extent is not None and not self._take_extent(entry.extent, entry.heap_bytes, name):
+        name, is_below = f"the host copy of {rank.owner}", entry.state in ON_NVME
+        num_bytes = extent_bytes(entry.heap_bytes, entry.host_bytes)
+        if entry.extent is not None and not self._take_extent(
+            entry.extent, num_bytes, name, is_vacated=is_below
+        ):
             return False
-        shared_copies, tensors = self._node.shared_copies, TensorTable.read(entry.tensors)
-        rank.frozen, rank.model = True, entry.model
-        self._node.residency.restore(rank, entry.heap_bytes, tensors, entry.extent)
-        rank.state, rank.applied, rank.digest = entry.state, entry.applied, entry.digest
+        self._node.residency.restore(
+            rank, entry.heap_bytes, entry.table, entry.extent, entry.host_bytes
+        )
+        rank.state, rank.applied = entry.state, entry.applied
+        rank.digest, rank.is_dirty = entry.digest, entry.is_dirty
+        rank.pins, rank.frozen, rank.model = entry.pins, entry.frozen, entry.model
         if copy is not None:
+            shared_copies = self._node.shared_copies
             if not shared_copies.is_known(copy):
                 shared_copies.take_over(copy)
             shared_copies.attach(rank, copy)
@@ -181,7 +173,7 @@ class Handover:
 
         A kill in the middle of a move leaves it whole in one of the two places.
         """
-        copy, memory = shared_copy_of(entry), self._node.memory
+        copy, memory = SharedCopy(**asdict(entry)), self._node.memory
         is_above = entry.state not in ON_NVME
         extent = copy.extent
         name = str(copy)
@@ -211,24 +203,23 @@ class Handover:
         if not self._take_extent(seal.extent, seal.num_bytes, seal.name):
             return
         try:
-            find_image_parts(node.memory[seal.extent].view(seal.num_bytes), seal.name)
+            node.host_seal_parts(seal)
         except ResourceError as error:
             log.error("%s", error)
             node.memory.free(seal.extent)
             return
-        node.seals.add(seal)
+        node.seals[seal.key, seal.seq] = seal
 
-    def _restore_snapshot(self, entry: SnapshotEntry) -> None:
+    def _restore_snapshot(self, snapshot: Snapshot) -> None:
         """Take over a checkpoint's snapshot, which the next request to write it will find."""
-        name = f"checkpoint {entry.name!r} of {entry.key}"
         taken: list[int] = []
-        for part in entry.parts:
-            if not self._take_extent(part.extent, part.num_bytes, name):
+        for part in snapshot.parts:
+            if not self._take_extent(part.extent, part.num_bytes, str(snapshot)):
                 for extent in taken:
                     self._node.memory.free(extent)
                 return
             taken.append(part.extent)
-        self._node.snapshots.add(snapshot_of(entry))
+        self._node.snapshots[snapshot.key, snapshot.operation] = snapshot
 
     def _take_extent(
         self, extent: int, num_bytes: int | None, name: str, *, is_vacated: bool = False
@@ -239,7 +230,7 @@ class Handover:
                  is_vacated: whether the extent's bytes are on NVMe.
         Returns: False: the memory was not handed over, or is not what the manifest says.
         """
-        if extent in self._node.memory.arena.extents_in_use():
+        if extent in self._node.memory.extents_in_use():
             self._node.memory.hold(extent)
             return True
         fd = self._handles.get(extent)
@@ -278,14 +269,7 @@ class Handover:
         else:
             # The version is not committed: its writer goes on, or is lost and the version with it.
             is_good = node.residency.is_alive(entry.key.policy, entry.incarnation)
-        version = Version(
-            key=entry.key,
-            num_bytes=entry.num_bytes,
-            table=TensorTable.read(entry.tensors),
-            digest=entry.digest,
-            extent=entry.extent,
-            incarnation=entry.incarnation,
-        )
+        version = Version(**asdict(entry))
         # The manifest does not name the readers that have it mapped: any of its job may.
         job = entry.key.policy.job_key
         version.readers = {wpg for wpg in node.residency.alive() if wpg.key.job_key == job}

@@ -12,32 +12,36 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart, Snapshots
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import Residency, State
-from phaseloom.statemgr.seals.hostseals import HostSeals
+from phaseloom.statemgr.checkpoints.snapshots import Snapshot, Snapshots
+from phaseloom.statemgr.residency.incarnations import State
+from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Versions
 
-MAGIC = b"PLMANIF5"
+MAGIC = b"PLMANIF6"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
+E = TypeVar("E", bound=msgspec.Struct)
+
 
 class RankEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One rank of an incarnation; `tensors` is its `TensorTable.packed`."""
+    """One rank of an incarnation: the attributes of `Rank` with these names, and the number of its
+    shared copy."""
 
     device: int
     token: str
     state: State
     heap_bytes: int
-    tensors: msgspec.Raw
+    table: TensorTable
     extent: int | None
     applied: int
     digest: str
@@ -58,8 +62,7 @@ class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     prepared: int | None
     """The seq of the prepared seal, whose host copies are kept; None: no seal is prepared."""
-    sealed: list[int]
-    """The seqs of the seals that the incarnation has written."""
+    sealed: set[int]
     ranks: list[RankEntry]
     rank_offset: int
     num_ranks: int
@@ -70,7 +73,7 @@ class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
 
     key: VersionKey
     num_bytes: int
-    tensors: msgspec.Raw
+    table: TensorTable
     digest: str
     extent: int
     incarnation: int | None
@@ -83,7 +86,7 @@ class SharedCopyEntry(msgspec.Struct, frozen=True, array_like=True):
     owner: DeploymentKey
     applied: int
     num_bytes: int
-    tensors: msgspec.Raw
+    table: TensorTable
     digest: str
     extent: int | None
     is_immutable: bool
@@ -91,37 +94,6 @@ class SharedCopyEntry(msgspec.Struct, frozen=True, array_like=True):
     hash: str
     is_base: bool
     state: State
-
-
-class SnapshotPartEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part of a checkpoint's snapshot."""
-
-    extent: int
-    num_bytes: int
-    tensors: msgspec.Raw
-    checksums: bytes | None
-
-
-class SnapshotEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A checkpoint's snapshot, which is in host memory until the checkpoint is written."""
-
-    key: DeploymentKey
-    incarnation: int
-    operation: str
-    name: str
-    seq: int
-    parts: list[SnapshotPartEntry]
-    rank_offset: int
-    num_ranks: int
-
-
-class SealEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A seal that is in host memory; the others are found on disk."""
-
-    key: DeploymentKey
-    seq: int
-    extent: int
-    num_bytes: int
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
@@ -134,8 +106,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     wpgs: list[WpgEntry]
     versions: list[VersionEntry]
     shared_copies: list[SharedCopyEntry]
-    snapshots: list[SnapshotEntry]
-    seals: list[SealEntry]
+    snapshots: list[Snapshot]
+    seals: list[HostSeal]
+    """The seals that are in host memory; the others are found on disk."""
 
 
 def manifest_of(  # noqa: PLR0917 - all that a node has
@@ -147,129 +120,51 @@ def manifest_of(  # noqa: PLR0917 - all that a node has
     endpoint: str,
 ) -> Manifest:
     """The manifest of all that the node holds in host memory now."""
+    wpgs = []
+    for wpg in residency.alive():
+        ranks = [
+            _entry_of(RankEntry, rank, shared_copy=rank.shared_copy and rank.shared_copy.number)
+            for rank in wpg.ranks
+        ]
+        prepared = wpg.prepared and wpg.prepared.seq
+        wpgs.append(_entry_of(WpgEntry, wpg, ranks=ranks, prepared=prepared))
+    in_memory = [version for version in versions.known() if version.extent is not None]
     return Manifest(
         endpoint=endpoint,
         fences=residency.fences(),
-        wpgs=[
-            WpgEntry(
-                key=wpg.key,
-                incarnation=wpg.incarnation,
-                seal_seq=wpg.seal_seq,
-                epoch=wpg.epoch,
-                prepared=wpg.prepared.seq if wpg.prepared is not None else None,
-                sealed=sorted(wpg.sealed),
-                ranks=[
-                    RankEntry(
-                        device=rank.device,
-                        token=rank.token,
-                        state=rank.state,
-                        heap_bytes=rank.heap_bytes,
-                        tensors=msgspec.Raw(rank.table.packed),
-                        extent=rank.extent,
-                        applied=rank.applied,
-                        digest=rank.digest,
-                        frozen=rank.frozen,
-                        model=rank.model,
-                        shared_copy=None if rank.shared_copy is None else rank.shared_copy.number,
-                        host_bytes=rank.host_bytes,
-                        pins=rank.pins,
-                        is_dirty=rank.is_dirty,
-                    )
-                    for rank in wpg.ranks
-                ],
-                rank_offset=wpg.rank_offset,
-                num_ranks=wpg.num_ranks,
-            )
-            for wpg in residency.alive()
-        ],
-        versions=[
-            VersionEntry(
-                key=version.key,
-                num_bytes=version.num_bytes,
-                tensors=msgspec.Raw(version.table.packed),
-                digest=version.digest,
-                extent=version.extent,
-                incarnation=version.incarnation,
-            )
-            for version in versions.known()
-            if version.extent is not None
-        ],
-        shared_copies=[_entry_of(each) for each in shared_copies.all()],
-        snapshots=[_entry_of_snapshot(each) for each in snapshots.every()],
-        seals=[SealEntry(s.key, s.seq, s.extent, s.num_bytes) for s in seals.every()],
+        wpgs=wpgs,
+        versions=[_entry_of(VersionEntry, version) for version in in_memory],
+        shared_copies=[_entry_of(SharedCopyEntry, copy) for copy in shared_copies.all()],
+        snapshots=[*snapshots.values()],
+        seals=[*seals.values()],
     )
 
 
-def _entry_of_snapshot(snapshot: Snapshot) -> SnapshotEntry:
-    parts = [
-        SnapshotPartEntry(
-            part.extent, part.num_bytes, msgspec.Raw(part.table.packed), part.checksums
-        )
-        for part in snapshot.parts
-    ]
-    return SnapshotEntry(
-        key=snapshot.key,
-        incarnation=snapshot.incarnation,
-        operation=snapshot.operation,
-        name=snapshot.name,
-        seq=snapshot.seq,
-        parts=parts,
-        rank_offset=snapshot.rank_offset,
-        num_ranks=snapshot.num_ranks,
-    )
+def _entry_of(kind: type[E], record: object, **more: object) -> E:
+    """The entry of a record: its attributes with the names of the entry's fields, and `more`."""
+    names = (name for name in kind.__struct_fields__ if name not in more)
+    return kind(**{name: getattr(record, name) for name in names}, **more)
 
 
-def snapshot_of(entry: SnapshotEntry) -> Snapshot:
-    """The checkpoint's snapshot that an entry describes."""
-    parts = [
-        SnapshotPart(part.extent, part.num_bytes, TensorTable.read(part.tensors), part.checksums)
-        for part in entry.parts
-    ]
-    return Snapshot(
-        key=entry.key,
-        incarnation=entry.incarnation,
-        operation=entry.operation,
-        name=entry.name,
-        seq=entry.seq,
-        parts=parts,
-        rank_offset=entry.rank_offset,
-        num_ranks=entry.num_ranks,
-    )
+def _plain(table: object) -> bytes:
+    assert isinstance(table, TensorTable)
+    return table.packed
 
 
-def _entry_of(copy: SharedCopy) -> SharedCopyEntry:
-    return SharedCopyEntry(
-        number=copy.number,
-        owner=copy.owner,
-        applied=copy.applied,
-        num_bytes=copy.num_bytes,
-        tensors=msgspec.Raw(copy.table.packed),
-        digest=copy.digest,
-        extent=copy.extent,
-        is_immutable=copy.is_immutable,
-        version=copy.version,
-        hash=copy.hash,
-        is_base=copy.is_base,
-        state=copy.state,
-    )
+def _read(_: type, packed: Any) -> TensorTable:
+    return TensorTable.read(packed)
 
 
-def shared_copy_of(entry: SharedCopyEntry) -> SharedCopy:
-    """The shared copy of an entry, as it was but without its users."""
-    return SharedCopy(
-        number=entry.number,
-        owner=entry.owner,
-        applied=entry.applied,
-        num_bytes=entry.num_bytes,
-        table=TensorTable.read(entry.tensors),
-        digest=entry.digest,
-        extent=entry.extent,
-        is_immutable=entry.is_immutable,
-        version=entry.version,
-        hash=entry.hash,
-        is_base=entry.is_base,
-        state=entry.state,
-    )
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain, order="deterministic")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return _ENCODER.encode(manifest)
+
+
+def decode_manifest(payload: bytes) -> Manifest:
+    """Raises: msgspec.DecodeError: it is no manifest."""
+    return msgspec.msgpack.decode(payload, type=Manifest, dec_hook=_read)
 
 
 def encode_record(generation: int, payload: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The host arena's memory: one memfd an extent, mapped once and kept.
+"""Host memory: one memfd an extent, mapped once and kept, under one budget.
 
 The sizes are sealed, so that no rank can shrink memory that this daemon has mapped (reading it
 would be a SIGBUS). Readers get a descriptor that was opened read-only. Memory that several jobs may
@@ -15,8 +15,10 @@ import os
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.tensors.hugepages import map_file, place_file
-from phaseloom.statemgr.memory.arena import Arena, rounded
+from phaseloom.statemgr.memory.layouts import rounded
 
+MAX_IDLE_PER_POOL = 2
+"""Idle extents kept in one pool; older ones are given up."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAX_NAME = 200
 """Longest name of a memfd; the kernel takes 249 bytes. Names are only shown in /proc."""
@@ -56,7 +58,9 @@ class Extent:
     def _open(self, fd: int, num_bytes: int) -> None:
         self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         self.fd = fd
-        self._num_bytes = rounded(num_bytes)
+        self.num_bytes = rounded(num_bytes)
+        self.num_holders = 1
+        self.is_vacated = False
         self._map: tuple[mmap.mmap, int] | None = None
         self._read_only_map: mmap.mmap | None = None
 
@@ -82,7 +86,7 @@ class Extent:
         if self._read_only_map is None:
             # Private: ctypes takes the address of writable mappings only, as `copy` does.
             fd, flags = self.read_only_fd, mmap.MAP_PRIVATE
-            self._read_only_map = mmap.mmap(fd, self._num_bytes, flags=flags)
+            self._read_only_map = mmap.mmap(fd, self.num_bytes, flags=flags)
         return memoryview(self._read_only_map)[:num_bytes]
 
     def view(self, num_bytes: int) -> memoryview:
@@ -92,7 +96,7 @@ class Extent:
 
     def _mapped(self) -> tuple[mmap.mmap, int]:
         if self._map is None:
-            self._map = map_file(self.fd, self._num_bytes)
+            self._map = map_file(self.fd, self.num_bytes)
         return self._map
 
     def vacate(self) -> None:
@@ -101,7 +105,7 @@ class Extent:
         The extent reads as zeroes afterwards.
         """
         whole, start = self._mapped()
-        whole.madvise(mmap.MADV_REMOVE, start, self._num_bytes)
+        whole.madvise(mmap.MADV_REMOVE, start, self.num_bytes)
 
     def close(self) -> None:
         """Close the descriptors; the memory goes once the last view on it is gone."""
@@ -113,15 +117,26 @@ class Extent:
 
 
 class HostMemory:
-    """The arena's records together with the memory of its extents, by extent number."""
+    """Host memory of one node as a budget: extents handed out, and idle ones kept for reuse.
+
+    Invariant (`validate`): the bytes of all extents, idle ones included, never exceed the budget.
+
+    Idle extents are kept because the first touch of fresh memory costs ten times a copy into
+    touched memory; they are given up, oldest first, before anything is refused. An extent is only
+    ever reused within its pool, so that no deployment is handed memory that another one may still
+    have mapped. A vacated extent keeps its number and its mappings, but has no memory until it is
+    occupied again. An extent with several holders is counted once, and stays until the last holder
+    gives it up.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
-        self.arena = Arena(budget_bytes)
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        """Bytes of all extents that have memory, idle ones included."""
+        self._last = 0
         self._extents: dict[int, Extent] = {}
-
-    def __contains__(self, extent: object) -> bool:
-        """Whether the extent has memory here. May be called from any thread."""
-        return extent in self._extents
+        self._idle: dict[int, str] = {}
+        """The pool of each idle extent, the oldest first."""
 
     def __getitem__(self, extent: int) -> Extent:
         return self._extents[extent]
@@ -129,39 +144,52 @@ class HostMemory:
     def reserve(
         self, num_bytes: int, what: str, pool: str = "", *, may_freeze: bool = False
     ) -> int:
-        """Reserve an extent and make its memory; returns its number.
+        """Reserve an extent of at least `num_bytes`; returns its number.
 
         Args:   what: the name of the memory in /proc and in a refusal.
                 pool: an idle extent of this pool is reused where one of the size is there.
                 may_freeze: whether a new extent can be made immutable later.
         Raises: ResourceError: RESOURCE_EXHAUSTED with the numbers.
         """
-        grant = self.arena.reserve(num_bytes, what, pool)
-        self._close(grant.evicted)
-        if grant.is_new:
-            try:
-                name = f"phaseloom: {what}"
-                self._extents[grant.extent] = Extent(num_bytes, name, may_freeze=may_freeze)
-            except OSError as error:
-                self.arena.free(grant.extent)
-                raise ResourceError(
-                    f"{num_bytes} bytes of host memory for {what} cannot be had: {error.strerror}",
-                    code=Code.RESOURCE_EXHAUSTED,
-                    remedy="lower the node's host memory budget, or free memory on its machine",
-                ) from error
-        return grant.extent
+        size = rounded(num_bytes)
+        for number, owner in self._idle.items():
+            if pool and owner == pool and self._extents[number].num_bytes == size:
+                del self._idle[number]
+                self._extents[number].num_holders = 1
+                return number
+        self._make_room(size, what)
+        try:
+            extent = Extent(num_bytes, f"phaseloom: {what}", may_freeze=may_freeze)
+        except OSError as error:
+            raise ResourceError(
+                f"{num_bytes} bytes of host memory for {what} cannot be had: {error.strerror}",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="lower the node's host memory budget, or free memory on its machine",
+            ) from error
+        self._last += 1
+        self._extents[self._last] = extent
+        self.used_bytes += size
+        return self._last
 
     def vacate(self, extent: int) -> None:
-        """Give back the memory of an extent whose content is elsewhere."""
-        self._extents[extent].vacate()
-        self.arena.vacate(extent)
+        """Give back the memory of an extent whose bytes are elsewhere."""
+        vacated = self._extents[extent]
+        assert extent not in self._idle
+        assert not vacated.is_vacated
+        vacated.vacate()
+        vacated.is_vacated = True
+        self.used_bytes -= vacated.num_bytes
 
     def occupy(self, extent: int, what: str) -> None:
         """Take memory for a vacated extent again.
 
         Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
         """
-        self._close(self.arena.occupy(extent, what))
+        vacated = self._extents[extent]
+        assert vacated.is_vacated
+        self._make_room(vacated.num_bytes, what)
+        vacated.is_vacated = False
+        self.used_bytes += vacated.num_bytes
 
     def take_over(
         self, extent: int, fd: int, num_bytes: int, what: str, *, is_vacated: bool = False
@@ -170,14 +198,24 @@ class HostMemory:
 
         Raises: ResourceError: the extent does not fit the budget, or `fd` is not such an extent.
         """
-        self.arena.take_over(extent, num_bytes, is_vacated=is_vacated)
+        assert extent not in self._extents
+        size = 0 if is_vacated else rounded(num_bytes)
+        if self.used_bytes + size > self.budget_bytes:
+            raise ResourceError(
+                f"extent {extent} of {size} bytes: {self.used_bytes} of {self.budget_bytes} are "
+                f"in use",
+                code=Code.RESOURCE_EXHAUSTED,
+            )
         try:
-            self._extents[extent] = Extent.take_over(fd, num_bytes)
+            taken = Extent.take_over(fd, num_bytes)
             if is_vacated:
-                self._extents[extent].vacate()
+                taken.vacate()
         except (OSError, ValueError) as error:
-            self.arena.free(extent)
             raise ResourceError(f"the memory for {what} cannot be taken over: {error}") from error
+        taken.is_vacated = is_vacated
+        self._extents[extent] = taken
+        self._last = max(self._last, extent)
+        self.used_bytes += size
 
     def handles(self) -> dict[int, int]:
         """The descriptor of each extent, by number; idle extents are included."""
@@ -185,28 +223,85 @@ class HostMemory:
 
     def hold(self, extent: int) -> None:
         """Count one more holder of an extent; each holder calls `free` or `park` once."""
-        self.arena.hold(extent)
+        assert extent not in self._idle
+        self._extents[extent].num_holders += 1
 
     def free(self, extent: int) -> None:
         """Give up one holder's share of an extent; the last holder's call frees it."""
-        if not self.arena.drop_holder(extent):
-            self._close([self.arena.free(extent)])
+        assert extent not in self._idle
+        self._extents[extent].num_holders -= 1
+        if not self._extents[extent].num_holders:
+            self._give_up(extent)
 
     def park(self, extent: int, pool: str) -> None:
         """Give up one holder's share of an extent; the last holder's call keeps it, touched as it
         is, for the next reservation in `pool`."""
-        if not self.arena.drop_holder(extent):
-            self._close(self.arena.park(extent, pool))
+        assert extent not in self._idle
+        self._extents[extent].num_holders -= 1
+        if not self._extents[extent].num_holders:
+            self._idle[extent] = pool
+            for number in self._idle_of(pool)[:-MAX_IDLE_PER_POOL]:
+                self._give_up(number)
 
     def drop_pool(self, pool: str) -> None:
-        self._close(self.arena.drop_pool(pool))
+        """Give up all idle extents of `pool`, which may no longer be reused."""
+        for number in self._idle_of(pool):
+            self._give_up(number)
+
+    def pools(self) -> set[str]:
+        """The pools that have an idle extent."""
+        return set(self._idle.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that can be had at once, those of idle extents included."""
+        idle_bytes = sum(self._extents[extent].num_bytes for extent in self._idle)
+        return self.budget_bytes - self.used_bytes + idle_bytes
+
+    def extents_in_use(self) -> set[int]:
+        """The extents that have a holder, vacated ones included; idle ones have none."""
+        return self._extents.keys() - self._idle.keys()
 
     def close(self) -> None:
-        self._close(list(self._extents))
+        for number in [*self._extents]:
+            self._give_up(number)
 
-    def _close(self, extents: list[int]) -> None:
-        for extent in extents:
-            self._extents.pop(extent).close()
+    def validate(self) -> None:
+        """Raises: AssertionError: an invariant does not hold."""
+        every = self._extents.values()
+        assert self.used_bytes == sum(each.num_bytes for each in every if not each.is_vacated)
+        assert 0 <= self.used_bytes <= self.budget_bytes
+        assert self._idle.keys() <= self._extents.keys()
+        for number, each in self._extents.items():
+            assert (each.num_holders == 0) == (number in self._idle)
+            assert not each.is_vacated or each.num_holders == 1
+
+    def _idle_of(self, pool: str) -> list[int]:
+        return [extent for extent, owner in self._idle.items() if owner == pool]
+
+    def _make_room(self, size: int, what: str) -> None:
+        """Give up idle extents until `size` bytes are free."""
+        if size > self.free_bytes:
+            used_bytes = self.budget_bytes - self.free_bytes
+            raise ResourceError(
+                f"{what} needs {size} bytes of host memory: {used_bytes} of {self.budget_bytes} "
+                "are in use",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="raise the node's host memory budget, or finish jobs that use it",
+                details={
+                    "needed_bytes": str(size),
+                    "used_bytes": str(used_bytes),
+                    "budget_bytes": str(self.budget_bytes),
+                },
+            )
+        while self.used_bytes + size > self.budget_bytes:
+            self._give_up(next(iter(self._idle)))
+
+    def _give_up(self, number: int) -> None:
+        extent = self._extents.pop(number)
+        self._idle.pop(number, None)
+        self.used_bytes -= 0 if extent.is_vacated else extent.num_bytes
+        extent.close()
 
 
 def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -> memoryview:

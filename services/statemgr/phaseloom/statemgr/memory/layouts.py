@@ -4,7 +4,6 @@ anything happens."""
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
@@ -14,33 +13,26 @@ from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
 from phaseloom.statemgr.residency.incarnations import Wpg
 
+PAGE_BYTES = 4096
 _OFFSET = attrgetter("offset")
-_MAX_KNOWN_BYTES = 256 * 1024 * 1024
 _MAX_BYTES_OF_A_RANK = 512 * 1024 * 1024
 """Limit of the layouts of one rank, in bytes when decoded: room for the one that it registers and
 the one that it publishes, each with as many tensors as there may be."""
 
 
 class Layouts:
-    """The layouts that ranks have sent; equal bytes are decoded, and checked, once.
+    """The layouts in use that ranks have sent; equal bytes are decoded, and checked, once.
 
-    Two sizes are bounded, both counted in decoded bytes: the layouts kept in case they come again,
-    and the layouts in use that the ranks of one incarnation have sent. A rank that sends new
-    layouts without end is refused.
+    A rank that sends new layouts without end is refused: the decoded bytes of all that the ranks of
+    one incarnation have sent and that are in use are bounded.
     """
 
-    def __init__(
-        self, max_bytes: int = _MAX_KNOWN_BYTES, max_bytes_of_a_rank: int = _MAX_BYTES_OF_A_RANK
-    ) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes_of_a_rank: int = _MAX_BYTES_OF_A_RANK) -> None:
         self._max_bytes_of_a_rank = max_bytes_of_a_rank
-        self._known: OrderedDict[bytes, TensorTable] = OrderedDict()
         self._alive: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()
-        """The kept layouts, and those no longer kept that are still in use."""
-        self.known_bytes = 0
 
     def read(self, packed: bytes, wpg: Wpg) -> TensorTable:
-        """The decoded layout, which is new or kept from before.
+        """The decoded layout, which is new or in use already.
 
         Raises: CallerError: the bytes are no table of tensors. ResourceError: RESOURCE_EXHAUSTED:
                 the incarnation's layouts in use would take too much.
@@ -52,7 +44,7 @@ class Layouts:
             self._check_share(wpg, table)
             wpg.layouts.add(table)
         if table.end is not None:
-            self._keep(table)
+            self._alive[table.packed] = table
         return table
 
     def _check_share(self, wpg: Wpg, table: TensorTable) -> None:
@@ -72,16 +64,10 @@ class Layouts:
                 },
             )
 
-    def _keep(self, table: TensorTable) -> None:
-        """Keep a layout in case it comes again; the layouts used longest ago are dropped."""
-        if table.packed in self._known:
-            self._known.move_to_end(table.packed)
-            return
-        self._alive[table.packed] = self._known[table.packed] = table
-        self.known_bytes += table.memory_bytes
-        while self.known_bytes > self._max_bytes:
-            _, oldest = self._known.popitem(last=False)
-            self.known_bytes -= oldest.memory_bytes
+
+def rounded(num_bytes: int) -> int:
+    """`num_bytes` rounded up to whole pages, in bytes; at least one page."""
+    return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
 
 
 def as_table(tensors: TensorTable | list[TensorSlot]) -> TensorTable:

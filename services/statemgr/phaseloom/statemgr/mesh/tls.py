@@ -1,8 +1,7 @@
 """Streams between the state managers of different nodes: mutual TLS, messages, and bulk bytes.
 
     client ⇄ server   TLS 1.3; both have certificates of the mesh's authority
-    server → client   Welcome
-    client → server   Opening: the service that the client wants; the rest is up to that service
+    server → client   Welcome; the rest is up to the session
 
 Nothing is sent in the clear, and a peer without a certificate gets no answer. The name of a peer's
 node is the name in its certificate. A control message is a little-endian uint32 length, then
@@ -18,7 +17,7 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,10 +66,6 @@ class Welcome(msgspec.Struct, frozen=True):
     """Tells the client that the server has accepted its certificate."""
 
 
-class Opening(msgspec.Struct, frozen=True):
-    service: str
-
-
 @dataclass(frozen=True)
 class Identity:
     """The TLS contexts by which this node proves who it is and verifies other nodes."""
@@ -94,7 +89,7 @@ class Identity:
 def _context(protocol: int, directory: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Endpoints are addresses; a certificate names a node, and who it is for is up to the service.
+    # Endpoints are addresses; a certificate names a node, and who it is for is up to the session.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
@@ -288,7 +283,7 @@ async def in_thread(work: Callable[[memoryview], T], memory: memoryview) -> T:
             raise
 
 
-async def connect(endpoint: str, service: str, identity: Identity, timeout_s: float) -> Stream:
+async def connect(endpoint: str, identity: Identity, timeout_s: float) -> Stream:
     """A stream to another node's state manager; both ends have proved who they are.
 
     Raises: ResourceError: the endpoint is out of reach, or silent for `timeout_s`.
@@ -303,7 +298,6 @@ async def connect(endpoint: str, service: str, identity: Identity, timeout_s: fl
             stream = await _connected(host, int(port), identity)
             try:
                 msgspec.msgpack.decode(await stream.receive(_MAX_WELCOME_BYTES), type=Welcome)
-                await stream.send(Opening(service))
             except BaseException:
                 stream.close()
                 raise
@@ -361,14 +355,12 @@ Session = Callable[[Stream], Awaitable[None]]
 
 
 class Server:
-    """Accepts streams from nodes of this mesh, and hands each to the service that it asks for."""
+    """Accepts streams from nodes of this mesh, and serves each by a session."""
 
-    def __init__(
-        self, identity: Identity, timeout_s: float, services: Mapping[str, Session]
-    ) -> None:
+    def __init__(self, identity: Identity, timeout_s: float, session: Session) -> None:
         self._identity = identity
         self._timeout_s = timeout_s
-        self._services = services
+        self._session = session
         self._slots = asyncio.Semaphore(_MAX_STREAMS)
         self._unproven: dict[asyncio.Task[None], None] = {}
         """Connections without a certificate yet, in the order in which they came."""
@@ -409,21 +401,13 @@ class Server:
                 await stream._handshake()
             self._unproven.pop(_current(), None)
             async with self._slots:
-                await self._serve(stream)
+                async with asyncio.timeout(self._timeout_s):
+                    await stream.send(Welcome())
+                await self._session(stream)
         except _FAILURES as error:
             log.warning("a stream from %s ended: %r", stream.node or "an unknown node", error)
         finally:
             stream.close()
-
-    async def _serve(self, stream: Stream) -> None:
-        async with asyncio.timeout(self._timeout_s):
-            await stream.send(Welcome())
-            payload = await stream.receive(MAX_REQUEST_BYTES)
-        opening = msgspec.msgpack.decode(payload, type=Opening)
-        session = self._services.get(opening.service)
-        if session is None:
-            raise CallerError(f"there is no service {opening.service!r}", field="service")
-        await session(stream)
 
     def _configure(self, sock: socket.socket) -> None:
         """Let the kernel find dead clients: a live one may be silent for long."""

@@ -19,7 +19,8 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.statemgr.mesh.permission import check_reader
-from phaseloom.statemgr.residency.residency import Rank, Residency
+from phaseloom.statemgr.residency.incarnations import Rank
+from phaseloom.statemgr.residency.residency import Residency
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from contextlib import AbstractAsyncContextManager
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
 from phaseloom.statemgr.memory.extents import HostMemory
-from phaseloom.statemgr.residency.residency import Rank, Residency, State
+from phaseloom.statemgr.residency.incarnations import Rank, State
+from phaseloom.statemgr.residency.residency import Residency
 
 
 class Digests:

@@ -18,13 +18,11 @@ import os
 import secrets
 from collections.abc import Callable
 
-import msgspec
-
 from phaseloom.common.contract.errors import PhaseloomError
 from phaseloom.common.contract.state_agent import KeepHandles
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
-from phaseloom.statemgr.handover.manifest import Manifest, encode_record
+from phaseloom.statemgr.handover.manifest import Manifest, encode_manifest, encode_record
 from phaseloom.statemgr.memory.extents import HostMemory
 
 log = logging.getLogger(__name__)
@@ -50,7 +48,6 @@ class HandleRegistry:
         self._agent: Peer[StateMessage] | None = None
         self._held: set[int] = set()
         self._lock = asyncio.Lock()
-        self._encoder = msgspec.msgpack.Encoder()
 
     def attach(self, agent: Peer[StateMessage]) -> None:
         """Let this agent keep the handles from now on; the handles that it kept so far are void."""
@@ -127,7 +124,7 @@ class HandleRegistry:
                 self._held -= set(drop)
 
     def _write(self) -> None:
-        payload = self._encoder.encode(self._describe())
+        payload = encode_manifest(self._describe())
         if payload == self._written:
             return
         record = memoryview(encode_record(self._generation + 1, payload))

@@ -32,6 +32,7 @@ from phaseloom.common.process.error_boundary import contained
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshots
 from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.statefile import Place, parts_in
 from phaseloom.statemgr.handover.manifest import manifest_of
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.memory.layouts import Layouts
@@ -39,9 +40,9 @@ from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.node.handles import HandleRegistry
 from phaseloom.statemgr.node.moves import HostCopy, Moves
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import Rank, Residency, State, Step, Wpg
-from phaseloom.statemgr.seals.hostseals import HostSeals
+from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step, Wpg
+from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
 
@@ -49,6 +50,10 @@ log = logging.getLogger(__name__)
 
 _UNMAP_TIMEOUT_S = 5.0
 """Time for a rank to answer that it has unmapped memory, in seconds."""
+
+
+class _Silent(ResourceError):
+    """A rank did not answer in time."""
 
 
 class Node:
@@ -100,6 +105,8 @@ class Node:
         from then on."""
         self.to_compare: asyncio.Queue[SharedCopy] = asyncio.Queue()
         """Shared copies that may be equal to others; `Sharing` takes them from here."""
+        self.unrecorded: set[int] = set()
+        """Extents that are being filled for a record that there is not yet, or never will be."""
         self._transfer_timeout_s = transfer_timeout_s
         self._changed = asyncio.Event()
 
@@ -130,21 +137,15 @@ class Node:
         self, rank: Rank, message: CopyIn | CopyOut | StageState | LoadStaged, fds: list[int]
     ) -> Copied:
         peer = self.ranks.get(rank)
-        if peer is None:
-            raise ResourceError(f"{rank} has lost its rank")
         labels = {"node": self.name, "direction": _direction(message)}
         try:
-            async with asyncio.timeout(self._transfer_timeout_s):
-                with metrics.timed(metrics.TRANSFER_DURATION, **labels):
-                    answer = await answer_of(peer, message, fds)
-        except TimeoutError:
+            with metrics.timed(metrics.TRANSFER_DURATION, **labels):
+                answer = await self._answer(rank, message, self._transfer_timeout_s, fds)
+        except _Silent:
             self.retire(rank.wpg, f"no answer within {self._transfer_timeout_s} s")
-            raise ResourceError(
-                f"{rank} did not answer {type(message).__name__} in time",
-                code=Code.DEADLINE_EXCEEDED,
-            ) from None
+            raise
         except PhaseloomError as error:
-            if not peer.closed.done():
+            if peer is None or not peer.closed.done():
                 raise
             self.retire(rank.wpg, "its connection ended")
             raise ResourceError(f"{rank} was lost during {type(message).__name__}") from error
@@ -163,18 +164,8 @@ class Node:
 
         Raises: ResourceError: the rank is gone, or does not unpin them in time.
         """
-        if not rank.pins:
-            return
-        peer = self.ranks.get(rank)
-        if peer is None:
-            raise ResourceError(f"{rank} has lost its rank")
-        try:
-            async with asyncio.timeout(self._transfer_timeout_s):
-                await answer_of(peer, Unpin())
-        except TimeoutError:
-            raise ResourceError(
-                f"{rank} did not unpin its host copy in time", code=Code.DEADLINE_EXCEEDED
-            ) from None
+        if rank.pins:
+            await self._answer(rank, Unpin(), self._transfer_timeout_s)
 
     async def unmap(self, rank: Rank) -> list[VersionKey] | None:
         """Have a rank unmap the memory that it only keeps for reuse.
@@ -183,16 +174,34 @@ class Node:
 
         Returns: the versions that the rank still uses; None: the rank is gone, or does not say.
         """
-        peer = self.ranks.get(rank)
-        if peer is None:
-            return None
         try:
-            async with asyncio.timeout(_UNMAP_TIMEOUT_S):
-                answer = await answer_of(peer, Unmap())
-        except (PhaseloomError, TimeoutError) as error:
+            answer = await self._answer(rank, Unmap(), _UNMAP_TIMEOUT_S)
+        except PhaseloomError as error:
             log.warning("%s does not unmap host memory: %r", rank, error)
             return None
         return answer.versions if isinstance(answer, StillMapped) else None
+
+    async def _answer(
+        self, rank: Rank, message: StateMessage, timeout_s: float, fds: Sequence[int] = ()
+    ) -> StateMessage:
+        """The answer of a rank to a message. Descriptors that come with the answer are closed,
+        because no answer gives memory.
+
+        Raises: _Silent: no answer in time. ResourceError: the rank is gone, or has failed.
+        """
+        peer = self.ranks.get(rank)
+        if peer is None:
+            raise ResourceError(f"{rank} has lost its rank")
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer, came = await peer.call(message, fds)
+        except TimeoutError:
+            raise _Silent(
+                f"{rank} did not answer {type(message).__name__} in time",
+                code=Code.DEADLINE_EXCEEDED,
+            ) from None
+        close_fds(came)
+        return answer
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[AsyncExitStack]:
@@ -270,6 +279,15 @@ class Node:
         """The bytes of a shared copy, which must be in host memory; to read only."""
         assert copy.extent is not None
         return self.memory[copy.extent].readable(copy.num_bytes)
+
+    def image_of(self, seal: HostSeal) -> memoryview:
+        """The bytes of a seal in host memory, which are those of a state file."""
+        return self.memory[seal.extent].view(seal.num_bytes)
+
+    def host_seal_parts(self, seal: HostSeal) -> list[Place]:
+        """The parts of a seal in host memory. Raises: ResourceError: DATA_LOSS: a bad header."""
+        image = self.image_of(seal)
+        return parts_in(lambda at, length: bytes(image[at : at + length]), seal.name)
 
     def file_of(self, copy: HostCopy) -> Path:
         """The file of a host copy while it is on NVMe."""
@@ -371,7 +389,7 @@ class Node:
     def leave_job(self, job: JobKey) -> None:
         """Free the parked memory of a job's versions, once the job has no deployment here."""
         if not self._has(job):
-            for pool in self.memory.arena.pools():
+            for pool in self.memory.pools():
                 if pool.startswith(f"{job}."):
                     self.memory.drop_pool(pool)
 
@@ -383,19 +401,20 @@ class Node:
         self.residency.validate()
         self.versions.validate()
         self.shared_copies.validate()
-        self.memory.arena.validate()
+        self.memory.validate()
         owners = Counter(
             [
                 *self.residency.extents(),
                 *self.versions.extents(),
                 *self.shared_copies.extents(),
-                *self.snapshots.extents(),
-                *self.seals.extents(),
+                *(extent for each in self.snapshots.values() for extent in each.extents),
+                *(seal.extent for seal in self.seals.values()),
+                *self.unrecorded,
             ]
         )
-        assert set(owners) == self.memory.arena.extents_in_use(), "an extent without an owner"
+        assert set(owners) == self.memory.extents_in_use(), "an extent without an owner"
         for extent, number in owners.items():
-            assert number == self.memory.arena.num_holders(extent), "an owner that holds nothing"
+            assert number == self.memory[extent].num_holders, "an owner that holds nothing"
 
     def nvme_used_bytes(self) -> int:
         """Bytes of host copies on NVMe, with those being written there and those written back."""
@@ -417,16 +436,6 @@ class Node:
         return len(content.users) + is_here
 
 
-async def answer_of(
-    peer: Peer[StateMessage], message: StateMessage, fds: Sequence[int] = ()
-) -> StateMessage:
-    """The answer of a rank to a message. Descriptors that come with the answer are closed, because
-    no answer gives memory."""
-    answer, came = await peer.call(message, fds)
-    close_fds(came)
-    return answer
-
-
 def _writes(wpg: Wpg, version: Version) -> bool:
     return wpg.key == version.key.policy and wpg.incarnation == version.incarnation
 
@@ -441,5 +450,5 @@ def _direction(message: CopyIn | CopyOut | StageState | LoadStaged) -> str:
 
 
 def pool_of(wpg: Wpg) -> str:
-    """The name of the arena's pool of extents that this incarnation's ranks may write."""
+    """The name of the pool of extents that this incarnation's ranks may write."""
     return f"{wpg.key}#{wpg.incarnation}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from weakref import WeakSet
 
-from phaseloom.common.contract.errors import InternalError
+from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
@@ -232,7 +232,7 @@ class Wpg:
     sealed: set[int] = field(default_factory=set)
     """The seqs of the seals that this incarnation has written."""
     layouts: WeakSet[TensorTable] = field(default_factory=WeakSet, repr=False)
-    """The layouts that the ranks have sent and that are still in use or kept."""
+    """The layouts that the ranks have sent and that are still in use."""
     rank_offset: int = 0
     """The rank, among those of all nodes, of the first one on this node; `Rank.index` counts from
     it."""
@@ -261,6 +261,11 @@ class Wpg:
     def on_device(self) -> list[Rank]:
         """The ranks in device memory, or on their way in or out."""
         return [rank for rank in self.ranks if rank.state in ON_DEVICE]
+
+    def check_alive(self) -> None:
+        """Raises: ResourceError: ABORTED: the incarnation is over."""
+        if self.is_lost:
+            raise ResourceError(f"{self} is over", code=Code.ABORTED)
 
     def __str__(self) -> str:
         return f"{self.key} (incarnation {self.incarnation})"

@@ -19,8 +19,7 @@ from phaseloom.common.contract.ids import DeploymentKey, check_name
 from phaseloom.common.contract.state_agent import DeploymentState
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
-from phaseloom.statemgr.memory.arena import rounded
-from phaseloom.statemgr.memory.layouts import as_table, check_host_bytes, check_layout
+from phaseloom.statemgr.memory.layouts import as_table, check_host_bytes, check_layout, rounded
 from phaseloom.statemgr.residency.incarnations import (
     OFFLOADED,
     ON_DEVICE,
@@ -34,21 +33,6 @@ from phaseloom.statemgr.residency.incarnations import (
     Wpg,
     is_demotable,
 )
-
-__all__ = [
-    "ON_DEVICE",
-    "ON_NVME",
-    "TRANSITIONS",
-    "InvalidTransition",
-    "PreparedSeal",
-    "Rank",
-    "Residency",
-    "State",
-    "Step",
-    "SwitchPlan",
-    "Wpg",
-    "is_demotable",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +235,7 @@ class Residency:
 
         Raises: ResourceError: the rank is lost.
         """
-        if rank.state is State.LOST:
-            raise _lost(rank.wpg)
+        _check_alive(rank.wpg)
         rank.history.append(f"{rank.state} → {state} (resumed)")
         rank.state = state
 
@@ -438,8 +421,7 @@ class Residency:
         Raises: ResourceError: the rank is lost. InvalidTransition: the table does not have the step
                 from the rank's state.
         """
-        if rank.state is State.LOST:
-            raise _lost(rank.wpg)
+        _check_alive(rank.wpg)
         following = TRANSITIONS.get((rank.state, step))
         if following is None:
             raise InvalidTransition(
@@ -496,8 +478,7 @@ class Residency:
 
         Raises: ResourceError: the rank is lost.
         """
-        if rank.state is State.LOST:
-            raise _lost(rank.wpg)
+        _check_alive(rank.wpg)
         assert rank.state is State.RESIDENT
         assert rank.wpg.prepared is None
         if not rank.frozen:
@@ -509,8 +490,7 @@ class Residency:
         Args:   digest: that of the host copy; empty: it is yet to be taken.
         Raises: ResourceError: the rank is lost.
         """
-        if rank.state is State.LOST:
-            raise _lost(rank.wpg)
+        _check_alive(rank.wpg)
         rank.copied(applied, digest)
 
     def prepare_seal(self, wpg: Wpg, seq: int) -> None:
@@ -650,8 +630,7 @@ class Residency:
         wpg.epoch = epoch
 
     def _check_ready(self, wpg: Wpg, or_in: frozenset[State] = frozenset()) -> None:
-        if wpg.is_lost:
-            raise _lost(wpg)
+        _check_alive(wpg)
         for rank in wpg.ranks:
             if rank.state not in {State.HOST, State.RESIDENT, *or_in}:
                 raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
@@ -672,8 +651,10 @@ def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:
     )
 
 
-def _lost(wpg: Wpg) -> ResourceError:
-    return ResourceError(f"{wpg} has lost its rank", remedy="start a new incarnation")
+def _check_alive(wpg: Wpg) -> None:
+    """Raises: ResourceError: the incarnation is lost, and with it all of its ranks."""
+    if wpg.is_lost:
+        raise ResourceError(f"{wpg} has lost its rank", remedy="start a new incarnation")
 
 
 def _listed(devices: list[int]) -> str:

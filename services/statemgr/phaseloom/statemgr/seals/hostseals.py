@@ -9,7 +9,7 @@ from phaseloom.common.contract.ids import DeploymentKey
 
 @dataclass(frozen=True, slots=True)
 class HostSeal:
-    """A seal in host memory: the image of a state file; see `imaging`."""
+    """A seal in host memory: an extent with the bytes of a state file."""
 
     key: DeploymentKey
     seq: int
@@ -22,35 +22,8 @@ class HostSeal:
         return f"seal {self.seq} of {self.key} in host memory"
 
 
-class HostSeals:
-    def __init__(self) -> None:
-        self._seals: dict[tuple[DeploymentKey, int], HostSeal] = {}
-        self._begun: set[int] = set()
-
-    def begin(self, extent: int) -> None:
-        """Keep an extent in which a seal is being written, which may never become one."""
-        self._begun.add(extent)
-
-    def end(self, extent: int) -> None:
-        self._begun.discard(extent)
-
-    def add(self, seal: HostSeal) -> HostSeal | None:
-        """Add a seal. Returns: the seal that it replaces, whose extent is to be freed."""
-        replaced = self._seals.get((seal.key, seal.seq))
-        self._seals[seal.key, seal.seq] = seal
-        return replaced
-
-    def find(self, key: DeploymentKey, seq: int) -> HostSeal | None:
-        return self._seals.get((key, seq))
-
-    def pop(self, key: DeploymentKey, seq: int) -> HostSeal | None:
-        return self._seals.pop((key, seq), None)
+class HostSeals(dict[tuple[DeploymentKey, int], HostSeal]):
+    """The seals in host memory, by deployment and seq."""
 
     def of(self, key: DeploymentKey) -> list[HostSeal]:
-        return [seal for seal in self._seals.values() if seal.key == key]
-
-    def every(self) -> list[HostSeal]:
-        return sorted(self._seals.values(), key=lambda seal: (seal.key, seal.seq))
-
-    def extents(self) -> list[int]:
-        return [*(seal.extent for seal in self._seals.values()), *self._begun]
+        return [seal for seal in self.values() if seal.key == key]

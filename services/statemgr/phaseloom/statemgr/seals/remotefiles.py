@@ -1,15 +1,15 @@
 """State files between nodes: fetched from other nodes' disks, and served to other nodes.
 
-Files are served from this node's disk, or from host memory. Blocks that the newest seal here has
-are not fetched: the new file refers to them, as a file that is written here does. The other blocks
-come by the transfer engine, and each is verified by its checksum in the file's header. A file gets
-its name once all of it is on the disk. Memory: one block for each stream.
+Files are served from this node's disk, or from host memory. Their blocks come by the transfer
+engine, and each is verified by its checksum in the file's header. A file gets its name once all of
+it is on the disk. Memory: one block for each stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ from phaseloom.common.contract.commands import FilesTicket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Slice
-from phaseloom.common.tensors.blockhash import CHECKSUM_BYTES, checksum
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.disk.receiving import Receiving, page_buffer
-from phaseloom.statemgr.disk.statefile import Place, StateHeader, num_blocks
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from phaseloom.statemgr.disk.blockfile import MemoryFile
+from phaseloom.statemgr.disk.disk import read_block
+from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts
+from phaseloom.statemgr.disk.statefile import Place, StateHeader, encode_header, num_blocks
 from phaseloom.statemgr.mesh.tls import Stream
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.imaging import find_image_parts, read_image_block
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, LocalError, ask_once
 from phaseloom.statemgr.transfer.served import Incoming, Served
@@ -53,48 +53,46 @@ class RemoteFile:
     home: Home
 
     async def fetch(
-        self,
-        directory: StateDirectory,
-        *,
-        ranks: tuple[int, int] = (0, 0),
-        before: Path | None = None,
+        self, directory: StateDirectory, *, ranks: tuple[int, int] = (0, 0)
     ) -> StateHeader:
         """Fetch the file onto this node's disk. Returns: its header.
 
         Args:   ranks: (first rank, number of ranks on all nodes) of the state that the file is to
                 hold: see `StateHeader.is_of`.
-                before: a seal that is here; its blocks are not fetched.
         Raises: ResourceError: DATA_LOSS: every source answers, and none has the whole file;
                 UNAVAILABLE: a source does not answer; RESOURCE_EXHAUSTED: this node's disk is full;
                 the disk fails.
         """
         header = (await self.describe(ranks)).header
         path = path_of(directory, self.name)
-        receiving = await asyncio.to_thread(Receiving, directory, path, header, before)
+        draft = await asyncio.to_thread(Draft, directory, path, header)
         try:
-            num_bytes = await self._fetch_blocks(receiving, header)
-            await asyncio.to_thread(receiving.finish)
+            num_bytes = await self._fetch_blocks(draft, header)
+            await asyncio.to_thread(draft.write, memoryview(encode_header(header)), 0)
+            await asyncio.to_thread(draft.finish)
         except BaseException:
-            receiving.abandon()
+            draft.abandon()
             raise
         log.info("%s came: %d bytes", self.name, num_bytes)
         return header
 
-    async def _fetch_blocks(self, receiving: Receiving, header: StateHeader) -> int:
-        """Fetch all blocks that are missing. Returns: the number of bytes that came."""
+    async def _fetch_blocks(self, draft: Draft, header: StateHeader) -> int:
+        """Fetch all blocks. Returns: the number of bytes that came."""
         size = header.block_bytes
+        places = [Place(str(self.name), header, i, at) for i, at in enumerate(draft.offsets)]
         slices: list[Slice] = []
-        for section, block in receiving.missing:
-            num_bytes, at = receiving.size_of(section, block), len(slices) * size
-            box = ([block * size], [num_bytes])
-            slices.append(Slice("", str(section), "uint8", *box, at, num_bytes))
+        for place in places:
+            for block in range(place.blocks):
+                num_bytes, at = place.block_size(block), len(slices) * size
+                box = ([block * size], [num_bytes])
+                slices.append(Slice("", str(place.index), "uint8", *box, at, num_bytes))
 
         def open_with(parts: list[str], session: str | None) -> wire.OpenFile:
             return wire.OpenFile(self.name, self.ticket)
 
         # Sites share nothing of a file: every replica has it on its own disk.
         home, incoming = replace(self.home, site=""), Incoming(slices, {"": header.digest})
-        fetch = Fetch(str(self.name), open_with, home, incoming, _Disk(receiving, size))
+        fetch = Fetch(str(self.name), open_with, home, incoming, _Disk(draft, places))
         batches = [Batch("", [Piece(each, box_of(each))]) for each in slices]
         try:
             await fetch.fetch_all(batches, {"": self.sources})
@@ -131,25 +129,25 @@ class RemoteFile:
 class _Disk:
     """A sink that writes to this node's disk, one block at a time."""
 
-    def __init__(self, receiving: Receiving, block_bytes: int) -> None:
-        self._receiving = receiving
-        self._block_bytes = block_bytes
+    def __init__(self, draft: Draft, places: list[Place]) -> None:
+        self._draft = draft
+        self._places = places
+        self._block_bytes = places[0].header.block_bytes
         self._free: list[memoryview] = []
         """Buffers that no stream uses."""
 
     async def receive(self, stream: Stream, batch: Batch, timeout_s: float) -> str:
         ((_, box),) = batch.pieces
-        section, block = int(box.name), box.start[0] // self._block_bytes
-        buffer = self._free.pop() if self._free else page_buffer(self._block_bytes)
+        place, block = self._places[int(box.name)], box.start[0] // self._block_bytes
+        buffer = self._free.pop() if self._free else _page_buffer(self._block_bytes)
         view, digest = buffer[: batch.num_bytes], xxhash.xxh3_128()
         await stream.receive_into(view, timeout_s, digest.update)
-        expected = self._receiving.checksum_of(section, block)
-        if await asyncio.to_thread(checksum, view) != expected:
+        if await asyncio.to_thread(checksum, view) != place.checksum_of(block):
             raise ResourceError(
-                f"block {block} of section {section} is bad on arrival", code=Code.DATA_LOSS
+                f"block {block} of section {place.index} is bad on arrival", code=Code.DATA_LOSS
             )
         try:
-            await asyncio.to_thread(self._receiving.write, section, block, view)
+            await asyncio.to_thread(self._draft.write, view, place.offset + box.start[0])
         except PhaseloomError as error:
             raise LocalError(error) from error
         self._free.append(buffer)
@@ -166,8 +164,9 @@ def _check(name: FileName, ranks: tuple[int, int], header: StateHeader) -> None:
     Raises: ResourceError: DATA_LOSS: it is of another file or of other ranks, or lacks checksums.
     """
     is_meant = name == FileName(header.kind, header.deployment, header.seq, header.part)
-    has_checksums = len(header.parts) * header.block_bytes > 0 and all(
-        len(part.blocks) == CHECKSUM_BYTES * num_blocks(part.num_bytes, header.block_bytes)
+    is_blocked = bool(header.parts) and header.block_bytes == BLOCK_BYTES
+    has_checksums = is_blocked and all(
+        len(part.blocks) == CHECKSUM_BYTES * num_blocks(part.num_bytes, BLOCK_BYTES)
         for part in header.parts
     )
     if not header.is_of(*ranks):
@@ -193,15 +192,11 @@ ReadBlock = Callable[[Place, int, memoryview], int]
 
 class StateFiles:
     def __init__(
-        self,
-        node: Node,
-        directory: StateDirectory,
-        timeout_s: float,
-        keep: Callable[[KeepFiles], Awaitable[None]],
+        self, node: Node, timeout_s: float, keep: Callable[[KeepFiles], Awaitable[None]]
     ) -> None:
         """Args: keep: fetches the files that another node names onto this node's disk."""
         self._node = node
-        self._directory = directory
+        self._directory = node.directory
         self._timeout_s = timeout_s
         self._keep = keep
 
@@ -232,10 +227,10 @@ class StateFiles:
 
     async def _find(self, name: FileName) -> tuple[list[Place], ReadBlock]:
         """The parts of a file, and the function that reads a block of a part."""
-        kept = self._node.seals.find(name.deployment, name.seq) if name.kind == "seal" else None
+        kept = self._node.seals.get((name.deployment, name.seq)) if name.kind == "seal" else None
         if kept is not None:
-            image = self._node.memory[kept.extent].view(kept.num_bytes)
-            return find_image_parts(image, kept.name), partial(read_image_block, image)
+            image = MemoryFile(self._node.image_of(kept))
+            return self._node.host_seal_parts(kept), partial(read_block, image)
         path = self._existing(name)
         return await asyncio.to_thread(find_parts, path), self._directory.read_block
 
@@ -258,15 +253,14 @@ class _File:
     def __init__(self, places: list[Place], read: ReadBlock) -> None:
         self._places = {str(place.index): place for place in places}
         self._read = read
-        self._buffer = page_buffer(places[0].header.block_bytes)
+        self._buffer = _page_buffer(places[0].header.block_bytes)
 
     def find(self, part: str, box: Box) -> _Block:
         place = self._places.get(box.name)
         if place is None or part or len(box.start) != 1:
             raise CallerError(f"there is no section {box.name!r}", field="boxes")
-        size = place.header.block_bytes
-        number, within = divmod(box.start[0], size)
-        if within or not 0 <= number < num_blocks(place.part.num_bytes, size):
+        number, within = divmod(box.start[0], place.header.block_bytes)
+        if within or not 0 <= number < place.blocks:
             raise CallerError(
                 f"there is no block at {box.start} of section {box.name}", field="boxes"
             )
@@ -284,14 +278,18 @@ class _Block(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        size = self.place.header.block_bytes
-        return min(size, self.place.part.num_bytes - self.number * size)
+        return self.place.block_size(self.number)
 
     def of(self, box: Box) -> _Block:
         raise CallerError("blocks of a file are not split", field="boxes")
 
     def read(self) -> list[memoryview]:
         return [self.buffer[: self.read_block(self.place, self.number, self.buffer)]]
+
+
+def _page_buffer(num_bytes: int) -> memoryview:
+    """Memory that a disk takes directly; freed with the last reference to it."""
+    return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def path_of(directory: StateDirectory, name: FileName) -> Path:

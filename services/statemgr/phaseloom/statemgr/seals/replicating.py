@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -23,7 +22,7 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_agent import FetchState, WriteSeal
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.remotefiles import RemoteFile, path_of
@@ -37,15 +36,9 @@ log = logging.getLogger(__name__)
 
 
 class Replicator:
-    def __init__(
-        self,
-        node: Node,
-        directory: StateDirectory,
-        sealer: Sealer,
-        weights: Weights,
-    ) -> None:
+    def __init__(self, node: Node, sealer: Sealer, weights: Weights) -> None:
         self._node = node
-        self._directory = directory
+        self._directory = node.directory
         self._sealer = sealer
         self._weights = weights
         self._fetching: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
@@ -110,11 +103,7 @@ class Replicator:
         async with lock:
             ranks = (request.rank_offset, request.num_ranks)
             if not await self._is_here(name, ranks):
-                await self._fetch_file(name, request, self._before(name))
-
-    def _before(self, name: FileName) -> Path | None:
-        """The newest seal here, whose blocks a fetched seal may share; None for other files."""
-        return self._sealer.newest(name.deployment) if name.kind == "seal" else None
+                await self._fetch_file(name, request)
 
     async def _is_here(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
         """Whether a file is here with a good header; its blocks are verified when they are read.
@@ -128,14 +117,12 @@ class Replicator:
             return False
         return places[0].header.is_of(*ranks)
 
-    async def _fetch_file(
-        self, name: FileName, request: FetchState, before: Path | None = None
-    ) -> None:
+    async def _fetch_file(self, name: FileName, request: FetchState) -> None:
         if request.ticket is None or not request.sources:
             raise CallerError(f"nobody is known to have {name}", field="sources")
         remote = RemoteFile(name, request.ticket, request.sources, self._weights.fetcher.home)
         ranks = (request.rank_offset, request.num_ranks)
-        header = await remote.fetch(self._directory, ranks=ranks, before=before)
+        header = await remote.fetch(self._directory, ranks=ranks)
         self._found(name, header)
 
     def _found(self, name: FileName, header: StateHeader) -> None:

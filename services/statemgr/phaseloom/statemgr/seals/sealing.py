@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from functools import partial
 from weakref import WeakValueDictionary
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
@@ -14,20 +14,22 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
 from phaseloom.common.contract.state_rank import CopyOut
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.blockfile import MemoryFile
+from phaseloom.statemgr.disk.disk import read_part, write_state
+from phaseloom.statemgr.disk.files import NEVER, find_parts
 from phaseloom.statemgr.disk.statefile import (
     Place,
     Section,
     StateHeader,
     check_restorable,
+    layout_of,
     seal_header,
     superseded_seals,
 )
 from phaseloom.statemgr.memory.extents import copy, joined
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.seals.hostseals import HostSeal
-from phaseloom.statemgr.seals.imaging import find_image_parts, image_bytes, read_image, write_image
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
@@ -40,30 +42,27 @@ class Sealer:
     def __init__(
         self,
         node: Node,
-        directory: StateDirectory,
         tiering: Tiering,
         *,
         verify_version: Callable[[VersionKey], Awaitable[None]],
         fetch_again: Callable[[DeploymentKey, int], Awaitable[None]],
     ) -> None:
-        """A sealer for the state directory of this node.
-
-        Args: verify_version: drops the copy of a version here if it is bad; raises PhaseloomError
-              where the version is lost.
-              fetch_again: replaces a seal that is bad here by another node's copy; raises
-              PhaseloomError where there is none.
+        """Args: verify_version: drops the copy of a version here if it is bad; raises
+        PhaseloomError where the version is lost.
+        fetch_again: replaces a seal that is bad here by another node's copy; raises
+        PhaseloomError where there is none.
         """
         self._node = node
         self._verify_version = verify_version
         self._fetch_again = fetch_again
         self._tiering = tiering
-        self._directory = directory
+        self._directory = node.directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
         self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
 
     def found(self, header: StateHeader, file: str) -> None:
         """Add a seal that was found on disk."""
-        sealed = Sealed(file, header.digest, header.num_bytes, header.bytes_from(0))
+        sealed = Sealed(file, header.digest, header.num_bytes)
         self._seals.setdefault(header.deployment, {})[header.seq] = sealed
 
     async def prepare(self, request: PrepareSeal) -> None:
@@ -187,26 +186,19 @@ class Sealer:
 
     async def _fill(self, rank: Rank) -> None:
         wpg = rank.wpg
-        kept = self._node.seals.find(wpg.key, wpg.seal_seq)
+        kept = self._node.seals.get((wpg.key, wpg.seal_seq))
         if kept is not None:
-            await self._fill_from_memory(rank, kept)
-            return
-        path = self._directory.seal(wpg.key, wpg.seal_seq)
-        places = await asyncio.to_thread(find_parts, path)
+            places = self._node.host_seal_parts(kept)
+            image = MemoryFile(self._node.image_of(kept))
+            read: Callable[[Place, memoryview], None] = partial(read_part, image, cancelled=NEVER)
+        else:
+            path = self._directory.seal(wpg.key, wpg.seal_seq)
+            places = await asyncio.to_thread(find_parts, path)
+            read = self._directory.read
         part = _section_of(rank, places[0])
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
-        await asyncio.to_thread(self._directory.read, places[rank.index], memory)
-        self._node.residency.fill(rank, wpg.seal_seq, part.digest)
-
-    async def _fill_from_memory(self, rank: Rank, kept: HostSeal) -> None:
-        wpg, memory = rank.wpg, self._node.memory
-        image = memory[kept.extent].view(kept.num_bytes)
-        places = find_image_parts(image, kept.name)
-        part = _section_of(rank, places[0])
-        assert rank.extent is not None
-        target = memory[rank.extent].view(part.num_bytes)
-        await asyncio.to_thread(read_image, image, places[rank.index], target)
+        await asyncio.to_thread(read, places[rank.index], memory)
         self._node.residency.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
@@ -225,51 +217,41 @@ class Sealer:
         await asyncio.to_thread(self._directory.clear, key)
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
-        path = self._directory.seal(wpg.key, seq)
-        sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
-        header = _header(wpg, seq, sections)
+        path, header = self._directory.seal(wpg.key, seq), _header(wpg, seq)
         memories = [self._sealed(rank) for rank in wpg.ranks]
-        written, num_bytes = await asyncio.to_thread(
-            self._directory.write_seal, path, header, memories, self.newest(wpg.key)
-        )
+        written = await asyncio.to_thread(self._directory.write, path, header, memories)
         for rank, part in zip(wpg.ranks, written.parts, strict=True):
             if rank.is_dirty and rank.state is State.HOST:
                 self._node.residency.digested(rank, part.digest)
-        return Sealed(str(path), written.digest, written.num_bytes, num_bytes)
+        return Sealed(str(path), written.digest, written.num_bytes)
 
     async def _keep(self, wpg: Wpg, seq: int) -> Sealed:
         """Write a seal to host memory, where the agent's handles keep it."""
         node = self._node
-        sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
-        header = _header(wpg, seq, sections)
-        num_bytes = image_bytes(header)
+        header = _header(wpg, seq)
+        _, num_bytes = layout_of(header)
         extent = await self._tiering.reserve(num_bytes, f"seal {seq} of {wpg.key}")
         kept = HostSeal(wpg.key, seq, extent, num_bytes)
-        node.seals.begin(extent)
+        node.unrecorded.add(extent)
         try:
             memories = [self._sealed(rank) for rank in wpg.ranks]
-            image = node.memory[extent].view(num_bytes)
-            written = await asyncio.to_thread(write_image, image, header, memories)
+            image = MemoryFile(node.image_of(kept))
+            written = await asyncio.to_thread(
+                write_state, image, kept.name, header, memories, NEVER
+            )
         except BaseException:
             node.memory.free(extent)
             raise
         finally:
-            node.seals.end(extent)
-        replaced = node.seals.add(kept)
-        if replaced is not None:
-            node.memory.free(replaced.extent)
-        return Sealed("", written.digest, written.num_bytes, written.num_bytes)
+            node.unrecorded.discard(extent)
+        self._drop_kept(wpg.key, seq)
+        node.seals[wpg.key, seq] = kept
+        return Sealed("", written.digest, written.num_bytes)
 
     def _drop_kept(self, key: DeploymentKey, seq: int) -> None:
-        kept = self._node.seals.pop(key, seq)
+        kept = self._node.seals.pop((key, seq), None)
         if kept is not None:
             self._node.memory.free(kept.extent)
-
-    def newest(self, key: DeploymentKey) -> Path | None:
-        """The newest seal of a deployment on disk, which most likely has many blocks in common with
-        the next one; None: there is none."""
-        on_disk = [seq for seq, sealed in self._seals.get(key, {}).items() if sealed.file]
-        return self._directory.seal(key, max(on_disk)) if on_disk else None
 
     def _sealed(self, rank: Rank) -> memoryview:
         """The host copy of a rank as it was when the seal was prepared."""
@@ -333,18 +315,18 @@ class Sealer:
         header = self._kept_header(key, seq)
         if header is None:
             return None
-        return Sealed("", header.digest, header.num_bytes, header.num_bytes)
+        return Sealed("", header.digest, header.num_bytes)
 
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
         """The header of a seal in host memory. Raises: ResourceError: DATA_LOSS: it is bad."""
-        kept = self._node.seals.find(key, seq)
+        kept = self._node.seals.get((key, seq))
         if kept is None:
             return None
-        image = self._node.memory[kept.extent].view(kept.num_bytes)
-        return find_image_parts(image, kept.name)[0].header
+        return self._node.host_seal_parts(kept)[0].header
 
 
-def _header(wpg: Wpg, seq: int, sections: list[Section]) -> StateHeader:
+def _header(wpg: Wpg, seq: int) -> StateHeader:
+    sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
     return seal_header(wpg.key, seq, sections, rank_offset=wpg.rank_offset, num_ranks=wpg.num_ranks)
 
 

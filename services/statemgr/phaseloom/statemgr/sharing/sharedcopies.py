@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_agent import SharedCopyState
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import (
+from phaseloom.statemgr.residency.incarnations import (
     ON_NVME,
     TRANSITIONS,
     InvalidTransition,
     Rank,
+    SharedCopy,
     State,
     Step,
     is_demotable,

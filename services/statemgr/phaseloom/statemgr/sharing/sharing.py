@@ -28,8 +28,7 @@ from phaseloom.common.contract.state_rank import Copied, CopyOut
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import ON_NVME, Rank, State
+from phaseloom.statemgr.residency.incarnations import ON_NVME, Rank, SharedCopy, State
 from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)

@@ -3,25 +3,22 @@
 Memory that was never touched takes several times as long to write. While a rank fills its heap,
 its extent is prefaulted in the background, piece by piece. Each deployment starts offloaded, so
 the rank writes all of that extent a moment later: the prefault takes no memory that would not be
-taken anyway. It pauses while moves and switches are under way, and ends as soon as the rank has
-filled its extent or is lost.
+taken anyway. It ends as soon as the rank has filled its extent or is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable
+import threading
+from contextlib import suppress
 from pathlib import Path
 
-from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.common.tensors.hugepages import touch
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State
-
-log = logging.getLogger(__name__)
+from phaseloom.statemgr.residency.incarnations import Rank, State
 
 _PIECE_BYTES = 32 * 1024 * 1024
 """Bytes prefaulted in one step; a caller of `Prefault.end` waits for one step at most."""
@@ -30,69 +27,60 @@ _PIECE_BYTES = 32 * 1024 * 1024
 class Prefault:
     """Background prefault of ranks' extents: call `start` with a task group, `stop` to end it."""
 
-    def __init__(self, node: Node, is_busy: Callable[[], bool]) -> None:
-        """Args: is_busy: whether a move or a switch is under way; the node announces its end."""
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._is_busy = is_busy
-        self._under_way: dict[Rank, asyncio.Future[None]] = {}
-        self._ending: set[Rank] = set()
-        self._is_stopped = False
+        self._under_way: dict[Rank, tuple[threading.Event, asyncio.Task[None]]] = {}
         self._tasks: asyncio.TaskGroup
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
 
     def stop(self) -> None:
-        self._is_stopped = True
-        self._node.announce()
+        for stopped, _ in self._under_way.values():
+            stopped.set()
 
     def begin(self, rank: Rank) -> None:
         """Begin to prefault, in the background, the extent that the rank is about to fill."""
         assert rank.extent is not None
         # Taken now: by the time that the task runs, the rank may be lost and its extent freed.
         views = [self._node.memory[rank.extent].view(rank.extent_bytes)]
-        self._under_way[rank] = asyncio.get_running_loop().create_future()
-        self._tasks.create_task(self._run(rank, views))
+        stopped = threading.Event()
+        task = self._tasks.create_task(self._run(rank, views, stopped))
+        self._under_way[rank] = (stopped, task)
 
     async def end(self, rank: Rank) -> None:
         """Stop the prefault of the rank's extent; on return nothing has it mapped for that."""
-        ended = self._under_way.get(rank)
-        if ended is not None:
-            self._ending.add(rank)
-            self._node.announce()
-            await asyncio.shield(ended)
+        if rank in self._under_way:
+            stopped, task = self._under_way[rank]
+            stopped.set()
+            await asyncio.wait([task])
 
-    async def _run(self, rank: Rank, views: list[memoryview]) -> None:
+    async def _run(self, rank: Rank, views: list[memoryview], stopped: threading.Event) -> None:
         try:
-            with contained(metrics.UNFORESEEN, "move"):
+            # Logged and counted there: the rank fills its extent all the same.
+            with suppress(InternalError), contained(metrics.UNFORESEEN, "move"):
                 # The rank waits for the answer that brings its extent: that answer goes first.
                 await self._node.handles.recorded()
-                for start in range(0, len(views[0]), _PIECE_BYTES):
-                    await self._node.until(lambda: self._is_over(rank) or not self._is_busy())
-                    if self._is_over(rank) or _available_bytes() < _PIECE_BYTES:
-                        break
-                    if not await asyncio.to_thread(_touch, views, start):
-                        break
-        except PhaseloomError as error:
-            log.warning("the memory for %s is not prefaulted: %s", rank, error)
+                await asyncio.to_thread(_touch, rank, views, stopped)
         finally:
             # An extent can be made immutable only while nobody has it mapped writable.
             views.clear()
-            self._ending.discard(rank)
-            self._under_way.pop(rank).set_result(None)
-
-    def _is_over(self, rank: Rank) -> bool:
-        return self._is_stopped or rank in self._ending or rank.state is not State.FILLING
+            del self._under_way[rank]
 
 
-def _touch(views: list[memoryview], start: int) -> bool:
-    """Touch one piece; False ends the prefault. Blocking: called in a thread.
+def _touch(rank: Rank, views: list[memoryview], stopped: threading.Event) -> None:
+    """Touch the memory of a rank that fills it. Blocking: called in a thread.
 
     The list comes in place of the memory itself, because a thread may drop its arguments late,
     and a view that lives on keeps the extent from being made immutable.
     """
     (memory,) = views
-    return touch(memory[start : start + _PIECE_BYTES])
+    for start in range(0, len(memory), _PIECE_BYTES):
+        is_over = stopped.is_set() or rank.state is not State.FILLING
+        if is_over or _available_bytes() < _PIECE_BYTES:
+            return
+        if not touch(memory[start : start + _PIECE_BYTES]):
+            return
 
 
 def _available_bytes() -> int:

@@ -20,7 +20,7 @@ from phaseloom.common.contract.state_agent import Switched, SwitchIn, SwitchOut
 from phaseloom.common.contract.state_rank import CopyIn, CopyOut
 from phaseloom.common.observability import telemetry
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Rank, State, Step
+from phaseloom.statemgr.residency.incarnations import Rank, State, Step
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 

@@ -31,13 +31,20 @@ from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import contained
 from phaseloom.statemgr.disk.files import find_parts
-from phaseloom.statemgr.disk.statefile import Place, Section, StateHeader, data_loss
-from phaseloom.statemgr.memory.arena import rounded
+from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.extents import Extent
+from phaseloom.statemgr.memory.layouts import rounded
 from phaseloom.statemgr.node.moves import Direction, HostCopy, Move, Work
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import SharedCopy
-from phaseloom.statemgr.residency.residency import ON_DEVICE, ON_NVME, Rank, State, Step, Wpg
+from phaseloom.statemgr.residency.incarnations import (
+    ON_DEVICE,
+    ON_NVME,
+    Rank,
+    SharedCopy,
+    State,
+    Step,
+    Wpg,
+)
 from phaseloom.statemgr.tiering.prefault import Prefault
 from phaseloom.statemgr.tiering.versionmoves import VersionMoves
 from phaseloom.statemgr.versions.versions import Version
@@ -74,7 +81,7 @@ class Tiering:
         self._moves = node.moves
         self._tasks: asyncio.TaskGroup
         self.versions = VersionMoves(node)
-        self.prefault = Prefault(node, self._is_moving)
+        self.prefault = Prefault(node)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -88,9 +95,6 @@ class Tiering:
             self._write_back.cancel()
         self.prefault.stop()
         self._moves.stop()
-
-    def _is_moving(self) -> bool:
-        return bool(self._moves) or any(lock.locked() for lock in self.node.device_locks)
 
     # --- what the other parts ask for ---
 
@@ -173,8 +177,8 @@ class Tiering:
     def _to_write_back(self) -> Rank | None:
         """The rank to write back next, the one that is needed last; None: enough is free already,
         or no rank is left."""
-        arena, residency = self.node.memory.arena, self.node.residency
-        if arena.free_bytes + residency.written_back_bytes() >= self._spare_bytes:
+        memory, residency = self.node.memory, self.node.residency
+        if memory.free_bytes + residency.written_back_bytes() >= self._spare_bytes:
             return None
         ranks = (copy for copy in self._demotable() if isinstance(copy, Rank))
         return next((rank for rank in ranks if not rank.is_written_back), None)
@@ -286,10 +290,9 @@ class Tiering:
         weights version shares the memory, it goes with the version.
         """
         node = self.node
-        num_holders = node.memory.arena.num_holders
         shared = node.shared_copies.demotable(after_s)
         copies: list[HostCopy] = [*node.residency.demotable(after_s)]
-        copies += [c for c in shared if c.extent is not None and num_holders(c.extent) == 1]
+        copies += [c for c in shared if c.extent and node.memory[c.extent].num_holders == 1]
         return [copy for copy in copies if copy not in self._moves]
 
     async def _send_down(self, victim: Victim) -> None:
@@ -480,35 +483,20 @@ class Tiering:
             raise
 
     def _read(self, copy: HostCopy, extent: Extent, cancelled: threading.Event) -> None:
-        """Read a host copy from its file, or else from a seal of the same bytes. Blocking.
+        """Read a host copy from its file. Blocking.
 
         No view on the memory outlives the call, so that the extent can be frozen afterwards.
 
-        Raises: ResourceError: DATA_LOSS: no source is good (the error of the first one); any other
-                failure of a read.
+        Raises: ResourceError: DATA_LOSS: the file is bad.
         """
-        memory = extent.view(copy.extent_bytes)
-        users = copy.users if isinstance(copy, SharedCopy) else [copy]
-        sources = [(self.node.file_of(copy), 0)]
-        sources += [(self._directory.seal(r.wpg.key, r.applied), r.index) for r in users]
-        refusal: ResourceError | None = None
-        for path, index in sources:
-            try:
-                places: list[Place] = find_parts(path)
-                if index >= len(places) or places[index].part.digest != copy.digest:
-                    raise data_loss(str(path), f"it does not hold the newest state of {copy}")
-                self._directory.read(places[index], memory, cancelled)
-            except ResourceError as error:
-                if error.info.code is not Code.DATA_LOSS:
-                    raise
-                more = path != sources[-1][0]
-                log.error("%s%s", error, f"; trying its seal at {copy.applied}" if more else "")
-                # The traceback's frames have views on the memory.
-                refusal = refusal or error.with_traceback(None)
-            else:
-                return
-        assert refusal is not None
-        raise refusal
+        (place,) = find_parts(self.node.file_of(copy))
+        if place.part.digest != copy.digest:
+            raise data_loss(place.file, f"it does not hold the newest state of {copy}")
+        try:
+            self._directory.read(place, extent.view(copy.extent_bytes), cancelled)
+        except ResourceError as error:
+            # The traceback's frames have views on the memory.
+            raise error.with_traceback(None) from None
 
 
 def _num_bytes(victim: Victim) -> int:
@@ -527,7 +515,7 @@ def _need(copy: HostCopy) -> tuple[float, int]:
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:
-    """Bytes that the arena lacked when it refused; 0 where the refusal is not the arena's."""
+    """Bytes of host memory that were lacking; 0 where something else was refused."""
     details = refusal.info.details
     if "needed_bytes" not in details:
         return 0

@@ -16,7 +16,7 @@ from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.disk.statefile import Section, StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
@@ -44,13 +44,12 @@ class VersionMoves:
         Args: at_once: True: those for which neither a disk nor a rank has to be waited for; False:
               the others.
         """
-        arena = self._node.memory.arena
         return [
             version
             for version in self._node.versions.unused()
             if version not in self._under_way
             and version.extent is not None
-            and arena.num_holders(version.extent) == 1
+            and self._node.memory[version.extent].num_holders == 1
             and at_once == (version.is_on_disk and not _alive(version))
         ]
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from phaseloom.statemgr.transfer.tensorslices import Box, Fragment, overlap, rest_of
 
-MAX_RECORDS = 1 << 18
 _MAX_FRAGMENTS = 1024
 """The most fragments into which one box is split."""
 
@@ -46,13 +45,8 @@ class Shares:
 
 @dataclass
 class Assignment:
-    """The record of which bytes of one part were assigned to which peer of one site.
+    """The record of which bytes of one part were assigned to which peer of one site."""
 
-    Bytes beyond `MAX_RECORDS` are assigned without a record, which costs at worst that they cross
-    the slow link again.
-    """
-
-    num_records: int = 0
     _assigned: dict[str, _Assigned] = field(default_factory=dict)
     """The assigned boxes of each tensor, by the tensor's name."""
 
@@ -85,8 +79,7 @@ class Assignment:
             for each, holder in others:
                 shares.elsewhere.setdefault(holder, []).append((number, each))
             for each in mine:
-                if self.num_records < MAX_RECORDS:
-                    self.num_records += assigned.add(each, peer)
+                assigned.add(each, peer)
         return shares
 
 
@@ -103,8 +96,8 @@ class _Assigned:
         """The assigned boxes that may overlap this one, and a few that do not."""
         return self._boxes[self._places(box)]
 
-    def add(self, box: Box, peer: Peer) -> int:
-        """Assign a box to a peer, also where others had it. Returns: the number of boxes added."""
+    def add(self, box: Box, peer: Peer) -> None:
+        """Assign a box to a peer, also where others had it."""
         places = self._places(box)
         near = self._boxes[places]
         kept = [(each, holder) for had, holder in near for each in rest_of([had], box)]
@@ -112,7 +105,6 @@ class _Assigned:
         self._boxes[places] = kept
         self._starts[places] = map(_start, kept)
         self._longest = max(self._longest, _length(box))
-        return len(kept) - len(near)
 
     def _places(self, box: Box) -> slice:
         start = _start((box, None))

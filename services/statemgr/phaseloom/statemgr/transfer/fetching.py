@@ -453,7 +453,7 @@ class Fetch:
     async def _opened(
         self, endpoint: str, parts: list[str], session: str | None = None
     ) -> tuple[Stream, wire.Opened]:
-        stream = await connect(endpoint, wire.SERVICE, self.home.identity, self.home.timeout_s)
+        stream = await connect(endpoint, self.home.identity, self.home.timeout_s)
         try:
             return stream, await self._ask(stream, self.open_with(parts, session), wire.Opened)
         except BaseException:
@@ -539,7 +539,7 @@ async def ask_once(endpoint: str, message: wire.First, answer: type[T], home: Ho
     Raises: ResourceError: the endpoint is out of reach, or the stream broke. CallerError: the
             message was refused there; a bad endpoint.
     """
-    stream = await connect(endpoint, wire.SERVICE, home.identity, home.timeout_s)
+    stream = await connect(endpoint, home.identity, home.timeout_s)
     try:
         return await ask(stream, message, answer, home.timeout_s)
     except (OSError, TimeoutError, msgspec.DecodeError) as error:

@@ -9,10 +9,11 @@ node also serves to its peers what it has fetched, or is fetching, for its own r
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 import xxhash
@@ -36,9 +37,6 @@ from phaseloom.statemgr.transfer.tensorslices import (
 from phaseloom.statemgr.versions.versions import Version
 
 _MAX_PARTS = 4096
-_MAX_ASSIGNMENTS = 256
-_MAX_RECORDS = 1 << 20
-"""The most records of all assignments together, apart from records that assignments in use add."""
 _WORDS_PER_TIMEOUT = 3
 """The number of times within its timeout that a client hears that the server is still at work."""
 
@@ -76,7 +74,7 @@ class Files(Protocol):
 
 
 class Server:
-    """Answers the streams of the service `transfer`, as far as their tickets permit."""
+    """Answers the streams of other nodes, as far as their tickets permit."""
 
     def __init__(
         self,
@@ -94,9 +92,9 @@ class Server:
         self._files = files
         self._node = node
         self._site = site
-        self._assignments: OrderedDict[tuple[Version, str], Assignment] = OrderedDict()
-        """The assignments, by part and site. The oldest are dropped above the limits, which costs
-        at worst that bytes cross the slow link again."""
+        self._assignments: WeakKeyDictionary[Version, defaultdict[str, Assignment]]
+        self._assignments = WeakKeyDictionary()
+        """The assignments of each part, by site; they go with the part."""
 
     async def session(self, stream: Stream) -> None:
         """Serve one stream, until the client closes it or has its only answer."""
@@ -155,24 +153,13 @@ class Server:
         header, content = await self._files.open_file(asked.name)
         if isinstance(asked, wire.DescribeFile):
             parts = await self._files.parts_of(asked.name)
-            await self._send(stream, wire.FileDescription(header.alone(), parts))
+            await self._send(stream, wire.FileDescription(header, parts))
             return
         await self._send(stream, wire.Opened({"": header.digest}))
         await self._answer_all(stream, content, {}, Peer("", ""))
 
     def _assignment(self, part: OpenPart, site: str) -> Assignment:
-        key, known = (part.version, site), self._assignments
-        if key not in known:
-            for gone in [each for each in known if each[0].is_dropped]:
-                del known[gone]
-            known[key] = Assignment()
-        known.move_to_end(key)
-        assignment = known[key]
-        while sum(each.num_records for each in known.values()) > _MAX_RECORDS:
-            known.popitem(last=False)
-        while len(known) > _MAX_ASSIGNMENTS:
-            known.popitem(last=False)
-        return assignment
+        return self._assignments.setdefault(part.version, defaultdict(Assignment))[site]
 
     async def _answer_all(
         self,

@@ -28,7 +28,6 @@ from phaseloom.statemgr.disk.statefile import MAX_HEADER_BYTES, StateHeader
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.tensorslices import Box, Fragment
 
-SERVICE = "transfer"
 MAX_REPLY_BYTES = MAX_HEADER_BYTES + 4096
 
 

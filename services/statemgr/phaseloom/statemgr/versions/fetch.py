@@ -14,7 +14,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.memory.layouts import check_layout
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
@@ -51,20 +51,18 @@ class VersionFetcher:
     def __init__(
         self,
         node: Node,
-        directory: StateDirectory,
         tiering: Tiering,
         identity: Identity,
         peer_timeout_s: float,
         *,
-        site: str,
+        site: str = "",
     ) -> None:
-        self._node = node
-        self._directory = directory
-        self._tiering = tiering
+        self.node = node
+        self.tiering = tiering
         self._identity = identity
         self._peer_timeout_s = peer_timeout_s
         self._site = site
-        self.suspects = Suspects(node, directory)
+        self.suspects = Suspects(node)
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
         """The slices of each version that is being fetched, and of each fetched copy of slices."""
         self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
@@ -75,7 +73,7 @@ class VersionFetcher:
 
     @property
     def home(self) -> Home:
-        node = self._node
+        node = self.node
         return Home(self._identity, node.endpoint, self._site, self._peer_timeout_s)
 
     def incoming(self, version: Version) -> Incoming | None:
@@ -101,7 +99,7 @@ class VersionFetcher:
                 its policy makes it again.
         """
         async with self.lock(key):
-            version = self._node.versions.find(key)
+            version = self.node.versions.find(key)
             if version is not None and not version.is_committed:
                 raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
             bad: Version | None = None
@@ -126,7 +124,7 @@ class VersionFetcher:
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
     ) -> Version:
         """The version from memory, else from disk, else from another node."""
-        version = self._node.versions.find(key)
+        version = self.node.versions.find(key)
         if version is not None and version.extent is None:
             try:
                 await self._read(version)
@@ -143,9 +141,9 @@ class VersionFetcher:
 
     async def _read(self, version: Version) -> None:
         """Read a version from disk into an extent of its own."""
-        node, key = self._node, version.key
-        path = self._directory.version(key)
-        extent = await self._tiering.reserve(version.num_bytes, f"version {key}", str(key.policy))
+        node, key = self.node, version.key
+        path = node.directory.version(key)
+        extent = await self.tiering.reserve(version.num_bytes, f"version {key}", str(key.policy))
         if version.is_dropped:
             node.memory.free(extent)
             raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
@@ -154,7 +152,7 @@ class VersionFetcher:
         try:
             place = (await asyncio.to_thread(find_parts, path))[0]
             memory = node.memory[extent].view(version.num_bytes)
-            await asyncio.to_thread(self._directory.read, place, memory)
+            await asyncio.to_thread(node.directory.read, place, memory)
         except PhaseloomError:
             node.drop_version(version)
             raise
@@ -176,7 +174,7 @@ class VersionFetcher:
             fetch = self.fetch(coming, ticket, what, digest)
             everything = await asyncio.to_thread(batches, slices)
             fetch = await fetch.fetch_sound(everything, {key.part: sources})
-            coming.commit(self._node, digest)
+            coming.commit(self.node, digest)
         log.info(
             "version %s came: %d bytes from its source, %d from peers",
             *(key, fetch.fetched_bytes, fetch.relayed_bytes),
@@ -208,8 +206,8 @@ class VersionFetcher:
         Raises: ResourceError: RESOURCE_EXHAUSTED: no host memory. CallerError: ALREADY_EXISTS: the
                 version is here.
         """
-        node = self._node
-        extent = await self._tiering.reserve(num_bytes, what, str(key.policy))
+        node = self.node
+        extent = await self.tiering.reserve(num_bytes, what, str(key.policy))
         try:
             version = node.versions.begin(key, num_bytes, tensors, extent)
         except CallerError:

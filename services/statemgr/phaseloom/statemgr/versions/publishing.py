@@ -27,7 +27,7 @@ from phaseloom.common.tensors.versionparts import (
 )
 from phaseloom.statemgr.memory.layouts import check_layout
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights, description_of
@@ -89,8 +89,7 @@ class Publishing:
         node = self._node
         extent = await self._tiering.reserve(num_bytes, f"version {key}", pool)
         try:
-            if wpg.is_lost:
-                raise ResourceError(f"{wpg} is over", code=Code.ABORTED)
+            wpg.check_alive()
             version = node.versions.begin(key, num_bytes, tensors, extent, wpg.incarnation)
         except PhaseloomError:
             node.memory.free(extent)
@@ -167,7 +166,7 @@ class Publishing:
             raise CallerError(
                 f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
             )
-        async with self._weights.lock(key):
+        async with self._weights.fetcher.lock(key):
             content = encode_manifest(request.manifest)
             version = self._node.versions.find(key)
             if version is None or version.digest != digest_of(memoryview(content)):

@@ -23,7 +23,7 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.transfer.fetching import Fetch
 from phaseloom.statemgr.transfer.served import Incoming, OpenPart
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of

@@ -16,7 +16,6 @@ import logging
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.versions.versions import Version
 
@@ -24,9 +23,8 @@ log = logging.getLogger(__name__)
 
 
 class Suspects:
-    def __init__(self, node: Node, directory: StateDirectory) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._directory = directory
         self._lost: dict[VersionKey, int] = {}
         """The versions that their policy is about to make again, each with the incarnation of the
         policy that ended with it."""
@@ -77,8 +75,9 @@ class Suspects:
         assert maker is not None
         node.retire(maker, f"{version}, which no seal has, is bad")
         self._lost[key] = maker.incarnation
-        paths = [self._directory.version(piece.key) for piece in pieces if piece.is_on_disk]
-        await asyncio.to_thread(self._directory.discard, *paths)
+        directory = node.directory
+        paths = [directory.version(piece.key) for piece in pieces if piece.is_on_disk]
+        await asyncio.to_thread(directory.discard, *paths)
 
     def check(self, key: VersionKey) -> None:
         """Check that a version is not one that its policy is about to make again.

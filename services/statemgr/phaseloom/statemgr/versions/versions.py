@@ -17,7 +17,7 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.statemgr.memory.layouts import as_table, check_layout
-from phaseloom.statemgr.residency.residency import Wpg
+from phaseloom.statemgr.residency.incarnations import Wpg
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

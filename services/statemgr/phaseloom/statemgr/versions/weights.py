@@ -19,13 +19,9 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_layout import PartSources
 from phaseloom.common.contract.state_rank import OpenVersion, VersionExtent
 from phaseloom.common.tensors.versionparts import decode_manifest, part_of
-from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.mesh.permission import check_reader
-from phaseloom.statemgr.mesh.tls import Identity
-from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.residency import Wpg
-from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import ask_once
 from phaseloom.statemgr.transfer.served import Fetched, OpenPart, OpenParts, Served
@@ -36,21 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class Weights:
-    def __init__(
-        self,
-        node: Node,
-        directory: StateDirectory,
-        tiering: Tiering,
-        identity: Identity,
-        peer_timeout_s: float,
-        *,
-        site: str = "",
-    ) -> None:
-        self._node = node
-        self._directory = directory
-        self._tiering = tiering
-        self.fetcher = VersionFetcher(node, directory, tiering, identity, peer_timeout_s, site=site)
-        self._peer_timeout_s = peer_timeout_s
+    def __init__(self, fetcher: VersionFetcher) -> None:
+        self.fetcher = fetcher
+        self._node = fetcher.node
 
     def found(self, header: StateHeader) -> None:
         """Add a version that was found on disk."""
@@ -202,7 +186,7 @@ class Weights:
         # The manifest last: where a manifest is on disk, the parts are, too.
         for piece in reversed(self._node.versions.pieces(ticket.version)):
             async with self.held(piece.key) as version:
-                await self._tiering.versions.persist(version)
+                await self.fetcher.tiering.versions.persist(version)
 
     @asynccontextmanager
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
@@ -269,7 +253,7 @@ class Weights:
     async def _until_settled(self) -> None:
         node = self._node
         try:
-            await asyncio.wait_for(node.settled.wait(), self._peer_timeout_s)
+            await asyncio.wait_for(node.settled.wait(), self.fetcher.home.timeout_s)
         except TimeoutError:
             raise ResourceError(
                 f"{node.name} does not know yet what it holds", remedy="retry, or ask another node"
@@ -287,11 +271,8 @@ class Weights:
         """Remove a version from memory and from disk."""
         self._node.drop_version(version)
         if version.is_on_disk:
-            await asyncio.to_thread(self._directory.remove, self._directory.version(version.key))
-
-    def lock(self, key: VersionKey) -> asyncio.Lock:
-        """The lock of a version, held by whoever fetches, verifies or commits it."""
-        return self.fetcher.lock(key)
+            directory = self._node.directory
+            await asyncio.to_thread(directory.remove, directory.version(version.key))
 
     def forget(self, policy: DeploymentKey) -> None:
         """Drop every version of a policy whose job is over from memory."""

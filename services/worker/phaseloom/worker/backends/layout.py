@@ -31,6 +31,8 @@ from phaseloom.worker.state.heap import align
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 FLOAT32_BYTES = 4
 
+MASTER = ".master"
+"""End of the name of a master's slot, behind its parameter's."""
 STEP = "step"
 """Name of the slot that counts optimizer steps."""
 
@@ -197,7 +199,7 @@ def plan(
         return Layout(weights)
     masters = None
     if dtype != FLOAT32:
-        masters = _region(shards, weights.stop, Role.OPTIMIZER, ".master")
+        masters = _region(shards, weights.stop, Role.OPTIMIZER, MASTER)
     gradients = _region(shards, (masters or weights).stop, Role.GRADIENT, ".grad")
     is_on_host = optimizer_on is OptimizerOn.HOST
     start = host_start(gradients.stop) if is_on_host else gradients.stop

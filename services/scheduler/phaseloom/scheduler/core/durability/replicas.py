@@ -23,7 +23,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, MoveStage, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, WpgState
 
 
 def go_on(step: Step) -> None:
@@ -49,8 +49,7 @@ def go_on(step: Step) -> None:
 
 def _has_rest(deployment: Deployment) -> bool:
     """Whether neither a seal nor a move is making copies of a deployment's state now."""
-    move = deployment.move.relocation
-    return not deployment.durability.sealing and (move is None or move.stage is MoveStage.WAITING)
+    return not deployment.durability.sealing and not deployment.is_on_its_way
 
 
 def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:

@@ -24,7 +24,7 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Closing
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, MoveStage, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 from phaseloom.scheduler.core.state.tree import State
 
 NUM_REMOTE_COPIES = 2
@@ -216,10 +216,7 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
         and not deployment.durability.sealing
         # A state that is being saved may have to be made again, from the seal before it.
         and not deployment.queue.snapshots
-        and (
-            deployment.move.relocation is None
-            or deployment.move.relocation.stage is MoveStage.WAITING
-        )
+        and not deployment.is_on_its_way
         and not deployment.durability.replay
         and deployment.durability.last_kind in _GRADIENT_FREE
         # A refused step throws gradients away: a seal must not bring them back.

@@ -150,17 +150,8 @@ def _move_all(step: Step, job: Job, member: Member) -> None:
     """Move the deployments that are neither where the job is pinned nor on their way there."""
     for deployment in step.deployments_of(job.key):
         pins = set(member.nodes.get(deployment.spec.pool, []))
-        if not pins.issuperset(assigned.node for assigned in target(deployment)):
+        if not pins.issuperset(assigned.node for assigned in deployment.destination):
             wpgs.move(step, deployment, assign(step, deployment.spec, member))
-
-
-def target(deployment: Deployment) -> list[RankAssignment]:
-    """The ranks' places of a deployment: where it is going, else where it is."""
-    return (
-        deployment.wpg.assignments
-        if deployment.move.relocation is None
-        else deployment.move.relocation.assignments
-    )
 
 
 def release(step: Step, job: Job) -> None:
@@ -272,7 +263,9 @@ def repin(step: Step, job: Job) -> None:
     for deployment in alive:
         pool = deployment.spec.pool
         names = nodes.setdefault(pool, [])
-        names += [assigned.node for assigned in target(deployment) if assigned.node not in names]
+        names += [
+            assigned.node for assigned in deployment.destination if assigned.node not in names
+        ]
     needs = groups.needs_of(d.spec for d in alive)
     note_free(step, groups.repin(cluster, name, needs, nodes))
     step.job_changed(name)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.api import NodeStatus
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import NodeDrainRequested
-from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.durability import replicas, seals
 from phaseloom.scheduler.core.placement import assignment, repack
 from phaseloom.scheduler.core.planning import admission, groups
@@ -144,7 +144,7 @@ def _deployments_on(step: Step, node: NodeId) -> list[Deployment]:
         if deployment.wpg.state is not WpgState.STOPPED
         and (
             node in deployment.nodes
-            or any(assigned.node == node for assigned in assignment.target(deployment))
+            or any(assigned.node == node for assigned in deployment.destination)
         )
     ]
 
@@ -180,7 +180,7 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
     there = [
         deployment
         for deployment in step.deployments_of(job.key)
-        if any(assigned.node == node for assigned in assignment.target(deployment))
+        if any(assigned.node == node for assigned in deployment.destination)
         and deployment.wpg.state is not WpgState.STOPPED
     ]
     if not there:
@@ -248,9 +248,7 @@ def status(step: Step, name: NodeId) -> NodeStatus:
 
 
 def _why_there(step: Step, deployment: Deployment, node: NodeId) -> str:
-    if deployment.move.relocation is not None and all(
-        s.node != node for s in deployment.move.relocation.assignments
-    ):
+    if all(assigned.node != node for assigned in deployment.destination):
         return f"{deployment.name} moves {moves.describe(deployment)}"
-    job = JobKey(deployment.key.tenant, deployment.key.job)
-    return f"{deployment.name}: no other node of pool {deployment.spec.pool!r} has room for {job}"
+    pool, job = deployment.spec.pool, deployment.job_name
+    return f"{deployment.name}: no other node of pool {pool!r} has room for {job}"

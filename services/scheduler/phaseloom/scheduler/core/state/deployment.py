@@ -16,8 +16,8 @@ from phaseloom.scheduler.core.state.activation import Activation
 from phaseloom.scheduler.core.state.durability import DeploymentDurability
 from phaseloom.scheduler.core.state.move import Move
 from phaseloom.scheduler.core.state.queue import OperationQueue
-from phaseloom.scheduler.core.state.transitions import WpgState
-from phaseloom.scheduler.core.state.wpg import Wpg
+from phaseloom.scheduler.core.state.transitions import MoveStage, WpgState
+from phaseloom.scheduler.core.state.wpg import RankAssignment, Wpg
 
 
 class Deployment(msgspec.Struct, dict=True):
@@ -44,21 +44,24 @@ class Deployment(msgspec.Struct, dict=True):
 
     @property
     def nodes(self) -> list[NodeId]:
-        return self.wpg.nodes
-
-    @property
-    def devices(self) -> list[int]:
-        """The device of each rank, on its node."""
-        return [index for assigned in self.wpg.assignments for index in assigned.devices]
+        return [assigned.node for assigned in self.wpg.assignments]
 
     @property
     def places(self) -> list[tuple[NodeId, int]]:
         """(node, device) of each rank."""
-        return [
-            (assigned.node, index)
-            for assigned in self.wpg.assignments
-            for index in assigned.devices
-        ]
+        return [(a.node, index) for a in self.wpg.assignments for index in a.devices]
+
+    @property
+    def destination(self) -> list[RankAssignment]:
+        """The devices that a deployment is moving to; where it does not move, its own."""
+        move = self.move.relocation
+        return self.wpg.assignments if move is None else move.assignments
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether a deployment is moving, and its move is not put off."""
+        move = self.move.relocation
+        return move is not None and move.stage is not MoveStage.WAITING
 
     @property
     def last_seq(self) -> int:

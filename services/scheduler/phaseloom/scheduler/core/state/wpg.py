@@ -46,10 +46,6 @@ class Wpg(msgspec.Struct):
     error: ErrorInfo | None = None
     """Why the WPG died last, until it is up again; or why it was stopped."""
 
-    @property
-    def nodes(self) -> list[NodeId]:
-        return [assigned.node for assigned in self.assignments]
-
     # --- placing ---------------------------------------------------------------------------------
 
     def put_on(self, assignments: list[RankAssignment]) -> None:
@@ -107,7 +103,7 @@ class Wpg(msgspec.Struct):
 
     def validate(self, name: str) -> None:
         """Raises: AssertionError: names the invariant and the deployment."""
-        nodes = set(self.nodes)
+        nodes = {assigned.node for assigned in self.assignments}
         assert set(self.starting_on) <= nodes, f"{name}: starts on {self.starting_on}"
         assert set(self.dying_on) <= nodes, f"{name}: dies on {self.dying_on}"
         if self.starting_on:

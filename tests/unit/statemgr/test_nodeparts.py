@@ -14,7 +14,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.snapshotfiles import NodeParts
+from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.checkpoints.staging import StagedState
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory
@@ -54,7 +54,7 @@ def test_part_of_the_same_incarnation_is_taken_where_the_ranks_were_on_several_n
     found = parts_of(tmp_path, "first")
     (place,) = found.find(snapshot(0, incarnation=incarnation))
     memory = memoryview(bytearray(SIZE))
-    found.read(place, memory)
+    StateDirectory(tmp_path).read(place, memory)
     assert bytes(memory) == bytes([incarnation]) * SIZE
     found.discard(snapshot(0))
     assert not list(tmp_path.rglob("*.part"))
