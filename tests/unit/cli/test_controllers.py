@@ -177,6 +177,10 @@ def test_wheel_has_the_example_and_all_that_it_imports(tmp_path: Path) -> None:
         text=True,
     ).stdout.strip()
     assert found == str(installed / "examples" / "grpo.py")
+    assert {path.name for path in (installed / "examples").iterdir()} >= {
+        "grpo.py",
+        "grpo_pretrained.py",
+    }
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
     there = {path.stem for path in (installed / "examples").iterdir()}
     assert there <= names

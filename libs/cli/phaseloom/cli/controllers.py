@@ -40,13 +40,13 @@ class ControllerSpec:
     """GRPO steps; None: the example's own default."""
 
 
-def find_example() -> Path:
-    """The demo's controller: the one that is installed with this package, or in a clone that of the
-    repository."""
-    installed = Path(__file__).with_name("examples") / "grpo.py"
+def find_example(name: str = "grpo.py") -> Path:
+    """A program among the examples: the one that is installed with this package, or in a clone that
+    of the repository."""
+    installed = Path(__file__).with_name("examples") / name
     if installed.is_file():
         return installed
-    return Path(__file__).resolve().parents[4] / "examples" / "grpo.py"
+    return Path(__file__).resolve().parents[4] / "examples" / name
 
 
 class Controllers:
@@ -54,6 +54,7 @@ class Controllers:
 
     Args: script: the controller's program (`find_example`).
           environment: variables that tell them how to reach the mesh, beside the inherited ones.
+          arguments: words for the command lines of all of them.
           heard: called with (job, line) for every line that a controller writes.
     """
 
@@ -65,7 +66,9 @@ class Controllers:
         environment: dict[str, str],
         logs: Path,
         heard: Callable[[str, ControllerLine], None],
+        arguments: Sequence[str] = (),
     ) -> None:
+        self._arguments = arguments
         self._specs = specs
         self._environment = {**config.inherited(), **environment}
         self._logs = logs
@@ -108,7 +111,7 @@ class Controllers:
 
     def _command(self, spec: ControllerSpec) -> list[str]:
         command = [sys.executable, "-u", str(self._script), "--task", spec.task]
-        command += ["--job", spec.job, "--seed", str(spec.seed), "--wait"]
+        command += ["--job", spec.job, "--seed", str(spec.seed), "--wait", *self._arguments]
         return command if spec.steps is None else [*command, "--steps", str(spec.steps)]
 
     async def _listen(

@@ -23,16 +23,19 @@ from phaseloom.cli.progress import Progress
 from phaseloom.cli.recorder import Recorder, read_events
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
 from phaseloom.cli.rundir import new_run_dir
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.cli.timeline import read_spans, write_timeline
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus
 
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"
 LAST_EVENTS_TIMEOUT_S = 5.0
 """The longest wait, after a controller's end, for the log entry of its last operation."""
+_LEAST_WEIGHTS_BYTES = 4 * 2**20
+"""The size of the smallest model that devices and host memory are sized for."""
 OVERLAP_NOTE = (
     "chain_sum has about 200 distinct prompts, so its held-out prompts overlap with those it "
     "trained on; its reward shows learning, not generalisation"
@@ -56,6 +59,7 @@ async def demo(
     jobs: tuple[str, ...] = TASKS,
     placement: str | None = None,
     ordering: str | None = None,
+    pretrained: Path | None = None,
 ) -> int:
     """Run the demo; returns the exit code: 0 where everything held.
 
@@ -65,18 +69,25 @@ async def demo(
             jobs: tasks of `examples/grpo.py`; a job is called like its task.
             placement: policy: which nodes a job is pinned to, and with whom; None: the default.
             ordering: policy: which ready operation a device runs next; None: the default.
-    Raises: CallerError: a package is missing, or a policy is not known.
+            pretrained: directory of a model that both jobs start from, instead of a tiny one from
+                a seed; it takes some GB of memory and many minutes.
+    Raises: CallerError: a package is missing, a policy is not known, or the directory is no
+            model's.
     """
     console = Console(highlight=False)
     check_prerequisites()
-    settings = with_policies(MeshConfig(), placement, ordering)
+    mesh, program = MeshConfig(), Program(find_example())
+    if pretrained is not None:
+        mesh, program = await asyncio.to_thread(for_pretrained, pretrained)
+    settings = with_policies(mesh, placement, ordering)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     specs = [ControllerSpec(task, task, seed, steps) for task in jobs]
     failures: list[PhaseloomError] = []
     try:
-        alone = await _run_alone(specs, settings, run_dir, console) if baseline else []
-        shared = await _run(specs, settings, run_dir, console, "Both jobs, sharing the devices")
+        alone = await _run_alone(specs, program, settings, run_dir, console) if baseline else []
+        title = "Both jobs, sharing the devices"
+        shared = await _run(specs, program, settings, run_dir, console, title=title)
     except* PhaseloomError as failed:
         failures = _leaves(failed)
     if failures:
@@ -87,12 +98,39 @@ async def demo(
     console.print(verdict.tables(summary))
     for line in verdict.hashes(summary):
         console.print(line, soft_wrap=True)
-    problems = verdict.problems(summary, judges_rewards=steps is None)
+    problems = verdict.problems(summary, judges_rewards=steps is None and pretrained is None)
     for line in [*verdict.notes(summary), f"results: {run_dir}"]:
         console.print(line, soft_wrap=True)
     for problem in problems:
         console.print(f"[bold red]FAILED[/] {problem}", soft_wrap=True)
     return 1 if problems else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The controllers' program."""
+
+    script: Path
+    arguments: Sequence[str] = ()
+
+
+def for_pretrained(directory: Path) -> tuple[MeshConfig, Program]:
+    """A mesh whose two devices hold one job's copies of a registered model each, so that two jobs
+    must share them, and the program that trains it.
+
+    Raises: CallerError: the directory is no model's.
+    """
+    directory = directory.absolute()
+    model = read_model("pretrained", directory)
+    weights_bytes = max(4 * model.num_parameters, _LEAST_WEIGHTS_BYTES)
+    rollout, train = weights_bytes * 5 // 4, weights_bytes * 9 // 2
+    nodes = [
+        NodeConfig("rollout-0", "rollout", [rollout], host_memory_bytes=12 * weights_bytes),
+        NodeConfig("train-0", "train", [train], host_memory_bytes=24 * weights_bytes),
+    ]
+    words = ["--model", model.name, "--tokenizer", str(directory)]
+    mesh = MeshConfig(nodes=nodes, models={model.name: str(directory)})
+    return mesh, Program(find_example("grpo_pretrained.py"), words)
 
 
 def check_prerequisites() -> None:
@@ -114,21 +152,29 @@ def check_prerequisites() -> None:
 
 
 async def _run_alone(
-    specs: Sequence[ControllerSpec], settings: MeshConfig, run_dir: Path, console: Console
+    specs: Sequence[ControllerSpec],
+    program: Program,
+    settings: MeshConfig,
+    run_dir: Path,
+    console: Console,
 ) -> list[AloneRun]:
     runs = []
     for spec in specs:
         directory = run_dir / f"alone-{spec.job}"
-        finished = await _run([spec], settings, directory, console, f"{spec.job} alone")
+        finished = await _run(
+            [spec], program, settings, directory, console, title=f"{spec.job} alone"
+        )
         runs.append(AloneRun(finished.results[0], finished.log))
     return runs
 
 
 async def _run(
     specs: Sequence[ControllerSpec],
+    program: Program,
     settings: MeshConfig,
     run_dir: Path,
     console: Console,
+    *,
     title: str,
 ) -> FinishedRun:
     """Run controllers on a mesh of their own, and record the run.
@@ -148,7 +194,12 @@ async def _run(
                 "PHASELOOM_TELEMETRY_SPANS_DIR": str(run_dir / "spans"),
             }
             controllers = Controllers(
-                find_example(), specs, environment=environment, logs=logs, heard=progress.heard
+                program.script,
+                specs,
+                environment=environment,
+                logs=logs,
+                heard=progress.heard,
+                arguments=program.arguments,
             )
             bus = await Bus.open(mesh.credentials.bus, "recorder")
             try:

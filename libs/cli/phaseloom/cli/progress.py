@@ -34,7 +34,7 @@ class JobProgress:
     def heard(self, line: ControllerLine) -> None:
         match line["event"]:
             case "ready":
-                self.doing, self.steps = "warms up", line.get("steps", 0)
+                self.doing, self.steps = "prepares", line.get("steps", 0)
             case "warmup":
                 self.doing = "is warmed up"
             case "barrier":

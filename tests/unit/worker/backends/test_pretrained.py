@@ -115,16 +115,21 @@ def test_bfloat16_comes_back_exactly(directory: Path) -> None:
         assert torch.equal(tensor(slot, heap).bfloat16(), original[slot.name]), slot.name
 
 
-def test_ranks_of_bfloat16_hold_the_files_bytes(directory: Path) -> None:
-    model = pinned(directory)
-    assert model.pinned is not None
-    (shape,) = [[29, 32]]
-    slot = TensorSlot("model.embed_tokens.weight", Role.WEIGHT, "bfloat16", shape, 0, 2 * 29 * 32)
-    rewrite(directory, lambda tensors: [tensors.pop(n) for n in [*tensors] if n != slot.name])
-    heap = Heap(slot.num_bytes)
-    pretrained.fill(heap, [slot], pinned(directory).pinned or model.pinned, ties_embeddings=True)
-    (stored,) = load_file(directory / "model.safetensors").values()
-    assert torch.equal(tensor(slot, heap), stored)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_weights_of_bfloat16_are_rounded_and_their_masters_are_not(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    directory = save_model(tmp_path / "model", dtype)
+    model = pinned(directory, dtype="bfloat16")
+    exact = loaded(directory).state_dict()
+    with running(deployment(model, "fsdp")) as (built, heap):
+        assert model.pinned is not None
+        pretrained.fill(heap, built.slots, model.pinned, ties_embeddings=True)
+        built.weights_changed()
+        slots = {slot.name: slot for slot in built.slots}
+        for name in parameter_shapes(model):
+            assert torch.equal(tensor(slots[name], heap), exact[name].bfloat16()), name
+            assert torch.equal(tensor(slots[f"{name}.master"], heap), exact[name]), name
 
 
 def test_tensor_larger_than_a_piece_is_read_whole(

@@ -6,7 +6,8 @@ ranks of one node read each byte from the disk once; direct I/O is not used. The
 verified by the node's agent.
 
 Conversions are torch's. bfloat16 and float16 become float32 exactly; float32 is rounded where a
-rank holds bfloat16, and float32 values that were bfloat16 once come back exactly.
+rank holds bfloat16, and float32 values that were bfloat16 once come back exactly. The float32
+masters of bfloat16 weights are read from the files too, so that they lose nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.worker.backends.layout import MASTER
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 
 _PIECE_BYTES = 16 * 2**20
@@ -43,7 +45,7 @@ def fill(
     *,
     ties_embeddings: bool,
 ) -> None:
-    """Fill the weights of a heap; gradients and optimizer state stay as they are.
+    """Fill the weights of a heap, and their masters; gradients and moments stay as they are.
 
     Args:   slots: the tensors of the heap.
             ties_embeddings: whether the model's head is its embedding.
@@ -51,7 +53,9 @@ def fill(
             dtype that cannot be read, or belongs to no parameter. ResourceError: DATA_LOSS: a file
             cannot be read.
     """
-    weights = [slot for slot in slots if slot.role is Role.WEIGHT]
+    held = [*slots]
+    weights = [slot for slot in held if slot.role is Role.WEIGHT]
+    masters = {slot.name.removesuffix(MASTER): slot for slot in held if slot.name.endswith(MASTER)}
     with ExitStack() as stack:
         sources = _open(directory, stack)
         matched = _matched(weights, sources, ties_embeddings=ties_embeddings)
@@ -60,6 +64,8 @@ def fill(
         memory = as_tensor(heap)
         for slot in weights:
             _read(slot, matched[slot.name], memory)
+            if slot.name in masters:
+                _read(masters[slot.name], matched[slot.name], memory)
 
 
 def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, Any]:
