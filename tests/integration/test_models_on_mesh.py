@@ -32,6 +32,16 @@ GEMMA2 = ModelSpec(
     ),
     init_seed=7,
 )
+EXPERTS = ModelSpec(
+    config(
+        "qwen3_moe",
+        dtype="bfloat16",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    ),
+    init_seed=7,
+)
 BFLOAT16 = ModelSpec(config(dtype="bfloat16"), init_seed=7)
 Trained = tuple[list[float], list[list[int]], list[list[float]]]
 
@@ -78,7 +88,8 @@ async def test_job_is_the_same_to_the_bit_after_a_kill(short_dir: Path, seal_eve
     """Rebuilt from seal and log, or from the log alone."""
     mesh_config = replace(MESH, seal_every=seal_every)
     async with running_mesh(mesh_config, short_dir) as (mesh, log), tenant(mesh) as connection:
-        for name, model in (("gemma2", GEMMA2), ("bfloat16", BFLOAT16)):
+        models = {"gemma2": GEMMA2, "bfloat16": BFLOAT16, "experts": EXPERTS}
+        for name, model in models.items():
             expected = await train(connection, name, model)
             assert expected[0][-1] < expected[0][0]
             assert await train(connection, f"{name}-killed", model, kill_in=mesh) == expected

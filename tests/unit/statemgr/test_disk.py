@@ -20,12 +20,20 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.statemgr.disk.blockfile import PAGE_BYTES, BlockFile, DirectFile, probe
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.blockfile import (
+    PAGE_BYTES,
+    BlockFile,
+    DirectFile,
+    MemoryFile,
+    probe,
+)
+from phaseloom.statemgr.disk.disk import read_block, read_part, write_state
+from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import (
     Section,
     StateHeader,
     encode_header,
+    parts_in,
     seal_header,
 )
 
@@ -158,6 +166,27 @@ def test_every_section_comes_back_block_by_block(tmp_path: Path) -> None:
         target = memory(len(content))
         directory.read(place, target)
         assert target == content
+
+
+def test_file_in_memory_has_the_bytes_of_one_on_disk_and_the_same_checks(tmp_path: Path) -> None:
+    """A seal of durability `host`."""
+    path, contents = written(StateDirectory(tmp_path))
+    header = find_parts(path)[0].header
+    image = memoryview(mmap.mmap(-1, path.stat().st_size))
+    file = MemoryFile(image)
+    assert write_state(file, "a seal", header, contents, NEVER) == header
+    assert image == path.read_bytes()
+    places = parts_in(lambda at, length: bytes(image[at : at + length]), "a seal")
+    for place, content in zip(places, contents, strict=True):
+        target = memory(len(content))
+        read_part(file, place, target, NEVER)
+        assert target == content
+    image[places[1].offset + 5] ^= 1
+    with pytest.raises(ResourceError, match=r"a seal: .* rank 1, .*checksum") as caught:
+        read_block(file, places[1], 0, memory(BLOCK_BYTES))
+    assert caught.value.info.code is Code.DATA_LOSS
+    with pytest.raises(ResourceError, match="the file ends before them"):
+        read_part(MemoryFile(image[:-1]), places[2], memory(SIZES[2]), NEVER)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

@@ -61,7 +61,7 @@ from phaseloom.common.contract.state_rank import (
     WriteCheckpoint,
 )
 from phaseloom.common.observability import metrics
-from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader
@@ -153,7 +153,7 @@ class StateManager:
         async def handle(body: StateMessage, fds: list[int]) -> Answer:
             kept: list[int] = []
             async with self._node.change():
-                with contained(metrics.UNFORESEEN, "request"):
+                with error_boundary(metrics.UNFORESEEN, "request"):
                     reply, its_own = await self._handle(session, body, fds)
                 # Duplicated at once: while the manifest is written, the memory may be dropped, and
                 # the descriptor's number become that of somebody else's memory.

@@ -44,6 +44,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4},
     "olmo3": BOTH,
     "phi3": {"sliding_window": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "qwen2": {**BOTH, "use_sliding_window": True},
     "starcoder2": {"sliding_window": 4},
 }
@@ -59,6 +60,19 @@ def _model(model_type: str) -> ModelSpec:
 
 def _tokens(result: GenerateResult) -> list[list[int]]:
     return [int32s(sample.tokens) for samples in result.sequences for sample in samples]
+
+
+def _of_files(name: str, parameter: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A parameter's gradient, put together where files have a tensor an expert."""
+    prefix, _, last = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return found[f"{name}.grad"]
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[last]
+    experts = [
+        torch.cat([found[f"{prefix}.{expert}.{part}.weight.grad"] for part in parts])
+        for expert in range(parameter.shape[0])
+    ]
+    return torch.stack(experts)
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
@@ -77,7 +91,7 @@ def test_training_is_that_of_transformers(model_type: str, tmp_path: Path) -> No
         assert parameter.grad is not None, name
         largest = parameter.grad.abs().max().item()
         assert largest > 0, name
-        actual = gradients[f"{name}.grad"]
+        actual = _of_files(name, parameter, gradients)
         torch.testing.assert_close(actual, parameter.grad, rtol=0, atol=2e-5 * largest)
     # Eager: `transformers`' other kernels leave out the cap of Gemma 2's attention.
     factory: Any = AutoModelForCausalLM

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def contained(metric: Metric, part: str) -> Iterator[None]:
+def error_boundary(metric: Metric, part: str) -> Iterator[None]:
     """Turn an exception of the block that is not ours into an InternalError; log and count it.
 
     Args:   metric: the counter, with the label `part`.

@@ -28,7 +28,7 @@ from phaseloom.common.contract.state_rank import (
     WriteCheckpoint,
 )
 from phaseloom.common.observability import metrics
-from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
 from phaseloom.statemgr.checkpoints.marker import Marker
 from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
@@ -188,7 +188,7 @@ class Exporter:
         sha256 = ""
         try:
             with (
-                contained(metrics.UNFORESEEN, "checkpoint"),
+                error_boundary(metrics.UNFORESEEN, "checkpoint"),
                 metrics.timed(metrics.CHECKPOINT_DURATION, node=self._node.name),
             ):
                 sha256 = await self._write_files(snapshot, request, write.cancelled)

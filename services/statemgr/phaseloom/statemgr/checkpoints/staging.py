@@ -20,7 +20,7 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import StageState, TakeSnapshot
 from phaseloom.common.observability import metrics
-from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined, digest_of
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.disk.files import NEVER
@@ -158,7 +158,7 @@ class Staging:
         self, snapshot: Snapshot, memories: list[memoryview], ended: asyncio.Future[None]
     ) -> None:
         try:
-            with contained(metrics.UNFORESEEN, "checkpoint"):
+            with error_boundary(metrics.UNFORESEEN, "checkpoint"):
                 async with self.node.change():
                     for part, memory in zip(snapshot.parts, memories, strict=True):
                         checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)

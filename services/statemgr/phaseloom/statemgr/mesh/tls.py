@@ -32,7 +32,7 @@ from phaseloom.common.contract.errors import (
     ResourceError,
 )
 from phaseloom.common.observability import metrics
-from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport import certificates
 from phaseloom.common.transport.framing import accept
 
@@ -380,7 +380,7 @@ class Server:
 
     async def _host(self, sock: socket.socket) -> None:
         # Logged and counted there: a session keeps no state, so that it can end alone.
-        with contextlib.suppress(InternalError), contained(metrics.UNFORESEEN, "peer"):
+        with contextlib.suppress(InternalError), error_boundary(metrics.UNFORESEEN, "peer"):
             await self._talk(sock)
 
     async def _talk(self, sock: socket.socket) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from phaseloom.common.contract.errors import InternalError, PhaseloomError
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.observability import metrics
-from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.residency.incarnations import InvalidTransition, Rank, SharedCopy
 
@@ -156,7 +156,7 @@ class Moves:
 
     async def discard(self, file: Path) -> None:
         """Remove a file that nobody needs. Raises nothing: a file that stays is swept later."""
-        with contextlib.suppress(InternalError), contained(metrics.UNFORESEEN, "move"):
+        with contextlib.suppress(InternalError), error_boundary(metrics.UNFORESEEN, "move"):
             await asyncio.to_thread(self._directory.discard, file)
 
     def _begin(self, move: Move, work: Work) -> Move:

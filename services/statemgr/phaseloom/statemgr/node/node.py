@@ -28,7 +28,7 @@ from phaseloom.common.contract.state_rank import (
     Unpin,
 )
 from phaseloom.common.observability import metrics
-from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshots
 from phaseloom.statemgr.disk.files import StateDirectory
@@ -123,7 +123,7 @@ class Node:
         """
         kept: list[int] = []
         try:
-            with contained(metrics.UNFORESEEN, "request"):
+            with error_boundary(metrics.UNFORESEEN, "request"):
                 async with self.change():
                     # Duplicated now: while the manifest is written, the memory may be given up,
                     # and the descriptor's number become another's.

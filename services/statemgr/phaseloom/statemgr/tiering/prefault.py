@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.observability import metrics
-from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.tensors.hugepages import touch
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State
@@ -58,7 +58,7 @@ class Prefault:
     async def _run(self, rank: Rank, views: list[memoryview], stopped: threading.Event) -> None:
         try:
             # Logged and counted there: the rank fills its extent all the same.
-            with suppress(InternalError), contained(metrics.UNFORESEEN, "move"):
+            with suppress(InternalError), error_boundary(metrics.UNFORESEEN, "move"):
                 # The rank waits for the answer that brings its extent: that answer goes first.
                 await self._node.handles.recorded()
                 await asyncio.to_thread(_touch, rank, views, stopped)

@@ -29,7 +29,7 @@ from typing import TypeVar
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
-from phaseloom.common.process.error_boundary import contained
+from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.extents import Extent
@@ -472,7 +472,7 @@ class Tiering:
         Where the error is DATA_LOSS, no good bytes are left, and all who refer to it are lost.
         """
         try:
-            with contained(metrics.UNFORESEEN, "move"):
+            with error_boundary(metrics.UNFORESEEN, "move"):
                 yield
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:

@@ -2,7 +2,7 @@
 
 A model's logits are its head's of its body's hidden states, scaled and capped as its config says.
 A body attends to all earlier positions, or in some layers to those of a window. Whatever an
-architecture does differently (experts, recurrent state, chunks, a cache of its own) keeps it out of
+architecture does differently (recurrent state, chunks, a cache of its own) keeps it out of
 `MODEL_TYPES`. Each one in it is tested against `transformers`.
 
 Shapes: B rows, T query columns, S key columns, N positions asked for, H hidden, V vocabulary.
@@ -43,6 +43,7 @@ MODEL_TYPES: Final = frozenset(
         "phi3",
         "qwen2",
         "qwen3",
+        "qwen3_moe",
         "seed_oss",
         "smollm3",
         "stablelm",

@@ -53,6 +53,7 @@ from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.digest import weights_sha256
+from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import (
     Layout,
     Region,
@@ -158,7 +159,8 @@ class FsdpBackend:
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
-        self.version_slots = plan(self._shapes, trainable=False, dtype=self._dtype).slots
+        files = file_shapes(self._shapes)
+        self.version_slots = plan(files, trainable=False, dtype=self._dtype).slots
         self.holdings: Sequence[Holding] = [
             holding_of(_layout(spec, self._shapes, replace(ranks, rank=rank)).slots)
             for rank in range(ranks.world_size)
@@ -273,12 +275,13 @@ class FsdpBackend:
 
     @_collective
     def weights_sha256(self) -> str:
+        if self._ranks.world_size == 1:
+            views = ((slot.name, self._tensors.view(slot)) for slot in self._layout.weights.files)
+            return weights_sha256(as_little_endian(views), self._dtype)
         digest = torch.zeros(32, dtype=torch.uint8)
         tensors = self._whole(self._layout.weights)
         if self._ranks.rank == 0:
             hexadecimal = weights_sha256(as_little_endian(tensors), self._dtype)
-            if self._ranks.world_size == 1:
-                return hexadecimal
             digest = torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)
         else:
             _exhaust(tensors)
@@ -306,9 +309,7 @@ class FsdpBackend:
     def _whole(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors by parameter, sorted, one at a time, on rank 0 alone. Collective."""
         for name, padded in self._padded(region).items():
-            if self._ranks.world_size == 1:
-                yield name, padded
-            elif self._ranks.rank == 0:
+            if self._ranks.rank == 0:
                 shards = padded.new_empty([self._ranks.world_size, *padded.shape])
                 dist.gather(padded, [*shards.unbind()], dst=0)
                 yield name, shards.flatten(0, 1)[: self._shapes[name][0]]

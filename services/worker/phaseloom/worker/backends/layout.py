@@ -25,6 +25,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
 from phaseloom.common.tensors import layouts
 from phaseloom.common.tensors.resharding import item_bytes
 from phaseloom.worker.backends.base import ALONE, RankGroup
+from phaseloom.worker.backends.experts import file_slots, is_fused
 from phaseloom.worker.state.heap import align
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
@@ -38,12 +39,17 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes [start, stop) of a heap and the tensors in it, by parameter name, all of one dtype."""
+    """Bytes [start, stop) of a heap and the parameters in it, by name, all of one dtype."""
 
     start: int
     stop: int
     slots: Mapping[str, TensorSlot]
     dtype: str = FLOAT32
+
+    @property
+    def files(self) -> list[TensorSlot]:
+        """The tensors in it, as files name them, sorted by name; see `experts`."""
+        return file_slots(self.slots)
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class TrainingLayout:
 
     @property
     def slots(self) -> list[TensorSlot]:
-        return [*(slot for region in self.regions for slot in region.slots.values()), self.step]
+        return [*(slot for region in self.regions for slot in region.files), self.step]
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Layout:
     @property
     def slots(self) -> list[TensorSlot]:
         training = self.training.slots if self.training else []
-        return [*self.weights.slots.values(), *training]
+        return [*self.weights.files, *training]
 
     @property
     def heap_bytes(self) -> int:
@@ -176,10 +182,19 @@ def plan(
 ) -> Layout:
     """Lay out a rank's shards of parameters, and their training state if `trainable`.
 
-    Args: shapes: of the whole parameters. dtype: of the weights.
+    Args:   shapes: of the whole parameters. dtype: of the weights.
+    Raises: CallerError: FAILED_PRECONDITION: experts over several ranks, or of an odd size.
     """
+    if ranks.world_size > 1 and any(map(is_fused, shapes)):
+        raise CallerError(
+            f"experts cannot be spread over {ranks.world_size} ranks",
+            code=Code.FAILED_PRECONDITION,
+            field="layout.dp",
+            remedy="use layout.dp = 1",
+        )
     shards = {name: shard(shape, ranks) for name, shape in shapes.items()}
     weights = _region(shards, 0, Role.WEIGHT, "", dtype)
+    file_slots(weights.slots)  # refuses what cannot be aligned
     if not trainable:
         return Layout(weights)
     masters = None

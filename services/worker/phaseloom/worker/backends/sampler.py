@@ -36,6 +36,7 @@ from phaseloom.worker.backends.batch import (
 )
 from phaseloom.worker.backends.decode import Cache, decoder_of
 from phaseloom.worker.backends.digest import weights_sha256
+from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.generation import Rows, Sampling, Start
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec, prompt_field
 from phaseloom.worker.backends.layout import Layout, plan
@@ -71,7 +72,8 @@ class SamplerBackend(InferenceBackend):
         self._layout = _layout(spec)
         self._tensors = HeapTensors(heap)
         self.slots = self._layout.slots
-        self.version_slots = self.slots
+        files = file_shapes(parameter_shapes(spec.model))
+        self.version_slots = plan(files, trainable=False, dtype=weights_dtype(spec.model)).slots
         self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
         self._device = self._tensors.device
         self._dtype = weights_dtype(spec.model)
@@ -116,8 +118,8 @@ class SamplerBackend(InferenceBackend):
             return ForwardResult([*scoring.logprobs(self._scorer, batch)])
 
     def weights_sha256(self) -> str:
-        views = self._tensors.views(self._layout.weights)
-        return weights_sha256(as_little_endian(views.items()), self._dtype)
+        views = ((slot.name, self._tensors.view(slot)) for slot in self.slots)
+        return weights_sha256(as_little_endian(views), self._dtype)
 
     def weights_changed(self) -> None:
         """Nothing: nothing is derived from the weights; every call reads them from the heap."""

@@ -263,7 +263,7 @@ def _queue_on(step: Step, node: Node, index: int) -> Queue:
 
 
 def _ordered(step: Step, node: Node, index: int, options: list[device_views.Option]) -> Queue:
-    """In the order in which the policy would choose them now, each in its among."""
+    """The options in the order in which the policy would choose them now."""
     if not options:
         return []
     policy = choice.policy_of(step)

@@ -91,7 +91,7 @@ class DeviceView(msgspec.Struct, frozen=True):
     """At least one candidate; each of another deployment."""
     resident: Resident | None = None
     members: Sequence[Member] = ()
-    """Members in the order of their turns, from the one after the last that was served. Filled only
+    """Members by round-robin position, from the one after the last that was served. Filled only
     for policies that use it."""
     may_wait: bool = False
     """Whether the answer may be `Wait`. It must be a candidate where the policy is not one that

@@ -25,6 +25,7 @@ from phaseloom.common.contract.specs import Batching, DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
+from phaseloom.worker.backends.experts import is_fused
 from phaseloom.worker.backends.generation import StopText
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import plan as plan_layout
@@ -291,6 +292,13 @@ class _Call:
 
 
 def _settings(spec: DeploymentSpec) -> Settings:
+    """Raises: CallerError: vLLM is not given models with experts yet."""
+    if any(map(is_fused, parameter_shapes(spec.model))):
+        raise CallerError(
+            "the vllm backend cannot do models with experts",
+            field="model.config.model_type",
+            remedy="use the backend 'sampler', or a dense model",
+        )
     config = model_config(spec.model)
     num_positions = int(config.max_position_embeddings) + _SPARE_POSITIONS
     dtype = weights_dtype(spec.model)

@@ -1,0 +1,81 @@
+"""Expert weights: one fused tensor a layer in memory, a tensor an expert and projection in files.
+
+A fused tensor has its experts one behind the other, and an expert its projections, so each tensor
+of a file is a run of the fused one. States, versions and checkpoints know the files' names only.
+Pure; no torch.
+
+Shapes: E experts, I intermediate, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.worker.state.heap import ALIGNMENT_BYTES
+
+_FUSED = {
+    ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    ".mlp.experts.down_proj": ("down_proj",),
+}
+"""End of a fused tensor's name → the projections of an expert, along its dim 1."""
+
+
+def file_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """The tensors of files, by name, from a model's parameters."""
+    return {part: size for name, shape in shapes.items() for part, size in _parts(name, shape)}
+
+
+def is_fused(name: str) -> bool:
+    return any(name.endswith(end) for end in _FUSED)
+
+
+def file_slots(slots: Mapping[str, TensorSlot]) -> list[TensorSlot]:
+    """The slots of files' tensors, sorted by name, from slots of whole parameters, by name.
+
+    Raises: CallerError: FAILED_PRECONDITION: a tensor would not lie at a multiple of 64 bytes.
+    """
+    if not any(map(is_fused, slots)):
+        return [*slots.values()]
+    return sorted(
+        (part for name, slot in slots.items() for part in _part_slots(name, slot)),
+        key=lambda slot: slot.name,
+    )
+
+
+def _parts(name: str, shape: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
+    """The tensors of files that a parameter is made of, in the order in which they lie in it."""
+    end = next((end for end in _FUSED if name.endswith(end)), None)
+    if end is None:
+        return [(name, shape)]
+    prefix = name[: -len(end)] + ".mlp.experts"
+    num_experts, num_rows, num_columns = shape
+    projections = _FUSED[end]
+    size = [num_rows // len(projections), num_columns]
+    return [
+        (f"{prefix}.{expert}.{projection}.weight", size)
+        for expert in range(num_experts)
+        for projection in projections
+    ]
+
+
+def _part_slots(name: str, slot: TensorSlot) -> list[TensorSlot]:
+    if not is_fused(name):
+        return [slot]
+    parts = _parts(name, slot.shape)
+    suffix, num_bytes = slot.name.removeprefix(name), slot.num_bytes // len(parts)
+    if num_bytes % ALIGNMENT_BYTES:
+        raise CallerError(
+            f"a projection of an expert has {num_bytes} bytes, no multiple of {ALIGNMENT_BYTES}",
+            code=Code.FAILED_PRECONDITION,
+            field="model.config.moe_intermediate_size",
+            remedy="use a multiple of 32",
+        )
+    slots = []
+    for number, (part, shape) in enumerate(parts):
+        assert prod(shape) * len(parts) == prod(slot.shape)
+        offset = slot.offset + number * num_bytes
+        slots.append(TensorSlot(part + suffix, slot.role, slot.dtype, [*shape], offset, num_bytes))
+    return slots
