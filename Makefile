@@ -34,8 +34,8 @@ TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slice
 	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
 TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
 TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py)
-TESTS_mesh := $(addprefix $(ON),checkpoints_on_mesh.py end_to_end.py layouts_on_mesh.py \
-	nodes_on_mesh.py registered_models.py sharing_on_mesh.py)
+TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery),$(wildcard $(ON)*_on_mesh.py)) \
+	$(addprefix $(ON),end_to_end.py registered_models.py)
 SUBJECTS := cli client common loadtest profiler router scheduler simulator statemgr weights worker \
 	recovery mesh
 

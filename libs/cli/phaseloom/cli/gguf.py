@@ -6,6 +6,7 @@ The file is read by `transformers`, with the package `gguf`. The directory has w
 
 from __future__ import annotations
 
+import shutil
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,9 +45,13 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
             field="directory",
             remedy="name a directory that is to be made",
         )
-    _convert(gguf or _smollm2(), directory)
+    # The directory appears whole: one that is there need not be made again.
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _convert(gguf or _smollm2(), partial)
     if gguf is None:
-        (directory / "LICENSE").write_text(_license())
+        (partial / "LICENSE").write_text(_license())
+    partial.rename(directory)
     (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
 
 
