@@ -65,6 +65,7 @@ up: $(VENV)/.demo
 ## test: everything that takes minutes at most; ARGS goes to pytest, `ARGS="-n 0"` for one at a time
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)
+	@echo "without the backend vllm, whose environment has 3 GB: make test-vllm"
 
 ## test-SUBJECT: the tests of one: see SUBJECTS
 $(SUBJECTS:%=test-%): test-%: $(VENV)/.test
