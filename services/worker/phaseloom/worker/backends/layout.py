@@ -4,8 +4,8 @@ On the device lies the heap; the optimizer's part may live in host memory instea
 copy in the host extent. Offsets are of that extent, whose beginning is as the heap.
 
 One layout rule for all backends: regions follow one another, each holds the parameters sorted by
-name at 64-byte offsets. So the weights region has the same bytes in a policy, a sampler and a
-weights version, and each region doubles as one flat tensor for elementwise work; the padding
+name at 64-byte offsets. So the weights region has the same bytes in a policy, a sampler and, unless
+there are experts (see `experts`), a weights version, and each region doubles as one flat tensor for elementwise work; the padding
 between tensors is zero and stays zero. Over several ranks each heap holds the rank's shards, with
 room for the padding that makes them as large on every rank. Pure; no torch.
 
