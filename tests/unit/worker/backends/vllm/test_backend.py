@@ -157,11 +157,36 @@ def test_requests_of_many_kinds_in_one_call_end_as_in_our_own_sampler(
     assert reasons == {"stop", "length"}
 
 
+SHAPED = [
+    SamplingParams(40, 0.9, ignore_eos=True, top_k=5),
+    SamplingParams(40, 1.1, ignore_eos=True, top_p=0.6, min_p=0.02),
+    SamplingParams(40, 0.0, ignore_eos=True, repetition_penalty=1.5),
+    SamplingParams(40, 0.8, ignore_eos=True, presence_penalty=1.0, frequency_penalty=0.4),
+    SamplingParams(40, 1.0, ignore_eos=True, bad_words=[[3], [4, 5]], top_logprobs=3),
+]
+
+
+def test_every_sampling_parameter_shapes_tokens_as_in_our_own_sampler(
+    one: tuple[Backend, Heap],
+) -> None:
+    requests = [Generate(prompts(3, seed), p, num_samples=2) for seed, p in enumerate(SHAPED)]
+    ours = run(one[0], *requests)
+    expected = run(sharp(vllm.spec("sampler"))[0], *requests)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert tokens_of(mine) == tokens_of(theirs)
+    for mine, theirs in zip(ours[-1].sequences, expected[-1].sequences, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert list(int32s(a.top_tokens)) == list(int32s(b.top_tokens))
+            top, want = float32s(a.top_logprobs), float32s(b.top_logprobs)
+            assert list(top) == pytest.approx(list(want), abs=2e-5)
+
+
 def test_stopped_request_goes_on_in_another_batch_with_the_same_tokens(
     one: tuple[Backend, Heap],
 ) -> None:
     backend, _ = one
-    asked, params = prompts(32), SamplingParams(48, ignore_eos=True)
+    asked = prompts(32)
+    params = SamplingParams(48, ignore_eos=True, top_p=0.95, frequency_penalty=0.1)
     whole = tokens_of(run(backend, Generate(asked, params))[0])
     looker = Looker(stop_at={0: 32 * 17})
     (part,) = run(backend, Generate(asked, params), looker=looker)
