@@ -41,7 +41,7 @@ LESSON = [Datum([1, 2, 3, 4], [2, 3, 4, 5], weights=[1.0] * 4)]
 def weights() -> bytes:
     """What a rank of the reference holds."""
     factory = backend_factory(REFERENCE.backend)
-    heap = Heap(factory.heap_bytes(REFERENCE))
+    heap = Heap(factory.plan(REFERENCE).heap_bytes)
     factory(REFERENCE, heap).close()
     return bytes(heap.buffer)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from phaseloom import client
+from phaseloom.cli.state import state
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.operations import AdamParams
+from phaseloom.common.contract.events import ActivationOpened
+from phaseloom.common.contract.operations import AdamParams, GenerateResult
 from phaseloom.common.contract.specs import Layout
 from tests.support import vllm
 from tests.support.jobs import kill_rank, running_mesh, tenant
@@ -18,9 +22,10 @@ from tests.support.node import lesson
 
 pytestmark = [pytest.mark.vllm, vllm.needs_vllm_python]
 
+INTERPRETERS = {"vllm": str(vllm.PYTHON)}
 MESH = MeshConfig(
     nodes=[
-        NodeConfig("rollout-0", "rollout", [16 * 2**20], interpreters={"vllm": str(vllm.PYTHON)}),
+        NodeConfig("rollout-0", "rollout", [16 * 2**20], interpreters=INTERPRETERS),
         NodeConfig("train-0", "train", [16 * 2**20, 16 * 2**20]),
     ],
     seal_every=4,
@@ -71,3 +76,39 @@ async def test_job_for_vllm_is_refused_where_no_node_has_it(short_dir: Path) -> 
         assert raised.value.info.code is Code.FAILED_PRECONDITION
         assert raised.value.info.field == "spec.deployments.backend"
         assert "interpreters" in raised.value.info.remedy
+
+
+async def test_two_jobs_on_one_device_take_turns_and_draw_the_same_bits(
+    short_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The device has room for one of them only, its KV cache included."""
+    room = vllm.SCRATCH_BYTES + 2**20  # of weights, 0.5 MiB
+    node = NodeConfig("rollout-0", "rollout", [room], interpreters=INTERPRETERS)
+    config = replace(MESH, nodes=[node])
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        jobs = [await connection.submit_job(name, [vllm.spec()]) for name in ("a", "b")]
+        samplers = [job.deployment("sampler") for job in jobs]
+        drawn: list[list[GenerateResult]] = [[], []]
+        for _ in range(4):
+            for sampler, results in zip(samplers, drawn, strict=True):
+                asked = sampler.generate(PROMPTS, SAMPLED, num_samples=4, prompt_logprobs=True)
+                results.append(await asked)
+        for results in drawn:
+            assert all(result == results[0] for result in results)
+        kill_rank(mesh, "a.sampler")
+        again = await samplers[0].generate(PROMPTS, SAMPLED, num_samples=4, prompt_logprobs=True)
+        assert again == drawn[0][0]
+        assert await asyncio.to_thread(state, run=mesh.run_dir, json=True) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        deployments = json.loads(line)["report"]["deployments"]
+        assert [each["scratch_bytes"] for each in deployments] == [vllm.SCRATCH_BYTES] * 2
+        for each in deployments:
+            taken = each["heap_bytes"] + vllm.SCRATCH_BYTES if each["resident"] else 0
+            assert each["device_bytes"] == taken
+        assert [each["resident"] for each in deployments].count(True) == 1
+        for job in jobs:
+            await job.finish()
+        await log.caught_up()
+        opened = [e for e in log.events if isinstance(e, ActivationOpened)]
+        assert len([e for e in opened if e.displaced]) >= 7
+        assert log.failures() == []

@@ -176,7 +176,7 @@ async def test_publish_that_finds_no_room_for_a_part_is_refused_and_the_ranks_go
     one is by then: the larger one never fits."""
     spec = policy_spec(layout=TWO, hidden_size=33, intermediate_size=1024)
     groups = [RankGroup(rank, 2) for rank in range(2)]
-    heaps = [pages(FsdpBackend.heap_bytes(spec, group)) for group in groups]
+    heaps = [pages(FsdpBackend.plan(spec, group).heap_bytes) for group in groups]
     parts = [pages(part_bytes(spec, group)) for group in groups]
     assert parts[0] > parts[1]
     memory_bytes = (sum(heaps) + parts[1]) * PAGE_BYTES

@@ -348,7 +348,7 @@ async def test_checkpoint_that_cannot_be_written_fails_alone(node: TestNode) -> 
 
 async def test_version_that_host_memory_has_no_room_for_fails_alone() -> None:
     """It only reads the weights: nothing has to be rebuilt."""
-    budget = backend_factory("fsdp").heap_bytes(policy_spec()) + 2 * 4096
+    budget = backend_factory("fsdp").plan(policy_spec()).heap_bytes + 2 * 4096
     async with running_node(host_memory_bytes=budget) as node:
         policy, _ = await node.start_wpg(policy_spec())
         await train(node, policy, [lesson()])

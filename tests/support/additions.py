@@ -118,7 +118,7 @@ from phaseloom.worker.state.heap import Heap
 spec = DeploymentSpec("policy", "train", "quick", ModelSpec({}))
 factory = backend_factory("quick")
 settings = RankConfig("", DeploymentKey("acme", "sums", "policy"), 1, spec, "n0", 0, "", "")
-executor = Executor(settings, factory(spec, Heap(factory.heap_bytes(spec))))
+executor = Executor(settings, factory(spec, Heap(factory.plan(spec).heap_bytes)))
 assert len(executor.run(Forward([Datum([1], [2])])).logprobs) == 1
 print("done")
 """,

@@ -116,7 +116,7 @@ def permit(operation: OperationKey, args: Args) -> Permit:
 async def device(batching: Batching) -> AsyncIterator[Device]:
     deployment = spec("sampler")
     thread = ThreadPoolExecutor(1)
-    heap = Heap(Recording.heap_bytes(deployment))
+    heap = Heap(Recording.plan(deployment).heap_bytes)
     backend = thread.submit(Recording, deployment, heap).result()
     backend.calls = []
     settings = RankConfig("token", KEY, 1, deployment, "n0", 0, "", "")

@@ -151,7 +151,7 @@ class Deployment:
     def __init__(self, job: Job, spec: DeploymentSpec) -> None:
         factory = backend_factory(spec.backend)
         self.name = spec.name
-        self.heap = Heap(factory.heap_bytes(spec))
+        self.heap = Heap(factory.plan(spec).heap_bytes)
         self.backend: Backend = factory(spec, self.heap)
         weights = [slot for slot in self.backend.slots if slot.role is Role.WEIGHT]
         self._weights = slice(0, max(slot.offset + slot.num_bytes for slot in weights))

@@ -165,7 +165,7 @@ def ran(operations: list[Operation]) -> Iterator[Result]:
     ranks = [
         Executor(
             RankConfig("", key, 1, spec, "n0", 0, "", "", rank=rank, num_ranks=2),
-            factory(spec, Heap(factory.heap_bytes(spec))),
+            factory(spec, Heap(factory.plan(spec).heap_bytes)),
         )
         for rank in range(2)
     ]

@@ -13,6 +13,7 @@ from tests.support.tinymodel import config
 
 PYTHON = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 SCRATCH_BYTES = 2 * 2**20
+MISSING_HERE = "this Python has no vLLM: make test-vllm runs it in one that has"
 MISSING = f"there is no vLLM at {PYTHON}: make test-vllm installs it"
 
 needs_vllm_python = pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)
@@ -27,4 +28,7 @@ def tiny(model_type: str = "qwen3", **changes: Any) -> dict[str, Any]:
 
 def spec(backend: str = "vllm", name: str = "sampler", **changes: Any) -> DeploymentSpec:
     model = ModelSpec(tiny(), init_seed=7)
-    return DeploymentSpec(name, "rollout", backend, model, **changes)
+    scratch_bytes = SCRATCH_BYTES if backend == "vllm" else 0
+    return DeploymentSpec(
+        name, "rollout", backend, model, **{"scratch_bytes": scratch_bytes, **changes}
+    )

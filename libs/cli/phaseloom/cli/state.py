@@ -130,7 +130,7 @@ def _sharing(report: StatusReport) -> list[str]:
 
 def tables(report: StatusReport) -> list[Table]:
     """Tables of deployments, weights versions and shared copies; empty ones are left out."""
-    columns = ("inc.", "seq", "device", "host", "NVMe", "never on a device", "shared")
+    columns = ("inc.", "seq", "device", "scratch", "host", "NVMe", "never on a device", "shared")
     deployments = Table(_names("deployment"), *columns, box=None)
     for deployment in report.deployments:
         deployments.add_row(
@@ -138,6 +138,7 @@ def tables(report: StatusReport) -> list[Table]:
             str(deployment.incarnation),
             str(deployment.applied),
             _size(deployment.device_bytes),
+            _size(deployment.scratch_bytes),
             _size(deployment.host_bytes),
             _size(deployment.nvme_bytes),
             _size(deployment.host_only_bytes),

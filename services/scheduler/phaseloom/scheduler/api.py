@@ -211,6 +211,12 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
             field=f"{field}.host_bytes",
             remedy="give what it keeps in the host memory of a node, or 0 where that is not known",
         )
+    if spec.scratch_bytes < 0:
+        raise CallerError(
+            f"{spec.scratch_bytes} bytes are no device memory",
+            field=f"{field}.scratch_bytes",
+            remedy="give the bytes of its KV cache, or 0 for the backend's choice",
+        )
     _check_depth(spec.model.config, f"{field}.model.config")
 
 

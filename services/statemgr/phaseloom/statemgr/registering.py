@@ -28,7 +28,9 @@ async def register_heap(
              DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
     """
     tensors = node.layouts.read(request.tensors, rank.wpg)
-    node.residency.check_heap(rank, request.heap_bytes, tensors, request.host_bytes)
+    node.residency.check_heap(
+        rank, request.heap_bytes, tensors, request.host_bytes, request.scratch_bytes
+    )
     check_identity(request)
     # The copies of the deployment's other ranks stay: a switch-in needs all in host memory at once.
     with tiering.using(rank.wpg):
@@ -37,7 +39,7 @@ async def register_heap(
         extent = await tiering.reserve(num_bytes, what, may_freeze=request.frozen)
     try:
         node.residency.register_heap(rank, request.heap_bytes, tensors, extent, request.host_bytes)
-        rank.pins = request.pins
+        rank.pins, rank.scratch_bytes = request.pins, request.scratch_bytes
         # A rank whose device pins memory may share a descriptor of device memory later.
         if rank in node.ranks:
             node.ranks[rank].max_fds = int(rank.pins)

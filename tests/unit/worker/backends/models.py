@@ -25,7 +25,7 @@ def spec(backend: str = "fsdp", *, trainable: bool | None = None, **changes: Any
 @contextmanager
 def running(deployment: DeploymentSpec) -> Iterator[tuple[Backend, Heap]]:
     factory = backend_factory(deployment.backend)
-    heap = Heap(factory.heap_bytes(deployment))
+    heap = Heap(factory.plan(deployment).heap_bytes)
     backend = factory(deployment, heap)
     try:
         yield backend, heap

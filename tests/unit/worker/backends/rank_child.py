@@ -84,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     setup = msgspec.json.decode(sys.stdin.readline(), type=Setup)
     factory = backend_factory(setup.spec.backend)
-    heap = Heap(factory.heap_bytes(setup.spec, setup.ranks))
+    heap = Heap(factory.plan(setup.spec, setup.ranks).heap_bytes)
     try:
         backend = factory(setup.spec, heap, setup.ranks)
     except PhaseloomError as error:

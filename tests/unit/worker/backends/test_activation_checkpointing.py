@@ -89,6 +89,6 @@ def test_backward_pass_takes_less_memory_at_its_peak() -> None:
 @pytest.mark.parametrize("backend", ["fsdp", "sampler"])
 def test_checkpointing_is_refused_where_nothing_is_trained(backend: str) -> None:
     with pytest.raises(CallerError) as raised:
-        backend_factory(backend).heap_bytes(_checkpointing(spec(backend, trainable=False)))
+        backend_factory(backend).plan(_checkpointing(spec(backend, trainable=False)))
     info = raised.value.info
     assert (info.code, info.field) == (Code.FAILED_PRECONDITION, "activation_checkpointing")

@@ -117,5 +117,5 @@ def test_what_cannot_be_laid_out_is_refused(
 ) -> None:
     deployment = replace(spec("fsdp", dtype="bfloat16", **{**MOE, **changes}), layout=layout)
     with pytest.raises(CallerError) as raised:
-        backend_factory("fsdp").heap_bytes(deployment, RankGroup(0, layout.dp))
+        backend_factory("fsdp").plan(deployment, RankGroup(0, layout.dp))
     assert (raised.value.info.code, raised.value.info.field) == (Code.FAILED_PRECONDITION, field)

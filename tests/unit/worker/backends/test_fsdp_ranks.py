@@ -189,8 +189,8 @@ def test_heaps_hold_the_shards_and_nothing_else(pair: Ranks, alone: Backend) -> 
         if shape:
             assert first[name][0] + second[name][0] == shape[0]
             assert first[name][0] == -(-shape[0] // 2)
-    sizes = [backend_factory("fsdp").heap_bytes(PAIR, RankGroup(rank, 2)) for rank in (0, 1)]
-    assert sizes[0] == sizes[1] < 0.6 * backend_factory("fsdp").heap_bytes(SPEC)
+    sizes = [backend_factory("fsdp").plan(PAIR, RankGroup(rank, 2)).heap_bytes for rank in (0, 1)]
+    assert sizes[0] == sizes[1] < 0.6 * backend_factory("fsdp").plan(SPEC).heap_bytes
 
 
 def test_all_ranks_fail_alike_when_one_has_a_loss_that_overflows(
@@ -212,7 +212,7 @@ def test_all_ranks_fail_alike_when_one_has_a_loss_that_overflows(
 def test_rank_whose_peers_never_come_gives_up_after_the_timeout(tmp_path: Path) -> None:
     first = RankGroup(0, 2, str(tmp_path / "store"), timeout_s=0.5)
     factory = backend_factory("fsdp")
-    heap = Heap(factory.heap_bytes(PAIR, first))
+    heap = Heap(factory.plan(PAIR, first).heap_bytes)
     with pytest.raises(GroupBroken, match="not all 2 ranks"):
         factory(PAIR, heap, first)
 

@@ -101,7 +101,7 @@ def test_heap_and_host_memory_are_the_whole_state() -> None:
 def test_optimizer_on_the_host_is_refused_where_there_is_none(backend: str) -> None:
     asked = replace(spec(backend, trainable=False), optimizer_on=OptimizerOn.HOST)
     with pytest.raises(CallerError) as raised:
-        backend_factory(backend).heap_bytes(asked)
+        backend_factory(backend).plan(asked)
     assert (raised.value.info.code, raised.value.info.field) == (
         Code.FAILED_PRECONDITION,
         "optimizer_on",

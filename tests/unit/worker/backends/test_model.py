@@ -61,13 +61,13 @@ def test_parameter_shapes_count_tied_parameters_once() -> None:
 def test_heap_bytes_refuses_what_cannot_be_built(changes: dict[str, Any], field: str) -> None:
     for name in ("fsdp", "sampler"):
         with pytest.raises(CallerError) as raised:
-            backend_factory(name).heap_bytes(spec(name, **changes))
+            backend_factory(name).plan(spec(name, **changes))
         assert raised.value.info.field == field
 
 
 def test_sampler_refuses_to_be_trainable() -> None:
     with pytest.raises(CallerError) as raised:
-        backend_factory("sampler").heap_bytes(spec("sampler", trainable=True))
+        backend_factory("sampler").plan(spec("sampler", trainable=True))
     assert raised.value.info.field == "deployments.trainable"
 
 

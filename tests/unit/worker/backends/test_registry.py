@@ -29,7 +29,7 @@ def test_backend_factory_names_the_choices_when_unknown() -> None:
 @pytest.mark.parametrize("name", INSTALLED)
 def test_backend_lays_weights_first_and_within_its_heap(name: str) -> None:
     deployment = spec(name)
-    num_bytes = backend_factory(name).heap_bytes(deployment)
+    num_bytes = backend_factory(name).plan(deployment).heap_bytes
     with running(deployment) as (backend, heap):
         assert heap.num_bytes == num_bytes
         stops = [slot.offset + slot.num_bytes for slot in backend.slots]
@@ -60,7 +60,7 @@ def test_torch_backends_refuse_what_is_not_data_parallelism(name: str, axis: str
     factory = backend_factory(name)
     ranks = RankGroup(0, layout.num_ranks)
     for call in (
-        lambda: factory.heap_bytes(deployment, ranks),
+        lambda: factory.plan(deployment, ranks).heap_bytes,
         lambda: factory(deployment, Heap(64), ranks),
     ):
         with pytest.raises(CallerError) as raised:

@@ -16,7 +16,7 @@ from phaseloom.worker.state.heap import Heap
 @pytest.mark.parametrize("name", ["fsdp", "sampler"])
 def test_results_are_the_same_over_switches_and_differ_where_bytes_do(name: str) -> None:
     def run(*, is_switched: bool, is_lossy: bool = False) -> list[object]:
-        heap = Heap(backend_factory(name).heap_bytes(backends.spec(name)))
+        heap = Heap(backend_factory(name).plan(backends.spec(name)).heap_bytes)
 
         def switch() -> None:
             if is_switched:

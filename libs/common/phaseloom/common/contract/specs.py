@@ -116,6 +116,9 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     host_bytes: int = 0
     """Working set in the host memory of each of its nodes; 0: not declared."""
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE
+    scratch_bytes: int = 0
+    """Device memory of each rank for what its runtime needs and nobody moves: the KV cache of
+    `vllm`. Given back when the deployment leaves the device. 0: the backend's choice."""
     activation_checkpointing: bool = False
     """Whether training computes each layer's activations again in the backward pass, instead of
     keeping them: less memory, the time of one more forward pass, the same gradients to the

@@ -215,7 +215,10 @@ class DeploymentState(msgspec.Struct, frozen=True):
     applied: int
     """The seq of the newest host copy of the node's first rank."""
     device_bytes: int = 0
-    """The device memory of heaps that are there, or on their way in or out."""
+    """The device memory of heaps that are there, or on their way in or out, scratch included."""
+    scratch_bytes: int = 0
+    """The device memory that the ranks take beside their heaps while they are there, for what
+    nobody moves."""
     host_bytes: int = 0
     """The host memory of the deployment's copies, also while its heaps are in device memory."""
     nvme_bytes: int = 0

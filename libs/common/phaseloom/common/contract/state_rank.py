@@ -87,6 +87,9 @@ class RegisterHeap(Message, frozen=True):
     """BLAKE3, in hex, of the model's spec; name, slice, dtype and seq with it identify a tensor."""
     host_bytes: int = 0
     """State that the rank works on in the extent itself (`host_start`), never on its device."""
+    scratch_bytes: int = 0
+    """Device memory beside the heap for what nobody moves, such as a KV cache. It counts on the
+    device, comes and goes with the heap, and is never copied."""
     pins: bool = False
     """Whether the device pins the extent's pages, so that `Unpin` must precede their release."""
 

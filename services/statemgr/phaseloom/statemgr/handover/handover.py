@@ -143,6 +143,7 @@ class Handover:
                 return
 
     def _restore_rank(self, rank: Rank, entry: RankEntry) -> bool:
+        rank.scratch_bytes = entry.scratch_bytes
         if entry.extent is None and entry.shared_copy is None:
             return True
         copy = None if entry.shared_copy is None else self._copies.get(entry.shared_copy)

@@ -51,6 +51,7 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True):
     frozen: bool
     model: str
     shared_copy: int | None
+    scratch_bytes: int
 
 
 class WpgEntry(msgspec.Struct, frozen=True, array_like=True):

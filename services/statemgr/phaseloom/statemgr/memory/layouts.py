@@ -105,13 +105,13 @@ def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> Non
             raise CallerError(f"ends at {end}, beyond {num_bytes} bytes", field=_where(slot))
 
 
-def check_host_bytes(num_bytes: int) -> None:
-    """Check the size of the state that lives in host memory alone.
+def check_size(num_bytes: int, field: str) -> None:
+    """Check the size of memory beside the heap.
 
     Raises: CallerError: it is negative.
     """
     if num_bytes < 0:
-        raise CallerError(f"{num_bytes} bytes", field="host_bytes", remedy="use zero or more")
+        raise CallerError(f"{num_bytes} bytes", field=field, remedy="use zero or more")
 
 
 _MODEL = re.compile(r"([0-9a-f]{64})?")

@@ -84,7 +84,7 @@ class DeviceCopies:
         Called before the rank is loaded, when all that it displaces has left the device.
         """
         budget = self._residency.device_budget_bytes[rank.device]
-        taken = self._residency.device_used_bytes(rank.device) + rank.heap_bytes
+        taken = self._residency.device_used_bytes(rank.device) + rank.device_bytes
         while taken + self.used_bytes(rank.device) > budget:
             if not self._drop_oldest(rank.device):
                 break

@@ -112,6 +112,8 @@ class Rank:
     token: str
     state: State = State.AWAITING
     heap_bytes: int = 0
+    scratch_bytes: int = 0
+    """Device memory beside the heap, which is there while the heap is and is never copied."""
     host_bytes: int = 0
     """Bytes of state that lives in host memory alone, behind the copy of the heap."""
     table: TensorTable = field(default=EMPTY, repr=False)
@@ -177,6 +179,11 @@ class Rank:
     def has_memory(self) -> bool:
         """Whether the rank has an extent, or refers to a shared copy."""
         return bool(self.extents) or self.shared_copy is not None
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the rank takes while it is there."""
+        return self.heap_bytes + self.scratch_bytes
 
     @property
     def extent_bytes(self) -> int:

@@ -19,7 +19,7 @@ from phaseloom.common.contract.ids import DeploymentKey, check_name
 from phaseloom.common.contract.state_agent import DeploymentState
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
-from phaseloom.statemgr.memory.layouts import as_table, check_host_bytes, check_layout, rounded
+from phaseloom.statemgr.memory.layouts import as_table, check_layout, check_size, rounded
 from phaseloom.statemgr.residency.incarnations import (
     OFFLOADED,
     ON_DEVICE,
@@ -247,6 +247,7 @@ class Residency:
         extent, rank.extent = rank.extent, None
         rank.history.append(f"{rank.state} → awaiting (begins again)")
         rank.state, rank.heap_bytes, rank.table, rank.host_bytes = State.AWAITING, 0, EMPTY, 0
+        rank.scratch_bytes = 0
         rank.overwritten()
         return extent
 
@@ -293,8 +294,9 @@ class Residency:
         heap_bytes: int,
         tensors: TensorTable | list[TensorSlot],
         host_bytes: int = 0,
+        scratch_bytes: int = 0,
     ) -> None:
-        """Check that a rank may register this heap.
+        """Check that a rank may register this heap, with scratch memory beside it.
 
         Raises: CallerError: the layout is bad, or the rank has registered already.
                 ResourceError: RESOURCE_EXHAUSTED, with the numbers: the heap does not fit on its
@@ -302,11 +304,12 @@ class Residency:
         """
         if rank.state is not State.AWAITING:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-        check_host_bytes(host_bytes)
+        check_size(host_bytes, "host_bytes")
+        check_size(scratch_bytes, "scratch_bytes")
         check_layout(tensors, extent_bytes(heap_bytes, host_bytes))
         budget = self.device_budget_bytes[rank.device]
-        if heap_bytes > budget:
-            raise _no_room(rank.wpg, rank.device, heap_bytes, 0, budget)
+        if heap_bytes + scratch_bytes > budget:
+            raise _no_room(rank.wpg, rank.device, heap_bytes + scratch_bytes, 0, budget)
 
     def register_heap(
         self,
@@ -361,8 +364,8 @@ class Residency:
             offload += other.on_device
         load = [rank for rank in wpg.ranks if rank.state is State.HOST]
         for device in sorted({rank.device for rank in load}):
-            leaving = sum(rank.heap_bytes for rank in offload if rank.device == device)
-            needed = sum(rank.heap_bytes for rank in load if rank.device == device)
+            leaving = sum(rank.device_bytes for rank in offload if rank.device == device)
+            needed = sum(rank.device_bytes for rank in load if rank.device == device)
             self._check_room(wpg, device, needed, self.device_used_bytes(device) - leaving)
         return SwitchPlan(wpg, offload, load)
 
@@ -384,7 +387,7 @@ class Residency:
         """
         if rank.state is State.HOST:
             used_bytes = self.device_used_bytes(rank.device)
-            self._check_room(rank.wpg, rank.device, rank.heap_bytes, used_bytes)
+            self._check_room(rank.wpg, rank.device, rank.device_bytes, used_bytes)
         self.step(rank, Step.LOAD_BEGUN)
 
     def begin_offload(self, rank: Rank) -> None:
@@ -550,9 +553,10 @@ class Residency:
         return sum(rounded(rank.extent_bytes) for rank in self.demotable() if rank.is_written_back)
 
     def device_used_bytes(self, device: int) -> int:
-        """Bytes of the heaps on a device, those on their way in or out included."""
+        """Bytes of the heaps on a device and of their scratch memory, those on their way in or out
+        included."""
         return sum(
-            rank.heap_bytes
+            rank.device_bytes
             for wpg in self._wpgs.values()
             for rank in wpg.on_device
             if rank.device == device
@@ -567,7 +571,8 @@ class Residency:
                 heap_bytes=wpg.heap_bytes,
                 resident=bool(wpg.on_device),
                 applied=wpg.ranks[0].applied,
-                device_bytes=sum(rank.heap_bytes for rank in wpg.on_device),
+                device_bytes=sum(rank.device_bytes for rank in wpg.on_device),
+                scratch_bytes=sum(rank.scratch_bytes for rank in wpg.ranks),
                 nvme_bytes=sum(r.extent_bytes for r in wpg.ranks if r.copy_state in ON_NVME),
                 host_only_bytes=sum(rank.host_bytes for rank in wpg.ranks),
                 host_bytes=sum(rank.bytes_above for rank in wpg.ranks),

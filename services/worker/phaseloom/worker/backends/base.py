@@ -182,10 +182,21 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Device memory of one rank."""
+
+    heap_bytes: int
+    """Of its state, alignment included."""
+    scratch_bytes: int = 0
+    """Beside the heap, for what nobody moves: its content is undefined whenever the heap's bytes
+    were replaced (`Backend.weights_changed`)."""
+
+
 class BackendFactory(Protocol):
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
-        """Bytes of this rank's state on its device, alignment included."""
+    def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
+        """Device memory that this rank needs. Raises: as the constructor."""
         ...
 
     def __call__(

@@ -50,7 +50,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
-from phaseloom.worker.backends.base import ALONE, GroupBroken, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, GroupBroken, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import file_shapes
@@ -197,9 +197,9 @@ class FsdpBackend:
         return_freed_memory()
 
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
+    def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_layout(spec, ranks)
-        return _layout(spec, parameter_shapes(spec.model), ranks).heap_bytes
+        return Memory(_layout(spec, parameter_shapes(spec.model), ranks).heap_bytes)
 
     def use_host_memory(self, buffer: memoryview) -> None:
         self._tensors.use_host_memory(buffer)

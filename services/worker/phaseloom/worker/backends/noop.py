@@ -32,7 +32,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.state.devicememory import DeviceMemory
@@ -65,8 +65,8 @@ class NoopBackend:
         self.kinds = MUTATING_KINDS | READING_KINDS
 
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
-        return _layout(spec).heap_bytes
+    def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
+        return Memory(_layout(spec).heap_bytes)
 
     def use_host_memory(self, buffer: memoryview) -> None:
         """Nothing: no state of it lives in host memory."""

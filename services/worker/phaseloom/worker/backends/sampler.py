@@ -28,7 +28,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
-from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
     Ints,
     forward_batch,
@@ -91,9 +91,9 @@ class SamplerBackend(InferenceBackend):
         return_freed_memory()
 
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
+    def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_spec(spec, ranks)
-        return _layout(spec).heap_bytes
+        return Memory(_layout(spec).heap_bytes)
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         call = _Call(watch)

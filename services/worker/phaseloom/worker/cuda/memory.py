@@ -121,11 +121,15 @@ class PinnedMemory:
 
 
 class CudaHeap:
-    """`DeviceMemory` of `num_bytes` on a GPU, zeroes until written."""
+    """`DeviceMemory` of `num_bytes` on a GPU, zeroes until written.
 
-    def __init__(self, num_bytes: int, driver: Driver) -> None:
+    Scratch memory beside it comes and goes with it and is never copied.
+    """
+
+    def __init__(self, num_bytes: int, driver: Driver, scratch_bytes: int = 0) -> None:
         """Allocate and clear. Raises: CudaError: the device has not so much free."""
         self.num_bytes = num_bytes
+        self.scratch_bytes = scratch_bytes
         self.unpinned_because = "nothing was given to pin"
         """Why copies go through the driver's own buffers, which is slower; empty where
         they do not."""
@@ -133,9 +137,10 @@ class CudaHeap:
         self._pinned: PinnedMemory | None = None
         self._tensor: torch.Tensor | None = None
         self._range = DeviceRange(driver, num_bytes)
+        self._scratch = DeviceRange(driver, scratch_bytes) if scratch_bytes else None
         self._stream = driver.create_stream()
         try:
-            self._range.populate()
+            self._populate()
             self._clear()
         except CudaError:
             self.close()
@@ -166,6 +171,28 @@ class CudaHeap:
 
             self._tensor = memory_tensor(self.address, self.num_bytes, self._driver.device)
         return self._tensor
+
+    def scratch_tensor(self) -> torch.Tensor:
+        """Tensor over the scratch memory, always at the same address."""
+        from phaseloom.worker.cuda.tensors import memory_tensor
+
+        assert self._scratch is not None, "there is no scratch memory"
+        return memory_tensor(self._scratch.address, self.scratch_bytes, self._driver.device)
+
+    @property
+    def _ranges(self) -> list[DeviceRange]:
+        return [self._range, *([self._scratch] if self._scratch else [])]
+
+    def _populate(self) -> None:
+        """Take the memory that is not there. Raises: CudaError: none is taken then."""
+        missing = [each for each in self._ranges if not each.is_populated]
+        try:
+            for each in missing:
+                each.populate()
+        except CudaError:
+            for each in missing:
+                each.vacate()
+            raise
 
     def pin(self, memory: memoryview) -> None:
         """Let copies go to and from this mapping; they work too where it cannot be pinned."""
@@ -222,8 +249,7 @@ class CudaHeap:
         What is launched on the default stream from now on sees the new content.
         """
         self._check(source)
-        if not self._range.is_populated:
-            self._range.populate()
+        self._populate()
         self._begin_parts(source, [(0, 0, self.num_bytes)])
 
     def finish(self) -> None:
@@ -274,7 +300,8 @@ class CudaHeap:
         Also gives back what torch keeps of the device for its own later use, which others count
         too.
         """
-        self._range.vacate()
+        for each in self._ranges:
+            each.vacate()
         if self._tensor is not None:
             from phaseloom.worker.cuda.tensors import return_cached_memory
 
@@ -282,11 +309,12 @@ class CudaHeap:
 
     def resident_bytes(self) -> int:
         """Bytes of device memory taken now, in whole granules."""
-        return self._range.mapped_bytes if self._range.is_populated else 0
+        return sum(each.mapped_bytes for each in self._ranges if each.is_populated)
 
     def close(self) -> None:
         self.unpin()
-        self._range.close()
+        for each in self._ranges:
+            each.close()
         self._driver.destroy_stream(self._stream)
 
     def _move(self, source: int, target: int, parts: Sequence[Part]) -> None:

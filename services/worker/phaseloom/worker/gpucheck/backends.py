@@ -76,7 +76,7 @@ def _results(driver: Driver, name: str, *, is_disturbed: bool) -> tuple[list[obj
     factory = backend_factory(name)
     torch.cuda.set_device(driver.device)
     free = driver.free_bytes()
-    with with_heap(driver, factory.heap_bytes(spec(name))) as (heap, extent):
+    with with_heap(driver, factory.plan(spec(name)).heap_bytes) as (heap, extent):
         kept = 0.0
 
         def disturb() -> None:

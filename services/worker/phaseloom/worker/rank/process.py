@@ -132,8 +132,9 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
 
         agent.handler = handle
         started_s = time.time()
-        await agent.call(RankUp(settings.token, heap.num_bytes, executor.applied))
-        log.info("up with %d bytes, applied %d", heap.num_bytes, executor.applied)
+        num_bytes = heap.num_bytes + heap.scratch_bytes
+        await agent.call(RankUp(settings.token, num_bytes, executor.applied))
+        log.info("up with %d bytes, applied %d", num_bytes, executor.applied)
         await asyncio.wait([agent.closed, state.closed], return_when=asyncio.FIRST_COMPLETED)
         log.info("agent or state manager gone after %.1f s: exiting", time.time() - started_s)
         await lifecycle.end(running)
@@ -173,9 +174,11 @@ async def _build(
 ) -> tuple[DeviceMemory, Executor]:
     """The backend on its heap, filled from the spec's seeds unless it is a registered model."""
     factory, spec = backend_factory(settings.spec.backend), settings.spec
-    num_bytes = factory.heap_bytes(spec, group)
+    memory = await ranks.here(lambda: factory.plan(spec, group))
     kind, device = settings.device_kind, settings.device
-    heap = await ranks.here(lambda: devicememory.allocate(kind, device, num_bytes))
+    heap = await ranks.here(
+        lambda: devicememory.allocate(kind, device, memory.heap_bytes, memory.scratch_bytes)
+    )
     backend = await ranks.here(lambda: factory(spec, heap, group))
     return heap, Executor(settings, backend)
 

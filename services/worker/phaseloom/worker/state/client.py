@@ -170,6 +170,7 @@ class RankStateClient:
             frozen=frozen,
             model=model,
             pins=devicememory.is_pinning(heap) and not frozen,
+            scratch_bytes=heap.scratch_bytes,
         )
         answer, fds = await self._link.call(request)
         registered = expect(answer, HeapRegistered)

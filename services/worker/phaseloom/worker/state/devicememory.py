@@ -32,27 +32,28 @@ log = logging.getLogger(__name__)
 DeviceMemory = Heap | CudaHeap
 
 
-def allocate(kind: DeviceKind, device: int, num_bytes: int) -> DeviceMemory:
+def allocate(kind: DeviceKind, device: int, num_bytes: int, scratch_bytes: int = 0) -> DeviceMemory:
     """Zeroed memory on a device of this node. On a GPU, call it in the thread that will use it.
 
     Args:   device: its number, which does not matter for an emulated device.
+            scratch_bytes: of memory beside it that is never copied; its content is undefined.
     Raises: ResourceError: this machine has no such device, or the device has no memory left.
     """
     if kind is DeviceKind.EMULATED:
-        return Heap(num_bytes)
+        return Heap(num_bytes, scratch_bytes)
     try:
-        heap = CudaHeap(num_bytes, load(device))
+        heap = CudaHeap(num_bytes, load(device), scratch_bytes)
         _use_device(device)
         return heap
     except (CudaError, CudaUnavailable) as error:
         if isinstance(error, CudaError) and error.is_out_of_memory:
             raise ResourceError(
-                f"{num_bytes} bytes of device {device}: {error}",
+                f"{num_bytes + scratch_bytes} bytes of device {device}: {error}",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="give the state manager less of the device, so that new ranks find room",
             ) from error
         raise ResourceError(
-            f"{num_bytes} bytes of device {device}: {error}",
+            f"{num_bytes + scratch_bytes} bytes of device {device}: {error}",
             code=Code.UNAVAILABLE,
             remedy="set worker.device_kind to emulated, or use a machine with a GPU",
         ) from error
@@ -193,3 +194,13 @@ def as_tensor(memory: DeviceMemory) -> torch.Tensor:
     if isinstance(memory, Heap):
         return torch.frombuffer(memory.buffer, dtype=torch.uint8)
     return memory.tensor()
+
+
+def scratch_tensor(memory: DeviceMemory) -> torch.Tensor:
+    """Tensor over its scratch memory, uint8, of undefined content whenever the memory comes back;
+    keeps neither memory nor content alive."""
+    import torch
+
+    if isinstance(memory, Heap):
+        return torch.frombuffer(memory.scratch, dtype=torch.uint8)
+    return memory.scratch_tensor()

@@ -25,11 +25,16 @@ def align(offset_bytes: int) -> int:
 
 
 class Heap:
-    """Memory of `num_bytes`, zeroes until written, writable through `buffer` and never resized."""
+    """Memory of `num_bytes`, zeroes until written, writable through `buffer` and never resized.
 
-    def __init__(self, num_bytes: int) -> None:
+    Scratch memory behind it (`scratch`) comes and goes with it and is never copied.
+    """
+
+    def __init__(self, num_bytes: int, scratch_bytes: int = 0) -> None:
         self.num_bytes = num_bytes
-        self._mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+        self.scratch_bytes = scratch_bytes
+        self._scratch_start = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+        self._mapped_bytes = self._scratch_start + -(-scratch_bytes // PAGE_BYTES) * PAGE_BYTES
         self._map = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -38,12 +43,19 @@ class Heap:
     def buffer(self) -> memoryview:
         return memoryview(self._map)[: self.num_bytes]
 
+    @property
+    def scratch(self) -> memoryview:
+        return memoryview(self._map)[self._scratch_start :][: self.scratch_bytes]
+
     def release(self) -> None:
-        """Give the memory back; its content is zeroes afterwards. Verify with `resident_bytes`."""
+        """Give the memory back, scratch included; its content is zeroes afterwards.
+
+        Verify with `resident_bytes`.
+        """
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def resident_bytes(self) -> int:
-        """Bytes of the heap that are in physical memory now (mincore)."""
+        """Bytes of the heap and its scratch memory that are in physical memory now (mincore)."""
         vector = (ctypes.c_ubyte * (self._mapped_bytes // PAGE_BYTES))()
         anchor = (ctypes.c_char * self._mapped_bytes).from_buffer(self._map)
         if _libc.mincore(ctypes.addressof(anchor), self._mapped_bytes, vector) != 0:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
 
 from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
@@ -23,13 +26,14 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching, DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends.base import ALONE, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import is_fused
 from phaseloom.worker.backends.generation import StopText
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import plan as plan_layout
 from phaseloom.worker.backends.model import (
+    TORCH_DTYPES,
     HeapTensors,
     as_little_endian,
     build_model,
@@ -41,8 +45,10 @@ from phaseloom.worker.backends.model import (
 from phaseloom.worker.backends.shaping import is_plain
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
-from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
+from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
+_SEQUENCES = 8
+"""Sequences of full length that the KV cache has room for, where a deployment does not say."""
 _SPARE_POSITIONS = 2
 """Positions beyond the model's that scoring needs: a sequence of full length is followed by its
 last target, and vLLM then draws one more token, which nobody reads."""
@@ -58,7 +64,7 @@ class VllmBackend(InferenceBackend):
         placement = plan(_settings(spec), shapes)
         if placement.num_bytes != heap.num_bytes:
             raise InternalError(f"{placement.num_bytes} bytes in a heap of {heap.num_bytes}")
-        self._engine = Engine(_settings(spec), as_tensor(heap), shapes)
+        self._engine = Engine(_settings(spec), as_tensor(heap), scratch_tensor(heap), shapes)
         self._tensors = HeapTensors(heap)
         self.slots = placement.slots
         self._dtype = weights_dtype(spec.model)
@@ -72,23 +78,15 @@ class VllmBackend(InferenceBackend):
         return_freed_memory()
 
     @staticmethod
-    def heap_bytes(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> int:
+    def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_spec(spec, ranks)
-        return plan(_settings(spec), parameter_shapes(spec.model)).num_bytes
-
-    def check_generate(self, args: Generate) -> None:
-        super().check_generate(args)
-        if args.sampling.top_logprobs or not is_plain(args.sampling):
-            raise CallerError(
-                "the vllm backend draws by temperature alone",
-                code=Code.FAILED_PRECONDITION,
-                field="args.sampling",
-                remedy="leave the other parameters out, or use the backend 'sampler'",
-            )
+        settings = _settings(spec)
+        placement = plan(settings, parameter_shapes(spec.model))
+        return Memory(placement.num_bytes, settings.kv_bytes)
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         self._begin()
-        call = _Call(self._engine, watch, self._token_texts)
+        call = _Call(self._engine, watch, self._token_texts, self.vocab_size)
         try:
             self._take(call, requests)
             while call.has_live:
@@ -157,6 +155,8 @@ class _Row:
     """None: no string stops it."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_tokens: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
 
 
@@ -177,19 +177,30 @@ class _Request:
         return len(self.prompt_logprobs) == len(self.args.prompts) * self.args.prompt_logprobs
 
     def result(self) -> GenerateResult:
-        flat = iter(
-            Sequence(pack_int32s(row.tokens), pack_float32s(row.logprobs), row.stop_reason)
-            for row in self.rows
-        )
+        flat = map(_sequence, self.rows)
         sequences = [[next(flat) for _ in range(self.args.num_samples)] for _ in self.args.prompts]
         return GenerateResult(sequences, [lp for _, lp in sorted(self.prompt_logprobs.items())])
+
+
+def _sequence(row: _Row) -> Sequence:
+    sequence = Sequence(pack_int32s(row.tokens), pack_float32s(row.logprobs), row.stop_reason)
+    if not row.top_tokens:
+        return sequence
+    return replace(
+        sequence,
+        top_tokens=pack_int32s(row.top_tokens),
+        top_logprobs=pack_float32s(row.top_logprobs),
+    )
 
 
 class _Call:
     """The requests of one call: each ends when its own rows have."""
 
-    def __init__(self, engine: Engine, watch: Watch, token_texts: Seq[str]) -> None:
+    def __init__(
+        self, engine: Engine, watch: Watch, token_texts: Seq[str], vocab_size: int
+    ) -> None:
         self._engine = engine
+        self._vocab_size = vocab_size
         self._watch = watch
         self._token_texts = token_texts
         self._requests: list[_Request] = []
@@ -217,18 +228,23 @@ class _Call:
     def _begin(self, row: _Row, args: Generate, stops: list[int]) -> int:
         """Have vLLM decode a row. Returns: the new tokens that it may get, at most."""
         prompt, sampling = args.prompts[row.prompt], args.sampling
-        sample, start = prompt.sample + row.sample, prompt.num_generated
-        draw = Draw(prompt.seed, sample, sampling.temperature, start)
+        tokens, start = [*int32s(prompt.tokens)], prompt.num_generated
+        draw = None
+        if sampling.temperature or not is_plain(sampling):
+            end = len(tokens) - start
+            sample = prompt.sample + row.sample
+            draw = Draw(prompt.seed, sample, sampling, tokens[:end], tokens[end:])
         name = f"{row.request}.{row.prompt}.{row.sample}"
         self._rows[name] = row
         self._live.setdefault(row.request, set()).add(name)
         self._engine.add(
             Request(
                 name,
-                int32s(prompt.tokens),
+                tokens,
                 sampling.max_tokens - start,
                 stops,
-                draw if sampling.temperature else None,
+                draw,
+                min(sampling.top_logprobs, self._vocab_size),
                 scores_prompt=args.prompt_logprobs and row.sample == 0,
             )
         )
@@ -273,6 +289,8 @@ class _Call:
         row = self._rows[step.name]
         row.tokens += step.tokens
         row.logprobs += step.logprobs
+        row.top_tokens += step.top_tokens
+        row.top_logprobs += step.top_logprobs
         request = self._requests[row.request]
         request.num_done += len(step.tokens)
         if step.prompt_logprobs is not None:
@@ -302,4 +320,12 @@ def _settings(spec: DeploymentSpec) -> Settings:
     config = model_config(spec.model)
     num_positions = int(config.max_position_embeddings) + _SPARE_POSITIONS
     dtype = weights_dtype(spec.model)
-    return Settings(config.to_dict(), dtype, 8 * 2**20, num_positions)
+    kv_bytes = spec.scratch_bytes or _SEQUENCES * num_positions * _kv_bytes(config, dtype)
+    return Settings(config.to_dict(), dtype, kv_bytes, num_positions)
+
+
+def _kv_bytes(config: Any, dtype: str) -> int:
+    """Bytes of the KV cache of one token, of all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * int(config.num_hidden_layers * heads * size) * TORCH_DTYPES[dtype].itemsize

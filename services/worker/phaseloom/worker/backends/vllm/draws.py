@@ -1,6 +1,6 @@
 """The tokens that vLLM samples are drawn as in our own sampler: by (seed, sample, position) only.
 
-A logits processor chooses each row's token itself, by `generation.draw`, and leaves vLLM no other:
+A logits processor chooses each row's token itself, as our sampler does, and leaves vLLM no other:
 vLLM decodes greedily, and its log-probabilities are taken before, so they are the model's own. For
 vLLM's model runner V1.
 """
@@ -10,16 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from phaseloom.common.contract.operations import SamplingParams
 from phaseloom.worker.backends.generation import draw
 from phaseloom.worker.backends.rng import uniform, wrapped
+from phaseloom.worker.backends.shaping import Shaping, is_plain
 
 KEY: Final = "phaseloom"
-"""Name of our parameters, a tuple as `Draw` has them, in a request's `extra_args`."""
+"""Name of a request's `Draw` in its `extra_args`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,34 @@ class Draw:
 
     seed: int
     sample: int
-    temperature: float
-    start: int
-    """Position of its first token: above 0 where the request goes on from a partial result."""
+    params: SamplingParams
+    prompt: list[int]
+    """The prompt's tokens, without those generated earlier."""
+    generated: list[int]
+    """Tokens of an earlier answer, behind which the request goes on."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Row:
-    draw: Draw
-    output: list[int]
-    """Tokens of the request so far: vLLM's own list, which grows."""
+    """One request in vLLM's batch."""
+
+    def __init__(self, draw: Draw, output: list[int], vocab_size: int) -> None:
+        """Args: output: the request's tokens so far: vLLM's own list, which grows."""
+        self.draw = draw
+        self.output = output
+        params = draw.params
+        self.shaping: Shaping | None = None
+        """None: the temperature alone shapes the distribution."""
+        self._num_seen = 0
+        if not is_plain(params):
+            self.shaping = Shaping(params, [draw.prompt], [draw.generated], vocab_size)
+
+    def catch_up(self) -> None:
+        """Note what was drawn since the last time. vLLM throws away what it samples behind a part
+        of a prompt, so its list tells, not what was drawn."""
+        assert self.shaping is not None
+        new = self.output[self._num_seen :]
+        self.shaping.add([0] * len(new), new)
+        self._num_seen += len(new)
 
 
 class Draws(LogitsProcessor):  # type: ignore[misc]
@@ -45,6 +64,7 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
+        self._vocab_size = int(vllm_config.model_config.get_vocab_size())
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -58,7 +78,7 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
             asked: Any = (params.extra_args or {}).get(KEY)
             self._rows.pop(index, None)
             if asked is not None:
-                self._rows[index] = _Row(Draw(*asked), output)
+                self._rows[index] = _Row(asked, output, self._vocab_size)
         for one, other, direction in batch_update.moved:
             self._move(one, other, is_swap=direction is MoveDirectionality.SWAP)
 
@@ -72,20 +92,35 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
     def apply(self, logits_BV: torch.Tensor) -> torch.Tensor:
         by_temperature: dict[float, list[int]] = {}
         for index in sorted(self._rows):
-            by_temperature.setdefault(self._rows[index].draw.temperature, []).append(index)
+            row = self._rows[index]
+            if row.shaping is not None:
+                row.catch_up()
+                draws_1 = _uniforms([row])
+                tokens_1, _ = row.shaping.draw(
+                    torch.zeros(1, dtype=torch.int64), logits_BV[index : index + 1].cpu(), draws_1
+                )
+                _choose(logits_BV, [index], tokens_1)
+            else:
+                by_temperature.setdefault(row.draw.params.temperature, []).append(index)
         for temperature, indices in by_temperature.items():
-            rows_R = torch.tensor(indices, device=logits_BV.device)
-            asked = [self._rows[index] for index in indices]
-            draws_R = torch.from_numpy(_uniforms(asked)).to(logits_BV.device)
-            tokens_R, _ = draw(logits_BV[rows_R], draws_R, temperature)
-            logits_BV[rows_R] = -torch.inf
-            logits_BV[rows_R, tokens_R] = 0.0
+            draws_R = _uniforms([self._rows[index] for index in indices]).to(logits_BV.device)
+            tokens_R, _ = draw(logits_BV[indices], draws_R, temperature)
+            _choose(logits_BV, indices, tokens_R)
         return logits_BV
 
 
-def _uniforms(rows: list[_Row]) -> np.ndarray[Any, Any]:
-    return uniform(
-        wrapped([row.draw.seed for row in rows]),
-        [row.draw.sample for row in rows],
-        [row.draw.start + len(row.output) for row in rows],
+def _choose(logits_BV: torch.Tensor, rows: list[int], tokens_R: torch.Tensor) -> None:
+    """Leave these rows only these tokens."""
+    rows_R = torch.tensor(rows, device=logits_BV.device)
+    logits_BV[rows_R] = -torch.inf
+    logits_BV[rows_R, tokens_R.to(logits_BV.device)] = 0.0
+
+
+def _uniforms(rows: list[_Row]) -> torch.Tensor:
+    return torch.from_numpy(
+        uniform(
+            wrapped([row.draw.seed for row in rows]),
+            [row.draw.sample for row in rows],
+            [len(row.draw.generated) + len(row.output) for row in rows],
+        )
     )

@@ -31,6 +31,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.worker.backends.vllm.draws import KEY, Draw, Draws
 from phaseloom.worker.backends.vllm.loader import (
     LOAD_FORMAT,
@@ -39,6 +40,7 @@ from phaseloom.worker.backends.vllm.loader import (
     load_into,
     move,
     place,
+    unsupported,
 )
 
 MAX_ROWS = 256
@@ -56,6 +58,7 @@ class Settings:
     dtype: str
     """Of the weights, and of all that is computed."""
     kv_bytes: int
+    """Size of the KV cache."""
     num_positions: int
     """Positions of a sequence, at most."""
 
@@ -70,6 +73,8 @@ class Request:
     stop_token_ids: Sequence[int] = ()
     draw: Draw | None = None
     """None: greedy."""
+    num_top: int = 0
+    """Of how many of the likeliest tokens the log-probabilities are wanted, beside the drawn."""
     scores_prompt: bool = False
     """Whether the log-probabilities of the prompt are wanted."""
 
@@ -81,6 +86,9 @@ class Step:
     name: str
     tokens: Sequence[int]
     logprobs: Sequence[float]
+    top_tokens: Sequence[int]
+    """The likeliest tokens of each position, where asked for, position by position."""
+    top_logprobs: Sequence[float]
     stop_reason: str
     """`stop` or `length`; empty: the sequence goes on."""
     prompt_logprobs: Sequence[float] | None = None
@@ -104,8 +112,14 @@ _ADDRESS = "file:///nowhere"
 class Engine:
     """vLLM's scheduler and worker over weights in `memory`."""
 
-    def __init__(self, settings: Settings, memory: torch.Tensor, shapes: Shapes) -> None:
-        """Build the model on the memory; the weights' content is left as it is, or zero."""
+    def __init__(
+        self, settings: Settings, memory: torch.Tensor, scratch: torch.Tensor, shapes: Shapes
+    ) -> None:
+        """Build the model on the memory, whose content is then zero, and the KV cache on the
+        scratch memory.
+
+        Raises: CallerError: RESOURCE_EXHAUSTED, the KV cache is too small for one sequence.
+        """
 
         def move_in(model: nn.Module, dtype: torch.dtype) -> None:
             move(model, place(model, shapes, dtype), memory)
@@ -115,22 +129,49 @@ class Engine:
             load_into(move_in)
             try:
                 self._engine = LLMEngine.from_engine_args(args)
+            except ValueError as error:
+                if "KV cache" not in str(error):
+                    raise
+                raise CallerError(
+                    f"{settings.kv_bytes} bytes of scratch memory are too few: {error}",
+                    code=Code.RESOURCE_EXHAUSTED,
+                    field="scratch_bytes",
+                    remedy="declare the deployment with more scratch_bytes, or fewer positions",
+                ) from error
             finally:
                 load_into(None)
+        self._check_weights(memory)
+        self._use_scratch(scratch)
         self._internal: dict[str, str] = {}
 
+    def _check_weights(self, memory: torch.Tensor) -> None:
+        """Raises: CallerError: vLLM has put weights elsewhere, as on CPUs those of experts."""
+        start = memory.data_ptr()
+        for name, parameter in self._runner.model.named_parameters():
+            if not start <= parameter.data_ptr() < start + memory.numel():
+                raise unsupported(f"it keeps {name} in a form of its own")
+
+    @property
+    def _runner(self) -> Any:
+        return self._engine.model_executor.driver_worker.worker.model_runner
+
+    def _use_scratch(self, scratch: torch.Tensor) -> None:
+        """Make every layer's KV cache a view of this memory; vLLM's own allocation goes."""
+        context = self._engine.vllm_config.compilation_config.static_forward_context
+        caches = [*self._runner.kv_caches, *(layer.kv_cache for layer in context.values())]
+        for cache in {id(cache): cache for cache in caches}.values():
+            items = scratch.view(cache.dtype)
+            cache.data = items.as_strided(cache.size(), cache.stride(), cache.storage_offset())
+
     def add(self, request: Request) -> None:
-        extra = None
-        if request.draw is not None:
-            draw = request.draw
-            extra = {KEY: (draw.seed, draw.sample, draw.temperature, draw.start)}
+        extra = None if request.draw is None else {KEY: request.draw}
         params = SamplingParams(
             temperature=0.0,
             max_tokens=request.max_tokens,
             stop_token_ids=list(request.stop_token_ids),
             ignore_eos=True,
             detokenize=False,
-            logprobs=0,
+            logprobs=request.num_top,
             prompt_logprobs=0 if request.scores_prompt else None,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
@@ -149,12 +190,17 @@ class Engine:
         """Add a token to each sequence that is in the batch."""
         for output in self._engine.step():
             completion = output.outputs[0]
+            # Of each position the drawn token comes first, then the likeliest ones.
+            flat = completion.logprobs
+            top = [*zip(flat.start_indices, flat.end_indices, strict=True)]
             if output.finished:
                 del self._internal[output.request_id]
             yield Step(
                 output.request_id,
                 completion.token_ids,
-                completion.logprobs.logprobs,
+                [flat.logprobs[at] for at in flat.start_indices],
+                [flat.token_ids[i] for at, end in top for i in range(at + 1, end)],
+                [flat.logprobs[i] for at, end in top for i in range(at + 1, end)],
                 completion.finish_reason or "",
                 _prompt_logprobs(output),
             )
@@ -179,12 +225,17 @@ def _prompt_logprobs(output: Any) -> Sequence[float] | None:
 
 def plan(settings: Settings, shapes: Shapes) -> Placement:
     """Where a rank's parameters will lie: from a model that has no memory."""
+    if settings.config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise unsupported(f"{settings.config['model_type']} is no causal language model")
     _join()
     # vLLM keeps rotary embeddings by their parameters: those of this model, which have no memory,
     # must not be taken for the engine's.
     own = replace(settings, num_positions=settings.num_positions + 1)
     with _engine_args(own) as args:
-        config: VllmConfig = args.create_engine_config()
+        try:
+            config: VllmConfig = args.create_engine_config()
+        except ValueError as error:
+            raise unsupported(str(error)) from error
     dtype = config.model_config.dtype
     with set_current_vllm_config(config):
         init_worker_distributed_environment(config, 0, _ADDRESS, 0, current_platform.dist_backend)
@@ -228,6 +279,7 @@ def _engine_args(settings: Settings) -> Iterator[EngineArgs]:
             enable_prefix_caching=True,
             async_scheduling=False,
             logits_processors=[Draws],
+            max_logprobs=-1,
             disable_log_stats=True,
             seed=0,
         )

@@ -98,7 +98,7 @@ class _Traced(torch.Tensor):
             if not isinstance(value, torch.Tensor):
                 return value
             if not _is_same_storage(value, first.meta):
-                raise _unsupported(f"{first.of} is computed with ({func}), not only copied")
+                raise unsupported(f"{first.of} is computed with ({func}), not only copied")
             return cls(first.of, value, first.copies, first.device)
 
         out = func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
@@ -123,9 +123,9 @@ def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
     for copied in trace(model, shapes, dtype):
         owner = owner_of.get(_storage(copied.target))
         if owner is None:
-            raise _unsupported(f"{copied.name} goes where no parameter is")
+            raise unsupported(f"{copied.name} goes where no parameter is")
         if copied.name in slots:
-            raise _unsupported(f"{copied.name} goes to several places")
+            raise unsupported(f"{copied.name} goes to several places")
         at = int(copied.target.storage_offset()) - int(parameters[owner].storage_offset())
         item = copied.target.element_size()
         slots[copied.name] = _slot(copied, shapes[copied.name], offsets[owner] + at * item)
@@ -133,23 +133,29 @@ def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
 
 
 def trace(model: Any, shapes: Shapes, dtype: torch.dtype) -> list[_Copy]:
-    """The copies that the model makes when it loads a checkpoint of these tensors."""
+    """The copies that the model makes when it loads a checkpoint of these tensors.
+
+    Raises: CallerError: FAILED_PRECONDITION, it cannot load them.
+    """
     copies: list[_Copy] = []
     device = next(model.parameters()).device
 
     def empty(name: str, shape: Sequence[int]) -> torch.Tensor:
         return _Traced(name, torch.empty(shape, dtype=dtype, device="meta"), copies, device)
 
-    model.load_weights((name, empty(name, shape)) for name, shape in shapes.items())
+    try:
+        model.load_weights((name, empty(name, shape)) for name, shape in shapes.items())
+    except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+        raise unsupported(f"{type(error).__name__}: {error}") from error
     return copies
 
 
 def _slot(copied: _Copy, shape: Sequence[int], offset: int) -> TensorSlot:
     size, start = list(copied.view.shape), _start(copied.view, shape)
     if not copied.target.is_contiguous():
-        raise _unsupported(f"{copied.name} does not lie in one run")
+        raise unsupported(f"{copied.name} does not lie in one run")
     if offset % 64:
-        raise _unsupported(f"{copied.name} would lie at {offset}, no multiple of 64 bytes")
+        raise unsupported(f"{copied.name} would lie at {offset}, no multiple of 64 bytes")
     num_bytes = copied.target.numel() * copied.target.element_size()
     dtype = str(copied.target.dtype).removeprefix("torch.")
     slot = TensorSlot(copied.name, Role.WEIGHT, dtype, size, offset, num_bytes)
@@ -165,7 +171,7 @@ def _start(view: torch.Tensor, shape: Sequence[int]) -> list[int]:
         size > 1 and have != want
         for size, have, want in zip(view.shape, view.stride(), strides, strict=True)
     ):
-        raise _unsupported(f"a view {list(view.shape)} of {list(shape)} is no slice")
+        raise unsupported(f"a view {list(view.shape)} of {list(shape)} is no slice")
     start, left = [], int(view.storage_offset())
     for stride in strides:
         start.append(left // stride)
@@ -182,9 +188,9 @@ def _is_same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _storage(one) == _storage(other)
 
 
-def _unsupported(why: str) -> CallerError:
+def unsupported(why: str) -> CallerError:
     return CallerError(
-        f"vLLM loads this model in a way that cannot be followed: {why}",
+        f"vLLM cannot run this model in a rank: {why}",
         code=Code.FAILED_PRECONDITION,
         field="model.config",
         remedy="use the backend 'sampler', or another model",

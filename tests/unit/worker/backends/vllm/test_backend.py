@@ -1,0 +1,321 @@
+"""vLLM in a rank: the tokens of our own sampler, the log-probabilities of transformers, and weights
+that are nowhere but in the heap."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import pairwise
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from msgspec.structs import replace
+
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.operations import (
+    Datum,
+    Forward,
+    Generate,
+    GenerateResult,
+    Prompt,
+    SamplingParams,
+)
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.state.heap import Heap
+from tests.support import vllm
+from tests.support.looker import Looker
+from tests.support.tinymodel import VOCAB
+
+SHARP = 4.0
+"""Factor of all matrices: fresh weights draw nearly evenly, and any error would hide in that."""
+
+
+def sharpen(backend: Backend, heap: Heap) -> None:
+    memory = torch.frombuffer(heap.buffer, dtype=torch.uint8)
+    for slot in backend.slots:
+        if "norm" not in slot.name:
+            flat = memory[slot.offset : slot.offset + slot.num_bytes].view(torch.float32)
+            flat.mul_(SHARP)
+    backend.weights_changed()
+
+
+_kept: list[tuple[Backend, Heap]] = []
+"""An engine that is collected takes vLLM's process groups with it; a rank has one engine only."""
+
+
+def sharp(spec: DeploymentSpec) -> tuple[Backend, Heap]:
+    factory = backend_factory(spec.backend)
+    memory = factory.plan(spec)
+    heap = Heap(memory.heap_bytes, memory.scratch_bytes)
+    backend = factory(spec, heap)
+    sharpen(backend, heap)
+    _kept.append((backend, heap))
+    return backend, heap
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[Backend, Heap]:
+    return sharp(vllm.spec())
+
+
+def prompts(num: int, seed: int = 1) -> list[Prompt]:
+    rng = random.Random(seed)
+    return [
+        Prompt([rng.randrange(VOCAB) for _ in range(4 + i % 7)], seed=rng.getrandbits(40))
+        for i in range(num)
+    ]
+
+
+def run(backend: Backend, *requests: Generate, looker: Looker | None = None) -> list[Any]:
+    looker = looker or Looker()
+    for args in requests:
+        backend.check_generate(args)
+    backend.generate(requests, looker)
+    return looker.ordered
+
+
+def tokens_of(result: GenerateResult) -> list[list[int]]:
+    return [list(int32s(s.tokens)) for group in result.sequences for s in group]
+
+
+def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
+    one: tuple[Backend, Heap],
+) -> None:
+    backend, heap = one
+    model = build_model(vllm.spec().model)
+    views = {
+        s.name: torch.frombuffer(
+            heap.buffer, dtype=torch.float32, offset=s.offset, count=s.num_bytes // 4
+        ).view(s.shape)
+        for s in backend.slots
+    }
+    for name, parameter in model.named_parameters():
+        parameter.data = views[name].clone()
+    asked = prompts(8)
+    params = SamplingParams(24, temperature=0.0, ignore_eos=True)
+    (result,) = run(backend, Generate(asked, params, prompt_logprobs=True))
+    for prompt, (sequence,), scored in zip(
+        asked, result.sequences, result.prompt_logprobs, strict=True
+    ):
+        text = [*int32s(prompt.tokens), *int32s(sequence.tokens)]
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([text])).logits[0]
+        lp = torch.log_softmax(logits, -1)
+        start = len(int32s(prompt.tokens))
+        assert lp[start - 1 : -1].argmax(-1).tolist() == list(int32s(sequence.tokens))
+        expected = [0.0, *(float(lp[i, text[i + 1]]) for i in range(len(text) - 1))]
+        assert list(float32s(scored)) == pytest.approx(expected[:start], abs=2e-5)
+        assert list(float32s(sequence.logprobs)) == pytest.approx(expected[start:], abs=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_same_seeds_draw_the_tokens_of_our_own_sampler(
+    one: tuple[Backend, Heap], temperature: float
+) -> None:
+    """32 sequences of 100 tokens."""
+    args = Generate(prompts(8), SamplingParams(100, temperature, ignore_eos=True), num_samples=4)
+    (ours,) = run(one[0], args)
+    sampler, _ = sharp(vllm.spec("sampler"))
+    assert sampler.weights_sha256() == one[0].weights_sha256()
+    (expected,) = run(sampler, args)
+    assert tokens_of(ours) == tokens_of(expected)
+    for mine, theirs in zip(ours.sequences, expected.sequences, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert list(float32s(a.logprobs)) == pytest.approx(list(float32s(b.logprobs)), abs=2e-5)
+
+
+def test_requests_of_many_kinds_in_one_call_end_as_in_our_own_sampler(
+    one: tuple[Backend, Heap],
+) -> None:
+    texts = [chr(ord("a") + i % 26) for i in range(VOCAB)]
+    model = replace(vllm.spec().model, token_texts=texts)
+    requests = [
+        Generate(prompts(2), SamplingParams(50, stop_token_ids=[3, 4, 5]), num_samples=2),
+        Generate(prompts(2, 2), SamplingParams(50, stop_strings=["b", "xy"], ignore_eos=True)),
+        Generate(prompts(1, 3), SamplingParams(7, temperature=0.0), prompt_logprobs=True),
+        Generate([Prompt([1], seed=9)], SamplingParams(20, 1.3), prompt_logprobs=True),
+    ]
+    results = []
+    for name in ("vllm", "sampler"):
+        backend, _ = sharp(replace(vllm.spec(name), model=model))
+        results.append(run(backend, *requests))
+    for mine, theirs in zip(*results, strict=True):
+        assert tokens_of(mine) == tokens_of(theirs)
+        assert [[s.stop_reason for s in group] for group in mine.sequences] == [
+            [s.stop_reason for s in group] for group in theirs.sequences
+        ]
+        assert [len(lp) for lp in mine.prompt_logprobs] == [
+            len(lp) for lp in theirs.prompt_logprobs
+        ]
+    reasons = {s.stop_reason for r in results[0] for group in r.sequences for s in group}
+    assert reasons == {"stop", "length"}
+
+
+SHAPED = [
+    SamplingParams(40, 0.9, ignore_eos=True, top_k=5),
+    SamplingParams(40, 1.1, ignore_eos=True, top_p=0.6, min_p=0.02),
+    SamplingParams(40, 0.0, ignore_eos=True, repetition_penalty=1.5),
+    SamplingParams(40, 0.8, ignore_eos=True, presence_penalty=1.0, frequency_penalty=0.4),
+    SamplingParams(40, 1.0, ignore_eos=True, bad_words=[[3], [4, 5]], top_logprobs=3),
+]
+
+
+def test_every_sampling_parameter_shapes_tokens_as_in_our_own_sampler(
+    one: tuple[Backend, Heap],
+) -> None:
+    requests = [Generate(prompts(3, seed), p, num_samples=2) for seed, p in enumerate(SHAPED)]
+    ours = run(one[0], *requests)
+    expected = run(sharp(vllm.spec("sampler"))[0], *requests)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert tokens_of(mine) == tokens_of(theirs)
+    for mine, theirs in zip(ours[-1].sequences, expected[-1].sequences, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert list(int32s(a.top_tokens)) == list(int32s(b.top_tokens))
+            top, want = float32s(a.top_logprobs), float32s(b.top_logprobs)
+            assert list(top) == pytest.approx(list(want), abs=2e-5)
+
+
+def test_stopped_request_goes_on_in_another_batch_with_the_same_tokens(
+    one: tuple[Backend, Heap],
+) -> None:
+    backend, _ = one
+    asked = prompts(32)
+    params = SamplingParams(48, ignore_eos=True, top_p=0.95, frequency_penalty=0.1)
+    whole = tokens_of(run(backend, Generate(asked, params))[0])
+    looker = Looker(stop_at={0: 32 * 17})
+    (part,) = run(backend, Generate(asked, params), looker=looker)
+    assert {s.stop_reason for group in part.sequences for s in group} == {"partial"}
+    partial = tokens_of(part)
+    assert all(0 < len(tokens) < 48 for tokens in partial)
+    resumed = [
+        Prompt([*int32s(prompt.tokens), *tokens], prompt.seed, num_generated=len(tokens))
+        for prompt, tokens in zip(asked, partial, strict=True)
+    ]
+    rest = run(backend, Generate(resumed[:9], params), Generate(resumed[9:], params))
+    behind = [tokens for result in rest for tokens in tokens_of(result)]
+    assert [a + b for a, b in zip(partial, behind, strict=True)] == whole
+
+
+def test_cancelled_request_leaves_at_once_and_another_joins(one: tuple[Backend, Heap]) -> None:
+    backend, _ = one
+    long, short = SamplingParams(100, ignore_eos=True), SamplingParams(5, ignore_eos=True)
+    late = Generate(prompts(1, 8), short, num_samples=2, prompt_logprobs=True)
+    looker = Looker(cancel_at={1: 6}, join_at={3: [late]})
+    results = run(
+        backend,
+        Generate(prompts(1, 5), SamplingParams(20)),
+        Generate(prompts(1, 6), long),
+        looker=looker,
+    )
+    assert results[1] is None
+    assert looker.seen[1][-1][0] <= 7
+    assert tokens_of(results[2]) == tokens_of(run(backend, late)[0])
+    assert len(results[2].prompt_logprobs) == 1
+
+
+def test_request_alone_gives_the_same_bits_whenever_it_runs(one: tuple[Backend, Heap]) -> None:
+    """Nothing that was computed before, such as its prompt's KV cache, is used."""
+    args = Generate([Prompt([*range(20), *range(20)], seed=3)], SamplingParams(9), 2, True)
+    first = run(one[0], args)
+    run(one[0], Generate(prompts(5), SamplingParams(30)))
+    assert run(one[0], args) == first
+
+
+def test_forward_scores_as_our_own_sampler_and_refuses_other_targets(
+    one: tuple[Backend, Heap],
+) -> None:
+    backend, _ = one
+    length = 128
+    texts = [[(7 * i + k) % VOCAB for i in range(length + 1)] for k in range(3)]
+    args = Forward([Datum(text[:-1], text[1:]) for text in texts])
+    backend.check_forward(args)
+    got = backend.forward(args)
+    sampler, _ = sharp(vllm.spec("sampler"))
+    expected = sampler.forward(args)
+    for mine, theirs in zip(got.logprobs, expected.logprobs, strict=True):
+        assert list(float32s(mine)) == pytest.approx(list(float32s(theirs)), abs=5e-5)
+    with pytest.raises(CallerError) as raised:
+        backend.check_forward(Forward([Datum([1, 2, 3], [2, 9, 4])]))
+    assert raised.value.info.field == "args.batch[0].targets"
+
+
+def test_new_bytes_in_the_heap_are_the_model_and_the_old_ones_come_back_bit_equal(
+    one: tuple[Backend, Heap],
+) -> None:
+    backend, heap = one
+    args = Generate(prompts(4), SamplingParams(30, ignore_eos=True), num_samples=2)
+    before, digest, bytes_before = run(backend, args), backend.weights_sha256(), bytes(heap.buffer)
+    slot = next(s for s in backend.slots if s.name.endswith("layers.1.mlp.up_proj.weight"))
+    heap.buffer[slot.offset : slot.offset + slot.num_bytes] = bytes(slot.num_bytes)
+    backend.weights_changed()
+    assert tokens_of(run(backend, args)[0]) != tokens_of(before[0])
+    assert backend.weights_sha256() != digest
+    heap.release()
+    heap.buffer[:] = bytes_before
+    backend.weights_changed()
+    assert run(backend, args) == before
+    assert backend.weights_sha256() == digest
+
+
+def test_every_checkpoint_tensor_is_whole_in_one_slot_and_no_slots_overlap(
+    one: tuple[Backend, Heap],
+) -> None:
+    backend, heap = one
+    shapes = {s.name: s.shape for s in backend.version_slots}
+    assert {s.name: s.shape for s in backend.slots} == shapes
+    spans = sorted((s.offset, s.offset + s.num_bytes) for s in backend.slots)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+    assert spans[-1][1] <= heap.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("llama", {"tie_word_embeddings": False}), ("qwen2", {}), ("mistral", {})],
+)
+def test_other_architectures_follow_without_rules_of_ours(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    model = ModelSpec(vllm.tiny(model_type, **changes), init_seed=3)
+    args = Generate(prompts(3), SamplingParams(30, ignore_eos=True))
+    drawn = []
+    for name in ("vllm", "sampler"):
+        backend, _ = sharp(replace(vllm.spec(name), model=model))
+        drawn.append((backend.weights_sha256(), tokens_of(run(backend, args)[0])))
+    assert drawn[0] == drawn[1]
+
+
+def test_rank_has_no_child_processes_and_leaves_nothing_in_shared_memory(
+    one: tuple[Backend, Heap],
+) -> None:
+    before = set(os.listdir("/dev/shm"))
+    run(one[0], Generate(prompts(2), SamplingParams(4)))
+    assert psutil.Process().children(recursive=True) == []
+    mine = [name for name in set(os.listdir("/dev/shm")) - before if str(os.getpid()) in name]
+    assert mine == []
+
+
+def test_cache_lies_in_scratch_memory_that_goes_with_the_heap(one: tuple[Backend, Heap]) -> None:
+    backend, heap = one
+    args = Generate(prompts(4), SamplingParams(60, ignore_eos=True))
+    before, weights = run(backend, args), bytes(heap.buffer)
+    assert heap.scratch_bytes == vllm.SCRATCH_BYTES
+    assert any(heap.scratch[: 2**16]), "keys and values"
+    heap.release()
+    assert heap.resident_bytes() == 0
+    heap.buffer[:] = weights
+    backend.weights_changed()
+    assert run(backend, args) == before
+    assert heap.resident_bytes() > heap.num_bytes
+
+
+def test_cache_too_small_for_one_sequence_is_refused_with_what_vllm_says() -> None:
+    with pytest.raises(CallerError) as raised:
+        sharp(vllm.spec(scratch_bytes=2**16))
+    assert raised.value.info.field == "scratch_bytes"
+    assert "scratch memory" in raised.value.info.message
