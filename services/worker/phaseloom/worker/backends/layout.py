@@ -4,10 +4,11 @@ On the device lies the heap; the optimizer's part may live in host memory instea
 copy in the host extent. Offsets are of that extent, whose beginning is as the heap.
 
 One layout rule for all backends: regions follow one another, each holds the parameters sorted by
-name at 64-byte offsets. So the weights region has the same bytes in a policy, a sampler and a
-weights version, and each region doubles as one flat tensor for elementwise work; the padding
-between tensors is zero and stays zero. Over several ranks each heap holds the rank's shards, with
-room for the padding that makes them as large on every rank. Pure; no torch.
+name at 64-byte offsets. So the weights region has the same bytes in a policy, a sampler and, unless
+there are experts (see `experts`), a weights version, and each region doubles as one flat tensor for
+elementwise work; the padding between tensors is zero and stays zero. Over several ranks each heap
+holds the rank's shards, with room for the padding that makes them as large on every rank. Pure; no
+torch.
 
 Weights are float32 or bfloat16; whatever else training keeps is float32. Weights in bfloat16 have
 *masters*: the weights in float32, which the optimizer updates and the weights are rounded from.
