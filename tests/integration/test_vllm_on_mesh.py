@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ async def draws(sampler: client.Deployment) -> list[list[int]]:
 async def test_vllm_syncs_what_fsdp_published_and_draws_what_our_sampler_draws(
     dp: int, short_dir: Path
 ) -> None:
+    in_shared_memory = set(os.listdir("/dev/shm"))
     async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
         policy_spec = replace(
             vllm.spec("fsdp", "policy"), pool="train", trainable=True, layout=Layout(dp=dp)
@@ -62,10 +64,15 @@ async def test_vllm_syncs_what_fsdp_published_and_draws_what_our_sampler_draws(
         learned = await draws(sampler)
         assert learned != first
         assert learned == await draws(own)
-        kill_rank(mesh, "job.sampler")
-        assert await draws(sampler) == learned
+        saved = await own.save_state("own")
+        for number in range(2):
+            kill_rank(mesh, "job.sampler")
+            assert await draws(sampler) == learned
+            again = await sampler.save_state(f"after-{number}")
+            assert again.weights_sha256 == saved.weights_sha256
         await job.finish()
         assert log.failures() == []
+    assert {name for name in os.listdir("/dev/shm") if "shm" in name} <= in_shared_memory
 
 
 async def test_job_for_vllm_is_refused_where_no_node_has_it(short_dir: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -272,7 +272,8 @@ async def test_each_life_meets_at_an_address_of_its_own(bus: Bus, tmp_path: Path
         for wpg in (first, second):
             # Where it ends, so does its port.
             wpg.kill()
-            await wpg.start(Interpreters({}, preload=False))
+            with closing(Interpreters({}, preload=False)) as interpreters:
+                await wpg.start(interpreters)
             await wpg.ended()
             assert wpg.store_address == ""
         elsewhere = part_of(settings(tmp_path, "192.0.2.1"), bus, tasks)

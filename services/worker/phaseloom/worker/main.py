@@ -76,6 +76,7 @@ async def serve(stop: asyncio.Event) -> None:
             await stop.wait()
             await agent.stop()
             await lifecycle.end(running)
+        interpreters.close()
         await lease.release()
     finally:
         await bus.close()

@@ -65,6 +65,8 @@ class ForkServer:
         environment = {**config.inherited(), lifecycle.DIE_WITH_PARENT: str(os.getpid())}
         self._process: subprocess.Popen[bytes] | None = None
         self._why = "it ended"
+        self._is_lost = False
+        """Whether it did not answer, which may be seen before its death is."""
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -75,7 +77,7 @@ class ForkServer:
 
     def restart_if_dead(self) -> None:
         """Start it again where it has died. In the thread that made it."""
-        if self._process is None or self._process.poll() is not None:
+        if self._is_lost or self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
 
@@ -104,6 +106,7 @@ class ForkServer:
             self._process.wait()
 
     def _dead(self) -> ResourceError:
+        self._is_lost = True
         return ResourceError(
             f"{' '.join(self._command)} does not fork ranks: {self._why}",
             field="interpreters",

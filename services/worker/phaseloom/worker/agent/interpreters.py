@@ -96,6 +96,11 @@ class Interpreters:
         # The first one waits for the server's imports.
         return await asyncio.to_thread(server.fork, config_json)
 
+    def close(self) -> None:
+        """End the fork servers; their ranks live on."""
+        for server in self._servers.values():
+            server.close()
+
 
 def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Probe:
     """What another interpreter has. Args: imports: import the runtimes there, which takes seconds.
