@@ -48,7 +48,7 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm lint bench bench-peers bench-state bench-hidden loadtest chaos gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm lint bench bench-peers bench-state bench-hidden bench-runtimes loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -65,6 +65,7 @@ up: $(VENV)/.demo
 ## test: everything that takes minutes at most; ARGS goes to pytest, `ARGS="-n 0"` for one at a time
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)
+	@echo "without the backend vllm, whose environment has 3 GB: make test-vllm"
 
 ## test-SUBJECT: the tests of one: see SUBJECTS
 $(SUBJECTS:%=test-%): test-%: $(VENV)/.test
@@ -103,6 +104,10 @@ bench-state: $(VENV)/.test
 ## bench-hidden: which share of context switches nobody waits for, on devices with idle time
 bench-hidden: $(VENV)/.test
 	$(BIN)/python -m loadtest hidden $(ARGS)
+
+## bench-runtimes: tokens a second of the backend vllm beside vLLM alone; ARGS="--rows 8"
+bench-runtimes: $(VLLM_VENV)/.test
+	$(VLLM_VENV)/bin/python -W ignore -m loadtest.runtimes $(ARGS)
 
 ## loadtest: 100 jobs, 100,000 operations; ARGS="--jobs 10 --ops 200" for less
 loadtest: $(VENV)/.test

@@ -305,7 +305,7 @@ def test_cache_lies_in_scratch_memory_that_goes_with_the_heap(one: tuple[Backend
     args = Generate(prompts(4), SamplingParams(60, ignore_eos=True))
     before, weights = run(backend, args), bytes(heap.buffer)
     assert heap.scratch_bytes == vllm.SCRATCH_BYTES
-    assert any(heap.scratch[: 2**16]), "keys and values"
+    assert any(bytes(heap.scratch)), "keys and values"
     heap.release()
     assert heap.resident_bytes() == 0
     heap.buffer[:] = weights

@@ -61,10 +61,10 @@ class VllmBackend(InferenceBackend):
         check_spec(spec, ranks)
         super().__init__(spec)
         shapes = parameter_shapes(spec.model)
-        placement = plan(_settings(spec), shapes)
+        placement = plan(settings_of(spec), shapes)
         if placement.num_bytes != heap.num_bytes:
             raise InternalError(f"{placement.num_bytes} bytes in a heap of {heap.num_bytes}")
-        self._engine = Engine(_settings(spec), as_tensor(heap), scratch_tensor(heap), shapes)
+        self._engine = Engine(settings_of(spec), as_tensor(heap), scratch_tensor(heap), shapes)
         self._tensors = HeapTensors(heap)
         self.slots = placement.slots
         self._dtype = weights_dtype(spec.model)
@@ -80,7 +80,7 @@ class VllmBackend(InferenceBackend):
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_spec(spec, ranks)
-        settings = _settings(spec)
+        settings = settings_of(spec)
         placement = plan(settings, parameter_shapes(spec.model))
         return Memory(placement.num_bytes, settings.kv_bytes)
 
@@ -309,7 +309,8 @@ class _Call:
         self._engine.abort(list(self._live.pop(i)))
 
 
-def _settings(spec: DeploymentSpec) -> Settings:
+def settings_of(spec: DeploymentSpec) -> Settings:
+    """Settings of the engine of one of its ranks. Raises: CallerError: the model's config."""
     """Raises: CallerError: vLLM is not given models with experts yet."""
     if any(map(is_fused, parameter_shapes(spec.model))):
         raise CallerError(

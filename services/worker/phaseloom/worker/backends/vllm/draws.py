@@ -15,9 +15,8 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from phaseloom.common.contract.operations import SamplingParams
-from phaseloom.worker.backends.generation import draw
 from phaseloom.worker.backends.rng import uniform, wrapped
-from phaseloom.worker.backends.shaping import Shaping, is_plain
+from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
 
 KEY: Final = "phaseloom"
 """Name of a request's `Draw` in its `extra_args`."""
@@ -104,16 +103,17 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
                 by_temperature.setdefault(row.draw.params.temperature, []).append(index)
         for temperature, indices in by_temperature.items():
             draws_R = _uniforms([self._rows[index] for index in indices]).to(logits_BV.device)
-            tokens_R, _ = draw(logits_BV[indices], draws_R, temperature)
-            _choose(logits_BV, indices, tokens_R)
+            is_all = len(indices) == logits_BV.shape[0]
+            logits_RV = (logits_BV if is_all else logits_BV[indices]).float()
+            probabilities_RV = torch.softmax(logits_RV / temperature, dim=-1)
+            _choose(logits_BV, indices, inverted(probabilities_RV, draws_R))
         return logits_BV
 
 
 def _choose(logits_BV: torch.Tensor, rows: list[int], tokens_R: torch.Tensor) -> None:
-    """Leave these rows only these tokens."""
+    """Make these tokens the likeliest of their rows."""
     rows_R = torch.tensor(rows, device=logits_BV.device)
-    logits_BV[rows_R] = -torch.inf
-    logits_BV[rows_R, tokens_R.to(logits_BV.device)] = 0.0
+    logits_BV[rows_R, tokens_R.to(logits_BV.device)] = torch.inf
 
 
 def _uniforms(rows: list[_Row]) -> torch.Tensor:

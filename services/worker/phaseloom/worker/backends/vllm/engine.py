@@ -125,7 +125,7 @@ class Engine:
             move(model, place(model, shapes, dtype), memory)
 
         _join()
-        with _engine_args(settings) as args:
+        with engine_args(settings) as args:
             load_into(move_in)
             try:
                 self._engine = LLMEngine.from_engine_args(args)
@@ -231,7 +231,7 @@ def plan(settings: Settings, shapes: Shapes) -> Placement:
     # vLLM keeps rotary embeddings by their parameters: those of this model, which have no memory,
     # must not be taken for the engine's.
     own = replace(settings, num_positions=settings.num_positions + 1)
-    with _engine_args(own) as args:
+    with engine_args(own) as args:
         try:
             config: VllmConfig = args.create_engine_config()
         except ValueError as error:
@@ -251,7 +251,7 @@ def _join() -> None:
 
 
 @contextmanager
-def _engine_args(settings: Settings) -> Iterator[EngineArgs]:
+def engine_args(settings: Settings) -> Iterator[EngineArgs]:
     """Arguments for an engine; the directory that they name exists meanwhile."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings.config["model_type"]]
     with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
