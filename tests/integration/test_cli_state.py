@@ -90,7 +90,7 @@ def test_every_tier_is_shown_with_its_bytes() -> None:
     assert "NVMe (direct): 4.0 MiB of 1.0 TiB" in head
     assert "30.0 MiB in 24.0 MiB (1.25 to 1)" in head
     told = " ".join(deployment.split())
-    assert told == "acme.sums.policy 3 9 8.0 MiB 2.0 MiB 12.0 MiB 4.0 MiB 6.0 MiB 3.0 MiB"
+    assert told == "acme.sums.policy 3 9 8.0 MiB + 2.0 MiB 12.0 MiB 4.0 MiB 6.0 MiB 3.0 MiB"
     assert version.split() == [str(VERSION), "5.0", "MiB", "–", "2"]
     told = " ".join(content.split())
     assert told == "a model (0123456789ab) 3.0 MiB host acme.sums.policy ×2, acme.letters.reference"

@@ -15,7 +15,7 @@ from phaseloom.cli.rundir import bus_config
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.common.contract.state_agent import SharedCopyState, StatusReport
+from phaseloom.common.contract.state_agent import DeploymentState, SharedCopyState, StatusReport
 from phaseloom.common.contract.streams import Bucket, state_subject
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig, connect
@@ -130,15 +130,14 @@ def _sharing(report: StatusReport) -> list[str]:
 
 def tables(report: StatusReport) -> list[Table]:
     """Tables of deployments, weights versions and shared copies; empty ones are left out."""
-    columns = ("inc.", "seq", "device", "scratch", "host", "NVMe", "never on a device", "shared")
+    columns = ("inc.", "seq", "device", "host", "NVMe", "never on a device", "shared")
     deployments = Table(_names("deployment"), *columns, box=None)
     for deployment in report.deployments:
         deployments.add_row(
             str(deployment.deployment),
             str(deployment.incarnation),
             str(deployment.applied),
-            _size(deployment.device_bytes),
-            _size(deployment.scratch_bytes),
+            _on_device(deployment),
             _size(deployment.host_bytes),
             _size(deployment.nvme_bytes),
             _size(deployment.host_only_bytes),
@@ -184,6 +183,12 @@ def _users(copy: SharedCopyState) -> list[str]:
     return [
         user if number == 1 else f"{user} ×{number}" for user, number in Counter(copy.users).items()
     ]
+
+
+def _on_device(deployment: DeploymentState) -> str:
+    """Bytes of its state, and of the scratch memory beside it."""
+    scratch = f" + {_size(deployment.scratch_bytes)}" if deployment.scratch_bytes else ""
+    return _size(deployment.device_bytes) + scratch
 
 
 def _of(used: int, budget: int) -> str:
