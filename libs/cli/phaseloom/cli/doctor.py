@@ -298,7 +298,7 @@ def _interpreters(mesh_file: Path | None) -> dict[str, set[str]]:
 
 
 class InterpreterProbe(msgspec.Struct, frozen=True):
-    """What `phaseloom.worker.agent.interpreters` prints."""
+    """The report that `phaseloom.worker.agent.interpreters` prints."""
 
     code: str
     versions: dict[str, str]

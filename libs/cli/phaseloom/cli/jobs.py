@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phaseloom.cli.rundir import bus_config
+from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.api import (
     DeploymentStatus,
     DrainNode,
@@ -153,22 +151,13 @@ def _print_ending(status: JobStatus, key: JobKey, console: Console | None) -> No
 
 
 async def _end(settings: BusConfig, key: JobKey, call: str, request: JobRequest) -> JobStatus:
-    async with _bus(settings) as bus:
+    async with open_bus(settings, "jobs") as bus:
         status: JobStatus = await call_api(bus.client, key.tenant, call, request, JobStatus)
         return status
 
 
-@asynccontextmanager
-async def _bus(settings: BusConfig) -> AsyncIterator[Bus]:
-    bus = Bus(await connect(settings.url, "jobs", settings.user, settings.password))
-    try:
-        yield bus
-    finally:
-        await bus.close()
-
-
 async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
-    async with _bus(settings) as bus:
+    async with open_bus(settings, "jobs") as bus:
         views = await _all(bus, Bucket.VIEW, JobStatus)
         traces = await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
     console.print(job_table(views))
@@ -190,14 +179,14 @@ async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
 
 
 async def _status(settings: BusConfig, key: JobKey) -> JobStatus:
-    async with _bus(settings) as bus:
+    async with open_bus(settings, "jobs") as bus:
         request = JobRequest(key.job)
         status: JobStatus = await call_api(bus.client, key.tenant, "job.status", request, JobStatus)
         return status
 
 
 async def _explain(settings: BusConfig, key: OperationKey) -> Explanation:
-    async with _bus(settings) as bus:
+    async with open_bus(settings, "jobs") as bus:
         request = OperationRequest(key.job, key.deployment, key.slot)
         answer: Explanation = await call_api(
             bus.client, key.tenant, "operation.explain", request, Explanation

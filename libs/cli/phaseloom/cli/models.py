@@ -7,15 +7,13 @@ name, or giving it to another directory later, changes nothing for jobs that are
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from phaseloom.cli.rundir import bus_config
+from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
@@ -23,7 +21,7 @@ from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus, Conflict
-from phaseloom.common.transport.connection import BusConfig, connect
+from phaseloom.common.transport.connection import BusConfig
 
 
 def add(
@@ -120,29 +118,20 @@ def table(models: list[RegisteredModel]) -> Table:
     return found
 
 
-@asynccontextmanager
-async def _bus(settings: BusConfig) -> AsyncIterator[Bus]:
-    bus = Bus(await connect(settings.url, "models", settings.user, settings.password))
-    try:
-        yield bus
-    finally:
-        await bus.close()
-
-
 async def _add(settings: BusConfig, model: RegisteredModel) -> None:
-    async with _bus(settings) as bus:
+    async with open_bus(settings, "models") as bus:
         await register(bus, model)
 
 
 async def _all(settings: BusConfig) -> list[RegisteredModel]:
-    async with _bus(settings) as bus:
+    async with open_bus(settings, "models") as bus:
         names = sorted(await bus.kv_keys(Bucket.MODELS))
         found = await asyncio.gather(*(bus.kv_get(Bucket.MODELS, name) for name in names))
     return [decode(stored.payload, RegisteredModel) for stored in found if stored is not None]
 
 
 async def _remove(settings: BusConfig, name: str) -> None:
-    async with _bus(settings) as bus:
+    async with open_bus(settings, "models") as bus:
         stored = await bus.kv_get(Bucket.MODELS, name)
         if stored is None:
             raise CallerError(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.process import config
-from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import BusConfig, connect
 from phaseloom.common.transport.natsserver import Credentials
 
 RUNS = Path("runs")
@@ -81,3 +84,16 @@ def bus_config(run: Path | None) -> BusConfig:
             field="--run",
             remedy=f"name a run of this machine's, or set {_BUS_URL}, _USER and _PASSWORD",
         ) from None
+
+
+@asynccontextmanager
+async def open_bus(settings: BusConfig, name: str) -> AsyncIterator[Bus]:
+    """A connection to the mesh's bus, closed in the end.
+
+    Args: name: of the connection, as the server lists it.
+    """
+    bus = Bus(await connect(settings.url, name, settings.user, settings.password))
+    try:
+        yield bus
+    finally:
+        await bus.close()

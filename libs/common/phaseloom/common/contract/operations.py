@@ -58,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     bad_words: list[list[int]] = []
     """Runs of tokens that a sample never completes."""
     top_logprobs: int = 0
-    """Of how many of the likeliest tokens at each position the log-probabilities are answered."""
+    """The number of likeliest tokens at each position whose log-probabilities are answered."""
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -73,11 +73,11 @@ class Tensor(NamedTuple):
 
 
 Holding = Mapping[str, Box]
-"""What one rank holds of a model's weights: the box of each tensor that it has anything of."""
+"""A rank's share of a model's weights: the box of each tensor that the rank has anything of."""
 
 
 def holding_of(slots: Sequence[TensorSlot]) -> dict[str, Box]:
-    """What the weights among these slots are."""
+    """The box of each weight among these slots, by name; other roles are left out."""
     return {
         slot.name: Box(tuple(slot.start or [0] * len(slot.shape)), tuple(slot.shape))
         for slot in slots
@@ -159,7 +159,7 @@ def fetches(
 
 
 _Held = tuple[tuple[int, Box], ...]
-"""Who holds a tensor, a part or a rank, and which box of it."""
+"""The holders of one tensor: the number of each part or rank, with its box."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ _IMPORT_FLAG = "--import"
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What an interpreter has of some backends."""
+    """The packages that an interpreter has for some backends."""
 
     code: str
     """Digest of the sources of Phaseloom there, as `code_digest`."""
@@ -103,7 +103,7 @@ class Interpreters:
 
 
 def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Probe:
-    """What another interpreter has. Args: imports: import the runtimes there, which takes seconds.
+    """Ask another interpreter what it has. Args: imports: import the runtimes, which takes seconds.
 
     Raises: ResourceError: it does not run, or has no Phaseloom.
     """

@@ -31,7 +31,7 @@ none."""
 
 
 def missing_modules(name: str) -> list[str]:
-    """What a backend's runtime lacks in this interpreter. Imports nothing."""
+    """The modules of a backend's runtime that this interpreter lacks. Imports nothing."""
     return [each for each in RUNTIMES.get(name, ()) if importlib.util.find_spec(each) is None]
 
 

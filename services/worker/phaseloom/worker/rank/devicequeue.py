@@ -330,10 +330,10 @@ class ShareWatch:
 class _LeaderWatch(ShareWatch):
     def __init__(self, cancelled: Cancelled, calls: list[Call]) -> None:
         super().__init__(cancelled, [call.key for call in calls])
-        self._calls = calls
+        self.calls = calls
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
-        self._calls[i].num_done, self._calls[i].num_total = num_done, num_total
+        self.calls[i].num_done, self.calls[i].num_total = num_done, num_total
 
 
 class _CallsWatch(_LeaderWatch):
@@ -347,7 +347,6 @@ class _CallsWatch(_LeaderWatch):
         end: Callable[[Call, Result | None], None],
     ) -> None:
         super().__init__(cancelled, calls)
-        self.calls = calls
         self._joined = joined
         self._end = end
 

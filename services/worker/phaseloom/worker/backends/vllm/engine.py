@@ -74,7 +74,7 @@ class Request:
     draw: Draw | None = None
     """None: greedy."""
     num_top: int = 0
-    """Of how many of the likeliest tokens the log-probabilities are wanted, beside the drawn."""
+    """The number of likeliest tokens whose log-probabilities are wanted, beside the drawn one's."""
     scores_prompt: bool = False
     """Whether the log-probabilities of the prompt are wanted."""
 
