@@ -58,6 +58,5 @@ def take(backend: Backend, heap: Heap, rank: int, version: bytes) -> None:
     reader = Reader(backend.holdings, rank, [rank], tensors_of(whole), own)
     runs = from_part(whole, fetches_of_whole(reader), reader)
     copy_runs(memoryview(bytearray(version)), heap.buffer, runs)
-    weights = weights_of(backend.slots)
-    clear(heap.buffer[weights[-1].offset + weights[-1].num_bytes :])
+    clear(heap.buffer[max(slot.offset + slot.num_bytes for slot in own) :])
     backend.weights_changed()

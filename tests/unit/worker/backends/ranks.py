@@ -48,9 +48,10 @@ ROOT = Path(__file__).parents[4]
 class Rank:
     """One process; closing kills it."""
 
-    def __init__(self, spec: DeploymentSpec, ranks: RankGroup) -> None:
+    def __init__(self, spec: DeploymentSpec, ranks: RankGroup, warnings: str = "error") -> None:
+        """Args: warnings: what becomes of a Python warning in the process."""
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.unit.worker.backends.rank_child"],
+            [sys.executable, "-W", warnings, "-m", "tests.unit.worker.backends.rank_child"],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,

@@ -17,18 +17,14 @@ from __future__ import annotations
 
 import functools
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -49,7 +45,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends import scoring
+from phaseloom.worker.backends import processgroup, scoring
 from phaseloom.worker.backends.base import ALONE, GroupBroken, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.digest import weights_sha256
@@ -127,18 +123,14 @@ R = TypeVar("R")
 def _collective(
     method: Callable[Concatenate[FsdpBackend, P], R],
 ) -> Callable[Concatenate[FsdpBackend, P], R]:
-    """Tell a broken group from an operation's own errors.
-
-    The first error of a broken group names gloo or NCCL; those that follow may not, and none has a
-    class.
-    """
+    """Tell a broken group from an operation's own errors."""
 
     @functools.wraps(method)
     def checked(backend: FsdpBackend, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(backend, *args, **kwargs)
         except RuntimeError as error:
-            backend._is_broken |= "gloo" in str(error) or "NCCL" in str(error)
+            backend._is_broken |= processgroup.is_broken(error)
             if not backend._is_broken:
                 raise
             raise GroupBroken(f"another rank is gone or late: {error}") from error
@@ -168,8 +160,10 @@ class FsdpBackend:
         self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
         self._is_broken = False
         self._group = ExitStack()
-        _join_process_group(ranks, self._tensors.device.type, self._group)
         kind = self._tensors.device.type
+        if ranks.world_size > 1 or not dist.is_initialized():
+            size = ranks.world_size
+            processgroup.join(ranks, kind, self._group, rank=ranks.rank, world_size=size)
         mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
         self._model = build_model(spec.model)
         self._model.requires_grad_(spec.trainable)
@@ -411,51 +405,6 @@ def _does_not_generate() -> CallerError:
         field="args.type",
         remedy="send generate to a deployment with the backend 'sampler'",
     )
-
-
-def _join_process_group(ranks: RankGroup, device_type: str, joined: ExitStack) -> None:
-    """Make the process's group if there is none yet; `joined` ends what this makes.
-
-    A store in a file needs no port that could collide; ranks on several nodes have a port that is
-    open already.
-
-    Raises: GroupBroken: the other ranks did not come.
-    """
-    if ranks.world_size == 1 and dist.is_initialized():
-        return
-    try:
-        dist.init_process_group(
-            "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl",
-            store=_store(ranks, joined),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            timeout=timedelta(seconds=ranks.timeout_s),
-        )
-    except RuntimeError as error:
-        # Errors of the store, of gloo and of the rendezvous have no class in common.
-        raise GroupBroken(f"not all {ranks.world_size} ranks came: {error}") from error
-    joined.callback(dist.destroy_process_group)
-
-
-def _store(ranks: RankGroup, joined: ExitStack) -> Store:
-    """The store where the ranks meet. Raises: RuntimeError: rank 0's node cannot be reached."""
-    if ranks.store_address:
-        host, _, port = ranks.store_address.rpartition(":")
-        is_served = ranks.rank == 0
-        store = TCPStore(
-            host,
-            int(port),
-            is_master=is_served,
-            timeout=timedelta(seconds=ranks.timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=ranks.store_fd if is_served else None,
-        )
-        # Ranks of another incarnation that come to this port use other names.
-        return PrefixStore(ranks.store_prefix, store)
-    if ranks.world_size == 1:
-        directory = joined.enter_context(tempfile.TemporaryDirectory(prefix="phaseloom-store-"))
-        return FileStore(str(Path(directory) / "store"), 1)
-    return FileStore(str(Path(ranks.store_path).absolute()), ranks.world_size)
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -16,7 +16,7 @@ Weights are float32 or bfloat16; whatever else training keeps is float32. Weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -139,11 +139,12 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
     return Shard(rows, own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
 
 
-def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
-    """Check that the backends can do a layout.
+def check_layout(spec: DeploymentSpec, ranks: RankGroup, axes: Collection[str] = ("dp",)) -> None:
+    """Check that a backend can do a layout.
 
-    Raises: CallerError: FAILED_PRECONDITION, more than data parallelism, or a choice about training
-            where nothing is trained.
+    Args:   axes: those along which the backend spreads a deployment.
+    Raises: CallerError: FAILED_PRECONDITION, another axis, or a choice about training where nothing
+            is trained.
     """
     layouts.check_layout(spec.layout)
     if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
@@ -160,14 +161,14 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             field="activation_checkpointing",
             remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
-    for axis in ("tp", "pp", "cp", "ep"):
+    for axis in spec.layout.__struct_fields__:
         size = getattr(spec.layout, axis)
-        if size > 1:
+        if size > 1 and axis not in axes:
             raise CallerError(
                 f"the {spec.backend} backend cannot do {axis} = {size}",
                 code=Code.FAILED_PRECONDITION,
                 field=f"layout.{axis}",
-                remedy=f"use layout.{axis} = 1, and layout.dp for more ranks",
+                remedy=f"use layout.{axis} = 1; more ranks go along {' or '.join(axes)}",
             )
     if spec.layout.num_ranks != ranks.world_size:
         raise InternalError(f"{ranks.world_size} ranks were started for {spec.layout}")
