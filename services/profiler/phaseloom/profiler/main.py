@@ -11,18 +11,12 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.profiler.shell import Shell
 
-_READ_PAUSE_S = 0.1
-"""The pause between two reads of the log. Nobody waits for the profiler, so it reads in gulps,
-which wake it less often."""
-
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(BusConfig, "bus")
     # The objects that the imports made stay: no collection needs to go through them again.
     gc.freeze()
-    opening = Bus.open(
-        settings, "profiler", read_pause_s=_READ_PAUSE_S, timeout_s=SERVICE_CONNECT_S
-    )
+    opening = Bus.open(settings, "profiler", timeout_s=SERVICE_CONNECT_S)
     bus = await lifecycle.unless_stopped(stop, opening)
     try:
         async with asyncio.TaskGroup() as group:

@@ -23,7 +23,7 @@ from phaseloom.common.contract.ids import (
     parse_operation_key,
 )
 from phaseloom.common.contract.operations import Completion
-from phaseloom.common.contract.specs import Cycle, DeploymentSpec, JobSpec, Layout, Segment
+from phaseloom.common.contract.specs import Cycle, DeploymentSpec, JobSpec, Segment
 from phaseloom.common.transport.services import ApiHandler
 from phaseloom.scheduler.core.dispatch import explain
 from phaseloom.scheduler.core.jobs import jobs
@@ -38,7 +38,8 @@ OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 """The stored outcome of an operation, or None where there is none."""
 
 MAX_CONFIG_DEPTH = 32
-_UNSUPPORTED_AXES = ("tp", "pp", "cp", "ep")
+_AXES = {"megatron": ("dp", "tp", "pp")}
+"""Backend → the axes over which it spreads a model, where these are more than `dp`."""
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
 """Largest spec of a job, as MessagePack. Every command that starts a WPG carries a part of it."""
@@ -178,7 +179,7 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
     check_name(spec.name, f"{field}.name")
     check_name(spec.pool, f"{field}.pool")
     check_name(spec.backend, f"{field}.backend")
-    _check_layout(spec.layout, f"{field}.layout")
+    _check_layout(spec, f"{field}.layout")
     _check_nodes(spec, f"{field}.num_nodes")
     if spec.host_bytes < 0:
         raise CallerError(
@@ -222,20 +223,23 @@ def _encoded_bytes(spec: JobSpec) -> int:
         ) from None
 
 
-def _check_layout(layout: Layout, field: str) -> None:
-    for axis in ("dp", "tp", "pp", "cp", "ep"):
+def _check_layout(spec: DeploymentSpec, field: str) -> None:
+    layout, axes = spec.layout, _AXES.get(spec.backend, ("dp",))
+    for axis in layout.__struct_fields__:
         if getattr(layout, axis) < 1:
             raise CallerError(
                 f"{axis} = {getattr(layout, axis)} is no number of ranks",
                 field=f"{field}.{axis}",
                 remedy="use 1 where the model is not split this way",
             )
-    for axis in _UNSUPPORTED_AXES:
-        if getattr(layout, axis) > 1:
+        if getattr(layout, axis) > 1 and axis not in axes:
+            able = [name for name, others in sorted(_AXES.items()) if axis in others]
+            another = f", or the backend {' or '.join(able)}" if able else ""
             raise CallerError(
-                f"{axis} = {getattr(layout, axis)}: no backend splits a model this way",
+                f"{axis} = {getattr(layout, axis)}: the backend {spec.backend} does not split a "
+                "model this way",
                 field=f"{field}.{axis}",
-                remedy="use 1, and spread the model over `dp` ranks",
+                remedy=f"use 1, and spread the model over {', '.join(axes)}{another}",
             )
 
 

@@ -188,7 +188,6 @@ class Bus:
         config: BusConfig,
         name: str,
         *,
-        read_pause_s: float = 0.0,
         timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Bus:
         """Connect, and create the streams and buckets of the mesh; see `connect`.
@@ -213,7 +212,6 @@ class Bus:
                 config.user,
                 config.password,
                 on_reconnect=again,
-                read_pause_s=read_pause_s,
                 timeout_s=timeout_s,
             )
         )

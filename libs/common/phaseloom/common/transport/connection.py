@@ -48,19 +48,17 @@ async def connect(
     *,
     inbox_prefix: str = "_INBOX",
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
-    read_pause_s: float = 0.0,
     timeout_s: float = CONNECT_TIMEOUT_S,
 ) -> MeshClient:
     """Connect to NATS. The connection is made again, without limit, whenever it is lost.
 
     Args:   on_reconnect: called after every reconnection.
-            read_pause_s: see `MeshClient`.
             timeout_s: limit for the first connection.
     Raises: ResourceError: no connection, wrong credentials, or a server before 2.12, which lacks
             features that we rely on.
     """
 
-    client = MeshClient(read_pause_s)
+    client = MeshClient()
     last_error: Exception | None = None
     refusal: Exception | None = None
     is_unknown = asyncio.Event()

@@ -45,10 +45,9 @@ _MAX_UNSENT_BYTES = 2 * 2**20
 class _Reader(Parser):
     """A parser that takes whole messages itself and leaves the server's commands to nats-py's."""
 
-    def __init__(self, client: MeshClient, read_pause_s: float) -> None:
+    def __init__(self, client: MeshClient) -> None:
         super().__init__(client)
         self._client = client
-        self._read_pause_s = read_pause_s
 
     def reset(self) -> None:
         super().reset()
@@ -60,8 +59,8 @@ class _Reader(Parser):
         is_all = len(data) < DEFAULT_BUFFER_SIZE
         await self._take(data)
         # This is awaited between two reads of the connection.
-        if self._read_pause_s and is_all:
-            await asyncio.sleep(self._read_pause_s)
+        if self._client.read_pause_s and is_all:
+            await asyncio.sleep(self._client.read_pause_s)
 
     async def _take(self, data: bytes) -> None:
         if self.buf:
@@ -104,14 +103,14 @@ class MeshClient(Client):
     """nats-py's client, with shorter ways to publish, request and read; see the module.
 
     `request` has nats-py's contract.
-
-    Args: read_pause_s: the pause after everything that had come was read, in which more gathers. It
-              adds as much latency: for a process that follows a stream and for which nobody waits.
     """
 
-    def __init__(self, read_pause_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._ps = _Reader(self, read_pause_s)
+        self._ps = _Reader(self)
+        self.read_pause_s = 0.0
+        """The pause after everything that had come was read, in which more gathers. It adds as much
+        latency: for a process that follows a stream and for which nobody waits."""
         self._answers: dict[bytes, tuple[asyncio.Future[Msg], list[Msg] | None]] = {}
         """For each open request its answer, and the list for messages that come before its last.
 

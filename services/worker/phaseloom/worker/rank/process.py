@@ -206,7 +206,8 @@ def _read_files(heap: DeviceMemory, backend: Backend, files: ModelDirectory) -> 
     from phaseloom.worker.backends import pretrained  # needs torch
 
     is_tied = bool(backend.config.get("tie_word_embeddings"))
-    pretrained.fill(heap, backend.slots, files, ties_embeddings=is_tied)
+    names = [slot.name for slot in backend.version_slots]
+    pretrained.fill(heap, backend.slots, files, names=names, ties_embeddings=is_tied)
     backend.weights_changed()
 
 
