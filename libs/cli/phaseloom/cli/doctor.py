@@ -337,7 +337,8 @@ def check_interpreter(
     versions = ", ".join(f"{name} {version}" for name, version in sorted(probed.versions.items()))
     if probed.missing:
         found = "; ".join(f"{name}: {why}" for name, why in sorted(probed.missing.items()))
-        remedy = f"install its runtime for {python}: `make .venv-vllm/.installed` for vllm"
+        remedy = f"install its runtime for {python}: `make .venv-vllm/.installed` for vllm, "
+        remedy += "`make .venv-megatron/.installed` for megatron"
         return Finding(check, Verdict.FAILED, found, remedy)
     if not is_same:
         remedy = f"install this Phaseloom in the environment of {python}: ranks there speak with it"

@@ -83,8 +83,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     price_per_hour: float = 0.0
     """The node's price: placement prefers cheaper nodes. 0: the usual price of its pool."""
     interpreters: dict[str, str] = {}
-    """Backend → the Python that its ranks run in, where that is not this one: `vllm` has an
-    environment of its own. A path may begin with `~`."""
+    """Backend → the Python that its ranks run in, where that is not this one: `vllm` and
+    `megatron` have environments of their own. A path may begin with `~`."""
     site: str = ""
     """The name that the nodes joined by fast links share. A weights version crosses the slow link
     to each other site once. Empty: the node belongs to no site."""

@@ -48,8 +48,7 @@ ROOT = Path(__file__).parents[4]
 class Rank:
     """One process; closing kills it."""
 
-    def __init__(self, spec: DeploymentSpec, ranks: RankGroup, warnings: str = "error") -> None:
-        """Args: warnings: what becomes of a Python warning in the process."""
+    def __init__(self, spec: DeploymentSpec, ranks: RankGroup, warnings: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-W", warnings, "-m", "tests.unit.worker.backends.rank_child"],
             cwd=ROOT,
@@ -79,14 +78,17 @@ class Rank:
 class Ranks:
     """Calls go to all ranks at once; work is split and results merged as a leader does."""
 
-    def __init__(self, spec: DeploymentSpec, directory: Path) -> None:
+    def __init__(self, spec: DeploymentSpec, directory: Path, warnings: str = "error") -> None:
+        """Args: warnings: what becomes of warnings in the ranks."""
         self._layout = spec.layout
         self._whole = plan(parameter_shapes(spec.model), trainable=False).slots
         self.ranks = [
-            Rank(spec, RankGroup(rank, spec.layout.dp, str(directory / "store")))
-            for rank in range(spec.layout.dp)
+            Rank(spec, RankGroup(rank, spec.layout.num_ranks, str(directory / "store")), warnings)
+            for rank in range(spec.layout.num_ranks)
         ]
         first = [rank.receive() for rank in self.ranks]
+        failed = [answer.error for answer in first if answer.error]
+        assert not failed, failed
         self.slots: list[list[TensorSlot]] = [answer.slots for answer in first]
         self._config = first[0].config
 

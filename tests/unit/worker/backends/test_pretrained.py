@@ -40,8 +40,7 @@ def filled(model: ModelSpec, ranks: RankGroup | None = None) -> tuple[list[Tenso
     heap = Heap(layout.heap_bytes)
     assert model.pinned is not None
     is_tied = bool(model.config["tie_word_embeddings"])
-    names = [slot.name for slot in layout.slots]
-    pretrained.fill(heap, layout.slots, model.pinned, names=names, ties_embeddings=is_tied)
+    pretrained.fill(heap, layout.slots, model.pinned, ties_embeddings=is_tied)
     return layout.slots, heap
 
 

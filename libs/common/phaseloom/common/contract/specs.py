@@ -103,7 +103,8 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     pool: str
     """`rollout` or `train`, or any pool name that some node declares."""
     backend: str
-    """`fsdp` (trains), `sampler` (generates) or `noop` (answers at once; for benches)."""
+    """`fsdp` or `megatron` (trains), `sampler` or `vllm` (generates), or `noop` (answers at once;
+    for benches)."""
     model: ModelSpec
     trainable: bool = False
     """Keeps gradients and optimizer state beside the weights."""

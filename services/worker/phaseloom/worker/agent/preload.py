@@ -18,6 +18,7 @@ from phaseloom.worker.cuda.driver import QUIET_CHECK
 _LAZY: Final = {
     "fsdp": ("torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3"),
     "sampler": ("transformers.models.qwen3.modeling_qwen3",),
+    "megatron": ("transformers.models.qwen3.modeling_qwen3",),
     "vllm": (
         "transformers.models.qwen3.modeling_qwen3",
         "vllm.v1.engine.core",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BACKENDS: Final[dict[str, tuple[str, str]]] = {
     "fsdp": ("phaseloom.worker.backends.fsdp", "FsdpBackend"),
     "sampler": ("phaseloom.worker.backends.sampler", "SamplerBackend"),
+    "megatron": ("phaseloom.worker.backends.megatron.backend", "MegatronBackend"),
     "vllm": ("phaseloom.worker.backends.vllm.backend", "VllmBackend"),
     "noop": ("phaseloom.worker.backends.noop", "NoopBackend"),
 }
@@ -24,6 +25,7 @@ BACKENDS: Final[dict[str, tuple[str, str]]] = {
 RUNTIMES: Final[dict[str, tuple[str, ...]]] = {
     "fsdp": ("torch", "transformers"),
     "sampler": ("torch", "transformers"),
+    "megatron": ("torch", "transformers", "megatron"),
     "vllm": ("torch", "transformers", "vllm"),
 }
 """name → the top-level modules that its runtime consists of; a backend that is not here needs

@@ -15,12 +15,10 @@ Invariants
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Concatenate, ParamSpec, TypeVar
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -28,12 +26,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import (
-    AdamParams,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -45,15 +41,14 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends import processgroup, scoring
-from phaseloom.worker.backends.base import ALONE, GroupBroken, Memory, RankGroup, Watch
+from phaseloom.worker.backends import scoring
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import (
     Layout,
     Region,
-    TrainingLayout,
     check_layout,
     plan,
     shard,
@@ -69,8 +64,21 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
-from phaseloom.worker.backends.optimizer import Hyperparameters, Moments, take_step
 from phaseloom.worker.backends.packing import Pass, idle_pass, passes
+from phaseloom.worker.backends.processgroup import (
+    Member,
+    collective,
+    join_process_group,
+    largest,
+)
+from phaseloom.worker.backends.training import (
+    Masters,
+    Training,
+    check_adam,
+    not_finite,
+    not_trainable,
+    recompute,
+)
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 READING = frozenset({"forward", "save_state"})
@@ -78,67 +86,7 @@ TRAINING = frozenset({"forward_backward", "optim_step"})
 STATE = frozenset({"load_state", "publish_weights", "sync_weights"})
 
 
-@dataclass
-class _Training:
-    """The flat float32 regions that the optimizer works on, padding included (it stays zero)."""
-
-    weights: torch.Tensor
-    """The masters, where the weights are not float32."""
-    gradients: torch.Tensor
-    moments: Moments | None = None
-    """None until `use_host_memory` says where their memory is."""
-
-
-@dataclass(frozen=True)
-class _Masters:
-    """Weights and the masters that they are rounded from, tensor by tensor; empty where the weights
-    are their own masters."""
-
-    weights: list[torch.Tensor]
-    masters: list[torch.Tensor]
-
-    @staticmethod
-    def of(tensors: HeapTensors, weights: Region, masters: Region | None) -> _Masters:
-        if masters is None:
-            return _Masters([], [])
-        made = _Masters([*tensors.views(weights).values()], [*tensors.views(masters).values()])
-        made.round()
-        return made
-
-    def round(self) -> None:
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            weight.copy_(master)
-
-    def fill(self) -> None:
-        """Make masters of weights that came without any: all of them are zero then."""
-        if not any(master.any() for master in self.masters):
-            for weight, master in zip(self.weights, self.masters, strict=True):
-                master.copy_(weight)
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _collective(
-    method: Callable[Concatenate[FsdpBackend, P], R],
-) -> Callable[Concatenate[FsdpBackend, P], R]:
-    """Tell a broken group from an operation's own errors."""
-
-    @functools.wraps(method)
-    def checked(backend: FsdpBackend, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return method(backend, *args, **kwargs)
-        except RuntimeError as error:
-            backend._is_broken |= processgroup.is_broken(error)
-            if not backend._is_broken:
-                raise
-            raise GroupBroken(f"another rank is gone or late: {error}") from error
-
-    return checked
-
-
-class FsdpBackend:
+class FsdpBackend(Member):
     """FSDP2 `Backend`. A rank's heap holds its shards; with one rank these are the
     whole tensors."""
 
@@ -158,12 +106,9 @@ class FsdpBackend:
             for rank in range(ranks.world_size)
         ]
         self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
-        self._is_broken = False
         self._group = ExitStack()
+        join_process_group(ranks, self._tensors.device.type, self._group)
         kind = self._tensors.device.type
-        if ranks.world_size > 1 or not dist.is_initialized():
-            size = ranks.world_size
-            processgroup.join(ranks, kind, self._group, rank=ranks.rank, world_size=size)
         mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
         self._model = build_model(spec.model)
         self._model.requires_grad_(spec.trainable)
@@ -179,14 +124,14 @@ class FsdpBackend:
             _round_parameters(self._model, dtype)
         layers = _layers(self._model)
         if spec.activation_checkpointing:
-            _recompute(layers)
+            recompute(layers)
         _shard(self._scorer, layers, mesh, precision)
         moved = masters or self._layout.weights
         _move_parameters(self._scorer, self._tensors.views(moved), self._padded(moved))
         if masters is not None and spec.model.pinned is not None:
             # The weights come from files: then masters are made of them.
             self._tensors.flat(masters).zero_()
-        self._masters = _Masters.of(self._tensors, self._layout.weights, masters)
+        self._masters = Masters.of(self._tensors, self._layout.weights, masters)
         self._training = self._prepare_training(mesh) if spec.trainable else None
         return_freed_memory()
 
@@ -198,7 +143,7 @@ class FsdpBackend:
     def use_host_memory(self, buffer: memoryview) -> None:
         self._tensors.use_host_memory(buffer)
         assert self._layout.training is not None
-        self._trained().moments = self._moments(self._layout.training)
+        self._trained().find_moments(self._tensors, self._layout.training)
 
     def check_generate(self, args: Generate) -> None:
         raise _does_not_generate()
@@ -210,7 +155,7 @@ class FsdpBackend:
         check_some(args.batch)
         forward_batch(args, self.vocab_size)
 
-    @_collective
+    @collective
     def forward(self, args: Forward) -> ForwardResult:
         batch = forward_batch(args, self.vocab_size)
         with torch.no_grad():
@@ -222,7 +167,7 @@ class FsdpBackend:
         check_some(args.batch)
         loss_batch(args, self.vocab_size)
 
-    @_collective
+    @collective
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         """Add gradients. Raises: CallerError: loss or gradients are not finite, and are spoilt."""
         training = self._trained()
@@ -232,42 +177,28 @@ class FsdpBackend:
             num_tokens += packed.index_N.size
             loss += self._backward(args, packed)
         is_finite = math.isfinite(loss) and math.isfinite(training.gradients.sum().item())
-        if self._max(not is_finite):
-            raise CallerError(
-                f"the loss ({loss}) or a gradient of it is not finite",
-                field="args.batch",
-                remedy="bound the advantages, and check logprobs: exp(lp - logprobs) overflows",
-            )
+        if largest(not is_finite, self._ranks):
+            raise not_finite(loss)
         return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})
 
     def check_optim_step(self, args: OptimStep) -> None:
         self._trained()
-        _check_adam(args.adam)
+        check_adam(args.adam)
 
-    @_collective
+    @collective
     def optim_step(self, args: OptimStep) -> OptimStepResult:
         """Take a step. Raises: CallerError, with nothing changed."""
         training = self._trained()
-        adam = args.adam
-        _check_adam(adam)
+        check_adam(args.adam)
         norm = self._grad_norm(training.gradients)
-        if 0 < adam.grad_clip_norm < norm:
-            training.gradients.mul_(adam.grad_clip_norm / norm)
-        hyperparameters = Hyperparameters(
-            adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay
-        )
-        assert training.moments is not None
-        with torch.no_grad():
-            take_step(training.weights, training.gradients, training.moments, hyperparameters)
-            self._masters.round()
-        training.gradients.zero_()
+        training.take_step(args.adam, norm)
         return OptimStepResult({"grad_norm:mean": norm})
 
     def zero_gradients(self) -> None:
         if self._training is not None:
             self._training.gradients.zero_()
 
-    @_collective
+    @collective
     def weights_sha256(self) -> str:
         if self._ranks.world_size == 1:
             views = ((slot.name, self._tensors.view(slot)) for slot in self._layout.weights.files)
@@ -291,13 +222,9 @@ class FsdpBackend:
     def close(self) -> None:
         self._group.close()
 
-    def _trained(self) -> _Training:
+    def _trained(self) -> Training:
         if self._training is None:
-            raise CallerError(
-                "the deployment is not trainable",
-                field="args.type",
-                remedy="declare it with trainable = true",
-            )
+            raise not_trainable()
         return self._training
 
     def _whole(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
@@ -324,20 +251,12 @@ class FsdpBackend:
             yield from passes(batch, only_used=only_used)
             return
         own = [*passes(batch, only_used=only_used)]
-        num_idle = self._max(len(own)) - len(own)
+        num_idle = largest(len(own), self._ranks) - len(own)
         yield from own
         for _ in range(num_idle):
             yield idle_pass()
 
-    def _max(self, value: int) -> int:
-        """The largest of all ranks' values. Collective."""
-        if self._ranks.world_size == 1:
-            return int(value)
-        largest = torch.tensor(int(value))
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return int(largest)
-
-    def _prepare_training(self, mesh: DeviceMesh) -> _Training:
+    def _prepare_training(self, mesh: DeviceMesh) -> Training:
         weights, layout, tensors = self._layout.weights, self._layout.training, self._tensors
         assert layout is not None
         gradients = tensors.views(layout.gradients)
@@ -351,17 +270,7 @@ class FsdpBackend:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        training = _Training(
-            tensors.flat(layout.masters or weights), tensors.flat(layout.gradients)
-        )
-        if not layout.is_on_host:
-            training.moments = self._moments(layout)
-        return training
-
-    def _moments(self, layout: TrainingLayout) -> Moments:
-        flat = self._tensors.flat
-        step = self._tensors.view(layout.step)
-        return Moments(flat(layout.exp_avg), flat(layout.exp_avg_sq), step)
+        return Training.of(tensors, weights, layout, self._masters)
 
     def _backward(self, args: ForwardBackward, packed: Pass) -> float:
         lp_N = self._scorer(packed)
@@ -387,18 +296,6 @@ def _layout(spec: DeploymentSpec, shapes: Mapping[str, Sequence[int]], ranks: Ra
     )
 
 
-def _check_adam(adam: AdamParams) -> None:
-    limits = {"beta1": 1.0, "beta2": 1.0}
-    for name in adam.__struct_fields__:
-        value = getattr(adam, name)
-        if not 0 <= value < limits.get(name, math.inf):
-            raise CallerError(
-                f"{value} is out of range",
-                field=f"args.adam.{name}",
-                remedy="use a finite number from 0 on, below 1 for betas",
-            )
-
-
 def _does_not_generate() -> CallerError:
     return CallerError(
         "the fsdp backend does not generate",
@@ -411,16 +308,6 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """The transformer layers, which `transformers` knows by their class names."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _recompute(layers: Iterable[nn.Module]) -> None:
-    """Have each layer keep its inputs only, and compute the rest again in the backward pass, within
-    the hooks by which FSDP2 gathers its weights."""
-    for layer in layers:
-        # There is no dropout, so no random state to restore.
-        layer.forward = functools.partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-        )
 
 
 def _shard(

@@ -3,10 +3,11 @@
 On the device lies the heap; the optimizer's part may live in host memory instead, behind the heap's
 copy in the host extent. Offsets are of that extent, whose beginning is as the heap.
 
-One layout rule for all backends: regions follow one another, each holds the parameters sorted by
-name at 64-byte offsets. So the weights region has the same bytes in a policy, a sampler and, unless
-there are experts (see `experts`), a weights version, and each region doubles as one flat tensor for
-elementwise work; the padding between tensors is zero and stays zero. Over several ranks each heap
+One layout rule for all backends: regions follow one another, each holds the parameters at 64-byte
+offsets in one order. That order is by name, unless a runtime fuses parameters (see `megatron`). So
+the weights region has the same bytes in a policy, a sampler and, unless there are experts (see
+`experts`), a weights version, and each region doubles as one flat tensor for elementwise work; the
+padding between tensors is zero and stays zero. Over several ranks each heap
 holds the rank's shards, with room for the padding that makes them as large on every rank. Pure; no
 torch.
 
@@ -112,37 +113,42 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's rows of a parameter.
+    """A rank's slice of a parameter.
 
-    They have room for `padded_shape`, whose last rows may be padding, so that all ranks' shards are
-    of one size.
+    It has room for `padded_shape`, whose last rows may be padding, so that all ranks' slices are of
+    one size.
     """
 
-    rows: range
     shape: list[int]
     padded_shape: list[int]
     global_shape: list[int] = field(default_factory=list)
-    """Shape of the parameter; empty where this shard is all of it."""
+    """Shape of the parameter; empty where this slice is all of it."""
     start: list[int] = field(default_factory=list)
-    """Place of the shard's first element in the parameter."""
+    """Place of the slice's first element in the parameter."""
+
+    @property
+    def rows(self) -> range:
+        """The rows of the parameter that the slice has something of."""
+        first = self.start[0] if self.start else 0
+        return range(first, first + self.shape[0])
 
 
 def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
-    """Shard a parameter over ranks as FSDP2 does."""
+    """Shard a parameter over ranks as FSDP2 does: by rows."""
     if not shape:
-        return Shard(range(1), [], [])
+        return Shard([], [])
     rows = layouts.chunk(shape[0], ranks.world_size, ranks.rank)
     largest = len(layouts.chunk(shape[0], ranks.world_size, 0))
     own, padded = [len(rows), *shape[1:]], [largest, *shape[1:]]
     if len(rows) == shape[0]:
-        return Shard(rows, own, padded)
-    return Shard(rows, own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
+        return Shard(own, padded)
+    return Shard(own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
 
 
 def check_layout(spec: DeploymentSpec, ranks: RankGroup, axes: Collection[str] = ("dp",)) -> None:
     """Check that a backend can do a layout.
 
-    Args:   axes: those along which the backend spreads a deployment.
+    Args:   axes: the axes over which it spreads a model.
     Raises: CallerError: FAILED_PRECONDITION, another axis, or a choice about training where nothing
             is trained.
     """
@@ -164,11 +170,12 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup, axes: Collection[str] =
     for axis in spec.layout.__struct_fields__:
         size = getattr(spec.layout, axis)
         if size > 1 and axis not in axes:
+            others = " or ".join(f"layout.{each}" for each in axes)
             raise CallerError(
                 f"the {spec.backend} backend cannot do {axis} = {size}",
                 code=Code.FAILED_PRECONDITION,
                 field=f"layout.{axis}",
-                remedy=f"use layout.{axis} = 1; more ranks go along {' or '.join(axes)}",
+                remedy=f"use layout.{axis} = 1, and {others} for more ranks",
             )
     if spec.layout.num_ranks != ranks.world_size:
         raise InternalError(f"{ranks.world_size} ranks were started for {spec.layout}")
@@ -194,7 +201,18 @@ def plan(
             field="layout.dp",
             remedy="use layout.dp = 1",
         )
-    shards = {name: shard(shape, ranks) for name, shape in shapes.items()}
+    shards = {name: shard(shapes[name], ranks) for name in sorted(shapes)}
+    return lay_out(shards, trainable=trainable, optimizer_on=optimizer_on, dtype=dtype)
+
+
+def lay_out(
+    shards: Mapping[str, Shard],
+    *,
+    trainable: bool,
+    optimizer_on: OptimizerOn = OptimizerOn.DEVICE,
+    dtype: str = FLOAT32,
+) -> Layout:
+    """Lay out a rank's shards, in each region in the order given, and their training state."""
     weights = _region(shards, 0, Role.WEIGHT, "", dtype)
     file_slots(weights.slots)  # refuses what cannot be aligned
     if not trainable:
@@ -219,8 +237,7 @@ def _region(
     slots: dict[str, TensorSlot] = {}
     offset = start
     item = item_bytes(dtype)
-    for name in sorted(shards):
-        part = shards[name]
+    for name, part in shards.items():
         num_bytes = prod(part.shape) * item
         slots[name] = TensorSlot(
             name + suffix,
@@ -233,4 +250,4 @@ def _region(
             start=part.start,
         )
         offset = align(offset + prod(part.padded_shape) * item)
-    return Region(start, offset, slots, dtype)
+    return Region(start, offset, dict(sorted(slots.items())), dtype)

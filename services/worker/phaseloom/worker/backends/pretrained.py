@@ -1,6 +1,6 @@
 """Fills a rank's weights from the safetensors files of a registered model.
 
-A rank reads the slices that it holds and nothing else, a few megabytes at a time, straight into its
+A rank reads the rows that it holds and nothing else, a few megabytes at a time, straight into its
 heap: no process ever has a copy of the whole model. The files come through the page cache, so that
 ranks of one node read each byte from the disk once; direct I/O is not used. Their content was
 verified by the node's agent.
@@ -43,13 +43,13 @@ def fill(
     slots: Iterable[TensorSlot],
     directory: ModelDirectory,
     *,
-    names: Collection[str],
+    names: Collection[str] = (),
     ties_embeddings: bool,
 ) -> None:
     """Fill the weights of a heap, and their masters; gradients and moments stay as they are.
 
     Args:   slots: the tensors of the heap.
-            names: of all tensors of the model, of which this rank need not have any part.
+            names: those of all the model's weights, where this heap has not all of them.
             ties_embeddings: whether the model's head is its embedding.
     Raises: CallerError: the files are of another model: a tensor is missing, has another shape or a
             dtype that cannot be read, or belongs to no parameter. ResourceError: DATA_LOSS: a file
@@ -60,7 +60,8 @@ def fill(
     masters = {slot.name.removesuffix(MASTER): slot for slot in held if slot.name.endswith(MASTER)}
     with ExitStack() as stack:
         sources = _open(directory, stack)
-        matched = _matched(names, sources, ties_embeddings=ties_embeddings)
+        expected = {*names} or {slot.name for slot in weights}
+        matched = _matched(expected, sources, ties_embeddings=ties_embeddings)
         for slot in weights:
             _check(slot, matched[slot.name])
         memory = as_tensor(heap)
@@ -91,7 +92,7 @@ def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, Any]:
 
 
 def _matched(
-    names: Collection[str], sources: Mapping[str, Any], *, ties_embeddings: bool
+    expected: set[str], sources: Mapping[str, Any], *, ties_embeddings: bool
 ) -> dict[str, Any]:
     """The file's tensor of each parameter. Raises: CallerError: some have no partner."""
     found = {name: tensor for name, tensor in sources.items() if not name.endswith(_DERIVED)}
@@ -100,7 +101,6 @@ def _matched(
             tensor = found.pop(head, None)
             if tensor is not None:
                 found.setdefault(embedding, tensor)
-    expected = {*names}
     if missing := sorted(expected - found.keys()):
         raise _another_model(f"it has no {_listed(missing)}, which its architecture needs")
     if extra := sorted(found.keys() - expected):

@@ -82,7 +82,7 @@ class HostCopies:
         heap = self.registered_heap()
         weights = [slot for slot in self.slots if slot.role is Role.WEIGHT]
         if len(weights) < len(self.slots):
-            devicememory.clear(heap, weights[-1].offset + weights[-1].num_bytes)
+            devicememory.clear(heap, max(slot.offset + slot.num_bytes for slot in weights))
         if self.host_bytes:
             clear(self.host_memory)
         self._on_loaded()

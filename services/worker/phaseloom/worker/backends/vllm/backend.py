@@ -7,12 +7,10 @@ own prompts; its ranks (`replica`) all draw the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from msgspec.structs import replace
 
 from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
@@ -29,25 +27,25 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import Batching, DeploymentSpec, Layout
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
-from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import is_fused
+from phaseloom.worker.backends.gathering import inside, weights_digest
 from phaseloom.worker.backends.generation import StopText
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import plan as plan_layout
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
-    as_little_endian,
     build_model,
     model_config,
     parameter_shapes,
     return_freed_memory,
     weights_dtype,
 )
+from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
-from phaseloom.worker.backends.vllm.replica import Agreed, broken_group_told, join, slices_of
+from phaseloom.worker.backends.vllm.replica import Agreed, join
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
 _SEQUENCES = 8
@@ -58,7 +56,7 @@ _SPARE_POSITIONS = 2
 last target, and vLLM then draws one more token, which nobody reads."""
 
 
-class VllmBackend(InferenceBackend):
+class VllmBackend(InferenceBackend, Member):
     """Generates and scores with vLLM; see the module."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
@@ -76,14 +74,13 @@ class VllmBackend(InferenceBackend):
         self.version_slots = plan_layout(shapes, trainable=False, dtype=self._dtype).slots
         self._held = self._replica.gathered(holding_of(self.slots))
         self.holdings: Seq[Holding] = self._replica.spread(self._held)
-        self._slots = {slot.name: slot for slot in self.slots}
         self._is_shared = spec.batching is Batching.SHARED
         if spec.model.pinned is None:
-            own = self.holdings[ranks.rank]
+            own = holding_of(self.slots)
+            views = {slot.name: self._tensors.view(slot) for slot in self.slots}
             for name, parameter in build_model(spec.model).named_parameters():
                 if name in own:
-                    part = parameter.data[slices_of(own[name])]
-                    self._tensors.view(self._slots[name]).copy_(part)
+                    views[name].copy_(parameter.data[inside(own[name])])
         return_freed_memory()
 
     @staticmethod
@@ -94,19 +91,19 @@ class VllmBackend(InferenceBackend):
         placement = plan(settings, parameter_shapes(spec.model))
         return Memory(placement.num_bytes, settings.kv_bytes)
 
+    @collective
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         self._begin()
         if self._replica.size > 1:
             watch = Agreed(watch, self._replica, len(requests))
         call = _Call(self._engine, watch, self._token_texts, self.vocab_size)
-        with broken_group_told():
-            try:
-                self._take(call, requests)
-                while call.has_live:
-                    call.step()
-                    self._take(call, watch.joined())
-            finally:
-                call.abort()
+        try:
+            self._take(call, requests)
+            while call.has_live:
+                call.step()
+                self._take(call, watch.joined())
+        finally:
+            call.abort()
 
     def _take(self, call: _Call, requests: Seq[Generate]) -> None:
         for args in requests:
@@ -124,26 +121,17 @@ class VllmBackend(InferenceBackend):
                     remedy="send the tokens shifted by one, or use the backend 'sampler'",
                 )
 
+    @collective
     def forward(self, args: Forward) -> ForwardResult:
         self._begin()
-        with broken_group_told():
-            return ForwardResult(self._score(args.batch))
+        return ForwardResult(self._score(args.batch))
 
+    @collective
     def weights_sha256(self) -> str:
-        with broken_group_told():
-            return weights_sha256(as_little_endian(self._weights()), self._dtype)
-
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole tensors, one after the other. Collective."""
-        for slot in self.version_slots:
-            held = self._slots.get(slot.name)
-            own = None if held is None else self._tensors.view(held)
-            if self._replica.size == 1:
-                assert own is not None
-                yield slot.name, own
-            else:
-                dtype = TORCH_DTYPES[self._dtype]
-                yield slot.name, self._replica.whole(slot.name, slot.shape, dtype, own, self._held)
+        views = {slot.name: self._tensors.view(slot) for slot in self.slots}
+        return weights_digest(
+            self.version_slots, self._held, views, self._replica.rank, self._dtype
+        )
 
     def weights_changed(self) -> None:
         self._engine.forget_prompts()

@@ -273,7 +273,7 @@ def _use_stages(runner: Any) -> None:
     score_prompts, logits_here = runner._get_prompt_logprobs_dict, runner.model.compute_logits
 
     def logits_everywhere(hidden_states: Any) -> torch.Tensor:
-        own = {"logits": logits_here(hidden_states)} if stages.is_last_rank else {}
+        own = {"logits": logits_here(hidden_states).contiguous()} if stages.is_last_rank else {}
         told = stages.broadcast_tensor_dict(own, src=stages.world_size - 1)
         logits: torch.Tensor = told["logits"]
         return logits

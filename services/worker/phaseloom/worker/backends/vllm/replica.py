@@ -8,8 +8,8 @@ before the same step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -21,9 +21,9 @@ from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.operations import Generate, GenerateResult
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import coordinates
-from phaseloom.common.tensors.resharding import Box, Holding
-from phaseloom.worker.backends import processgroup
-from phaseloom.worker.backends.base import GroupBroken, RankGroup, Watch
+from phaseloom.common.tensors.resharding import Holding
+from phaseloom.worker.backends.base import RankGroup, Watch
+from phaseloom.worker.backends.processgroup import join_process_group
 
 
 @dataclass(frozen=True)
@@ -62,43 +62,11 @@ class Replica:
         dist.broadcast(content, 0)
         return content.numpy().tobytes()
 
-    def whole(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        own: torch.Tensor | None,
-        holdings: Sequence[Holding],
-    ) -> torch.Tensor:
-        """A whole tensor in host memory, put together from the ranks' slices of it. Collective.
-
-        Args: own: this rank's slice; None: it has none.
-              holdings: of the replica's ranks, in their order.
-        """
-        holders: dict[Box, int] = {}
-        for rank, holding in enumerate(holdings):
-            if name in holding:
-                holders.setdefault(holding[name], rank)
-        whole = torch.empty([*shape], dtype=dtype)
-        for box, rank in holders.items():
-            part = torch.empty(box.size, dtype=dtype)
-            if rank == self.rank and own is not None:
-                part.copy_(own)
-            # gloo does not know every dtype.
-            dist.broadcast(part.view(-1).view(torch.uint8), rank)
-            whole[slices_of(box)] = part
-        return whole
-
 
 def _place(rank: int, layout: Layout) -> int:
     """The place in its replica of a rank of the deployment."""
     at = coordinates(rank, layout)
     return at.pp * layout.tp + at.tp
-
-
-def slices_of(box: Box) -> tuple[slice, ...]:
-    """Index of a box in the whole tensor."""
-    return tuple(slice(at, at + size) for at, size in zip(box.start, box.size, strict=True))
 
 
 def join(layout: Layout, ranks: RankGroup) -> Replica:
@@ -112,26 +80,11 @@ def join(layout: Layout, ranks: RankGroup) -> Replica:
     if replica.size == 1:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
-        processgroup.join(
-            ranks,
-            "cpu",
-            ExitStack(),  # the group lives as long as the process
-            rank=replica.rank,
-            world_size=replica.size,
-            name=f"replica-{coordinates(ranks.rank, layout).dp}",
-        )
+        name = f"replica-{coordinates(ranks.rank, layout).dp}"
+        place = RankGroup(replica.rank, replica.size, store_prefix=name)
+        # The group lives as long as the process.
+        join_process_group(ranks, "cpu", ExitStack(), place)
     return replica
-
-
-@contextmanager
-def broken_group_told() -> Iterator[None]:
-    """Raises: GroupBroken, for the error by which gloo or NCCL tells that a rank is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not processgroup.is_broken(error):
-            raise
-        raise GroupBroken(f"another rank is gone or late: {error}") from error
 
 
 class _Told(msgspec.Struct):

@@ -1,0 +1,375 @@
+"""`Backend` for training over Megatron-core's layers and pipeline.
+
+All ranks of a replica, one for each pair of tensor-parallel and pipeline coordinates, are given the
+same samples. A pass is a micro-batch of the pipeline (1F1B). The last stage computes the loss of
+each; its first tensor-parallel rank speaks for the replica.
+
+Invariants
+- Weights, gradients and AdamW's state are views of the heap and never re-allocated; there is no
+  wrapper for data parallelism and no optimizer of Megatron's, which would own memory.
+- Between two operations the gradients of a slice are the same on all ranks that hold it.
+- Dropout does not exist, so nothing draws from a random state.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from phaseloom.common.contract.errors import CallerError, Code, InternalError
+from phaseloom.common.contract.operations import (
+    Forward,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ForwardResult,
+    Generate,
+    GenerateResult,
+    OptimStep,
+    OptimStepResult,
+)
+from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.tensors.layouts import coordinates
+from phaseloom.common.tensors.resharding import Holding, holding_of
+from phaseloom.worker.backends.architectures import has_windows
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
+from phaseloom.worker.backends.batch import check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.gathering import owned
+from phaseloom.worker.backends.layout import Layout, check_layout, lay_out, plan
+from phaseloom.worker.backends.losses import loss_sum
+from phaseloom.worker.backends.megatron import devices
+from phaseloom.worker.backends.megatron.gradients import Gradients, accumulate
+from phaseloom.worker.backends.megatron.slices import (
+    Parameters,
+    Place,
+    Sizes,
+    check_sizes,
+    parameters,
+    sizes_of,
+)
+from phaseloom.worker.backends.megatron.stage import Stage, transformer_config
+from phaseloom.worker.backends.model import (
+    TORCH_DTYPES,
+    HeapTensors,
+    build_model,
+    config_dict,
+    model_config,
+    parameter_shapes,
+    return_freed_memory,
+    weights_dtype,
+)
+from phaseloom.worker.backends.packing import Pass, passes
+from phaseloom.worker.backends.processgroup import (
+    Member,
+    collective,
+    join_process_group,
+    largest,
+)
+from phaseloom.worker.backends.training import (
+    Masters,
+    Training,
+    check_adam,
+    not_finite,
+    not_trainable,
+    recompute,
+)
+from phaseloom.worker.state.devicememory import DeviceMemory
+
+AXES = ("dp", "tp", "pp")
+READING = frozenset({"forward", "save_state"})
+TRAINING = frozenset({"forward_backward", "optim_step"})
+STATE = frozenset({"load_state", "publish_weights", "sync_weights"})
+
+Finish = Callable[[Pass, torch.Tensor], torch.Tensor]
+"""What becomes of a pass's log-probabilities (N,) on the last stage: its loss."""
+
+
+class MegatronBackend(Member):
+    """Trains with Megatron-core; see the module."""
+
+    def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
+        sizes = _check(spec, ranks)
+        self._ranks = ranks
+        self._place = _place(spec, ranks.rank)
+        self._dtype = weights_dtype(spec.model)
+        self._tensors = HeapTensors(heap)
+        self._layout = _layout(spec, sizes, ranks.rank)
+        self.slots = self._layout.slots
+        self.host_bytes = self._layout.host_bytes
+        shapes = parameter_shapes(spec.model)
+        self.version_slots = plan(shapes, trainable=False, dtype=self._dtype).slots
+        self.holdings: Sequence[Holding] = [
+            holding_of(_layout(spec, sizes, rank).slots) for rank in range(ranks.world_size)
+        ]
+        self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
+        self._group = ExitStack()
+        device = self._tensors.device
+        join_process_group(ranks, device.type, self._group)
+        devices.use(device)
+        self._join_parallel_groups(spec)
+        model = build_model(spec.model)
+        self.vocab_size = sizes.vocab
+        self.config = config_dict(model, self._dtype)
+        self._stage = self._build_stage(spec, sizes, model)
+        self._move_parameters(parameters(sizes, self._place))
+        weights, training = self._layout.weights, self._layout.training
+        masters = training.masters if training else None
+        if spec.model.pinned is None:
+            self._fill(model)
+        elif masters is not None:
+            # The weights come from files: then masters are made of them.
+            self._tensors.flat(masters).zero_()
+        self._masters = Masters.of(self._tensors, weights, masters)
+        self._training: Training | None = None
+        if training is not None:
+            self._training = Training.of(self._tensors, weights, training, self._masters)
+            flat, views = self._training.gradients, self._tensors.views(training.gradients)
+            self._gradients = Gradients(sizes, self._place, flat, views)
+        self._owned = sorted(owned(self.holdings, ranks.rank))
+        del model
+        return_freed_memory()
+
+    @staticmethod
+    def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
+        return Memory(_layout(spec, _check(spec, ranks), ranks.rank).heap_bytes)
+
+    def use_host_memory(self, buffer: memoryview) -> None:
+        self._tensors.use_host_memory(buffer)
+        assert self._layout.training is not None
+        self._trained().find_moments(self._tensors, self._layout.training)
+
+    def check_generate(self, args: Generate) -> None:
+        raise _does_not_generate()
+
+    def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
+        raise _does_not_generate()
+
+    def check_forward(self, args: Forward) -> None:
+        check_some(args.batch)
+        forward_batch(args, self.vocab_size)
+
+    @collective
+    def forward(self, args: Forward) -> ForwardResult:
+        batch = forward_batch(args, self.vocab_size)
+        lp_N = np.zeros(batch.tokens_N.size, dtype="<f4")
+
+        def keep(packed: Pass, passed_N: torch.Tensor) -> torch.Tensor:
+            lp_N[packed.source_N] = passed_N.cpu().numpy()
+            return passed_N.sum()
+
+        with torch.no_grad():
+            self._run([*passes(batch, only_used=False)], keep, is_training=False)
+        return ForwardResult(
+            [lp_N[start:stop].tobytes() for start, stop in pairwise(batch.starts.tolist())]
+        )
+
+    def check_forward_backward(self, args: ForwardBackward) -> None:
+        self._trained()
+        check_some(args.batch)
+        loss_batch(args, self.vocab_size)
+
+    @collective
+    def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
+        """Add gradients. Raises: CallerError: loss or gradients are not finite, and are spoilt."""
+        training = self._trained()
+        packed = [*passes(loss_batch(args, self.vocab_size), only_used=True)]
+        losses: list[torch.Tensor] = []
+
+        def loss_of(packed: Pass, lp_N: torch.Tensor) -> torch.Tensor:
+            q_N, coefficient_N = (
+                torch.from_numpy(packed.q_N),
+                torch.from_numpy(packed.coefficient_N),
+            )
+            loss = loss_sum(args, lp_N, q_N.to(lp_N.device), coefficient_N.to(lp_N.device))
+            losses.append(loss.detach())
+            return loss
+
+        self._gradients.begin()
+        self._run(packed, loss_of, is_training=True)
+        self._gradients.reduce()
+        loss = sum(each.item() for each in losses)
+        is_finite = math.isfinite(loss) and math.isfinite(training.gradients.sum().item())
+        if largest(not is_finite, self._ranks):
+            raise not_finite(loss)
+        num_tokens = sum(each.index_N.size for each in packed)
+        return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})
+
+    def check_optim_step(self, args: OptimStep) -> None:
+        self._trained()
+        check_adam(args.adam)
+
+    @collective
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
+        """Take a step. Raises: CallerError, with nothing changed."""
+        training = self._trained()
+        check_adam(args.adam)
+        square = self._gradients.squared(self._owned)
+        dist.all_reduce(square)
+        norm = math.sqrt(square.item())
+        training.take_step(args.adam, norm)
+        return OptimStepResult({"grad_norm:mean": norm})
+
+    def zero_gradients(self) -> None:
+        if self._training is not None:
+            self._training.gradients.zero_()
+
+    @collective
+    def weights_sha256(self) -> str:
+        views = self._tensors.views(self._layout.weights)
+        return weights_digest(
+            self.version_slots, self.holdings, views, self._ranks.rank, self._dtype
+        )
+
+    def weights_changed(self) -> None:
+        """Make masters of weights that came without any: a version's, a checkpoint's. Nothing else
+        is derived from the weights."""
+        with torch.no_grad():
+            self._masters.fill()
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _join_parallel_groups(self, spec: DeploymentSpec) -> None:
+        """Make Megatron's groups, in its order: tp, cp, ep, dp, pp, as `layouts` numbers ranks."""
+        layout = spec.layout
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            distributed_timeout_minutes=math.ceil(self._ranks.timeout_s / 60),
+            create_gloo_process_groups=False,
+        )
+        self._group.callback(parallel_state.destroy_model_parallel)
+
+    def _build_stage(self, spec: DeploymentSpec, sizes: Sizes, model: PreTrainedModel) -> Stage:
+        body: Any = model.base_model
+        frequencies = body.rotary_emb.inv_freq.to(self._tensors.device)
+        epsilon = float(model.config.rms_norm_eps)
+        config = transformer_config(sizes, spec.layout, epsilon, TORCH_DTYPES[self._dtype])
+        # Never train(): dropout of probability zero would draw from the global generator.
+        stage = Stage(config, sizes, self._place, frequencies)
+        stage.eval()
+        stage.requires_grad_(spec.trainable)
+        if spec.activation_checkpointing:
+            recompute(stage.decoder.layers)
+        return stage
+
+    def _move_parameters(self, made_of: Parameters) -> None:
+        """Make every parameter a view of the heap, and have its gradient added up there."""
+        training = self._layout.training
+        found = dict(self._stage.named_parameters())
+        if found.keys() != made_of.keys():
+            raise InternalError(f"not of this model: {sorted(found.keys() ^ made_of.keys())}")
+        for name, slices in made_of.items():
+            parameter = found[name]
+            weights = self._layout.weights
+            first = weights.slots[next(iter(slices))]
+            parameter.data = self._tensors.view(first, parameter.shape)
+            if training is not None:
+                place = training.gradients.slots[next(iter(slices))]
+                accumulate(parameter, self._tensors.view(place, parameter.shape))
+
+    def _fill(self, model: PreTrainedModel) -> None:
+        """Fill weights and masters with a model's."""
+        training = self._layout.training
+        regions = [self._layout.weights]
+        if training is not None and training.masters is not None:
+            regions.append(training.masters)
+        drawn = dict(model.named_parameters())
+        box_of = self.holdings[self._ranks.rank]
+        for region in regions:
+            for name, view in self._tensors.views(region).items():
+                box = box_of[name]
+                inside = tuple(
+                    slice(start, start + size)
+                    for start, size in zip(box.start, box.size, strict=True)
+                )
+                view.copy_(drawn[name].detach()[inside])
+
+    def _run(self, packed: Sequence[Pass], finish: Finish, *, is_training: bool) -> None:
+        """Run passes through the pipeline, forward, and backward where it trains. Collective among
+        the ranks of a replica."""
+        if not packed:
+            return
+
+        def end(of: Pass, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            return finish(of, output), torch.ones((), dtype=torch.int), None
+
+        def step(waiting: Iterator[Pass], stage: Stage) -> tuple[torch.Tensor, Callable[..., Any]]:
+            each = next(waiting)
+            return stage(each), functools.partial(end, each)
+
+        run = get_forward_backward_func()
+        run(
+            forward_step_func=step,
+            data_iterator=iter(packed),
+            model=[self._stage],
+            num_microbatches=len(packed),
+            # Each pass has a size of its own, which the stages tell one another.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=not is_training,
+        )
+
+    def _trained(self) -> Training:
+        if self._training is None:
+            raise not_trainable()
+        return self._training
+
+
+def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
+    """The sizes of a model that can be trained in a layout. Raises: CallerError: it cannot."""
+    check_layout(spec, ranks, AXES)
+    config = model_config(spec.model)
+    sizes = sizes_of(config)
+    check_sizes(sizes, spec.layout)
+    _check_positions(config)
+    return sizes
+
+
+def _check_positions(config: PreTrainedConfig) -> None:
+    """Raises: CallerError: attention to a window, or angles that are more than frequencies."""
+    parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "default")
+    for field, what, is_odd in (
+        ("sliding_window", "attention to a window", has_windows(config)),
+        ("rope_parameters", f"rope_type {kind!r}", kind not in {"default", "linear", "llama3"}),
+    ):
+        if is_odd:
+            raise CallerError(
+                f"the megatron backend cannot do {what}",
+                code=Code.FAILED_PRECONDITION,
+                field=f"model.config.{field}",
+                remedy="use the backend 'fsdp'",
+            )
+
+
+def _place(spec: DeploymentSpec, rank: int) -> Place:
+    return Place(spec.layout, coordinates(rank, spec.layout))
+
+
+def _layout(spec: DeploymentSpec, sizes: Sizes, rank: int) -> Layout:
+    made_of = parameters(sizes, _place(spec, rank))
+    return lay_out(
+        {name: shard for slices in made_of.values() for name, shard in slices.items()},
+        trainable=spec.trainable,
+        optimizer_on=spec.optimizer_on,
+        dtype=weights_dtype(spec.model),
+    )
+
+
+def _does_not_generate() -> CallerError:
+    return CallerError(
+        "the megatron backend does not generate",
+        field="args.type",
+        remedy="send generate to a deployment with the backend 'sampler'",
+    )

@@ -1,0 +1,118 @@
+"""Gradients in the heap: what each rank adds, and what is added up over ranks.
+
+Between two operations the gradients of a slice are the same on every rank that holds it, so that
+any of them may be sealed or saved. An operation begins by dropping all but one rank's (`begin`);
+each rank then adds its own, in float32, and the ranks' are added up (`reduce`). So no second buffer
+is needed, and what was there before counts once.
+
+Different ranks add different parts of a gradient where a slice is
+
+- on several data-parallel ranks, which have different samples;
+- a norm of queries or keys, of which a tensor-parallel rank sees its own heads only;
+- a key-value head that several tensor-parallel ranks hold for their own queries;
+- a tied embedding, as the first stage's input and the last one's output.
+
+All other slices that several ranks hold get the same gradient on each. Nothing is divided: losses
+are sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from phaseloom.worker.backends.megatron.slices import Place, Sizes, key_value_heads
+
+_EMBEDDING = "model.embed_tokens.weight"
+_QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_KEYS_AND_VALUES = tuple(
+    f"self_attn.{name}_proj.{of}" for name in "kv" for of in ("weight", "bias")
+)
+
+
+def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Have the backward pass add a parameter's gradient here, and keep none elsewhere."""
+
+    def add(done: torch.Tensor) -> None:
+        assert done.grad is not None
+        gradient.add_(done.grad)
+        done.grad = None
+
+    untyped: Any = parameter
+    untyped.register_post_accumulate_grad_hook(add)
+
+
+class Gradients:
+    """The gradients of a rank's slices, by the names of their tensors."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        place: Place,
+        flat: torch.Tensor,
+        views: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Args: flat: the region that all the views are of."""
+        self._sizes, self._place = sizes, place
+        self._flat, self._views = flat, views
+        shares_heads = place.layout.tp > sizes.kv_heads
+        self._norms = self._named(_QK_NORMS) if place.layout.tp > 1 else []
+        self._shared_heads = self._named(_KEYS_AND_VALUES) if shares_heads else []
+        is_apart = sizes.is_tied and place.layout.pp > 1
+        self._embedding = views.get(_EMBEDDING) if is_apart else None
+
+    def begin(self) -> None:
+        """Drop the gradients that another rank keeps."""
+        place = self._place
+        if place.at.dp:
+            self._flat.zero_()
+        if place.at.tp:
+            self._zero(self._norms)
+        if place.at.tp * self._sizes.kv_heads % place.layout.tp:
+            self._zero(self._shared_heads)
+        if self._embedding is not None and not place.is_first:
+            self._embedding.zero_()
+
+    def reduce(self) -> None:
+        """Add up what the ranks have. Collective."""
+        if self._norms:
+            joined = torch.cat([gradient.flatten() for gradient in self._norms])
+            dist.all_reduce(joined, group=parallel_state.get_tensor_model_parallel_group())
+            summed = joined.view(len(self._norms), -1)
+            for gradient, each in zip(self._norms, summed, strict=True):
+                gradient.copy_(each)
+        for gradient in self._shared_heads:
+            self._add_up_heads(gradient)
+        if self._embedding is not None:
+            dist.all_reduce(self._embedding, group=parallel_state.get_embedding_group())
+        if self._place.layout.dp > 1:
+            dist.all_reduce(self._flat, group=parallel_state.get_data_parallel_group())
+
+    def squared(self, names: Sequence[str]) -> torch.Tensor:
+        """The sum of the squares of these slices' gradients."""
+        if not names:
+            return self._flat.new_zeros(())
+        norms = torch._foreach_norm([self._views[name] for name in names])
+        return torch.stack(list(norms)).square().sum()
+
+    def _add_up_heads(self, gradient: torch.Tensor) -> None:
+        """Add up a projection's gradients over the ranks that hold the same head."""
+        heads = key_value_heads(self._sizes, self._place)
+        size = self._sizes.head
+        every = gradient.new_zeros([self._sizes.kv_heads * size, *gradient.shape[1:]])
+        own = every[heads.start * size : heads.stop * size]
+        own.copy_(gradient)
+        dist.all_reduce(every, group=parallel_state.get_tensor_model_parallel_group())
+        gradient.copy_(own)
+
+    def _named(self, ends: tuple[str, ...]) -> list[torch.Tensor]:
+        return [view for name, view in self._views.items() if name.endswith(ends)]
+
+    @staticmethod
+    def _zero(gradients: Sequence[torch.Tensor]) -> None:
+        for gradient in gradients:
+            gradient.zero_()

@@ -1,0 +1,252 @@
+"""Which slices of a model's tensors a Megatron rank holds, and which of its parameters they make.
+
+Tensors have the names and shapes of Hugging Face's files, so that weights versions, seals and
+checkpoints fit any other backend's. Tensor parallelism splits heads, the rows of the MLP's first
+matrices, the columns of what follows them, and the vocabulary; pipeline parallelism splits layers.
+Where there are more ranks than key-value heads, several ranks hold the same head.
+
+A fused parameter of Megatron's is made of several tensors' slices, one behind the other: queries,
+keys, values; gate, up. The rows of a query are not interleaved with those of its keys as Megatron
+has them (`stage.Attention` reads them so), so that each slice is one run of memory. The vocabulary
+is padded to a multiple of the ranks; a padding row is zero and belongs to no tensor. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.tensors.layouts import Coordinates
+from phaseloom.worker.backends.layout import Shard
+from phaseloom.worker.state.heap import ALIGNMENT_BYTES
+
+EMBEDDING: Final = "embedding.word_embeddings.weight"
+OUTPUT: Final = "output_layer.weight"
+"""Megatron's names of the two parameters that are the same where embeddings are tied."""
+
+MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
+_SMALLEST_ITEM_BYTES: Final = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model's parameters and their shapes follow from."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head: int
+    """Dimensions of a head."""
+    vocab: int
+    is_tied: bool
+    """Whether the head is the embedding."""
+    has_qkv_bias: bool
+    has_qk_norm: bool
+
+    def groups(self, tp: int) -> int:
+        """Key-value heads of all ranks together: as many as there are ranks, or more."""
+        return max(self.kv_heads, tp)
+
+    def padded_vocab(self, tp: int) -> int:
+        return -(-self.vocab // tp) * tp
+
+
+def sizes_of(config: Any) -> Sizes:
+    """The sizes of a model. Raises: CallerError: one that this backend cannot do, and the field."""
+    if config.model_type not in MODEL_TYPES:
+        raise _unsupported(
+            f"models of type {config.model_type!r}",
+            "model_type",
+            f"use the backend 'fsdp', or one of {', '.join(MODEL_TYPES)}",
+        )
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name, False):
+            raise _unsupported(f"{name} = true", name, "use the backend 'fsdp'")
+    if config.hidden_act not in {"silu", "swish"}:
+        raise _unsupported(f"hidden_act = {config.hidden_act!r}", "hidden_act", "use 'silu'")
+    heads = int(config.num_attention_heads)
+    return Sizes(
+        num_layers=int(config.num_hidden_layers),
+        hidden=int(config.hidden_size),
+        intermediate=int(config.intermediate_size),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        vocab=int(config.vocab_size),
+        is_tied=bool(config.tie_word_embeddings),
+        has_qkv_bias=config.model_type == "qwen2",
+        has_qk_norm=config.model_type == "qwen3",
+    )
+
+
+def check_sizes(sizes: Sizes, layout: Layout) -> None:
+    """Raises: CallerError: FAILED_PRECONDITION: the layout does not split the model evenly."""
+    tp, pp = layout.tp, layout.pp
+    for what, size in (("attention heads", sizes.heads), ("MLP rows", sizes.intermediate)):
+        if size % tp:
+            raise _uneven(f"{size} {what} cannot be split over tp = {tp}", "layout.tp")
+    if sizes.kv_heads % tp and tp % sizes.kv_heads:
+        raise _uneven(
+            f"{sizes.kv_heads} key-value heads cannot be split over tp = {tp}", "layout.tp"
+        )
+    if sizes.padded_vocab(tp) - sizes.vocab >= sizes.padded_vocab(tp) // tp:
+        raise _uneven(f"{sizes.vocab} token ids cannot be split over tp = {tp}", "layout.tp")
+    if sizes.num_layers % pp:
+        raise _uneven(f"{sizes.num_layers} layers cannot be split over pp = {pp}", "layout.pp")
+    _check_run(sizes.hidden * sizes.head, "hidden_size")
+    _check_run(sizes.hidden * (sizes.intermediate // tp), "intermediate_size")
+    if sizes.has_qkv_bias:
+        _check_run(sizes.head, "head_dim")
+
+
+def _check_run(num_elements: int, field: str) -> None:
+    """Raises: CallerError: slices of so many elements, one behind the other, are not aligned."""
+    if num_elements * _SMALLEST_ITEM_BYTES % ALIGNMENT_BYTES:
+        raise _unsupported(
+            f"slices of {num_elements} elements one behind the other",
+            field,
+            f"use a multiple of {ALIGNMENT_BYTES // _SMALLEST_ITEM_BYTES}, or the backend 'fsdp'",
+        )
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in a layout."""
+
+    layout: Layout
+    at: Coordinates
+
+    @property
+    def is_first(self) -> bool:
+        return self.at.pp == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.at.pp == self.layout.pp - 1
+
+
+Parameters = Mapping[str, Mapping[str, Shard]]
+"""Megatron's name of each parameter of a rank → the slices that it is made of, in their order."""
+
+
+def parameters(sizes: Sizes, place: Place) -> Parameters:
+    """The parameters of a rank's stage, by Megatron's names for them."""
+    found: dict[str, dict[str, Shard]] = {}
+    hidden, rank, tp = sizes.hidden, place.at.tp, place.layout.tp
+    norm = _whole([hidden])
+    if place.is_first:
+        found[EMBEDDING] = {"model.embed_tokens.weight": _vocabulary(sizes, place)}
+    num_layers = sizes.num_layers // place.layout.pp
+    for layer in range(num_layers):
+        own = f"decoder.layers.{layer}."
+        theirs = f"model.layers.{place.at.pp * num_layers + layer}."
+        attention, mlp = f"{theirs}self_attn.", f"{theirs}mlp."
+        found[f"{own}input_layernorm.weight"] = {f"{theirs}input_layernorm.weight": norm}
+        found[f"{own}self_attention.linear_qkv.weight"] = {
+            f"{attention}{name}_proj.weight": _rows([heads * sizes.head, hidden], run)
+            for name, heads, run in _head_rows(sizes, place)
+        }
+        if sizes.has_qkv_bias:
+            found[f"{own}self_attention.linear_qkv.bias"] = {
+                f"{attention}{name}_proj.bias": _rows([heads * sizes.head], run)
+                for name, heads, run in _head_rows(sizes, place)
+            }
+        if sizes.has_qk_norm:
+            for name in ("q", "k"):
+                found[f"{own}self_attention.{name}_layernorm.weight"] = {
+                    f"{attention}{name}_norm.weight": _whole([sizes.head])
+                }
+        found[f"{own}self_attention.linear_proj.weight"] = {
+            f"{attention}o_proj.weight": _columns([hidden, sizes.heads * sizes.head], rank, tp)
+        }
+        found[f"{own}pre_mlp_layernorm.weight"] = {f"{theirs}post_attention_layernorm.weight": norm}
+        rows = _even(sizes.intermediate, rank, tp)
+        found[f"{own}mlp.linear_fc1.weight"] = {
+            f"{mlp}{name}_proj.weight": _rows([sizes.intermediate, hidden], rows)
+            for name in ("gate", "up")
+        }
+        found[f"{own}mlp.linear_fc2.weight"] = {
+            f"{mlp}down_proj.weight": _columns([hidden, sizes.intermediate], rank, tp)
+        }
+    if place.is_last:
+        found["decoder.final_layernorm.weight"] = {"model.norm.weight": norm}
+        if not sizes.is_tied:
+            found[OUTPUT] = {"lm_head.weight": _vocabulary(sizes, place)}
+        elif not place.is_first:
+            found[OUTPUT] = {"model.embed_tokens.weight": _vocabulary(sizes, place)}
+    return found
+
+
+def key_value_heads(sizes: Sizes, place: Place) -> range:
+    """The key-value heads that a rank holds."""
+    if sizes.kv_heads >= place.layout.tp:
+        return _even(sizes.kv_heads, place.at.tp, place.layout.tp)
+    head = place.at.tp * sizes.kv_heads // place.layout.tp
+    return range(head, head + 1)
+
+
+def _head_rows(sizes: Sizes, place: Place) -> list[tuple[str, int, range]]:
+    """For queries, keys, values: their letter, all heads, the rows of the rank's heads."""
+    own, held = _even(sizes.heads, place.at.tp, place.layout.tp), key_value_heads(sizes, place)
+
+    def rows(heads: range) -> range:
+        return range(heads.start * sizes.head, heads.stop * sizes.head)
+
+    return [
+        ("q", sizes.heads, rows(own)),
+        ("k", sizes.kv_heads, rows(held)),
+        ("v", sizes.kv_heads, rows(held)),
+    ]
+
+
+def _even(size: int, rank: int, parts: int) -> range:
+    each = size // parts
+    return range(rank * each, (rank + 1) * each)
+
+
+def _whole(shape: list[int]) -> Shard:
+    return Shard(shape, shape)
+
+
+def _rows(shape: list[int], rows: range) -> Shard:
+    return _slice(shape, [len(rows), *shape[1:]], [rows.start, *([0] * len(shape[1:]))])
+
+
+def _columns(shape: list[int], rank: int, tp: int) -> Shard:
+    columns = _even(shape[1], rank, tp)
+    return _slice(shape, [shape[0], len(columns)], [0, columns.start])
+
+
+def _vocabulary(sizes: Sizes, place: Place) -> Shard:
+    padded = _even(sizes.padded_vocab(place.layout.tp), place.at.tp, place.layout.tp)
+    rows = range(padded.start, min(padded.stop, sizes.vocab))
+    shape = [sizes.vocab, sizes.hidden]
+    own = _rows(shape, rows)
+    return Shard(own.shape, [len(padded), sizes.hidden], own.global_shape, own.start)
+
+
+def _slice(shape: list[int], size: list[int], start: list[int]) -> Shard:
+    return _whole(shape) if size == shape else Shard(size, size, shape, start)
+
+
+def _uneven(what: str, field: str) -> CallerError:
+    return CallerError(
+        f"{what} by the megatron backend",
+        code=Code.FAILED_PRECONDITION,
+        field=field,
+        remedy="use a divisor, and layout.dp for more ranks",
+    )
+
+
+def _unsupported(what: str, field: str, remedy: str) -> CallerError:
+    return CallerError(
+        f"the megatron backend cannot do {what}",
+        code=Code.FAILED_PRECONDITION,
+        field=f"model.config.{field}",
+        remedy=remedy,
+    )

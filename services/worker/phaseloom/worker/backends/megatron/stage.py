@@ -1,0 +1,204 @@
+"""A rank's stage of the model, of Megatron-core's layers, and a pass of packed rows through it.
+
+The layers are those of Megatron's own specification without Transformer Engine. Three things are
+ours: attention takes the rows of queries, keys and values one behind the other (`slices`), any mask
+(a branch of a packed row sees its prefix and itself), and angles of any positions; the last stage
+runs its head on the positions asked for only; ids that pad the vocabulary have no probability.
+
+Shapes: B rows, T columns, N positions asked for, H hidden, V a rank's share of the vocabulary,
+n heads, D dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import nn
+
+from phaseloom.common.contract.specs import Layout
+from phaseloom.worker.backends.megatron.slices import Place, Sizes
+from phaseloom.worker.backends.packing import Pass
+
+
+class Attention(SelfAttention):  # type: ignore[misc]
+    """Self-attention whose fused rows are a rank's queries, then its keys, then its values."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(T, B, n, D) queries, keys and values."""
+        fused, _ = self.linear_qkv(hidden_states)
+        groups = self.num_query_groups_per_partition
+        query, key, value = fused.unflatten(-1, (-1, self.hidden_size_per_attention_head)).split(
+            [self.num_attention_heads_per_partition, groups, groups], dim=2
+        )
+        return self.q_layernorm(query), self.k_layernorm(key), value
+
+
+class CoreAttention(MegatronModule):  # type: ignore[misc]
+    """torch's attention, with a mask of what each position sees, or plainly causal without one."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(
+        self,
+        query_TBnD: torch.Tensor,
+        key_TBnD: torch.Tensor,
+        value_TBnD: torch.Tensor,
+        visible_B1TT: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        repeated = query_TBnD.shape[2] // key_TBnD.shape[2]
+        query, key, value = (
+            tensor.permute(1, 2, 0, 3) for tensor in (query_TBnD, key_TBnD, value_TBnD)
+        )
+        mixed_BnTD = nn.functional.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(repeated, 1),
+            value.repeat_interleave(repeated, 1),
+            visible_B1TT,
+            is_causal=visible_B1TT is None,
+        )
+        return mixed_BnTD.permute(2, 0, 1, 3).flatten(2)
+
+
+class Stage(GPTModel):  # type: ignore[misc]
+    """The layers of one pipeline stage; the first has the embedding, the last the head."""
+
+    def __init__(
+        self, config: TransformerConfig, sizes: Sizes, place: Place, frequencies: torch.Tensor
+    ) -> None:
+        """Args: frequencies: (D/2,) of the rotary embedding."""
+        super().__init__(
+            config,
+            _layers(sizes, sizes.num_layers // place.layout.pp),
+            vocab_size=sizes.padded_vocab(place.layout.tp),
+            max_sequence_length=0,
+            pre_process=place.is_first,
+            post_process=place.is_last,
+            share_embeddings_and_output_weights=sizes.is_tied,
+            position_embedding_type="none",
+        )
+        self._frequencies = frequencies
+        self._num_ids = min(
+            max(sizes.vocab - place.at.tp * self._ids_per_rank(sizes, place), 0),
+            self._ids_per_rank(sizes, place),
+        )
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Nothing: the weights of a tied embedding come from elsewhere, and so do its gradients'
+        sums (`gradients`)."""
+
+    @staticmethod
+    def _ids_per_rank(sizes: Sizes, place: Place) -> int:
+        return sizes.padded_vocab(place.layout.tp) // place.layout.tp
+
+    def forward(self, packed: Pass) -> torch.Tensor:
+        """The last stage: (N,) log-probabilities of the targets. Any other: (T, B, H) what the next
+        stage takes."""
+        hidden_TBH: Any = None
+        if self.pre_process:
+            hidden_TBH = self.embedding(self._here(packed.tokens_BT), None)
+        visible_BTT = packed.visible_BTT
+        hidden_TBH = self.decoder(
+            hidden_states=hidden_TBH,
+            attention_mask=None if visible_BTT is None else self._here(visible_BTT)[:, None],
+            rotary_pos_emb=self._angles(self._here(packed.positions_BT)),
+        )
+        if not self.post_process:
+            passed_on: torch.Tensor = hidden_TBH
+            return passed_on
+        asked_NH = hidden_TBH.transpose(0, 1).flatten(0, 1)[self._here(packed.index_N)]
+        weight = self.shared_embedding_or_output_weight() if self._is_tied else None
+        logits_N1V, _ = self.output_layer(asked_NH[:, None], weight=weight)
+        return self._logprobs(logits_N1V[:, 0].float(), self._here(packed.targets_N))
+
+    @property
+    def _is_tied(self) -> bool:
+        return bool(self.share_embeddings_and_output_weights)
+
+    def _here(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._frequencies.device)
+
+    def _angles(self, positions_BT: torch.Tensor) -> torch.Tensor:
+        """(T, B, 1, D) angles of the rotary embedding."""
+        angles_TBD = positions_BT.t()[..., None].float() * self._frequencies
+        return torch.cat([angles_TBD, angles_TBD], -1)[:, :, None]
+
+    def _logprobs(self, logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        if self._num_ids < logits_NV.shape[1]:
+            padding_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) >= self._num_ids
+            logits_NV = logits_NV.masked_fill(padding_V, -torch.inf)
+        nll_N: torch.Tensor = vocab_parallel_cross_entropy(logits_NV, targets_N)
+        return -nll_N
+
+
+def transformer_config(
+    sizes: Sizes, layout: Layout, epsilon: float, dtype: torch.dtype
+) -> TransformerConfig:
+    """Megatron's config of a model. Args: epsilon: of the norms."""
+    return TransformerConfig(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=sizes.intermediate,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.groups(layout.tp),
+        kv_channels=sizes.head,
+        normalization="RMSNorm",
+        layernorm_epsilon=epsilon,
+        qk_layernorm=sizes.has_qk_norm,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=sizes.has_qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        # Weights come from elsewhere: nothing is drawn, nothing touched.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        # Losses are sums: gradients are not divided by the number of passes.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        deallocate_pipeline_outputs=False,
+        # What needs Transformer Engine or Apex.
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _layers(sizes: Sizes, num_layers: int) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=sizes.has_qk_norm, normalization="RMSNorm")
+    attention = layer.submodules.self_attention
+    attention.module = Attention
+    attention.submodules.core_attention = CoreAttention
+    norm = WrappedTorchNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if sizes.has_qk_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

@@ -1,0 +1,149 @@
+"""Jobs trained by Megatron-core, in an interpreter of its own, on the whole mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from phaseloom import client
+from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.events import WpgStarted
+from phaseloom.common.contract.operations import AdamParams, Datum, Loss
+from phaseloom.common.contract.specs import DeploymentSpec, Layout
+from tests.support import megatron
+from tests.support.jobs import kill_rank, running_mesh, tenant
+
+pytestmark = [pytest.mark.megatron, megatron.needs_megatron_python]
+
+MESH = MeshConfig(
+    nodes=[
+        NodeConfig(
+            "node-0", "train", [4 * 2**20] * 4, interpreters={"megatron": str(megatron.PYTHON)}
+        )
+    ],
+    seal_every=4,
+)
+"""One node of four devices, on which the sampler lives, too."""
+STEPS = 4
+ADAM = AdamParams(1e-2)
+PROMPTS = [client.Prompt([1, 2, 3], seed=5), client.Prompt([7, 8, 9, 10], seed=6)]
+SAMPLING = client.SamplingParams(8, temperature=1.0, ignore_eos=True)
+NUM_SAMPLES = 4
+
+
+def sampler_spec() -> DeploymentSpec:
+    own = megatron.spec(backend="sampler", trainable=False)
+    return replace(own, name="sampler")
+
+
+def graded(step: int, generated: client.GenerateResult) -> list[Datum]:
+    """Samples with the advantage of their group: even tokens are good."""
+    data = []
+    for number, (prompt, group) in enumerate(zip(PROMPTS, generated.sequences, strict=True)):
+        rewards = [sum(t % 2 == 0 for t in int32s(each.tokens)) for each in group]
+        mean = sum(rewards) / len(rewards)
+        for sample, reward in zip(group, rewards, strict=True):
+            start = [*int32s(prompt.tokens)]
+            answer = [*int32s(sample.tokens)]
+            masked = [0.0] * (len(start) - 1)
+            advantage = reward - mean + 0.1 * (step + number + 1)
+            data.append(
+                Datum(
+                    [*start, *answer][:-1],
+                    [*start, *answer][1:],
+                    logprobs=[*masked, *float32s(sample.logprobs)],
+                    advantages=[*masked, *([advantage] * len(answer))],
+                )
+            )
+    return data
+
+
+async def learn(
+    connection: client.Mesh, name: str, policy_spec: DeploymentSpec, kill_in: Mesh | None = None
+) -> tuple[list[float], list[list[int]], str]:
+    """The loss of each step, all tokens drawn, and the digest of the weights in the end.
+
+    Args: kill_in: kill one of the policy's ranks between a gradient and its step, and once more
+          while a step is computed.
+    """
+    job = await connection.submit_job(name, [policy_spec, sampler_spec()])
+    policy, sampler = job.deployment("policy"), job.deployment("sampler")
+    losses, drawn = [], []
+    for step in range(STEPS):
+        generated = await sampler.generate(PROMPTS, SAMPLING, num_samples=NUM_SAMPLES)
+        drawn += [list(int32s(s.tokens)) for group in generated.sequences for s in group]
+        trained = policy.forward_backward(graded(step, generated), Loss.PPO)
+        if kill_in is not None and step == 2:
+            kill_rank(kill_in, f"{name}.policy")
+        losses.append((await trained).metrics["loss:sum"])
+        if kill_in is not None and step == 1:
+            kill_rank(kill_in, f"{name}.policy")
+        await policy.optim_step(ADAM)
+        await sampler.sync_weights(policy.publish_weights())
+    saved = await policy.save_state("last")
+    assert saved.weights_sha256 == (await sampler.save_state("last")).weights_sha256
+    await job.finish()
+    return losses, drawn, saved.weights_sha256
+
+
+async def test_grpo_of_two_tensor_parallel_ranks_is_the_same_to_the_bit_after_kills(
+    short_dir: Path,
+) -> None:
+    async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
+        fsdp = megatron.spec(backend="fsdp")
+        expected, _, _ = await learn(connection, "fsdp", fsdp)
+        pair = megatron.spec(Layout(tp=2))
+        undisturbed = await learn(connection, "pair", pair)
+        assert undisturbed[0][0] == pytest.approx(expected[0], rel=1e-3, abs=1e-3)
+        assert await learn(connection, "killed", pair, kill_in=mesh) == undisturbed
+        await log.caught_up()
+        starts = [str(e.deployment) for e in log.events if isinstance(e, WpgStarted)]
+        assert starts.count("demo.killed.policy") == 3
+        assert log.failures() == []
+
+
+async def test_checkpoint_goes_on_in_other_layouts_and_backends(short_dir: Path) -> None:
+    """Four ranks, two by two, save what fsdp then loads and trains on, and then a pipeline."""
+    config = replace(MESH, checkpoint_root=str(short_dir / "kept"))
+    data = [Datum([1, 2, 3, 4], [2, 3, 4, 5], weights=[1.0] * 4)]
+    turns = {
+        "square": megatron.spec(Layout(tp=2, pp=2)),
+        "fsdp": megatron.spec(backend="fsdp"),
+        "line": megatron.spec(Layout(pp=2)),
+    }
+    digest, norms = "", []
+    for name, spec in turns.items():
+        async with (
+            running_mesh(config, short_dir / name) as (mesh, log),
+            tenant(mesh) as connection,
+        ):
+            policy = (await connection.submit_job("job", [spec])).deployment("policy")
+            if digest:
+                assert (await policy.load_state("last")).weights_sha256 == digest
+            else:
+                await policy.forward_backward(data, Loss.CROSS_ENTROPY)
+                await policy.optim_step(ADAM)
+                digest = (await policy.save_state("last")).weights_sha256
+            await policy.forward_backward(data, Loss.CROSS_ENTROPY)
+            norms.append((await policy.optim_step(ADAM)).metrics["grad_norm:mean"])
+            assert log.failures() == []
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend", "field"),
+    [(Layout(cp=2), "megatron", "layout.cp"), (Layout(tp=2), "fsdp", "layout.tp")],
+)
+async def test_layout_that_a_backend_does_not_have_is_refused_at_submission(
+    layout: Layout, backend: str, field: str, short_dir: Path
+) -> None:
+    async with running_mesh(MESH, short_dir) as (mesh, _), tenant(mesh) as connection:
+        with pytest.raises(CallerError) as raised:
+            await connection.submit_job("job", [megatron.spec(layout, backend=backend)])
+        assert raised.value.info.code is Code.INVALID_ARGUMENT
+        assert raised.value.info.field.endswith(field)
+        assert raised.value.info.remedy
