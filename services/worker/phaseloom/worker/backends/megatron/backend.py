@@ -44,7 +44,7 @@ from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.architectures import has_windows
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import check_some, forward_batch, loss_batch
-from phaseloom.worker.backends.gathering import owned
+from phaseloom.worker.backends.gathering import owned, weights_digest
 from phaseloom.worker.backends.layout import Layout, check_layout, lay_out, plan
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.megatron import devices
