@@ -136,7 +136,7 @@ async def test_checkpoint_goes_on_in_other_layouts_and_backends(short_dir: Path)
 
 @pytest.mark.parametrize(
     ("layout", "backend", "field"),
-    [(Layout(cp=2), "megatron", "layout.cp"), (Layout(tp=2), "fsdp", "layout.tp")],
+    [(Layout(dp=2, ep=2), "megatron", "layout.ep"), (Layout(tp=2), "fsdp", "layout.tp")],
 )
 async def test_layout_that_a_backend_does_not_have_is_refused_at_submission(
     layout: Layout, backend: str, field: str, short_dir: Path

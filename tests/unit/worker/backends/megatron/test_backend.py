@@ -54,6 +54,8 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp 2, pp 2": (Layout(tp=2, pp=2), FOUR_LAYERS),
     "pp 2, untied": (Layout(pp=2), tiny(tie_word_embeddings=False)),
     "tp 4, two key-value heads": (Layout(tp=4), tiny()),
+    "cp 2": (Layout(cp=2), tiny()),
+    "cp 2, pp 2": (Layout(cp=2, pp=2), tiny()),
     "dp 2, tp 2, llama": (Layout(dp=2, tp=2), tiny("llama")),
     "tp 2, qwen2 with biases": (Layout(tp=2), tiny("qwen2")),
 }
@@ -320,7 +322,7 @@ def test_rank_that_never_comes_breaks_the_group(tmp_path: Path) -> None:
 
 
 REFUSED: Sequence[tuple[str, Layout, dict[str, Any]]] = (
-    ("layout.cp", Layout(cp=2), tiny()),
+    ("layout.ep", Layout(dp=2, cp=2, ep=2), tiny()),
     ("layout.ep", Layout(dp=2, ep=2), tiny()),
     ("layout.tp", Layout(tp=3), tiny()),
     ("layout.tp", Layout(tp=2), tiny(vocab_size=1)),

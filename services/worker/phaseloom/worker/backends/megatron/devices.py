@@ -36,6 +36,8 @@ class _TorchOnCpu:
 
 def use(device: torch.device) -> None:
     """Let Megatron work on this kind of device from now on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     seen = _TorchOnCpu() if device.type == "cpu" else torch
     for module in (p2p_communication, schedules):
         module.torch = seen

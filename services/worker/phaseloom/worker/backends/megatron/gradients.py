@@ -7,7 +7,8 @@ is needed, and what was there before counts once.
 
 Different ranks add different parts of a gradient where a slice is
 
-- on several data-parallel ranks, which have different samples;
+- on several data-parallel ranks, which have different samples, or context-parallel ranks, which
+  have different tokens of them;
 - a norm of queries or keys, of which a tensor-parallel rank sees its own heads only;
 - a key-value head that several tensor-parallel ranks hold for their own queries;
 - a tied embedding, as the first stage's input and the last one's output.
@@ -68,7 +69,7 @@ class Gradients:
     def begin(self) -> None:
         """Drop the gradients that another rank keeps."""
         place = self._place
-        if place.at.dp:
+        if place.at.dp or place.at.cp:
             self._flat.zero_()
         if place.at.tp:
             self._zero(self._norms)
@@ -89,8 +90,9 @@ class Gradients:
             self._add_up_heads(gradient)
         if self._embedding is not None:
             dist.all_reduce(self._embedding, group=parallel_state.get_embedding_group())
-        if self._place.layout.dp > 1:
-            dist.all_reduce(self._flat, group=parallel_state.get_data_parallel_group())
+        if self._place.layout.dp * self._place.layout.cp > 1:
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(self._flat, group=replicas)
 
     def squared(self, names: Sequence[str]) -> torch.Tensor:
         """The sum of the squares of these slices' gradients."""
