@@ -134,16 +134,13 @@ async def test_checkpoint_goes_on_in_other_layouts_and_backends(short_dir: Path)
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("layout", "backend", "field"),
-    [(Layout(dp=2, ep=2), "megatron", "layout.ep"), (Layout(tp=2), "fsdp", "layout.tp")],
-)
-async def test_layout_that_a_backend_does_not_have_is_refused_at_submission(
-    layout: Layout, backend: str, field: str, short_dir: Path
+async def test_model_that_a_layout_does_not_split_is_refused_with_the_field(
+    short_dir: Path,
 ) -> None:
     async with running_mesh(MESH, short_dir) as (mesh, _), tenant(mesh) as connection:
+        job = await connection.submit_job("job", [megatron.spec(Layout(tp=3))])
         with pytest.raises(CallerError) as raised:
-            await connection.submit_job("job", [megatron.spec(layout, backend=backend)])
-        assert raised.value.info.code is Code.INVALID_ARGUMENT
-        assert raised.value.info.field.endswith(field)
-        assert raised.value.info.remedy
+            await job.deployment("policy").optim_step(ADAM)
+        assert raised.value.info.code is Code.FAILED_PRECONDITION
+        assert raised.value.info.field == "layout.tp"
+        assert "divisor" in raised.value.info.remedy

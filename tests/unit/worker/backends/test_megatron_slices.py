@@ -13,6 +13,7 @@ from phaseloom.common.contract.operations import ForwardBackward, Loss
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.worker.backends.batch import loss_batch
+from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import lay_out
 from phaseloom.worker.backends.megatron.context import columns, share_of
 from phaseloom.worker.backends.megatron.slices import (
@@ -39,11 +40,20 @@ def layouts() -> Iterator[Layout]:
         yield Layout(dp=dp, tp=tp, pp=pp, cp=cp)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+EXPERTS = tiny("qwen3_moe", num_hidden_layers=4, num_experts=12, moe_intermediate_size=32)
+
+
+def expert_layouts() -> Iterator[Layout]:
+    for dp, ep, pp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2)):
+        if dp % ep == 0:
+            yield Layout(dp=dp, ep=ep, pp=pp)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "experts"])
 def test_ranks_together_hold_every_element_and_no_other(name: str) -> None:
-    model = spec(model=CONFIGS[name]).model
-    sizes, shapes = sizes_of(model_config(model)), parameter_shapes(model)
-    for layout in layouts():
+    model = spec(model=CONFIGS.get(name, EXPERTS)).model
+    sizes, shapes = sizes_of(model_config(model)), file_shapes(parameter_shapes(model))
+    for layout in layouts() if name in CONFIGS else expert_layouts():
         check_sizes(sizes, layout)
         seen = {each: np.zeros(shape, dtype=int) for each, shape in shapes.items()}
         for rank in range(layout.num_ranks):
@@ -51,7 +61,7 @@ def test_ranks_together_hold_every_element_and_no_other(name: str) -> None:
             named = [pair for slices in held.values() for pair in slices.items()]
             assert len(dict(named)) == len(named), "one slice of a tensor a rank"
             for tensor, shard in named:
-                assert [*(shard.global_shape or shard.shape)] == shapes[tensor]
+                assert [*(shard.global_shape or shard.shape)] == [*shapes[tensor]]
                 start = shard.start or [0] * len(shard.shape)
                 where = zip(start, shard.shape, strict=True)
                 seen[tensor][tuple(slice(at, at + size) for at, size in where)] += 1

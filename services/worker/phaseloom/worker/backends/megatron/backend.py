@@ -43,8 +43,9 @@ from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.architectures import has_windows
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
-from phaseloom.worker.backends.batch import check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.digest import weights_sha256
+from phaseloom.worker.backends.experts import file_shapes, file_tensors
 from phaseloom.worker.backends.gathering import owned, whole_tensors
 from phaseloom.worker.backends.layout import Layout, check_layout, lay_out, plan
 from phaseloom.worker.backends.losses import loss_sum
@@ -71,7 +72,7 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
-from phaseloom.worker.backends.packing import Pass, passes
+from phaseloom.worker.backends.packing import Pass, idle_pass, passes
 from phaseloom.worker.backends.processgroup import (
     Member,
     collective,
@@ -88,7 +89,7 @@ from phaseloom.worker.backends.training import (
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
 
-AXES = ("dp", "tp", "pp", "cp")
+AXES = ("dp", "tp", "pp", "cp", "ep")
 READING = frozenset({"forward", "save_state"})
 TRAINING = frozenset({"forward_backward", "optim_step"})
 STATE = frozenset({"load_state", "publish_weights", "sync_weights"})
@@ -109,8 +110,8 @@ class MegatronBackend(Member):
         self._layout = _layout(spec, sizes, ranks.rank)
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
-        shapes = parameter_shapes(spec.model)
-        self.version_slots = plan(shapes, trainable=False, dtype=self._dtype).slots
+        files = file_shapes(parameter_shapes(spec.model))
+        self.version_slots = plan(files, trainable=False, dtype=self._dtype).slots
         self.holdings: Sequence[Holding] = [
             holding_of(_layout(spec, sizes, rank).slots) for rank in range(ranks.world_size)
         ]
@@ -171,7 +172,7 @@ class MegatronBackend(Member):
             return passed_N.sum()
 
         with torch.no_grad():
-            self._run([*passes(batch, only_used=False)], keep, is_training=False)
+            self._run(self._passes(batch, only_used=False), keep, is_training=False)
         self._add_up_shares(torch.from_numpy(lp_N))
         return ForwardResult(
             [lp_N[start:stop].tobytes() for start, stop in pairwise(batch.starts.tolist())]
@@ -186,7 +187,7 @@ class MegatronBackend(Member):
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         """Add gradients. Raises: CallerError: loss or gradients are not finite, and are spoilt."""
         training = self._trained()
-        packed = [*passes(loss_batch(args, self.vocab_size), only_used=True)]
+        packed = self._passes(loss_batch(args, self.vocab_size), only_used=True)
         losses: list[torch.Tensor] = []
 
         def loss_of(share: Share, lp_N: torch.Tensor) -> torch.Tensor:
@@ -254,6 +255,7 @@ class MegatronBackend(Member):
             layout.tp,
             layout.pp,
             context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
             distributed_timeout_minutes=math.ceil(self._ranks.timeout_s / 60),
             create_gloo_process_groups=False,
         )
@@ -293,7 +295,9 @@ class MegatronBackend(Member):
         regions = [self._layout.weights]
         if training is not None and training.masters is not None:
             regions.append(training.masters)
-        drawn = dict(model.named_parameters())
+        drawn = dict(
+            part for name, whole in model.named_parameters() for part in file_tensors(name, whole)
+        )
         box_of = self.holdings[self._ranks.rank]
         for region in regions:
             for name, view in self._tensors.views(region).items():
@@ -330,6 +334,14 @@ class MegatronBackend(Member):
             micro_batch_size=1,
             forward_only=not is_training,
         )
+
+    def _passes(self, batch: Batch, *, only_used: bool) -> list[Pass]:
+        """Passes over this replica's data. Where replicas send tokens to one another's experts,
+        idle ones follow, until there are as many as on the busiest replica."""
+        own = [*passes(batch, only_used=only_used)]
+        if self._place.layout.ep > 1:
+            own += [idle_pass()] * (largest(len(own), self._ranks) - len(own))
+        return own
 
     def _add_up_shares(self, values: torch.Tensor) -> None:
         """Add up, in host memory, what the context-parallel ranks have. Collective among them."""

@@ -32,7 +32,7 @@ from torch import nn
 
 from phaseloom.common.contract.specs import Layout
 from phaseloom.worker.backends.megatron.context import Share
-from phaseloom.worker.backends.megatron.slices import Place, Sizes
+from phaseloom.worker.backends.megatron.slices import Experts, Place, Sizes
 
 
 class Attention(SelfAttention):  # type: ignore[misc]
@@ -175,6 +175,23 @@ class Stage(GPTModel):  # type: ignore[misc]
         return -nll_N
 
 
+def _expert_settings(experts: Experts | None, layout: Layout) -> dict[str, Any]:
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.is_normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def transformer_config(
     sizes: Sizes, layout: Layout, epsilon: float, dtype: torch.dtype
 ) -> TransformerConfig:
@@ -216,11 +233,16 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_expert_settings(sizes.experts, layout),
     )
 
 
 def _layers(sizes: Sizes, num_layers: int) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=sizes.has_qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=sizes.experts.num if sizes.experts else None,
+        qk_layernorm=sizes.has_qk_norm,
+        normalization="RMSNorm",
+    )
     attention = layer.submodules.self_attention
     attention.module = Attention
     attention.submodules.core_attention = CoreAttention
