@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from phaseloom.common.contract.operations import ForwardBackward, Loss
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import coordinates
+from phaseloom.worker.backends import pretrained
 from phaseloom.worker.backends.batch import loss_batch
 from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import lay_out
@@ -22,9 +25,11 @@ from phaseloom.worker.backends.megatron.slices import (
     parameters,
     sizes_of,
 )
-from phaseloom.worker.backends.model import model_config, parameter_shapes
+from phaseloom.worker.backends.model import HeapTensors, model_config, parameter_shapes
 from phaseloom.worker.backends.packing import passes
+from phaseloom.worker.state.heap import Heap
 from tests.support.megatron import spec, tiny
+from tests.support.pretrained import loaded, pinned, save_model
 from tests.support.tinymodel import VOCAB
 from tests.unit.worker.backends.models import batch
 
@@ -87,6 +92,28 @@ def test_slices_of_a_fused_parameter_lie_one_behind_the_other() -> None:
                 for one, following in itertools.pairwise(slots):
                     assert one.offset + one.num_bytes == following.offset
             assert [*region.slots] == sorted(region.slots)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(tp=4)], ids=str)
+def test_rank_reads_its_slices_of_a_registered_model(layout: Layout, tmp_path: Path) -> None:
+    """A stage has some of the tensors; the files' others are not strange to the model."""
+    directory = save_model(tmp_path / "model", **tiny())
+    model = pinned(directory)
+    assert model.pinned is not None
+    expected = loaded(directory).state_dict()
+    sizes, names = sizes_of(model_config(model)), [*parameter_shapes(model)]
+    for rank in range(layout.num_ranks):
+        held = parameters(sizes, Place(layout, coordinates(rank, layout)))
+        shards = {name: shard for slices in held.values() for name, shard in slices.items()}
+        region = lay_out(shards, trainable=False).weights
+        heap = Heap(region.stop)
+        slots = [*region.slots.values()]
+        pretrained.fill(heap, slots, model.pinned, names=names, ties_embeddings=True)
+        for name, view in HeapTensors(heap).views(region).items():
+            start = shards[name].start or [0] * len(shards[name].shape)
+            where = zip(start, shards[name].shape, strict=True)
+            inside = tuple(slice(at, at + size) for at, size in where)
+            assert torch.equal(view, expected[name][inside]), name
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

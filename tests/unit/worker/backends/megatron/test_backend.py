@@ -32,8 +32,11 @@ from phaseloom.common.contract.specs import DeploymentSpec, Layout, OptimizerOn
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import GroupBroken, RankGroup
+from phaseloom.worker.backends.batch import loss_batch
 from phaseloom.worker.backends.experts import file_tensors
 from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.backends.packing import passes
+from phaseloom.worker.gpucheck import backends
 from phaseloom.worker.state.heap import Heap
 from tests.support.megatron import spec, tiny
 from tests.support.saved import load, save
@@ -138,15 +141,32 @@ def worst(ranks: Ranks, expected: Tensors, role: Role, suffix: str = "") -> tupl
     return max(errors)
 
 
+def of_lengths(*lengths: int) -> list[Datum]:
+    """Samples that have nothing in common, of lengths too different to share a pass."""
+    data = []
+    for number, length in enumerate(length for length in lengths for _ in range(4)):
+        tokens = [(2 * number + 3 * i) % VOCAB for i in range(length + 1)]
+        weights = [0.01 * (i % 7) - 0.02 for i in range(length)]
+        data.append(Datum(tokens[:-1], tokens[1:], weights=weights))
+    return data
+
+
 def lessons() -> list[ForwardBackward]:
-    """Batches of all losses; of the last, one sample only: a replica has none."""
+    """Batches of all losses; one of more passes than a pipeline has stages; of the last, one sample
+    only: a replica has none."""
     long = Datum([3] * 40, [4] * 40, weights=[0.5, -0.25] * 20)
     return [
         ForwardBackward(batch(1), Loss.PPO),
         ForwardBackward([long, *batch(3, loss=Loss.CROSS_ENTROPY)], Loss.CROSS_ENTROPY),
+        ForwardBackward(of_lengths(62, 1, 30), Loss.CROSS_ENTROPY),
         ForwardBackward(batch(2), Loss.CISPO),
         ForwardBackward(batch(4)[:1], Loss.IMPORTANCE_SAMPLING),
     ]
+
+
+def test_some_lesson_has_more_passes_than_stages() -> None:
+    counts = [len([*passes(loss_batch(args, VOCAB), only_used=True)]) for args in lessons()]
+    assert max(counts) >= 3
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -377,3 +397,22 @@ def test_generate_is_refused() -> None:
             backend.check_generate(Generate([Prompt([1])], SamplingParams(4)))
         with pytest.raises(CallerError, match="not trainable"):
             backend.check_forward_backward(lessons()[0])
+
+
+def test_what_a_gpu_is_checked_with_is_the_same_over_switches() -> None:
+    """On an emulated device; see `make gpu-check`."""
+
+    def run(*, is_switched: bool) -> list[object]:
+        heap = Heap(backend_factory("megatron").plan(backends.spec("megatron")).heap_bytes)
+
+        def switch() -> None:
+            if is_switched:
+                kept = bytes(heap.buffer)
+                heap.buffer[:] = b"\xff" * heap.num_bytes
+                heap.buffer[:] = kept
+
+        return backends.results("megatron", heap, switch)
+
+    undisturbed = run(is_switched=False)
+    assert len(undisturbed) == backends.CALLS + 1
+    assert run(is_switched=True) == undisturbed

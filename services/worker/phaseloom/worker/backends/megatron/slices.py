@@ -263,6 +263,12 @@ def _expert_parameters(
     return found
 
 
+def token_ids(sizes: Sizes, place: Place) -> range:
+    """The ids whose rows of the embedding and the head a rank holds, without padding."""
+    padded = _even(sizes.padded_vocab(place.layout.tp), place.at.tp, place.layout.tp)
+    return range(padded.start, min(padded.stop, sizes.vocab))
+
+
 def key_value_heads(sizes: Sizes, place: Place) -> range:
     """The key-value heads that a rank holds."""
     if sizes.kv_heads >= place.layout.tp:
@@ -304,11 +310,9 @@ def _columns(shape: list[int], rank: int, tp: int) -> Shard:
 
 
 def _vocabulary(sizes: Sizes, place: Place) -> Shard:
-    padded = _even(sizes.padded_vocab(place.layout.tp), place.at.tp, place.layout.tp)
-    rows = range(padded.start, min(padded.stop, sizes.vocab))
-    shape = [sizes.vocab, sizes.hidden]
-    own = _rows(shape, rows)
-    return Shard(own.shape, [len(padded), sizes.hidden], own.global_shape, own.start)
+    own = _rows([sizes.vocab, sizes.hidden], token_ids(sizes, place))
+    padded = sizes.padded_vocab(place.layout.tp) // place.layout.tp
+    return Shard(own.shape, [padded, sizes.hidden], own.global_shape, own.start)
 
 
 def _slice(shape: list[int], size: list[int], start: list[int]) -> Shard:

@@ -32,7 +32,7 @@ from torch import nn
 
 from phaseloom.common.contract.specs import Layout
 from phaseloom.worker.backends.megatron.context import Share
-from phaseloom.worker.backends.megatron.slices import Experts, Place, Sizes
+from phaseloom.worker.backends.megatron.slices import Experts, Place, Sizes, token_ids
 
 
 class Attention(SelfAttention):  # type: ignore[misc]
@@ -122,18 +122,11 @@ class Stage(GPTModel):  # type: ignore[misc]
             position_embedding_type="none",
         )
         self._frequencies = frequencies
-        self._num_ids = min(
-            max(sizes.vocab - place.at.tp * self._ids_per_rank(sizes, place), 0),
-            self._ids_per_rank(sizes, place),
-        )
+        self._num_ids = len(token_ids(sizes, place))
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Nothing: the weights of a tied embedding come from elsewhere, and so do its gradients'
         sums (`gradients`)."""
-
-    @staticmethod
-    def _ids_per_rank(sizes: Sizes, place: Place) -> int:
-        return sizes.padded_vocab(place.layout.tp) // place.layout.tp
 
     def forward(self, share: Share) -> torch.Tensor:
         """The last stage: (N,) log-probabilities of the targets. Any other: (T, B, H) what the next
