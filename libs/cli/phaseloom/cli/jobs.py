@@ -17,15 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phaseloom.cli.rundir import bus_config, open_bus
-from phaseloom.common.contract.api import (
-    DeploymentStatus,
-    DrainNode,
-    Explanation,
-    JobRequest,
-    JobStatus,
-    NodeStatus,
-    OperationRequest,
-)
+from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, MSGPACK, decode
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.events import KindEstimate, PhaseTrace
@@ -86,7 +78,7 @@ def cancel(job: str, *, run: Path | None = None, console: Console | None = None)
         As for `phaseloom jobs`.
     """
     key = _job_key(job)
-    request = JobRequest(key.job, failed=True)
+    request = api.JobRequest(key.job, failed=True)
     _print_ending(uvloop.run(_end(bus_config(run), key, "job.finish", request)), key, console)
 
 
@@ -120,7 +112,7 @@ def drain(
     """
     target = console or Console()
     if "." not in what:
-        request = DrainNode(check_name(what, "node"), undo, gone)
+        request = api.DrainNode(check_name(what, "node"), undo, gone)
         return uvloop.run(drain_node(bus_config(run), request, timeout_s, target))
     _drain_job(what, run, target)
     return 0
@@ -128,7 +120,7 @@ def drain(
 
 def _drain_job(job: str, run: Path | None, console: Console) -> None:
     key = _job_key(job)
-    request = JobRequest(key.job)
+    request = api.JobRequest(key.job)
     _print_ending(uvloop.run(_end(bus_config(run), key, "job.drain", request)), key, console)
 
 
@@ -144,21 +136,23 @@ def _job_key(text: str) -> JobKey:
     return JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
 
 
-def _print_ending(status: JobStatus, key: JobKey, console: Console | None) -> None:
+def _print_ending(status: api.JobStatus, key: JobKey, console: Console | None) -> None:
     num_open = sum(len(deployment.open_operations) for deployment in status.deployments)
     left = f", {num_open} open operations" if num_open else ""
     (console or Console()).print(f"{key}: {status.state}{left}", soft_wrap=True, markup=False)
 
 
-async def _end(settings: BusConfig, key: JobKey, call: str, request: JobRequest) -> JobStatus:
+async def _end(
+    settings: BusConfig, key: JobKey, call: str, request: api.JobRequest
+) -> api.JobStatus:
     async with open_bus(settings, "jobs") as bus:
-        status: JobStatus = await call_api(bus.client, key.tenant, call, request, JobStatus)
+        status: api.JobStatus = await call_api(bus.client, key.tenant, call, request, api.JobStatus)
         return status
 
 
 async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
     async with open_bus(settings, "jobs") as bus:
-        views = await _all(bus, Bucket.VIEW, JobStatus)
+        views = await _all(bus, Bucket.VIEW, api.JobStatus)
         traces = await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
     console.print(job_table(views))
     if lines := place_lines(views):
@@ -178,18 +172,20 @@ async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
     return found
 
 
-async def _status(settings: BusConfig, key: JobKey) -> JobStatus:
+async def _status(settings: BusConfig, key: JobKey) -> api.JobStatus:
     async with open_bus(settings, "jobs") as bus:
-        request = JobRequest(key.job)
-        status: JobStatus = await call_api(bus.client, key.tenant, "job.status", request, JobStatus)
+        request = api.JobRequest(key.job)
+        status: api.JobStatus = await call_api(
+            bus.client, key.tenant, "job.status", request, api.JobStatus
+        )
         return status
 
 
-async def _explain(settings: BusConfig, key: OperationKey) -> Explanation:
+async def _explain(settings: BusConfig, key: OperationKey) -> api.Explanation:
     async with open_bus(settings, "jobs") as bus:
-        request = OperationRequest(key.job, key.deployment, key.slot)
-        answer: Explanation = await call_api(
-            bus.client, key.tenant, "operation.explain", request, Explanation
+        request = api.OperationRequest(key.job, key.deployment, key.slot)
+        answer: api.Explanation = await call_api(
+            bus.client, key.tenant, "operation.explain", request, api.Explanation
         )
         return answer
 
@@ -198,7 +194,7 @@ async def _explain(settings: BusConfig, key: OperationKey) -> Explanation:
 
 
 async def drain_node(
-    settings: BusConfig, request: DrainNode, timeout_s: float, console: Console
+    settings: BusConfig, request: api.DrainNode, timeout_s: float, console: Console
 ) -> int:
     """Drain a node until it is empty and no copy on it is needed, so that it may be switched off.
 
@@ -209,7 +205,7 @@ async def drain_node(
     """
     bus = Bus(await connect(settings.url, "drain", settings.user, settings.password))
     try:
-        status: NodeStatus = await call_node_api(bus.client, "drain", request, NodeStatus)
+        status: api.NodeStatus = await call_node_api(bus.client, "drain", request, api.NodeStatus)
         if request.undo:
             said = "counts as gone until it is back" if status.is_gone else "may be used"
             console.print(f"{status.node}: {said}", markup=False)
@@ -220,7 +216,7 @@ async def drain_node(
 
 
 async def _wait_until_empty(
-    bus: Bus, status: NodeStatus, timeout_s: float, console: Console
+    bus: Bus, status: api.NodeStatus, timeout_s: float, console: Console
 ) -> int:
     until_s = time.monotonic() + timeout_s
     told: list[str] = []
@@ -240,8 +236,8 @@ async def _wait_until_empty(
             tell(f"something counts on it after {timeout_s:g} s still; it goes on being drained")
             return 1
         await asyncio.sleep(_DRAIN_POLL_S)
-        request = DrainNode(status.node)
-        status = await call_node_api(bus.client, "status", request, NodeStatus)
+        request = api.DrainNode(status.node)
+        status = await call_node_api(bus.client, "status", request, api.NodeStatus)
     tell("nothing is on it, it may be switched off")
     return 0
 
@@ -249,10 +245,10 @@ async def _wait_until_empty(
 # --- what is shown -------------------------------------------------------------------------------
 
 
-def job_table(views: dict[str, JobStatus]) -> Table:
+def job_table(views: dict[str, api.JobStatus]) -> Table:
     table = Table("job", "state", "deployment", "pool", "node", "worker", "incarnation", box=None)
     for name, status in views.items():
-        rows: list[DeploymentStatus | None] = [*status.deployments] or [None]
+        rows: list[api.DeploymentStatus | None] = [*status.deployments] or [None]
         for index, deployment in enumerate(rows):
             first = [name, status.state] if index == 0 else ["", ""]
             table.add_row(*first, *_deployment_cells(deployment))
@@ -261,7 +257,7 @@ def job_table(views: dict[str, JobStatus]) -> Table:
     return table
 
 
-def place_lines(views: dict[str, JobStatus]) -> list[Text]:
+def place_lines(views: dict[str, api.JobStatus]) -> list[Text]:
     """A line for each job that says where it is and why, or what keeps it from running."""
     lines = []
     for name, status in views.items():
@@ -273,7 +269,7 @@ def place_lines(views: dict[str, JobStatus]) -> list[Text]:
     return lines
 
 
-def _deployment_cells(deployment: DeploymentStatus | None) -> list[str]:
+def _deployment_cells(deployment: api.DeploymentStatus | None) -> list[str]:
     if deployment is None:
         return []
     return [
@@ -316,7 +312,7 @@ def _estimate_cells(estimate: KindEstimate) -> list[str]:
     ]
 
 
-def job_explained(key: JobKey, status: JobStatus) -> str:
+def job_explained(key: JobKey, status: api.JobStatus) -> str:
     """The answer about a job: its state, where it is and with whom, and each of its errors."""
     lines = [f"{key}: {status.state}"]
     if status.placement:
@@ -329,7 +325,7 @@ def job_explained(key: JobKey, status: JobStatus) -> str:
     return "\n".join(lines)
 
 
-def explained(explanation: Explanation) -> str:
+def explained(explanation: api.Explanation) -> str:
     """The answer about an operation, with a line for each thing that it waits for."""
     what = ", ".join(filter(None, (explanation.kind, explanation.state)))
     lines = [f"{explanation.key}: {what}"]

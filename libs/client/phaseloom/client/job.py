@@ -8,42 +8,14 @@ from typing import TypeVar
 
 from phaseloom.client.batches import split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
+from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.kinds import KINDS
-from phaseloom.common.contract.operations import (
-    AdamParams,
-    After,
-    Args,
-    Datum,
-    Forward,
-    ForwardBackward,
-    ForwardBackwardResult,
-    ForwardResult,
-    Generate,
-    GenerateResult,
-    LoadState,
-    LoadStateResult,
-    Loss,
-    Operation,
-    OptimStep,
-    OptimStepResult,
-    Prompt,
-    PublishWeights,
-    PublishWeightsResult,
-    Result,
-    SamplingParams,
-    SaveState,
-    SaveStateResult,
-    SyncWeights,
-    SyncWeightsResult,
-    kind_of,
-    result_kind,
-)
 
-R = TypeVar("R", bound=Result)
-Awaited = Iterable["OperationHandle[object] | After"]
+R = TypeVar("R", bound=ops.Result)
+Awaited = Iterable["OperationHandle[object] | ops.After"]
 
 
 class Deployment:
@@ -64,14 +36,14 @@ class Deployment:
 
     def generate(
         self,
-        prompts: Iterable[Prompt],
-        sampling: SamplingParams,
+        prompts: Iterable[ops.Prompt],
+        sampling: ops.SamplingParams,
         num_samples: int = 1,
         *,
         prompt_logprobs: bool = False,
         after: Awaited = (),
         timeout_s: float = 0.0,
-    ) -> OperationHandle[GenerateResult]:
+    ) -> OperationHandle[ops.GenerateResult]:
         """Sample continuations of each prompt.
 
         Args: sampling: how to sample, and what ends a continuation: token ids, and `stop_strings`
@@ -80,71 +52,73 @@ class Deployment:
         """
         parts = split_prompts(prompts, sampling, num_samples, prompt_logprobs=prompt_logprobs)
         return self._submit(
-            [Generate(part, sampling, num_samples, prompt_logprobs) for part in parts],
+            [ops.Generate(part, sampling, num_samples, prompt_logprobs) for part in parts],
             after,
-            GenerateResult,
+            ops.GenerateResult,
             timeout_s,
         )
 
     def forward(
-        self, batch: Iterable[Datum], *, after: Awaited = (), timeout_s: float = 0.0
-    ) -> OperationHandle[ForwardResult]:
+        self, batch: Iterable[ops.Datum], *, after: Awaited = (), timeout_s: float = 0.0
+    ) -> OperationHandle[ops.ForwardResult]:
         """Compute the log-probabilities of each sample's targets."""
         parts = split_batch(batch)
-        return self._submit([Forward(part) for part in parts], after, ForwardResult, timeout_s)
+        return self._submit(
+            [ops.Forward(part) for part in parts], after, ops.ForwardResult, timeout_s
+        )
 
     def forward_backward(
         self,
-        batch: Iterable[Datum],
-        loss: Loss | str,
+        batch: Iterable[ops.Datum],
+        loss: ops.Loss | str,
         *,
         clip_low: float = 0.8,
         clip_high: float = 1.2,
         after: Awaited = (),
         timeout_s: float = 0.0,
-    ) -> OperationHandle[ForwardBackwardResult]:
+    ) -> OperationHandle[ops.ForwardBackwardResult]:
         """Add the gradients of a loss over the batch; the result has the loss's metrics."""
-        kind = Loss(loss)
+        kind = ops.Loss(loss)
         parts = split_batch(batch)
         return self._submit(
-            [ForwardBackward(part, kind, clip_low, clip_high) for part in parts],
+            [ops.ForwardBackward(part, kind, clip_low, clip_high) for part in parts],
             after,
-            ForwardBackwardResult,
+            ops.ForwardBackwardResult,
             timeout_s,
         )
 
     def optim_step(
         self,
-        adam: AdamParams,
+        adam: ops.AdamParams,
         *,
         allow_partial: bool = False,
         after: Awaited = (),
         timeout_s: float = 0.0,
-    ) -> OperationHandle[OptimStepResult]:
+    ) -> OperationHandle[ops.OptimStepResult]:
         """Make one AdamW step with the gradients so far; the result has the step's metrics.
 
         Args: allow_partial: step also where a `forward_backward` since the last step has failed.
         """
-        args = OptimStep(adam, allow_partial)
-        return self._submit([args], after, OptimStepResult, timeout_s)
+        args = ops.OptimStep(adam, allow_partial)
+        return self._submit([args], after, ops.OptimStepResult, timeout_s)
 
     def publish_weights(
         self, *, after: Awaited = (), timeout_s: float = 0.0
-    ) -> OperationHandle[PublishWeightsResult]:
+    ) -> OperationHandle[ops.PublishWeightsResult]:
         """Cut an immutable version of the weights, which other deployments can sync."""
-        return self._submit([PublishWeights()], after, PublishWeightsResult, timeout_s)
+        return self._submit([ops.PublishWeights()], after, ops.PublishWeightsResult, timeout_s)
 
     def sync_weights(
         self,
-        published: OperationHandle[PublishWeightsResult],
+        published: OperationHandle[ops.PublishWeightsResult],
         *,
         after: Awaited = (),
         timeout_s: float = 0.0,
-    ) -> OperationHandle[SyncWeightsResult]:
+    ) -> OperationHandle[ops.SyncWeightsResult]:
         """Replace the weights by a published version, once it is published."""
         source = published.ref
-        args = SyncWeights(policy=source.deployment, version=source.seq)
-        return self._submit([args], [source, *after], SyncWeightsResult, timeout_s)
+        args = ops.SyncWeights(policy=source.deployment, version=source.seq)
+        return self._submit([args], [source, *after], ops.SyncWeightsResult, timeout_s)
 
     def save_state(
         self,
@@ -155,7 +129,7 @@ class Deployment:
         keep: int = 0,
         after: Awaited = (),
         timeout_s: float = 0.0,
-    ) -> OperationHandle[SaveStateResult]:
+    ) -> OperationHandle[ops.SaveStateResult]:
         """Write a checkpoint under the tenant's root, while later operations go on.
 
         Args: controller_blob: this program's own state, 1 MiB at most. With it, the checkpoint
@@ -167,18 +141,18 @@ class Deployment:
                   may fall back to is never deleted. 0: this checkpoint stays, whatever is saved
                   later.
         """
-        args = SaveState(name, controller_blob, dict(checkpoints or {}), keep)
-        return self._submit([args], after, SaveStateResult, timeout_s)
+        args = ops.SaveState(name, controller_blob, dict(checkpoints or {}), keep)
+        return self._submit([args], after, ops.SaveStateResult, timeout_s)
 
     def load_state(
         self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
-    ) -> OperationHandle[LoadStateResult]:
+    ) -> OperationHandle[ops.LoadStateResult]:
         """Replace the whole state by a checkpoint of this job."""
-        return self._submit([LoadState(name)], after, LoadStateResult, timeout_s)
+        return self._submit([ops.LoadState(name)], after, ops.LoadStateResult, timeout_s)
 
     def _submit(
         self,
-        parts: list[Args],
+        parts: list[ops.Args],
         after: Awaited,
         result: type[R],
         timeout_s: float,
@@ -187,8 +161,8 @@ class Deployment:
         wires = []
         for args in parts:
             id = uuid.uuid4().hex
-            payload = encode(Operation(id, self._session, args, refs, timeout_s))
-            wires.append((id, kind_of(args), payload))
+            payload = encode(ops.Operation(id, self._session, args, refs, timeout_s))
+            wires.append((id, ops.kind_of(args), payload))
         self._outbox.check_room(sum(len(payload) for _, _, payload in wires))
         submitted = []
         for id, kind, payload in wires:
@@ -224,14 +198,14 @@ class Job:
             ) from None
 
 
-def _refs(after: Awaited) -> list[After]:
-    refs: list[After] = []
+def _refs(after: Awaited) -> list[ops.After]:
+    refs: list[ops.After] = []
     for other in after:
-        refs += [other] if isinstance(other, After) else other.refs
+        refs += [other] if isinstance(other, ops.After) else other.refs
     return refs
 
 
-def merged(parts: list[Result], expected: type[R]) -> R:
+def merged(parts: list[ops.Result], expected: type[R]) -> R:
     """The result of an operation from those of the parts that it travelled in, in their order.
 
     Raises: InternalError: a part has the result of another kind.
@@ -240,7 +214,7 @@ def merged(parts: list[Result], expected: type[R]) -> R:
     if len(same) != len(parts):
         names = ", ".join(type(part).__name__ for part in parts)
         raise InternalError(f"{names} came where {expected.__name__} was due")
-    kind = KINDS[result_kind(same[0])]
+    kind = KINDS[ops.result_kind(same[0])]
     if len(same) == 1:
         whole: R = kind.as_lists(same[0])
         return whole

@@ -23,20 +23,7 @@ from phaseloom.client.hooks import Hooks, PhaseBegan, PhaseEnded
 from phaseloom.client.job import Deployment, Job
 from phaseloom.client.operations import OperationHandle, Outbox
 from phaseloom.client.phases import Phase
-from phaseloom.common.contract.api import (
-    Attached,
-    Beat,
-    Checkpoint,
-    CreateDeployment,
-    DeploymentRequest,
-    DeploymentStatus,
-    Explanation,
-    Heartbeat,
-    JobRequest,
-    JobStatus,
-    PhaseRequest,
-    SubmitJob,
-)
+from phaseloom.common.contract import api
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,
@@ -80,7 +67,7 @@ class MeshJob(Job):
     """A session of a job on the mesh, kept alive in the background until it ends."""
 
     def __init__(
-        self, mesh: Mesh, name: str, attached: Attached, outbox: Outbox, key: JobKey
+        self, mesh: Mesh, name: str, attached: api.Attached, outbox: Outbox, key: JobKey
     ) -> None:
         super().__init__(
             name,
@@ -90,7 +77,7 @@ class MeshJob(Job):
                 for d in attached.status.deployments
             },
         )
-        self.checkpoint: Checkpoint | None = attached.checkpoint
+        self.checkpoint: api.Checkpoint | None = attached.checkpoint
         """The job's last checkpoint with a controller's blob when this session began."""
         self._key = key
         self._mesh = mesh
@@ -101,10 +88,10 @@ class MeshJob(Job):
         """The pools whose phase is open as far as the mesh knows."""
         self._declaring = asyncio.Lock()
 
-    async def status(self) -> JobStatus:
+    async def status(self) -> api.JobStatus:
         return await self._mesh.status(self.name)
 
-    async def explain(self, operation: OperationHandle[object]) -> Explanation:
+    async def explain(self, operation: OperationHandle[object]) -> api.Explanation:
         """Why an operation of this job waits, and when it should start."""
         return await operation.explain()
 
@@ -130,7 +117,7 @@ class MeshJob(Job):
         Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why the
                 deployment cannot start.
         """
-        status = await self._mesh.create_deployment(CreateDeployment(self.name, spec))
+        status = await self._mesh.create_deployment(api.CreateDeployment(self.name, spec))
         created = Deployment(self._key, spec.name, self.session, status.next_seq, self._outbox)
         self._deployments[spec.name] = created
         return created
@@ -141,7 +128,7 @@ class MeshJob(Job):
         Await first the operations that matter, and submit no more: later ones are refused. Weights
         versions of the deployment that others hold stay.
         """
-        await self._mesh.delete_deployment(DeploymentRequest(self.name, name))
+        await self._mesh.delete_deployment(api.DeploymentRequest(self.name, name))
         self._deployments.pop(name, None)
 
     def runtime_hook(self, hook: hooks.H) -> hooks.H:
@@ -189,7 +176,7 @@ class MeshJob(Job):
             is_open = self._phases[pool] > 0
             if is_open == (pool in self._declared):
                 return
-            request = PhaseRequest(self.name, self.session, pool, is_open)
+            request = api.PhaseRequest(self.name, self.session, pool, is_open)
             try:
                 await self._mesh.declare_phase(request)
             except ResourceError as error:
@@ -240,9 +227,9 @@ class Mesh:
         """
         check_name(name, "name")
         spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait, durability)
-        await self._once("job.submit", SubmitJob(name, spec))
+        await self._once("job.submit", api.SubmitJob(name, spec))
 
-        def is_active(status: JobStatus) -> bool:
+        def is_active(status: api.JobStatus) -> bool:
             if status.state in _ENDED:
                 raise _why_ended(status)
             return status.state == "active"
@@ -258,23 +245,23 @@ class Mesh:
         check_name(name, "name")
         return await self._attach(name, may_be_new=False)
 
-    async def status(self, name: str) -> JobStatus:
-        status: JobStatus = await self._call("job.status", JobRequest(name), JobStatus)
+    async def status(self, name: str) -> api.JobStatus:
+        status: api.JobStatus = await self._call("job.status", api.JobRequest(name), api.JobStatus)
         return status
 
     async def finish(self, name: str, *, failed: bool = False) -> None:
-        await self._call("job.finish", JobRequest(name, failed), JobStatus)
+        await self._call("job.finish", api.JobRequest(name, failed), api.JobStatus)
 
     async def drain(self, name: str) -> None:
         """Let a job end once its open operations have ended, and wait for that."""
-        await self._call("job.drain", JobRequest(name), JobStatus)
+        await self._call("job.drain", api.JobRequest(name), api.JobStatus)
         await self._until(name, lambda status: status.state in _ENDED)
 
-    async def create_deployment(self, request: CreateDeployment) -> DeploymentStatus:
+    async def create_deployment(self, request: api.CreateDeployment) -> api.DeploymentStatus:
         """Add a deployment to a job, and wait until it is up (`MeshJob.create_deployment`)."""
         await self._once("deployment.create", request)
 
-        def of(status: JobStatus) -> DeploymentStatus:
+        def of(status: api.JobStatus) -> api.DeploymentStatus:
             if status.state in _ENDED:
                 raise _why_ended(status)
             found = [d for d in status.deployments if d.name == request.spec.name]
@@ -284,10 +271,10 @@ class Mesh:
 
         return of(await self._until(request.job, lambda now: of(now).state == _READY))
 
-    async def delete_deployment(self, request: DeploymentRequest) -> None:
-        await self._call("deployment.delete", request, JobStatus)
+    async def delete_deployment(self, request: api.DeploymentRequest) -> None:
+        await self._call("deployment.delete", request, api.JobStatus)
 
-    async def _until(self, name: str, is_met: Callable[[JobStatus], bool]) -> JobStatus:
+    async def _until(self, name: str, is_met: Callable[[api.JobStatus], bool]) -> api.JobStatus:
         """Ask for a job's status until it meets a condition."""
         pause_s = _FIRST_PAUSE_S
         while not is_met(status := await self.status(name)):
@@ -295,9 +282,9 @@ class Mesh:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         return status
 
-    async def declare_phase(self, request: PhaseRequest) -> None:
+    async def declare_phase(self, request: api.PhaseRequest) -> None:
         """Tell the mesh of a phase. Not retried, since a late hint is worth nothing."""
-        await call_api(self._client, self._tenant, "phase.declare", request, JobStatus)
+        await call_api(self._client, self._tenant, "phase.declare", request, api.JobStatus)
 
     def reconnected(self) -> None:
         for outbox in self._outboxes:
@@ -310,7 +297,7 @@ class Mesh:
         for task in self._tasks:
             task.cancel()
 
-    async def _once(self, call: str, request: SubmitJob | CreateDeployment) -> None:
+    async def _once(self, call: str, request: api.SubmitJob | api.CreateDeployment) -> None:
         """Make something once, retried while nobody answers.
 
         ALREADY_EXISTS after a lost answer is success: the earlier try has made it.
@@ -320,7 +307,7 @@ class Mesh:
         async def attempt() -> None:
             nonlocal was_lost
             try:
-                await call_api(self._client, self._tenant, call, request, JobStatus)
+                await call_api(self._client, self._tenant, call, request, api.JobStatus)
             except CallerError as error:
                 if not (was_lost and error.info.code is Code.ALREADY_EXISTS):
                     raise
@@ -337,12 +324,12 @@ class Mesh:
         # Subscribe before any operation is published, so that no completion can be missed.
         subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
         hand_over(subscription, outbox.on_completion)
-        request = JobRequest(name)
+        request = api.JobRequest(name)
 
-        async def attempt() -> Attached:
+        async def attempt() -> api.Attached:
             try:
-                attached: Attached = await call_api(
-                    self._client, self._tenant, "session.attach", request, Attached
+                attached: api.Attached = await call_api(
+                    self._client, self._tenant, "session.attach", request, api.Attached
                 )
             except CallerError as error:
                 if may_be_new and error.info.code is Code.NOT_FOUND:
@@ -358,12 +345,12 @@ class Mesh:
             raise
         self._outboxes.append(outbox)
         self._start(outbox.watch())
-        self._start(self._keep_session(Heartbeat(name, attached.session), outbox))
+        self._start(self._keep_session(api.Heartbeat(name, attached.session), outbox))
         job = MeshJob(self, name, attached, outbox, key)
         phases.CURRENT.set(job)
         return job
 
-    async def _keep_session(self, beat: Heartbeat, outbox: Outbox) -> None:
+    async def _keep_session(self, beat: api.Heartbeat, outbox: Outbox) -> None:
         """Send heartbeats until the session ends: without them its devices are given away.
 
         Cancelling this task is not enough to end it; `Outbox.watch` says why.
@@ -371,8 +358,8 @@ class Mesh:
         pause_s = 0.0
         while not await outbox.closed(within_s=pause_s):
             try:
-                kept: Beat = await call_api(
-                    self._client, self._tenant, "session.heartbeat", beat, Beat
+                kept: api.Beat = await call_api(
+                    self._client, self._tenant, "session.heartbeat", beat, api.Beat
                 )
                 pause_s = kept.within_s / _BEATS_PER_LEASE
             except PhaseloomError as error:
@@ -487,7 +474,7 @@ def _start_telemetry(tenant: str) -> Callable[[], None]:
     return telemetry.setup(f"controller-{tenant}", settings)
 
 
-def _why_ended(status: JobStatus) -> PhaseloomError:
+def _why_ended(status: api.JobStatus) -> PhaseloomError:
     errors = [status.error, *(d.error for d in status.deployments)]
     for error in errors:
         if error is not None:

@@ -20,13 +20,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from phaseloom.client.hooks import Hooks, OperationEnded
-from phaseloom.common.contract.api import (
-    CancelRequest,
-    Explanation,
-    OperationRequest,
-    ResultReply,
-    ResultRequest,
-)
+from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode
 from phaseloom.common.contract.errors import (
     CallerError,
@@ -149,10 +143,10 @@ class OperationHandle(Generic[R_co]):
     async def _cancel(self, *, keeps_partial: bool) -> None:
         for part in self._parts:
             key = part.key
-            request = CancelRequest(key.job, key.deployment, key.slot, keeps_partial)
+            request = api.CancelRequest(key.job, key.deployment, key.slot, keeps_partial)
             await self._outbox.ask_of("operation.cancel", part, request)
 
-    async def explain(self) -> Explanation:
+    async def explain(self) -> api.Explanation:
         """Ask what the operation waits for, its place in the order, its predicted start, and why.
 
         The answer is about the first open part of an operation that was split.
@@ -161,9 +155,9 @@ class OperationHandle(Generic[R_co]):
         """
         part = next((p for p in self._parts if not p.outcome.done()), self._parts[-1])
         key = part.key
-        request = OperationRequest(key.job, key.deployment, key.slot)
+        request = api.OperationRequest(key.job, key.deployment, key.slot)
         answer = await self._outbox.ask_of("operation.explain", part, request)
-        return answer or Explanation(part.key, part.kind, part.state)
+        return answer or api.Explanation(part.key, part.kind, part.state)
 
     async def _result(self) -> R_co:
         results = []
@@ -424,11 +418,11 @@ class Outbox:
                 )
                 self._resolve(part, lost)
 
-    async def _ask(self, part: Part) -> ResultReply:
+    async def _ask(self, part: Part) -> api.ResultReply:
         key = part.key
-        request = ResultRequest(key.job, key.deployment, key.slot)
-        reply: ResultReply = await call_api(
-            self._client, key.tenant, "result.get", request, ResultReply
+        request = api.ResultRequest(key.job, key.deployment, key.slot)
+        reply: api.ResultReply = await call_api(
+            self._client, key.tenant, "result.get", request, api.ResultReply
         )
         self._answered_s = time.monotonic()
         return reply
@@ -466,7 +460,9 @@ class Outbox:
 
     # --- cancelling and explaining --------------------------------------------------------------
 
-    async def ask_of(self, call: str, part: Part, request: OperationRequest) -> Explanation | None:
+    async def ask_of(
+        self, call: str, part: Part, request: api.OperationRequest
+    ) -> api.Explanation | None:
         """Call `operation.cancel` or `.explain`, as soon as the operation is stored.
 
         Returns: the answer; None: the operation has ended meanwhile.
@@ -478,8 +474,8 @@ class Outbox:
         while not part.outcome.done():
             try:
                 if part.is_stored:
-                    answer: Explanation = await call_api(
-                        self._client, key.tenant, call, request, Explanation
+                    answer: api.Explanation = await call_api(
+                        self._client, key.tenant, call, request, api.Explanation
                     )
                     return answer
             except PhaseloomError as error:

@@ -11,14 +11,8 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 
+from phaseloom.common.contract import events
 from phaseloom.common.contract.commands import Command
-from phaseloom.common.contract.events import (
-    Event,
-    JobFinished,
-    JobSubmitted,
-    SchedulerConfigured,
-    TimerFired,
-)
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
@@ -57,7 +51,7 @@ class Engine:
         after_step: Callable[[Core], None] | None = None,
     ) -> None:
         self.core = Core()
-        self.log: list[tuple[float, Event]] = []
+        self.log: list[tuple[float, events.Event]] = []
         self.commands: list[Command] = []
         self._agenda = agenda
         self._meter = meter
@@ -70,12 +64,12 @@ class Engine:
         """The number of events in the log, which is the sequence of the last."""
         self._world: World | None = None
 
-    def append(self, event: Event) -> None:
+    def append(self, event: events.Event) -> None:
         """Append an event to the log, and fold it with the core."""
         assert self._world is not None, "run has not begun"
         now_s = self._agenda.now_s
         self.num_events += 1
-        if self._times_steps or isinstance(event, JobSubmitted | JobFinished):
+        if self._times_steps or isinstance(event, events.JobSubmitted | events.JobFinished):
             outputs = self._timed_step(now_s, event)
         else:
             outputs = self.core.step(self.num_events, now_s, event)
@@ -94,7 +88,7 @@ class Engine:
         if self._after_step is not None:
             self._after_step(self.core)
 
-    def _timed_step(self, now_s: float, event: Event) -> list[Output]:
+    def _timed_step(self, now_s: float, event: events.Event) -> list[Output]:
         num_jobs = self._meter.num_active
         began_s = time.thread_time()
         outputs = self.core.step(self.num_events, now_s, event)
@@ -107,7 +101,7 @@ class Engine:
     def run(self, world: World, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
         """Run until every job has ended and the nodes have obeyed all commands."""
         self._world = world
-        self.append(SchedulerConfigured(config))
+        self.append(events.SchedulerConfigured(config))
         agenda = self._agenda
         while True:
             timer_s = NEVER_S if world.is_over else self._next_timer_s()
@@ -128,7 +122,7 @@ class Engine:
         known = self.core.state.timers
         if known.get(timer) == due_s:
             self._agenda.advance(due_s)
-            self.append(TimerFired(timer))
+            self.append(events.TimerFired(timer))
         elif len(self._timers) > 2 * len(known) + STALE_TIMERS:
             self._timers = [(due_s, name) for name, due_s in known.items()]
             heapq.heapify(self._timers)

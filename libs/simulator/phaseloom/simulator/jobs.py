@@ -10,15 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
+from phaseloom.common.contract import specs
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
-from phaseloom.common.contract.specs import (
-    Cycle,
-    DeploymentSpec,
-    JobSpec,
-    Layout,
-    ModelSpec,
-    Segment,
-)
 
 ROLLOUT = "rollout"
 TRAIN = "train"
@@ -170,10 +163,10 @@ def period_s(job: SimJob, durations_s: list[float]) -> float:
     return max(busiest_s, (sum(line_s) + job.sync_s) / (1 + job.steps_ahead), line_s[0])
 
 
-def cycle_of(job: SimJob) -> Cycle:
+def cycle_of(job: SimJob) -> specs.Cycle:
     """The job's cycle as measured alone; consecutive phases on one pool are one segment."""
     period = job.mean_s
-    segments: list[Segment] = []
+    segments: list[specs.Segment] = []
     offset_s = 0.0
     for index, phase in enumerate(job.phases):
         if index and job.phases[index - 1].pool == phase.pool:
@@ -185,14 +178,14 @@ def cycle_of(job: SimJob) -> Cycle:
             )
         else:
             at_s = offset_s % period if period else 0.0
-            segments.append(Segment(phase.pool, at_s, phase.mean_s, phase.longest_s))
+            segments.append(specs.Segment(phase.pool, at_s, phase.mean_s, phase.longest_s))
         offset_s += phase.mean_s + phase.think_s
-    return Cycle(period, segments, job.num_optim_steps)
+    return specs.Cycle(period, segments, job.num_optim_steps)
 
 
-def spec_of(job: SimJob, *, iterations: int) -> JobSpec:
+def spec_of(job: SimJob, *, iterations: int) -> specs.JobSpec:
     """The spec that the job's controller submits, with so many iterations to go."""
-    return JobSpec(
+    return specs.JobSpec(
         slo=job.slo,
         deployments=[_deployment(job, pool) for pool in job.pools],
         cycle=cycle_of(job) if job.is_declared else None,
@@ -201,16 +194,16 @@ def spec_of(job: SimJob, *, iterations: int) -> JobSpec:
     )
 
 
-def _deployment(job: SimJob, pool: str) -> DeploymentSpec:
+def _deployment(job: SimJob, pool: str) -> specs.DeploymentSpec:
     take = job.take(pool)
     is_sampler = pool == ROLLOUT
-    return DeploymentSpec(
+    return specs.DeploymentSpec(
         name=deployment_of(pool),
         pool=pool,
         backend="sampler" if is_sampler else "fsdp",
-        model=ModelSpec({}),
+        model=specs.ModelSpec({}),
         trainable=not is_sampler,
-        layout=Layout(dp=take.num_nodes),
+        layout=specs.Layout(dp=take.num_nodes),
         num_nodes=take.num_nodes,
         host_bytes=take.host_bytes,
     )

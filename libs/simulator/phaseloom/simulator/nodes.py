@@ -11,28 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from phaseloom.common.contract.commands import (
-    CancelOperation,
-    Command,
-    MirrorState,
-    OpenActivation,
-    Permit,
-    SealState,
-    StartWpg,
-    StopWpg,
-)
+from phaseloom.common.contract import commands, events
 from phaseloom.common.contract.errors import Code, ErrorInfo
-from phaseloom.common.contract.events import (
-    ActivationOpened,
-    Event,
-    NodeLost,
-    NodeUp,
-    OperationFinished,
-    SealCommitted,
-    StateMirrored,
-    WpgLost,
-    WpgStarted,
-)
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import DeviceSpec, Residency
@@ -101,7 +81,7 @@ class Nodes:
     def __init__(
         self,
         agenda: Agenda,
-        append: Callable[[Event], None],
+        append: Callable[[events.Event], None],
         meter: Meter,
         *,
         jobs: dict[tuple[str, str], SimJob],
@@ -118,17 +98,17 @@ class Nodes:
         self._costs = costs
         self._ranks: dict[DeploymentKey, _Ranks] = {}
         """The newest incarnation of each deployment, whether or not it has ended."""
-        self._up: dict[NodeId, NodeUp] = {}
+        self._up: dict[NodeId, events.NodeUp] = {}
         self.completed: set[OperationKey] = set()
         """The operations whose outcome is stored."""
-        self._obey: dict[type[Command], Callable[..., None]] = {
-            StartWpg: self._start,
-            StopWpg: self._stop,
-            OpenActivation: self._open,
-            Permit: self._permit,
-            SealState: self._seal,
-            MirrorState: self._mirror,
-            CancelOperation: self._cancel,
+        self._obey: dict[type[commands.Command], Callable[..., None]] = {
+            commands.StartWpg: self._start,
+            commands.StopWpg: self._stop,
+            commands.OpenActivation: self._open,
+            commands.Permit: self._permit,
+            commands.SealState: self._seal,
+            commands.MirrorState: self._mirror,
+            commands.CancelOperation: self._cancel,
         }
 
     # --- nodes ----------------------------------------------------------------------------------
@@ -139,7 +119,7 @@ class Nodes:
             for index in range(pool.num_nodes):
                 name = f"{pool.pool}-{index:0{width}}"
                 self._meter.nodes[name] = NodeMeter(pool.pool, pool.price_per_hour, pool.num_gpus)
-                up = NodeUp(
+                up = events.NodeUp(
                     node=NodeId(name),
                     pool=pool.pool,
                     devices=[DeviceSpec(_NOT_LIMITED)],
@@ -160,7 +140,7 @@ class Nodes:
                 _die(ranks)
         for name in sorted(self._meter.nodes[node].pinned):
             self._meter.unpin(node, name, self._agenda.now_s)
-        self._append(NodeLost(node, up.revision, reason))
+        self._append(events.NodeLost(node, up.revision, reason))
 
     def bring_back(self, node: NodeId) -> None:
         up = msgspec.structs.replace(self._up[node], revision=self._up[node].revision + 1)
@@ -174,17 +154,17 @@ class Nodes:
             return
         _die(ranks)
         error = ErrorInfo(Code.UNAVAILABLE, reason)
-        self._append(WpgLost(key, ranks.incarnation, ranks.nodes[0], error))
+        self._append(events.WpgLost(key, ranks.incarnation, ranks.nodes[0], error))
 
     # --- commands -------------------------------------------------------------------------------
 
-    def obey(self, command: Command) -> None:
+    def obey(self, command: commands.Command) -> None:
         """Obey a command. A command without a handler takes no time and has no answer."""
         obey = self._obey.get(type(command))
         if obey is not None:
             obey(command)
 
-    def _start(self, command: StartWpg) -> None:
+    def _start(self, command: commands.StartWpg) -> None:
         """Start a WPG on one of its nodes; each node gets a command of its own, and answers it."""
         ranks = self._ranks.get(command.deployment)
         if ranks is None or ranks.incarnation < command.incarnation:
@@ -192,7 +172,7 @@ class Nodes:
         self._meter.pin(command.node, ranks.name, self._agenda.now_s)
         self._agenda.after(ranks.start_s, self._started, ranks, command.node)
 
-    def _begin_incarnation(self, command: StartWpg, last: _Ranks | None) -> _Ranks:
+    def _begin_incarnation(self, command: commands.StartWpg, last: _Ranks | None) -> _Ranks:
         key = command.deployment
         nodes = command.nodes or [command.node]
         job = self._jobs[key.tenant, key.job]
@@ -212,9 +192,11 @@ class Nodes:
 
     def _started(self, ranks: _Ranks, node: NodeId) -> None:
         if ranks.is_alive:
-            self._append(WpgStarted(ranks.key, ranks.incarnation, node, 1, ranks.applied, [0]))
+            self._append(
+                events.WpgStarted(ranks.key, ranks.incarnation, node, 1, ranks.applied, [0])
+            )
 
-    def _stop(self, command: StopWpg) -> None:
+    def _stop(self, command: commands.StopWpg) -> None:
         key, node = command.deployment, command.node
         ranks = self._ranks.get(key)
         if ranks is not None and node in ranks.nodes and command.incarnation >= ranks.incarnation:
@@ -224,10 +206,10 @@ class Nodes:
         if command.forget and key not in self._ranks:
             self._meter.unpin(node, str(key), self._agenda.now_s)
         error = ErrorInfo(Code.UNAVAILABLE, "stopped")
-        lost = WpgLost(key, command.incarnation, node, error)
+        lost = events.WpgLost(key, command.incarnation, node, error)
         self._agenda.after(self._costs.stop_s, self._append, lost)
 
-    def _open(self, command: OpenActivation) -> None:
+    def _open(self, command: commands.OpenActivation) -> None:
         ranks = self._ranks[command.deployment]
         now_s, node = self._agenda.now_s, command.node
         if ranks.epoch != command.epoch:
@@ -239,7 +221,7 @@ class Nodes:
         load_s = ranks.job.take(pool).load_s
         ranks.open_s[node] = open_s = now_s + offload_s + load_s
         self._meter.switched(node, ranks.label, now_s, open_s, displaces=bool(leaving))
-        opened = ActivationOpened(
+        opened = events.ActivationOpened(
             command.deployment,
             command.epoch,
             node,
@@ -253,18 +235,18 @@ class Nodes:
         )
         self._agenda.at(open_s, self._opened, ranks, opened)
 
-    def _opened(self, ranks: _Ranks, opened: ActivationOpened) -> None:
+    def _opened(self, ranks: _Ranks, opened: events.ActivationOpened) -> None:
         if ranks.is_alive:
             self._append(opened)
 
-    def _permit(self, command: Permit) -> None:
+    def _permit(self, command: commands.Permit) -> None:
         ranks = self._ranks[command.operation.deployment_key]
         start_s = max(self._agenda.now_s, *ranks.open_s.values())
         end_s = start_s + self._duration_s(command.operation)
         ranks.running[command.operation] = end_s
         self._agenda.at(end_s, self._finish, ranks, command, start_s)
 
-    def _finish(self, ranks: _Ranks, command: Permit, start_s: float) -> None:
+    def _finish(self, ranks: _Ranks, command: commands.Permit, start_s: float) -> None:
         key = command.operation
         if not ranks.is_alive or key not in ranks.running:
             return
@@ -276,7 +258,7 @@ class Nodes:
             self.completed.add(key)
             self._ran(key, start_s)
         self._append(
-            OperationFinished(
+            events.OperationFinished(
                 key=key,
                 kind=command.kind,
                 outcome=Outcome.COMPLETED,
@@ -288,18 +270,18 @@ class Nodes:
             )
         )
 
-    def _seal(self, command: SealState) -> None:
+    def _seal(self, command: commands.SealState) -> None:
         copies = list(command.replicas)
-        sealed = SealCommitted(
+        sealed = events.SealCommitted(
             command.deployment, command.seq, command.node, command.versions, copies
         )
         self._agenda.after(self._costs.seal_s, self._append, sealed)
 
-    def _mirror(self, command: MirrorState) -> None:
-        done = StateMirrored(command.deployment, command.seal_seq, command.node, command.id)
+    def _mirror(self, command: commands.MirrorState) -> None:
+        done = events.StateMirrored(command.deployment, command.seal_seq, command.node, command.id)
         self._agenda.after(self._costs.mirror_s, self._append, done)
 
-    def _cancel(self, command: CancelOperation) -> None:
+    def _cancel(self, command: commands.CancelOperation) -> None:
         """Stop a reading operation at once, where it runs."""
         ranks = self._ranks.get(command.operation.deployment_key)
         if ranks is None or ranks.running.pop(command.operation, None) is None:
@@ -307,7 +289,7 @@ class Nodes:
         self._agenda.after(
             0.0,
             self._append,
-            OperationFinished(
+            events.OperationFinished(
                 command.operation,
                 "",
                 Outcome.CANCELLED,

@@ -13,15 +13,7 @@ import msgspec
 from phaseloom.common.contract.events import Event, OperationFinished
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.scheduler.core.state.outputs import (
-    Answer,
-    Output,
-    PutView,
-    SendCommand,
-    SettleCompletion,
-    Tell,
-    WriteCompletion,
-)
+from phaseloom.scheduler.core.state import outputs
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import USUAL, Controller, Retries
 from phaseloom.simulator.draws import Draws
@@ -121,27 +113,27 @@ class World:
 
     # --- outputs --------------------------------------------------------------------------------
 
-    def perform(self, output: Output) -> None:
+    def perform(self, output: outputs.Output) -> None:
         match output:
-            case SendCommand():
+            case outputs.SendCommand():
                 self._nodes.obey(output.command)
-            case PutView(job, status):
+            case outputs.PutView(job, status):
                 controller = self._controllers[job.tenant, job.job]
                 had_ended = controller.has_ended
                 controller.viewed(status)
                 self._open -= controller.has_ended and not had_ended
-            case Answer(request) if request.startswith("submit/"):
+            case outputs.Answer(request) if request.startswith("submit/"):
                 self._answer(output)
-            case WriteCompletion(key):
+            case outputs.WriteCompletion(key):
                 self._ended_unrun(key)
-            case SettleCompletion():
+            case outputs.SettleCompletion():
                 self._agenda.after(0.0, self._settle, output)
-            case Tell(what):
+            case outputs.Tell(what):
                 self._meter.told[what] = self._meter.told.get(what, 0) + 1
             case _:
                 pass
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: outputs.Answer) -> None:
         tenant, name = answer.request.split("/")[1].split(".")
         controller = self._controllers[tenant, name]
         had_ended = controller.has_ended
@@ -153,7 +145,7 @@ class World:
         if key not in self._nodes.completed:
             self._controller(key).lost()
 
-    def _settle(self, output: SettleCompletion) -> None:
+    def _settle(self, output: outputs.SettleCompletion) -> None:
         """Settle an operation by its stored outcome or, where there is none, by the given one."""
         is_stored = output.key in self._nodes.completed
         outcome = Outcome.COMPLETED if is_stored else output.completion.outcome

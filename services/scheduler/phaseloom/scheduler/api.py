@@ -11,34 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from phaseloom.common.contract.api import (
-    CancelRequest,
-    CreateDeployment,
-    DeploymentRequest,
-    DrainNode,
-    Explanation,
-    JobRequest,
-    JobStatus,
-    NodeStatus,
-    OperationRequest,
-    PhaseRequest,
-    SubmitJob,
-    Usage,
-    UsageRequest,
-)
+from phaseloom.common.contract import api, events
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.errors import CallerError, Code, session_over, to_exception
-from phaseloom.common.contract.events import (
-    CancelRequested,
-    DeploymentCreated,
-    DeploymentDeleted,
-    DrainRequested,
-    Event,
-    JobFinished,
-    JobSubmitted,
-    NodeDrainRequested,
-    PhaseDeclared,
-)
 from phaseloom.common.contract.ids import (
     DeploymentKey,
     JobKey,
@@ -63,14 +38,14 @@ OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 """The stored outcome of an operation, or None where there is none."""
 
 MAX_CONFIG_DEPTH = 32
-_AXES = {"megatron": ("dp", "tp", "pp", "cp", "ep")}
+_AXES = {"megatron": ("dp", "tp", "pp", "cp", "ep"), "vllm": ("dp", "tp", "pp")}
 """Backend → the axes over which it spreads a model, where these are more than `dp`."""
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
 """Largest spec of a job, as MessagePack. Every command that starts a WPG carries a part of it."""
 
 
-def check_job(request: SubmitJob) -> None:
+def check_job(request: api.SubmitJob) -> None:
     """Refuse a job that cannot be right.
 
     Raises: CallerError: names the field that is wrong.
@@ -161,7 +136,7 @@ def _check_segment(segment: Segment, period_s: float, pools: set[str], field: st
         )
 
 
-def check_deployment(request: CreateDeployment, job: JobSpec) -> None:
+def check_deployment(request: api.CreateDeployment, job: JobSpec) -> None:
     """Refuse a deployment that cannot be right.
 
     Args:   job: the spec of the job that it would be added to.
@@ -171,7 +146,7 @@ def check_deployment(request: CreateDeployment, job: JobSpec) -> None:
     _check_size(replace(job, deployments=[*job.deployments, request.spec]))
 
 
-async def _pinned(request: SubmitJob, model_of: ModelOf) -> JobSpec:
+async def _pinned(request: api.SubmitJob, model_of: ModelOf) -> JobSpec:
     """The job's spec, checked, with its registered models pinned. Raises: CallerError."""
     check_job(request)
     pinned = await pin_job(request.spec, model_of, "spec")
@@ -180,7 +155,7 @@ async def _pinned(request: SubmitJob, model_of: ModelOf) -> JobSpec:
 
 
 async def _pinned_deployment(
-    request: CreateDeployment, job: JobSpec, model_of: ModelOf
+    request: api.CreateDeployment, job: JobSpec, model_of: ModelOf
 ) -> DeploymentSpec:
     """Likewise for a deployment that would be added to a job, once it is checked."""
     check_deployment(request, job)
@@ -283,51 +258,55 @@ def job_api(
 ) -> dict[str, tuple[Any, ApiHandler]]:
     """The endpoints for tenants, as `serve_api` takes them."""
 
-    async def submit(tenant: str, request: SubmitJob) -> JobStatus:
+    async def submit(tenant: str, request: api.SubmitJob) -> api.JobStatus:
         spec = await _pinned(request, model_of)
         job = JobKey(tenant, request.job)
-        return await _asked(shell, lambda id: JobSubmitted(job, spec, id))
+        return await _asked(shell, lambda id: events.JobSubmitted(job, spec, id))
 
-    async def finish(tenant: str, request: JobRequest) -> JobStatus:
+    async def finish(tenant: str, request: api.JobRequest) -> api.JobStatus:
         check_name(request.job, "job")
         job = JobKey(tenant, request.job)
-        return await _asked(shell, lambda id: JobFinished(job, id, failed=request.failed))
+        return await _asked(shell, lambda id: events.JobFinished(job, id, failed=request.failed))
 
-    async def drain(tenant: str, request: JobRequest) -> JobStatus:
+    async def drain(tenant: str, request: api.JobRequest) -> api.JobStatus:
         check_name(request.job, "job")
-        return await _asked(shell, lambda id: DrainRequested(JobKey(tenant, request.job), id))
+        return await _asked(
+            shell, lambda id: events.DrainRequested(JobKey(tenant, request.job), id)
+        )
 
-    async def create(tenant: str, request: CreateDeployment) -> JobStatus:
+    async def create(tenant: str, request: api.CreateDeployment) -> api.JobStatus:
         check_name(request.job, "job")
         job = _job(shell, JobKey(tenant, request.job))
         spec = await _pinned_deployment(request, job.spec, model_of)
-        return await _asked(shell, lambda id: DeploymentCreated(job.key, spec, id))
+        return await _asked(shell, lambda id: events.DeploymentCreated(job.key, spec, id))
 
-    async def delete(tenant: str, request: DeploymentRequest) -> JobStatus:
+    async def delete(tenant: str, request: api.DeploymentRequest) -> api.JobStatus:
         check_name(request.job, "job")
         check_name(request.deployment, "deployment")
         key = DeploymentKey(tenant, request.job, request.deployment)
-        return await _asked(shell, lambda id: DeploymentDeleted(key, id))
+        return await _asked(shell, lambda id: events.DeploymentDeleted(key, id))
 
-    async def status(tenant: str, request: JobRequest) -> JobStatus:
+    async def status(tenant: str, request: api.JobRequest) -> api.JobStatus:
         check_name(request.job, "job")
         key = JobKey(tenant, request.job)
         return jobs.status(_now(shell), _job(shell, key))
 
-    async def declare(tenant: str, request: PhaseRequest) -> JobStatus:
+    async def declare(tenant: str, request: api.PhaseRequest) -> api.JobStatus:
         check_name(request.job, "job")
         job = _job(shell, JobKey(tenant, request.job))
         _check_phase(job, request)
-        await shell.append(PhaseDeclared(job.key, request.session, request.pool, request.is_open))
+        await shell.append(
+            events.PhaseDeclared(job.key, request.session, request.pool, request.is_open)
+        )
         return jobs.status(_now(shell), job)
 
-    async def cancel(tenant: str, request: CancelRequest) -> Explanation:
+    async def cancel(tenant: str, request: api.CancelRequest) -> api.Explanation:
         key = _key(tenant, request)
-        answer = await shell.ask(lambda id: CancelRequested(key, id, request.keeps_partial))
+        answer = await shell.ask(lambda id: events.CancelRequested(key, id, request.keeps_partial))
         assert answer.explanation is not None
         return answer.explanation
 
-    async def why(tenant: str, request: OperationRequest) -> Explanation:
+    async def why(tenant: str, request: api.OperationRequest) -> api.Explanation:
         key = _key(tenant, request)
         # The stored outcome decides: the log hears of it a moment later.
         completion = await outcome_of(key)
@@ -348,39 +327,39 @@ def job_api(
             what, code=Code.NOT_FOUND, field="deployment", remedy="see `phaseloom jobs`"
         )
 
-    async def usage(tenant: str, _: UsageRequest) -> Usage:
+    async def usage(tenant: str, _: api.UsageRequest) -> api.Usage:
         state = shell.core.state
         mine = [d for d in state.deployments.values() if d.key.tenant == tenant]
-        return Usage(
+        return api.Usage(
             sum(len(d.queue.operations) + len(d.queue.unordered) for d in mine), state.sequence
         )
 
     return {
-        "tenant.usage": (UsageRequest, usage),
-        "job.submit": (SubmitJob, submit),
-        "job.finish": (JobRequest, finish),
-        "job.drain": (JobRequest, drain),
-        "deployment.create": (CreateDeployment, create),
-        "deployment.delete": (DeploymentRequest, delete),
-        "job.status": (JobRequest, status),
-        "phase.declare": (PhaseRequest, declare),
-        "operation.cancel": (CancelRequest, cancel),
-        "operation.explain": (OperationRequest, why),
+        "tenant.usage": (api.UsageRequest, usage),
+        "job.submit": (api.SubmitJob, submit),
+        "job.finish": (api.JobRequest, finish),
+        "job.drain": (api.JobRequest, drain),
+        "deployment.create": (api.CreateDeployment, create),
+        "deployment.delete": (api.DeploymentRequest, delete),
+        "job.status": (api.JobRequest, status),
+        "phase.declare": (api.PhaseRequest, declare),
+        "operation.cancel": (api.CancelRequest, cancel),
+        "operation.explain": (api.OperationRequest, why),
     }
 
 
 def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
     """The endpoints for operators, as `serve_api` takes them."""
 
-    async def drain(_: str, request: DrainNode) -> NodeStatus:
+    async def drain(_: str, request: api.DrainNode) -> api.NodeStatus:
         node = NodeId(check_name(request.node, "node"))
         answer = await shell.ask(
-            lambda id: NodeDrainRequested(node, id, undo=request.undo, gone=request.gone)
+            lambda id: events.NodeDrainRequested(node, id, undo=request.undo, gone=request.gone)
         )
         assert answer.node is not None
         return answer.node
 
-    async def status(_: str, request: DrainNode) -> NodeStatus:
+    async def status(_: str, request: api.DrainNode) -> api.NodeStatus:
         node = NodeId(check_name(request.node, "node"))
         if node not in shell.core.state.nodes:
             raise CallerError(
@@ -391,10 +370,10 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
             )
         return evacuation.status(_now(shell), node)
 
-    return {"drain": (DrainNode, drain), "status": (DrainNode, status)}
+    return {"drain": (api.DrainNode, drain), "status": (api.DrainNode, status)}
 
 
-async def _asked(shell: Shell, make: Callable[[str], Event]) -> JobStatus:
+async def _asked(shell: Shell, make: Callable[[str], events.Event]) -> api.JobStatus:
     """The job's status once an event has been taken."""
     answer = await shell.ask(make)
     assert answer.status is not None
@@ -419,11 +398,11 @@ def _job(shell: Shell, key: JobKey) -> Job:
     return job
 
 
-def _key(tenant: str, request: OperationRequest) -> OperationKey:
+def _key(tenant: str, request: api.OperationRequest) -> OperationKey:
     return parse_operation_key(f"{tenant}.{request.job}.{request.deployment}.{request.slot}")
 
 
-def _check_phase(job: Job, request: PhaseRequest) -> None:
+def _check_phase(job: Job, request: api.PhaseRequest) -> None:
     if job.state in JOB_ENDED:
         raise CallerError(
             f"job {job.key} is {job.state}",

@@ -20,18 +20,9 @@ from typing import Any, Protocol
 
 from opentelemetry.context import Context
 
+from phaseloom.common.contract import events
 from phaseloom.common.contract.commands import Permit, Permits
 from phaseloom.common.contract.errors import InternalError, ResourceError, to_exception
-from phaseloom.common.contract.events import (
-    Event,
-    OperationFinished,
-    OperationsQueued,
-    QueuedOperation,
-    ReplanComputed,
-    SchedulerConfigured,
-    TimerFired,
-    parts,
-)
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.observability import telemetry
@@ -86,7 +77,7 @@ class WallClock:
 
 
 class DecisionLog(Protocol):
-    async def append(self, event: Event, *, msg_id: str | None = None) -> int: ...
+    async def append(self, event: events.Event, *, msg_id: str | None = None) -> int: ...
 
     def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]: ...
 
@@ -101,11 +92,11 @@ class Sink(Protocol):
     async def save(self, sequence: int, snapshot: bytes) -> None: ...
 
 
-Replan = Callable[[ComputeReplan], Awaitable[ReplanComputed]]
+Replan = Callable[[ComputeReplan], Awaitable[events.ReplanComputed]]
 """Computes the moves that are worth making, beside the loop."""
 
 
-async def _in_a_thread(asked: ComputeReplan) -> ReplanComputed:
+async def _in_a_thread(asked: ComputeReplan) -> events.ReplanComputed:
     return await asyncio.to_thread(repack.compute, asked)
 
 
@@ -165,11 +156,11 @@ class Shell:
         """The time by the log's clock, as far as that is known."""
         return max(self.core.state.now_s, self._clock.now_s() - self._ahead_s)
 
-    async def append(self, event: Event) -> None:
+    async def append(self, event: events.Event) -> None:
         """Append an event that nobody waits for."""
         await self._log.append(event)
 
-    async def ask(self, make: Callable[[str], Event], timeout_s: float = 10.0) -> Answer:
+    async def ask(self, make: Callable[[str], events.Event], timeout_s: float = 10.0) -> Answer:
         """Append an event that asks for something, and wait for the core's answer.
 
         Args:   make: makes the event from the request's id, which the answer bears.
@@ -199,7 +190,7 @@ class Shell:
         async for entry in self._log.read_log(self.core.state.sequence + 1):
             async with self._busy:
                 outputs = await self.take(entry)
-                since_snapshot += len(parts(entry.event))
+                since_snapshot += len(events.parts(entry.event))
                 if since_snapshot >= self._snapshot_every or _is_once(outputs):
                     await self._all_stored()
                     await self._sink.save(self.core.state.sequence, self.core.snapshot())
@@ -210,7 +201,7 @@ class Shell:
 
     async def _caught_up(self) -> None:
         if self.core.state.config != self._config:
-            await self._log.append(SchedulerConfigured(self._config))
+            await self._log.append(events.SchedulerConfigured(self._config))
         self.caught_up.set()
         self._begin_replan(repack.unanswered(self.core.state))
 
@@ -220,7 +211,7 @@ class Shell:
         outputs = self.core.step(entry.sequence, entry.time_s, entry.event)
         step_s = time.perf_counter() - began_s
         self._note_trace(entry)
-        if isinstance(entry.event, TimerFired):
+        if isinstance(entry.event, events.TimerFired):
             self._note_clock(entry.event, entry.time_s)
         permits = permits_in(outputs)
         contexts = [self._trace_permit(permit, entry) for permit in permits]
@@ -229,8 +220,8 @@ class Shell:
             self._trace_queue(permit, entry)  # its span can wait, the permit could not
         if self.caught_up.is_set():
             observing.stepped(outputs, step_s)
-        for event in parts(entry.event):
-            if isinstance(event, OperationFinished):
+        for event in events.parts(entry.event):
+            if isinstance(event, events.OperationFinished):
                 self._traces.pop(str(event.key), None)
         for output in outputs:
             if isinstance(output, WriteCompletion):
@@ -316,9 +307,9 @@ class Shell:
             # Of the timers set before a restart, most have fired already.
             if self.core.state.timers.get(timer) == due_s:
                 self._fired_with[timer] = self._ahead_s
-                await self._log.append(TimerFired(timer))
+                await self._log.append(events.TimerFired(timer))
 
-    def _note_clock(self, event: TimerFired, time_s: float) -> None:
+    def _note_clock(self, event: events.TimerFired, time_s: float) -> None:
         """Learn from a timer that fired early, and is therefore still set, how far this clock is
         ahead."""
         known_s = self._fired_with.pop(event.timer, 0.0)
@@ -330,9 +321,9 @@ class Shell:
 
     def _note_trace(self, entry: LogEntry) -> None:
         match entry.event:
-            case QueuedOperation(key=key):
+            case events.QueuedOperation(key=key):
                 self._note_trace_of(key, entry.headers, entry.time_s)
-            case OperationsQueued(operations, traceparents):
+            case events.OperationsQueued(operations, traceparents):
                 for i, operation in enumerate(operations):
                     headers = {"traceparent": traceparents[i]} if traceparents else {}
                     self._note_trace_of(operation.key, headers, entry.time_s)

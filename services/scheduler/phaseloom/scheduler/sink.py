@@ -13,17 +13,8 @@ import msgspec
 from nats.js.errors import NotFoundError
 from opentelemetry.context import Context
 
-from phaseloom.common.contract import streams
+from phaseloom.common.contract import commands, streams
 from phaseloom.common.contract.codec import content_type_of, decode, encode
-from phaseloom.common.contract.commands import (
-    Command,
-    MirrorState,
-    Permit,
-    Permits,
-    SealState,
-    StartWpg,
-    Ticket,
-)
 from phaseloom.common.contract.events import OperationFinished
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
 from phaseloom.common.contract.kinds import READING_KINDS
@@ -35,17 +26,7 @@ from phaseloom.common.transport.bus import AlreadyStored, Bus
 from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.retry import ATTEMPT_S, until_done
 from phaseloom.scheduler import permits
-from phaseloom.scheduler.core.state.outputs import (
-    DeleteOperations,
-    DropCheckpoint,
-    ForgetJob,
-    Output,
-    PutView,
-    SendCommand,
-    SettleCompletion,
-    Tell,
-    WriteCompletion,
-)
+from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.snapshots import Snapshots
 
 _DELETIONS_AT_ONCE = 8
@@ -71,7 +52,7 @@ class BusSink:
             await self._delete_now(*await self._deletions.get())
             self._deletions.task_done()
 
-    async def perform(self, output: Output, context: Context | None) -> None:
+    async def perform(self, output: outputs.Output, context: Context | None) -> None:
         what = type(output).__name__
 
         async def tell_full(reason: str) -> None:
@@ -81,55 +62,59 @@ class BusSink:
             lambda: self._perform(output, context), what, attempt_s=ATTEMPT_S, tell_full=tell_full
         )
 
-    async def _perform(self, output: Output, context: Context | None) -> None:
+    async def _perform(self, output: outputs.Output, context: Context | None) -> None:
         match output:
-            case SendCommand(Permit(kind=kind) as command) if kind in READING_KINDS:
+            case outputs.SendCommand(commands.Permit(kind=kind) as command) if (
+                kind in READING_KINDS
+            ):
                 await self._permits.add((command, context))
-            case SendCommand(Permits() as command):
+            case outputs.SendCommand(commands.Permits() as command):
                 await self._permits.add((command, context))
-            case SendCommand(command):
+            case outputs.SendCommand(command):
                 await self._send(self._signed(command), context)
-            case WriteCompletion(key, completion, content_type):
+            case outputs.WriteCompletion(key, completion, content_type):
                 await self._write(key, completion, content_type)
-            case SettleCompletion(key, kind, completion, content_type):
+            case outputs.SettleCompletion(key, kind, completion, content_type):
                 await self._write(key, completion, content_type)
                 await self._tell_stored(key, kind, completion)
-            case DeleteOperations(keys):
+            case outputs.DeleteOperations(keys):
                 for key in keys:
                     self._delete(streams.ops_stream(key.tenant), streams.op_subject(key))
-            case PutView(job, status):
+            case outputs.PutView(job, status):
                 await self._bus.kv_put(Bucket.VIEW, str(job), encode(status))
-            case DropCheckpoint(job):
+            case outputs.DropCheckpoint(job):
                 # At once: whoever takes the name again must not find the checkpoint.
                 subject = f"$KV.{Bucket.CHECKPOINTS}.{job}"
                 await self._bus.delete_subject(f"KV_{Bucket.CHECKPOINTS}", subject)
-            case ForgetJob(job, deployments):
+            case outputs.ForgetJob(job, deployments):
                 self._forget(job, deployments)
-            case Tell(what, reason, subject):
+            case outputs.Tell(what, reason, subject):
                 await self._bus.notice("scheduler", what, reason, subject)
 
-    def _signed(self, command: Command) -> Command:
+    def _signed(self, command: commands.Command) -> commands.Command:
         """The command with its tickets signed, so that state managers believe them."""
-        if isinstance(command, MirrorState):
+        if isinstance(command, commands.MirrorState):
             holds, keeps = (
                 None if ticket is None else tickets.signed(ticket, self._secret)
                 for ticket in (command.holds, command.keeps)
             )
             command = msgspec.structs.replace(command, holds=holds, keeps=keeps)
         match command:
-            case Permit(ticket=Ticket() as ticket):
+            case commands.Permit(ticket=commands.Ticket() as ticket):
                 ours = tickets.signed(ticket, self._secret)
                 return msgspec.structs.replace(command, ticket=ours)
-            case StartWpg() | SealState() | MirrorState() if command.ticket is not None:
+            case commands.StartWpg() | commands.SealState() | commands.MirrorState() if (
+                command.ticket is not None
+            ):
                 files = tickets.signed(command.ticket, self._secret)
                 return msgspec.structs.replace(command, ticket=files)
         return command
 
-    async def _send(self, command: Command, context: Context | None) -> None:
+    async def _send(self, command: commands.Command, context: Context | None) -> None:
         # Receivers take a command once, whatever is sent twice. The server drops known ids, too, to
         # save work. A batch has none: which permits go together depends on the moment, and another
         # batch with the same first permit would be dropped.
-        msg_id = None if isinstance(command, Permits) else f"cmd:{command.id}"
+        msg_id = None if isinstance(command, commands.Permits) else f"cmd:{command.id}"
         await self._bus.publish(
             streams.permit_subject(command.node),
             command,
@@ -137,12 +122,14 @@ class BusSink:
             headers=telemetry.inject({}, context) if context else {},
         )
 
-    async def _send_permits(self, given: list[tuple[Permit | Permits, Context | None]]) -> None:
+    async def _send_permits(
+        self, given: list[tuple[commands.Permit | commands.Permits, Context | None]]
+    ) -> None:
         """Send the permits that came since the last were sent, in one message an activation."""
         if len(given) == 1:
             await self._send(*given[0])
             return
-        activations: dict[tuple[DeploymentKey, int], list[tuple[Permit, str]]] = {}
+        activations: dict[tuple[DeploymentKey, int], list[tuple[commands.Permit, str]]] = {}
         for command, context in given:
             for permit, traceparent in permits.traced(command, context):
                 activation = permit.operation.deployment_key, permit.epoch

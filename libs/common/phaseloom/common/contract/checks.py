@@ -11,23 +11,10 @@ from __future__ import annotations
 
 import math
 
+from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import SEQ_END, OperationKey, check_name
-from phaseloom.common.contract.operations import (
-    AdamParams,
-    Datum,
-    Forward,
-    ForwardBackward,
-    Generate,
-    LoadState,
-    Loss,
-    OptimStep,
-    Prompt,
-    SamplingParams,
-    SaveState,
-    SyncWeights,
-)
 
 MAX_SAMPLES = 65_536
 MAX_NEW_TOKENS = 1 << 20
@@ -46,16 +33,16 @@ _INT32_END = 1 << 31
 _SEED_END = 1 << 63
 _FLOAT32_MAX = 3.4028235e38
 _LOSS_ARRAYS = {
-    Loss.CROSS_ENTROPY: ("weights",),
-    Loss.IMPORTANCE_SAMPLING: ("logprobs", "advantages"),
-    Loss.PPO: ("logprobs", "advantages"),
-    Loss.CISPO: ("logprobs", "advantages"),
+    ops.Loss.CROSS_ENTROPY: ("weights",),
+    ops.Loss.IMPORTANCE_SAMPLING: ("logprobs", "advantages"),
+    ops.Loss.PPO: ("logprobs", "advantages"),
+    ops.Loss.CISPO: ("logprobs", "advantages"),
 }
 
 # --- Kinds ---------------------------------------------------------------------------------------
 
 
-def check_generate(key: OperationKey, args: Generate) -> None:
+def check_generate(key: OperationKey, args: ops.Generate) -> None:
     if not args.prompts:
         raise CallerError("there is no prompt", field="args.prompts", remedy="give at least one")
     for i, prompt in enumerate(args.prompts):
@@ -68,31 +55,31 @@ def check_generate(key: OperationKey, args: Generate) -> None:
         _check_generated(prompt, args.sampling.max_tokens, f"args.prompts[{i}].num_generated")
 
 
-def check_forward(key: OperationKey, args: Forward) -> None:
+def check_forward(key: OperationKey, args: ops.Forward) -> None:
     check_batch(args.batch)
 
 
-def check_forward_backward(key: OperationKey, args: ForwardBackward) -> None:
+def check_forward_backward(key: OperationKey, args: ops.ForwardBackward) -> None:
     check_batch(args.batch, _LOSS_ARRAYS[args.loss])
     _check_unused(args)
     _check_clip(args)
 
 
-def check_optim_step(key: OperationKey, args: OptimStep) -> None:
+def check_optim_step(key: OperationKey, args: ops.OptimStep) -> None:
     _check_adam(args.adam)
 
 
-def check_save_state(key: OperationKey, args: SaveState) -> None:
+def check_save_state(key: OperationKey, args: ops.SaveState) -> None:
     check_name(args.name, "args.name")
     check_range(args.keep, 0, MAX_KEPT, "args.keep", "checkpoints")
     _check_checkpoints(key, args)
 
 
-def check_load_state(key: OperationKey, args: LoadState) -> None:
+def check_load_state(key: OperationKey, args: ops.LoadState) -> None:
     check_name(args.name, "args.name")
 
 
-def check_sync_weights(key: OperationKey, args: SyncWeights) -> None:
+def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
     check_name(args.policy, "args.policy")
     check_range(args.version, 1, SEQ_END - 1, "args.version", "a publish's seq")
 
@@ -100,7 +87,7 @@ def check_sync_weights(key: OperationKey, args: SyncWeights) -> None:
 # --- Parts of them -------------------------------------------------------------------------------
 
 
-def _check_generated(prompt: Prompt, max_tokens: int, field: str) -> None:
+def _check_generated(prompt: ops.Prompt, max_tokens: int, field: str) -> None:
     if not prompt.num_generated:
         return
     num_tokens = length(prompt.tokens)
@@ -113,7 +100,7 @@ def _check_generated(prompt: Prompt, max_tokens: int, field: str) -> None:
         )
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
+def _check_sampling(sampling: ops.SamplingParams) -> None:
     check_range(sampling.max_tokens, 1, MAX_NEW_TOKENS, "args.sampling.max_tokens", "new tokens")
     check_finite(sampling.temperature, "args.sampling.temperature")
     tokens, strings = sampling.stop_token_ids, sampling.stop_strings
@@ -128,7 +115,7 @@ def _check_sampling(sampling: SamplingParams) -> None:
     _check_shape(sampling)
 
 
-def _check_shape(sampling: SamplingParams) -> None:
+def _check_shape(sampling: ops.SamplingParams) -> None:
     check_range(sampling.top_k, 0, _INT32_END - 1, "args.sampling.top_k", "tokens; 0: all")
     check_between(sampling.min_p, 0.0, 1.0, "args.sampling.min_p")
     for name in ("presence_penalty", "frequency_penalty"):
@@ -155,7 +142,7 @@ def _check_shape(sampling: SamplingParams) -> None:
     check_range(sampling.top_logprobs, 0, MAX_TOP_LOGPROBS, field, "tokens a position")
 
 
-def _check_checkpoints(key: OperationKey, args: SaveState) -> None:
+def _check_checkpoints(key: OperationKey, args: ops.SaveState) -> None:
     check_range(len(args.controller_blob), 0, MAX_BLOB_BYTES, "args.controller_blob", "bytes")
     check_range(len(args.checkpoints), 0, MAX_CHECKPOINTS, "args.checkpoints", "checkpoints")
     for deployment, name in args.checkpoints.items():
@@ -175,17 +162,17 @@ def _check_checkpoints(key: OperationKey, args: SaveState) -> None:
         )
 
 
-def check_batch(batch: list[Datum], needed: tuple[str, ...] = ()) -> None:
+def check_batch(batch: list[ops.Datum], needed: tuple[str, ...] = ()) -> None:
     if not batch:
         raise CallerError("the batch is empty", field="args.batch", remedy="give at least one")
     for i, datum in enumerate(batch):
         _check_datum(datum, needed, f"args.batch[{i}]")
 
 
-def _check_unused(args: ForwardBackward) -> None:
+def _check_unused(args: ops.ForwardBackward) -> None:
     """Refuse a factor that the loss does not use: it was meant to do something."""
     unused, used = ("weights", "advantages")
-    if args.loss is Loss.CROSS_ENTROPY:
+    if args.loss is ops.Loss.CROSS_ENTROPY:
         unused, used = used, unused
     for i, datum in enumerate(args.batch):
         if getattr(datum, unused) is not None:
@@ -196,7 +183,7 @@ def _check_unused(args: ForwardBackward) -> None:
             )
 
 
-def _check_datum(datum: Datum, needed: tuple[str, ...], field: str) -> None:
+def _check_datum(datum: ops.Datum, needed: tuple[str, ...], field: str) -> None:
     _check_ints(datum.tokens, f"{field}.tokens")
     num_tokens = length(datum.tokens)
     _check_ints(datum.targets, f"{field}.targets")
@@ -253,7 +240,7 @@ def _check_length(values: Int32s | Float32s, num_tokens: int, field: str) -> Non
         )
 
 
-def _check_clip(args: ForwardBackward) -> None:
+def _check_clip(args: ops.ForwardBackward) -> None:
     check_finite(args.clip_low, "args.clip_low")
     check_finite(args.clip_high, "args.clip_high")
     if args.clip_low > args.clip_high:
@@ -264,7 +251,7 @@ def _check_clip(args: ForwardBackward) -> None:
         )
 
 
-def _check_adam(adam: AdamParams) -> None:
+def _check_adam(adam: ops.AdamParams) -> None:
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         check_finite(getattr(adam, name), f"args.adam.{name}")
     for name in ("beta1", "beta2"):

@@ -17,29 +17,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from phaseloom.common.contract import streams
+from phaseloom.common.contract import api, streams
 from phaseloom.common.contract.agents import NodeReply, NodeRequest
-from phaseloom.common.contract.api import (
-    ApiError,
-    Attached,
-    Beat,
-    CancelRequest,
-    CreateDeployment,
-    DeploymentRequest,
-    DrainNode,
-    Explanation,
-    Heartbeat,
-    JobRequest,
-    JobStatus,
-    NodeStatus,
-    OperationRequest,
-    PhaseRequest,
-    ResultReply,
-    ResultRequest,
-    SubmitJob,
-    Usage,
-    UsageRequest,
-)
 from phaseloom.common.contract.commands import Command
 from phaseloom.common.contract.events import Notice, SealRecord
 from phaseloom.common.contract.operations import Completion, Operation, Progress
@@ -49,24 +28,24 @@ from phaseloom.common.contract.state_agent import StatusReport
 VERSION = "1.0.0"
 _REFERENCE = "#/$defs/{name}"
 _API = {
-    "job.submit": (SubmitJob, JobStatus),
-    "job.status": (JobRequest, JobStatus),
-    "job.finish": (JobRequest, JobStatus),
-    "job.drain": (JobRequest, JobStatus),
-    "deployment.create": (CreateDeployment, JobStatus),
-    "deployment.delete": (DeploymentRequest, JobStatus),
-    "session.attach": (JobRequest, Attached),
-    "session.heartbeat": (Heartbeat, Beat),
-    "phase.declare": (PhaseRequest, JobStatus),
-    "operation.cancel": (CancelRequest, Explanation),
-    "operation.explain": (OperationRequest, Explanation),
-    "result.get": (ResultRequest, ResultReply),
-    "tenant.usage": (UsageRequest, Usage),
+    "job.submit": (api.SubmitJob, api.JobStatus),
+    "job.status": (api.JobRequest, api.JobStatus),
+    "job.finish": (api.JobRequest, api.JobStatus),
+    "job.drain": (api.JobRequest, api.JobStatus),
+    "deployment.create": (api.CreateDeployment, api.JobStatus),
+    "deployment.delete": (api.DeploymentRequest, api.JobStatus),
+    "session.attach": (api.JobRequest, api.Attached),
+    "session.heartbeat": (api.Heartbeat, api.Beat),
+    "phase.declare": (api.PhaseRequest, api.JobStatus),
+    "operation.cancel": (api.CancelRequest, api.Explanation),
+    "operation.explain": (api.OperationRequest, api.Explanation),
+    "result.get": (api.ResultRequest, api.ResultReply),
+    "tenant.usage": (api.UsageRequest, api.Usage),
 }
 """Call → (request, answer). An error is an `ApiError`."""
 _NODE_API = {
-    "drain": (DrainNode, NodeStatus),
-    "status": (DrainNode, NodeStatus),
+    "drain": (api.DrainNode, api.NodeStatus),
+    "status": (api.DrainNode, api.NodeStatus),
 }
 """The calls of operators: name → (request, answer)."""
 
@@ -113,7 +92,7 @@ def channels() -> list[Channel]:
                 f"api.{call}",
                 f"{prefix}.api.{{tenant}}.{call}",
                 f"request and reply: {request.__name__} → {answer.__name__} or ApiError",
-                (request, answer, ApiError),
+                (request, answer, api.ApiError),
             )
             for call, (request, answer) in _API.items()
         ),
@@ -156,7 +135,7 @@ def channels() -> list[Channel]:
                 streams.node_subject(call),
                 f"request and reply, of operators: {request.__name__} → {answer.__name__} or "
                 "ApiError",
-                (request, answer, ApiError),
+                (request, answer, api.ApiError),
             )
             for call, (request, answer) in _NODE_API.items()
         ),

@@ -9,32 +9,12 @@ from __future__ import annotations
 
 import msgspec
 
+from phaseloom.common.contract import state_agent
 from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.specs import ModelDirectory
-from phaseloom.common.contract.state_agent import (
-    AgentHello,
-    DropVersions,
-    DropWpg,
-    FetchState,
-    FinishHandover,
-    HandOver,
-    HandoverFinished,
-    KeepHandles,
-    Prefetch,
-    PrepareSeal,
-    RegisterWpg,
-    Sealed,
-    StatusReport,
-    StatusRequest,
-    Switched,
-    SwitchIn,
-    SwitchOut,
-    Welcome,
-    WriteSeal,
-)
 from phaseloom.common.contract.state_layout import PartSources, Slice, VersionParts
 
 
@@ -380,25 +360,25 @@ class Failed(Message, frozen=True):
 
 
 StateMessage = (
-    AgentHello
-    | Welcome
-    | HandOver
-    | FinishHandover
-    | HandoverFinished
-    | KeepHandles
-    | RegisterWpg
-    | SwitchIn
-    | SwitchOut
-    | Switched
-    | PrepareSeal
-    | WriteSeal
-    | Sealed
-    | FetchState
-    | DropWpg
-    | Prefetch
-    | DropVersions
-    | StatusRequest
-    | StatusReport
+    state_agent.AgentHello
+    | state_agent.Welcome
+    | state_agent.HandOver
+    | state_agent.FinishHandover
+    | state_agent.HandoverFinished
+    | state_agent.KeepHandles
+    | state_agent.RegisterWpg
+    | state_agent.SwitchIn
+    | state_agent.SwitchOut
+    | state_agent.Switched
+    | state_agent.PrepareSeal
+    | state_agent.WriteSeal
+    | state_agent.Sealed
+    | state_agent.FetchState
+    | state_agent.DropWpg
+    | state_agent.Prefetch
+    | state_agent.DropVersions
+    | state_agent.StatusRequest
+    | state_agent.StatusReport
     | RankHello
     | RankResume
     | RegisterHeap

@@ -21,19 +21,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from phaseloom.common.contract.events import (
-    ActivationOpened,
-    CancelRequested,
-    DeploymentCreated,
-    DeploymentDeleted,
-    Event,
-    JobFinished,
-    JobSubmitted,
-    NodeUp,
-    OperationFinished,
-    QueuedOperation,
-    WpgStarted,
-)
+from phaseloom.common.contract import events
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import Outcome
@@ -94,7 +82,7 @@ Observation = Execution | Switch
 
 @dataclass(slots=True)
 class _Open:
-    operation: QueuedOperation
+    operation: events.QueuedOperation
     queued_s: float
     ready_s: float = NOT_READY
 
@@ -121,7 +109,7 @@ class Activity:
     _busy: dict[Device, list[Interval]] = field(default_factory=dict)
 
     def step(  # noqa: PLR0912 - one arm an event
-        self, time_s: float, event: Event, ready: Sequence[OperationKey] | None = None
+        self, time_s: float, event: events.Event, ready: Sequence[OperationKey] | None = None
     ) -> list[Observation]:
         """Take one event of the log; returns the execution or the switch that it tells of.
 
@@ -133,30 +121,30 @@ class Activity:
             ready = self._readiness.step(event)
         seen: list[Observation] = []
         match event:
-            case NodeUp():
+            case events.NodeUp():
                 self.pools[event.node] = event.pool
                 self.holders.pop(event.node, None)
-            case JobSubmitted(job=job):
+            case events.JobSubmitted(job=job):
                 for spec in event.spec.deployments:
                     key = DeploymentKey(job.tenant, job.job, spec.name)
                     self._deployment_pools[key] = spec.pool
-            case DeploymentCreated(job=job, spec=spec):
+            case events.DeploymentCreated(job=job, spec=spec):
                 self._deployment_pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
-            case WpgStarted():
+            case events.WpgStarted():
                 devices = event.devices or [0]
                 self._places[event.deployment] = tuple((event.node, d) for d in devices)
-            case ActivationOpened():
+            case events.ActivationOpened():
                 seen = self._switch(time_s, event)
-            case QueuedOperation():
+            case events.QueuedOperation():
                 self._queue(time_s, event)
-            case OperationFinished():
+            case events.OperationFinished():
                 seen = [self._finish(event)]
-            case CancelRequested(key=key):
+            case events.CancelRequested(key=key):
                 self._end_unrun(key)
-            case DeploymentDeleted(deployment=key):
+            case events.DeploymentDeleted(deployment=key):
                 self._open.pop(key, None)
                 self._ready.pop(key, None)
-            case JobFinished(job=job):
+            case events.JobFinished(job=job):
                 self._forget(job)
         for operation in ready:
             opened = self._open.get(operation.deployment_key, {}).get(operation)
@@ -185,7 +173,7 @@ class Activity:
 
     # --- operations -----------------------------------------------------------------------------
 
-    def _queue(self, time_s: float, event: QueuedOperation) -> None:
+    def _queue(self, time_s: float, event: events.QueuedOperation) -> None:
         if event.error is not None:
             self._end_dependents(event.key)
         else:
@@ -196,7 +184,7 @@ class Activity:
         self._ready.get(key.deployment_key, {}).pop(key, None)
         return self._open.get(key.deployment_key, {}).pop(key, None)
 
-    def _finish(self, event: OperationFinished) -> Execution:
+    def _finish(self, event: events.OperationFinished) -> Execution:
         key, start_s = event.key, event.started_unix_s
         opened = self._drop(key)
         if event.outcome is not Outcome.COMPLETED:
@@ -277,7 +265,7 @@ class Activity:
 
     # --- switches -------------------------------------------------------------------------------
 
-    def _switch(self, time_s: float, event: ActivationOpened) -> list[Observation]:
+    def _switch(self, time_s: float, event: events.ActivationOpened) -> list[Observation]:
         key = event.deployment
         self._places.setdefault(key, ((event.node, 0),))
         self.holders[event.node] = key
@@ -316,7 +304,7 @@ class Activity:
         return max(0.0, min(duration_s, min(since, default=now_s) - start_s))
 
 
-def _comes_after(operation: QueuedOperation, key: OperationKey) -> bool:
+def _comes_after(operation: events.QueuedOperation, key: OperationKey) -> bool:
     return any(
         after.deployment == key.deployment and after.seq == key.seq for after in operation.after
     )

@@ -16,13 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from phaseloom.common.contract.events import (
-    DeploymentDeleted,
-    Event,
-    JobFinished,
-    OperationFinished,
-    QueuedOperation,
-)
+from phaseloom.common.contract import events
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 
@@ -82,25 +76,25 @@ class Readiness:
 
     def __init__(self) -> None:
         self._deployments: dict[DeploymentKey, _Deployment] = {}
-        self._waiting: dict[JobKey, dict[OperationKey, QueuedOperation]] = {}
+        self._waiting: dict[JobKey, dict[OperationKey, events.QueuedOperation]] = {}
 
-    def step(self, event: Event) -> list[OperationKey]:
+    def step(self, event: events.Event) -> list[OperationKey]:
         """Take the next event of the log; returns the operations that it made ready.
 
         They are in their order of arrival.
         """
         match event:
-            case QueuedOperation(key=key):
+            case events.QueuedOperation(key=key):
                 self._queue(event)
                 return self._release(key.job_key)
-            case OperationFinished(key=key):
+            case events.OperationFinished(key=key):
                 self._finish(key, event.kind)
                 return self._release(key.job_key)
-            case DeploymentDeleted(deployment=deployment):
+            case events.DeploymentDeleted(deployment=deployment):
                 waiting = self._waiting.get(deployment.job_key, {})
                 for key in [key for key in waiting if key.deployment_key == deployment]:
                     del waiting[key]
-            case JobFinished(job=job):
+            case events.JobFinished(job=job):
                 self._forget(job)
         return []
 
@@ -110,7 +104,7 @@ class Readiness:
             deployment = self._deployments[key] = _Deployment()
         return deployment
 
-    def _queue(self, operation: QueuedOperation) -> None:
+    def _queue(self, operation: events.QueuedOperation) -> None:
         key, seq = operation.key, operation.key.seq
         deployment = self._deployment(key.deployment_key)
         if seq is not None and (deployment.is_done(seq) or seq in deployment.open_kinds):
@@ -135,7 +129,7 @@ class Readiness:
             del waiting[key]
         return ready
 
-    def _is_ready(self, operation: QueuedOperation) -> bool:
+    def _is_ready(self, operation: events.QueuedOperation) -> bool:
         key = operation.key
         for other in operation.after:
             named = DeploymentKey(key.tenant, key.job, other.deployment)

@@ -13,17 +13,8 @@ import msgspec
 
 from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.optimum import Regrouping
-from phaseloom.simulator.scenarios import weaving
+from phaseloom.simulator.scenarios import report, weaving
 from phaseloom.simulator.scenarios.pictures import bars, canvas, lines
-from phaseloom.simulator.scenarios.report import (
-    Record,
-    Report,
-    Target,
-    at_least,
-    at_most,
-    groups_of,
-    mean_of,
-)
 from phaseloom.simulator.scenarios.scenario import (
     Advance,
     Case,
@@ -74,7 +65,7 @@ def _solo_bound(setting: Setting) -> Regrouping:
     return solo_bound(setting.jobs(), weaving.pricing(setting.max_group_jobs))
 
 
-def _case(setting: Setting, policy: str) -> tuple[Record, list[tuple[float, float]]]:
+def _case(setting: Setting, policy: str) -> tuple[report.Record, list[tuple[float, float]]]:
     """Run one setting under a policy; the figures, and the rent over time where it is drawn."""
     record, result = weaving.measured(
         setting.jobs(),
@@ -116,7 +107,7 @@ def _settings(options: Options) -> list[Setting]:
     return [*main, *wide, *slos, *sizes]
 
 
-def _run(options: Options, advance: Advance) -> Report:
+def _run(options: Options, advance: Advance) -> report.Report:
     policies = chosen(options.policies, tuple(ORDERINGS), "policy")
     settings = _settings(options)
     runs = [
@@ -134,7 +125,7 @@ def _run(options: Options, advance: Advance) -> Report:
         _over(record, best[setting]) for (setting, _), (record, _) in zip(runs, found, strict=True)
     ]
     first = [(record.policy, rent) for record, rent in found if rent and record.seed == 0]
-    return Report(
+    return report.Report(
         scenario="weave-fig15",
         about="300 jobs in 580 hours (WEAVE Fig. 15): cost, SLO attainment",
         parameters={
@@ -148,29 +139,31 @@ def _run(options: Options, advance: Advance) -> Report:
     )
 
 
-def _over(record: Record, alone: Regrouping) -> Record:
+def _over(record: report.Record, alone: Regrouping) -> report.Record:
     """The record with its cost over a second bound: that for jobs that stay as long as alone."""
     more = {"cost_over_solo_bound": record.more[_DOLLARS] / alone.bound}
     gap = max(record.optimal_gap or 0.0, alone.gap)
     return msgspec.structs.replace(record, more=more, optimal_gap=gap or None)
 
 
-def _targets(records: list[Record]) -> list[Target]:
+def _targets(records: list[report.Record]) -> list[report.Target]:
     targets = []
-    for (workload, policy), of_policy in groups_of(records).items():
+    for (workload, policy), of_policy in report.groups_of(records).items():
         if not policy.startswith("coexec"):
             continue
         lowest = min(r.slo_attainment or 0.0 for r in of_policy)
-        targets.append(at_least(f"{workload}, {policy}: SLO attainment, worst seed", lowest, 1.0))
+        targets.append(
+            report.at_least(f"{workload}, {policy}: SLO attainment, worst seed", lowest, 1.0)
+        )
         if policy == "coexec_repack" and workload in _AIMS:
-            cost = mean_of(of_policy, "cost_over_optimal")
-            targets.append(at_most(f"{workload}, {policy}: cost", cost, _AIMS[workload]))
+            cost = report.mean_of(of_policy, "cost_over_optimal")
+            targets.append(report.at_most(f"{workload}, {policy}: cost", cost, _AIMS[workload]))
         seconds = max(r.simulated_in_s or 0.0 for r in of_policy)
-        targets.append(at_most(f"{workload}, {policy}: simulated in, s", seconds, 20.0))
+        targets.append(report.at_most(f"{workload}, {policy}: simulated in, s", seconds, 20.0))
     return targets
 
 
-def _draw(report: Report, path: Path) -> None:
+def _draw(report: report.Report, path: Path) -> None:
     main = [r for r in report.records if "," not in r.workload]
     with canvas(path, 4, width=8.0, height=2.8, across=False) as (costs, slos, sense, rent):
         bars(costs, main, "cost_over_optimal", "cost over optimal regrouping", aim=1.0)

@@ -17,38 +17,8 @@ from typing import TypeVar
 
 import msgspec
 
+from phaseloom.common.contract import events
 from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
-from phaseloom.common.contract.events import (
-    ActivationOpened,
-    ActivationRefused,
-    CancelRequested,
-    DeploymentCreated,
-    DeploymentDeleted,
-    DrainRequested,
-    Event,
-    JobFinished,
-    JobSubmitted,
-    NodeDrainRequested,
-    NodeLost,
-    NodeUp,
-    OperationFinished,
-    PermitReturned,
-    PhaseDeclared,
-    PhaseTrace,
-    QueuedOperation,
-    ReplanComputed,
-    SchedulerConfigured,
-    SealCommitted,
-    SealFailed,
-    SessionLost,
-    SessionOpened,
-    StateMirrored,
-    StateSnapshotTaken,
-    TimerFired,
-    WpgLost,
-    WpgStarted,
-    parts,
-)
 from phaseloom.scheduler.core.dispatch import dispatch, hints
 from phaseloom.scheduler.core.durability import replicas, seals
 from phaseloom.scheduler.core.jobs import cancel, deployments, jobs, outcomes, sessions
@@ -125,7 +95,7 @@ class Core:
     def __init__(self, state: State | None = None) -> None:
         self.state = state or State()
 
-    def step(self, sequence: int, time_s: float, event: Event) -> list[Output]:
+    def step(self, sequence: int, time_s: float, event: events.Event) -> list[Output]:
         """Take one entry of the log.
 
         Args:   sequence: the entry's number in the log, greater than any before.
@@ -135,7 +105,7 @@ class Core:
         assert sequence > self.state.sequence, "entries are folded once, in order"
         self.state.advance(sequence, time_s)
         step = Step(self.state, sequence, self.state.now_s)
-        for part in parts(event):
+        for part in events.parts(event):
             _take(step, part)
             _follow_up(step)
         for what, do in AT_THE_END:
@@ -180,69 +150,69 @@ def _follow_up(step: Step) -> None:
                 do(step, asked)
 
 
-def _take(step: Step, event: Event) -> None:  # noqa: PLR0912, PLR0915 - one arm an event
+def _take(step: Step, event: events.Event) -> None:  # noqa: PLR0912, PLR0915 - one arm an event
     match event:
-        case SchedulerConfigured():
+        case events.SchedulerConfigured():
             step.state.config = event.config
             assignment.configured(step, event.config)
-        case QueuedOperation():
+        case events.QueuedOperation():
             operations.file(step, event)
-        case SessionOpened():
+        case events.SessionOpened():
             sessions.opened(step, event)
-        case SessionLost():
+        case events.SessionLost():
             sessions.lost(step, event)
-        case PhaseDeclared():
+        case events.PhaseDeclared():
             sessions.declared(step, event)
-        case CancelRequested():
+        case events.CancelRequested():
             cancel.request(step, event)
-        case OperationFinished():
+        case events.OperationFinished():
             outcomes.finish(step, event)
-        case ActivationOpened():
+        case events.ActivationOpened():
             dispatch.opened(step, event)
-        case ActivationRefused():
+        case events.ActivationRefused():
             dispatch.refused(step, event)
-        case PermitReturned():
+        case events.PermitReturned():
             dispatch.returned(step, event)
-        case StateSnapshotTaken():
+        case events.StateSnapshotTaken():
             outcomes.snapshot_taken(step, event)
-        case TimerFired():
+        case events.TimerFired():
             _timer(step, event)
-        case PhaseTrace():
+        case events.PhaseTrace():
             repack.traced(step, event)
-        case ReplanComputed():
+        case events.ReplanComputed():
             repack.answered(step, event)
-        case JobSubmitted():
+        case events.JobSubmitted():
             jobs.submit(step, event)
-        case JobFinished():
+        case events.JobFinished():
             jobs.finish(step, event)
-        case DrainRequested():
+        case events.DrainRequested():
             jobs.drain(step, event)
-        case DeploymentCreated():
+        case events.DeploymentCreated():
             jobs.create_deployment(step, event)
-        case DeploymentDeleted():
+        case events.DeploymentDeleted():
             jobs.delete_deployment(step, event)
-        case NodeUp():
+        case events.NodeUp():
             wpgs.node_up(step, event)
             assignment.node_up(step, event)
-        case NodeLost():
+        case events.NodeLost():
             wpgs.node_lost(step, event)
             assignment.node_lost(step, event)
-        case WpgStarted():
+        case events.WpgStarted():
             wpgs.started(step, event)
-        case WpgLost():
+        case events.WpgLost():
             wpgs.lost(step, event)
-        case SealCommitted():
+        case events.SealCommitted():
             seals.committed(step, event)
-        case SealFailed():
+        case events.SealFailed():
             seals.failed(step, event)
-        case StateMirrored():
+        case events.StateMirrored():
             if not replicas.mirrored(step, event):
                 moves.mirrored(step, event)
-        case NodeDrainRequested():
+        case events.NodeDrainRequested():
             evacuation.requested(step, event)
 
 
-def _timer(step: Step, event: TimerFired) -> None:
+def _timer(step: Step, event: events.TimerFired) -> None:
     due_s = step.state.take_timer(event.timer)
     if due_s is None:
         return

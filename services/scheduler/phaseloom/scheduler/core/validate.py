@@ -9,7 +9,7 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Device, Node, Slot
+from phaseloom.scheduler.core.state.node import Node, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, OpState, WpgState
 from phaseloom.scheduler.core.state.tree import State
@@ -18,10 +18,9 @@ from phaseloom.scheduler.core.state.tree import State
 def validate(state: State) -> None:
     """Raises: AssertionError: names the invariant and the entity."""
     for node in state.nodes.values():
-        for index, device in enumerate(node.devices):
-            where = f"device {index} of {node.node}"
-            assert len(device.slots) == 1, f"{where}: {len(device.slots)} slots"
-            _check_device(state, device, where)
+        for device in node.devices:
+            assert len(device.slots) == 1, f"{node.node}: {len(device.slots)} slots"
+            _check_slot(state, device.slots[0], device.memory_bytes)
         _check_claims(state, node)
     waiting = [name for name, job in state.jobs.items() if job.state is JobState.SUBMITTED]
     known = [member.job for member in state.cluster.waiting]
@@ -63,11 +62,11 @@ def _check_pins(state: State) -> None:
             assert is_known == (moving is not None), f"{deployment.name}: its move is forgotten"
 
 
-def _check_device(state: State, device: Device, where: str) -> None:
-    slot = device.slots[0]
+def _check_slot(state: State, slot: Slot, memory_bytes: int) -> None:
+    where = f"device {slot.device} of {slot.node}"
     active = [name for name in slot.resident if state.deployments[name].activation.epoch]
     used = sum(state.deployments[name].wpg.state_bytes for name in active)
-    assert used <= device.memory_bytes, f"I3 {where}: {used} of {device.memory_bytes} bytes claimed"
+    assert used <= memory_bytes, f"I3 {where}: {used} of {memory_bytes} bytes claimed"
     assert len(set(slot.resident)) == len(slot.resident), f"{where}: resident twice"
     assert set(slot.resident) <= set(slot.placed), f"{where}: resident but not placed"
     assert set(slot.ready) <= set(slot.placed), f"{where}: ready but not placed"
@@ -135,4 +134,4 @@ def _check_order(deployment: Deployment, op: Op) -> None:
 
 def _slots(state: State, deployment: Deployment) -> list[Slot]:
     assert deployment.wpg.assignments, f"{deployment.name}: active nowhere"
-    return [devices.slot(state.nodes[node], index) for node, index in deployment.places]
+    return [devices.slot(state, node, device) for node, device in deployment.places]

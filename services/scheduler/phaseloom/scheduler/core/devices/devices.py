@@ -1,42 +1,44 @@
 """Devices and their slots: what is in one, what must leave it for a newcomer, who has claimed it.
 
 A device has one slot today. Others get slots from here (`slot`, `slots_of`), may read them, and
-have them changed by the functions below: nothing else writes a slot's fields.
+have them changed by the functions below: nothing else writes a slot's fields, or looks into a
+device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.ids import NodeId, OperationKey
 from phaseloom.common.contract.specs import Residency
 from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected, Node, Phase, Slot
 from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.tree import State
 
 HOST_ROOM = 3
 """Times the states of a node: with so much host memory it has room for their weights versions too,
 and nothing goes to NVMe."""
 
 
-def slot(node: Node, index: int) -> Slot:
-    return node.devices[index].slots[0]
+def slot(state: State, node: str, device: int) -> Slot:
+    return state.nodes[node].devices[device].slots[0]
 
 
 def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
     """The slot of each rank."""
-    nodes = step.state.nodes
-    return [
-        slot(nodes[assigned.node], i)
-        for assigned in deployment.wpg.assignments
-        for i in assigned.devices
-    ]
+    return [slot(step.state, node, device) for node, device in deployment.places]
+
+
+def slots_on(node: Node) -> list[Slot]:
+    """The slots of a node, by device."""
+    return [slot for device in node.devices for slot in device.slots]
 
 
 def placed_on(node: Node) -> list[str]:
     """Deployments that are placed on a node, once for each of their devices there."""
-    return [name for device in node.devices for slot in device.slots for name in slot.placed]
+    return [name for slot in slots_on(node) for name in slot.placed]
 
 
 def weigh_host_memory(step: Step, deployment: Deployment) -> None:
@@ -52,40 +54,32 @@ def is_crowded(step: Step, node: Node) -> bool:
     return HOST_ROOM * sum(sizes) > node.host_memory_bytes
 
 
-def load(node: Node, index: int) -> int:
-    """How many deployments are placed on a device."""
-    return len(slot(node, index).placed)
-
-
-def victims(step: Step, node: Node, index: int, newcomer: Deployment) -> list[Deployment]:
-    """The deployments that must leave a device for a newcomer.
+def victims(step: Step, slot: Slot, newcomer: Deployment) -> list[Deployment]:
+    """The deployments that must leave a slot for a newcomer.
 
     Where residency is per job, other jobs' go first; then the least recently used, until the
     newcomer fits.
     """
-    resident = slot(node, index).resident
-    residents = [step.state.deployments[name] for name in resident if name != newcomer.name]
+    node = step.node(slot.node)
+    residents = [step.state.deployments[name] for name in slot.resident if name != newcomer.name]
     leaving = []
     if node.residency is Residency.JOB:
         leaving = [d for d in residents if d.key.job_key != newcomer.key.job_key]
     staying = [d for d in residents if d not in leaving]
     used = newcomer.wpg.state_bytes + sum(d.wpg.state_bytes for d in staying)
     for other in staying:
-        if used <= node.devices[index].memory_bytes:
+        if used <= node.devices[slot.device].memory_bytes:
             break
         leaving.append(other)
         used -= other.wpg.state_bytes
     return leaving
 
 
-def claimant(step: Step, node: Node, index: int) -> Deployment | None:
-    """The deployment that was chosen first among those that wait for this device."""
-    for name in node.claims:
+def claimant(step: Step, slot: Slot) -> Deployment | None:
+    """The deployment that was chosen first among those that wait for this slot's device."""
+    for name in step.node(slot.node).claims:
         deployment = step.state.deployments[name]
-        if any(
-            assigned.node == node.node and index in assigned.devices
-            for assigned in deployment.wpg.assignments
-        ):
+        if (slot.node, slot.device) in deployment.places:
             return deployment
     return None
 
@@ -136,10 +130,11 @@ def forget_job(step: Step, slot: Slot, deployment: Deployment) -> None:
 # --- where deployments are -----------------------------------------------------------------------
 
 
-def place(node: Node, indices: Iterable[int], deployment: Deployment) -> None:
-    """Note on devices of a node that a deployment runs there."""
-    for index in indices:
-        slot(node, index).placed.append(deployment.name)
+def place(step: Step, deployment: Deployment, *, on: NodeId | None = None) -> None:
+    """Note on a deployment's devices that it runs there. Args: on: only on those of this node."""
+    for slot in slots_of(step, deployment):
+        if on in (None, slot.node):
+            slot.placed.append(deployment.name)
 
 
 def leave(step: Step, deployment: Deployment) -> None:
@@ -162,20 +157,18 @@ def forget(step: Step, deployment: Deployment) -> None:
             slot.holder = ""
 
 
-def switch_in(node: Node, indices: Iterable[int], deployment: Deployment) -> None:
-    """Note that the state of a deployment is on these devices of a node."""
-    for index in indices:
-        resident = slot(node, index).resident
-        if deployment.name not in resident:
-            resident.append(deployment.name)
+def switch_in(slots: Iterable[Slot], deployment: Deployment) -> None:
+    """Note that the state of a deployment is on these devices."""
+    for slot in slots:
+        if deployment.name not in slot.resident:
+            slot.resident.append(deployment.name)
 
 
-def switch_out(node: Node, indices: Iterable[int], deployment: Deployment) -> None:
-    """Note that the state of a deployment is not on these devices of a node any more."""
-    for index in indices:
-        resident = slot(node, index).resident
-        if deployment.name in resident:
-            resident.remove(deployment.name)
+def switch_out(step: Step, deployment: Deployment, node: NodeId) -> None:
+    """Note that the state of a deployment is not on its devices of a node any more."""
+    for slot in slots_of(step, deployment):
+        if slot.node == node and deployment.name in slot.resident:
+            slot.resident.remove(deployment.name)
 
 
 def book_again(step: Step, deployment: Deployment) -> None:
@@ -232,20 +225,16 @@ def note_ready(step: Step, deployment: Deployment, *, is_ready: bool) -> None:
             slot.ready.pop(deployment.name, None)
 
 
-def note_phase(slot: Slot, phase: Phase) -> None:
-    """Begin another phase in a slot."""
-    slot.phase = phase
+def serve(step: Step, slot: Slot, job: str, kind: str, *, continues: bool) -> None:
+    """Note that an operation of a job begins.
 
-
-def note_kind(slot: Slot, kind: str) -> None:
-    """Note that an operation of this kind belongs to the slot's phase."""
+    Args: continues: whether it goes on with the slot's phase; else it begins another.
+    """
+    if not continues:
+        slot.phase = Phase(job, began_s=step.now_s)
     if kind not in slot.phase.kinds:
         slot.phase.kinds.append(kind)
-
-
-def note_served(slot: Slot, job: str, sequence: int) -> None:
-    """Note at which place in the log an operation of a job begins."""
-    slot.served[job] = sequence
+    slot.served[job] = step.sequence
 
 
 def set_released(slot: Slot, is_released: bool) -> None:

@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.dispatch.device_views import Option
 from phaseloom.scheduler.core.policies.device_view import Ordering, Wait
 from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Node, Slot
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
@@ -48,22 +48,22 @@ def policy_of(step: Step) -> Ordering:
     return ORDERING[step.config.ordering]
 
 
-def choose(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
-    """Choose the deployment whose operation begins next on a free device.
+def choose(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
+    """Choose the deployment whose operation begins next in a free slot.
 
     Returns: the deployment, or None and the time at which to look again (`NEVER_S`: at the next
     event).
     """
-    among = contenders_on(step, devices.slot(node, index))
+    among = contenders_on(step, slot)
     again_s, may_wait = among.lets_in_s, among.may_wait
     for group in (among.options, among.rest):
         options = group
         while options:
-            preferred = prefer(step, node, index, options, may_wait=may_wait)
+            preferred = prefer(step, slot, options, may_wait=may_wait)
             if isinstance(preferred, Wait):
                 return None, min(again_s, preferred.until_s)
             deployment, op = preferred
-            until_s = _elsewhere_s(step, node, index, deployment, op)
+            until_s = _elsewhere_s(step, slot, deployment, op)
             if until_s <= step.now_s:
                 return deployment, NEVER_S
             again_s = min(again_s, until_s)
@@ -111,19 +111,19 @@ def _after_quantum(step: Step, slot: Slot, options: list[Option]) -> list[Option
     return options
 
 
-def _elsewhere_s(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> float:
+def _elsewhere_s(step: Step, slot: Slot, deployment: Deployment, op: Op) -> float:
     """The time from which a deployment may claim its other devices; a past time: now."""
-    if len(deployment.wpg.assignments) == 1 and len(deployment.wpg.assignments[0].devices) == 1:
+    if len(deployment.places) == 1:
         return 0.0
     timeout_s = _gang_timeout_s(step, deployment)
     until_s = max(op.ready_s, deployment.activation.idle_since_s) + timeout_s
-    for place, other in step.places_of(deployment):
-        if until_s <= step.now_s or (place is node and other == index):
+    for other in devices.slots_of(step, deployment):
+        if until_s <= step.now_s or other is slot:
             continue
-        among = contenders_on(step, devices.slot(place, other))
+        among = contenders_on(step, other)
         if not among.options:
             return min(until_s, among.lets_in_s)
-        preferred = prefer(step, place, other, among.options, may_wait=among.may_wait)
+        preferred = prefer(step, other, among.options, may_wait=among.may_wait)
         if isinstance(preferred, Wait):
             return min(until_s, among.lets_in_s, preferred.until_s)
         if preferred[0] is not deployment:
@@ -140,14 +140,13 @@ def _gang_timeout_s(step: Step, deployment: Deployment) -> float:
     return max(least_s, estimates.worst_period_s(step.state, job))
 
 
-def prefer(
-    step: Step, node: Node, index: int, options: list[Option], *, may_wait: bool
-) -> Option | Wait:
-    """Ask the ordering policy about a free device."""
+def prefer(step: Step, slot: Slot, options: list[Option], *, may_wait: bool) -> Option | Wait:
+    """Ask the ordering policy about a free slot."""
     policy = policy_of(step)
-    slot, is_lone = devices.slot(node, index), len(options) == 1
-    if is_lone and not (may_wait and device_views.has_alternative(step, slot, options[0], policy)):
+    if len(options) == 1 and not (
+        may_wait and device_views.has_alternative(step, slot, options[0], policy)
+    ):
         return options[0]
-    view = device_views.view_of(step, node, index, options, policy, may_wait=may_wait)
+    view = device_views.view_of(step, slot, options, policy, may_wait=may_wait)
     chosen = policy.choose(view)
     return chosen if isinstance(chosen, Wait) else options[view.candidates.index(chosen)]

@@ -18,7 +18,7 @@ from phaseloom.scheduler.core.policies.device_view import (
 )
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
-from phaseloom.scheduler.core.state.node import Node, Slot
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
@@ -33,8 +33,7 @@ _AT_WORK = frozenset({JobState.PLACED, JobState.PROFILING, JobState.ACTIVE})
 
 def view_of(
     step: Step,
-    node: Node,
-    index: int,
+    slot: Slot,
     options: Sequence[Option],
     policy: Ordering,
     *,
@@ -43,40 +42,37 @@ def view_of(
 ) -> DeviceView:
     """Args: options: at least one. may_wait: whether the policy may, where it ever does.
     is_plan: whether what the options take is asked for though the policy does not weigh it."""
-    slot = devices.slot(node, index)
     present = candidate if policy.weighs or is_plan else _unweighed
     return DeviceView(
         now_s=step.now_s,
-        candidates=[present(step, node, index, d, op) for d, op in options],
+        candidates=[present(step, slot, d, op) for d, op in options],
         resident=_resident(step, slot) if policy.may_wait else None,
         members=_members(step, slot, options, may_wait) if policy.is_strict else (),
         may_wait=may_wait and policy.may_wait,
     )
 
 
-def candidate(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> Candidate:
-    slot, job = devices.slot(node, index), deployment.job_name
+def candidate(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Candidate:
     setup_s = estimates.switch_s(step.state, deployment)
     return Candidate(
         operation=str(op.key),
         deployment=deployment.name,
-        job=job,
+        job=deployment.job_name,
         arrival_s=op.ready_s,
         arrival=op.arrival,
         duration_s=estimates.duration_s(step.state, deployment, op.kind),
         switch_s=0.0 if deployment.activation.epoch else setup_s,
         setup_s=setup_s,
         phase_s=estimates.phase_s(step.state, deployment),
-        back_s=_back_s(step, node, index, deployment),
+        back_s=_back_s(step, slot, deployment),
         slack_s=phases.slack_s(step, deployment, op),
-        served=slot.served.get(job, 0),
+        served=slot.served.get(deployment.job_name, 0),
         continues=phases.is_continued(step, slot, deployment, op),
     )
 
 
-def _unweighed(step: Step, node: Node, index: int, deployment: Deployment, op: Op) -> Candidate:
+def _unweighed(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Candidate:
     """A candidate without durations and slack, for policies that do not weigh them."""
-    slot = devices.slot(node, index)
     return Candidate(
         operation=str(op.key),
         deployment=deployment.name,
@@ -90,15 +86,12 @@ def _unweighed(step: Step, node: Node, index: int, deployment: Deployment, op: O
     )
 
 
-def _back_s(step: Step, node: Node, index: int, newcomer: Deployment) -> float:
+def _back_s(step: Step, slot: Slot, newcomer: Deployment) -> float:
     """The dearest switch back of what the newcomer displaces of the holder."""
-    holder = devices.slot(node, index).holder
-    if newcomer.activation.epoch or newcomer.job_name == holder:
+    if newcomer.activation.epoch or newcomer.job_name == slot.holder:
         return 0.0
-    leaving = devices.victims(step, node, index, newcomer)
-    return max(
-        (estimates.switch_s(step.state, d) for d in leaving if d.job_name == holder), default=0.0
-    )
+    leaving = [d for d in devices.victims(step, slot, newcomer) if d.job_name == slot.holder]
+    return max((estimates.switch_s(step.state, d) for d in leaving), default=0.0)
 
 
 def _resident(step: Step, slot: Slot) -> Resident | None:

@@ -55,44 +55,41 @@ def dispatch(step: Step) -> None:
         node = step.state.nodes[name]
         # A node may have come back with fewer devices.
         if node.is_up and index < len(node.devices):
-            _dispatch(step, node, index)
+            _dispatch(step, devices.slot(step.state, name, index))
 
 
-def _dispatch(step: Step, node: Node, index: int) -> None:
-    slot = devices.slot(node, index)
+def _dispatch(step: Step, slot: Slot) -> None:
     if slot.running:
         _go_on(step, step.state.deployments[slot.running])
         return
-    deployment = _claimant(step, node, index)
+    deployment = _claimant(step, slot)
     if deployment is not None:
         _begin(step, deployment)
         return
-    deployment, again_s = choice.choose(step, node, index)
+    deployment, again_s = choice.choose(step, slot)
     if deployment is not None:
         _begin(step, deployment)
     elif again_s < choice.NEVER_S:
-        _wake_at(step, node, index, again_s)
+        _wake_at(step, slot, again_s)
     elif not ready.is_any_on(step, slot):
         _seal_idle(step, slot)
-        _open_speculatively(step, node, index)
+        _open_speculatively(step, slot)
 
 
-def _claimant(step: Step, node: Node, index: int) -> Deployment | None:
+def _claimant(step: Step, slot: Slot) -> Deployment | None:
     """The deployment that has claimed the device. A claim of one that cannot run is dropped."""
-    while (deployment := devices.claimant(step, node, index)) is not None:
+    while (deployment := devices.claimant(step, slot)) is not None:
         if ready.first(step, deployment) is not None:
             return deployment
         devices.unclaim(step, deployment)
-        here = (node.node, index)
-        step.dirty.update(place for place in deployment.places if place != here)
+        step.dirty.update(set(deployment.places) - {(slot.node, slot.device)})
     return None
 
 
 def _begin(step: Step, deployment: Deployment) -> None:
     """Run what a deployment has, or claim its devices where not all of them are free."""
-    for node, index in step.places_of(deployment):
-        claimant = devices.claimant(step, node, index)
-        if devices.slot(node, index).running or claimant not in (None, deployment):
+    for slot in devices.slots_of(step, deployment):
+        if slot.running or devices.claimant(step, slot) not in (None, deployment):
             devices.claim(step, deployment)
             return
     devices.unclaim(step, deployment)
@@ -134,21 +131,19 @@ def _begin_opened(step: Step, deployment: Deployment) -> None:
 def _join(step: Step, deployment: Deployment) -> None:
     """Reading operations may begin beside those of their deployment that run."""
     room = step.config.max_reading - len(deployment.activation.running)
-    places = step.places_of(deployment)
-    first, index = places[0]
-    if room <= 0 or deployment.name not in devices.slot(first, index).ready:
+    slots = devices.slots_of(step, deployment)
+    if room <= 0 or deployment.name not in slots[0].ready:
         return
     ops = ready.joiners(step, deployment, room)
-    if not ops or any(_is_closed(step, node, index, deployment) for node, index in places):
+    if not ops or any(_is_closed(step, slot, deployment) for slot in slots):
         return
     for op in ops:
         _permit(step, deployment, op)
 
 
-def _is_closed(step: Step, node: Node, index: int, deployment: Deployment) -> bool:
-    """Whether what runs on a device must drain, because others go next."""
-    slot = devices.slot(node, index)
-    if devices.claimant(step, node, index) is not None:
+def _is_closed(step: Step, slot: Slot, deployment: Deployment) -> bool:
+    """Whether what runs in a slot must drain, because others go next."""
+    if devices.claimant(step, slot) is not None:
         return True
     if not idle_hold.is_quantum_over(step, slot.used_since_s):
         return False
@@ -159,21 +154,18 @@ def _is_closed(step: Step, node: Node, index: int, deployment: Deployment) -> bo
     return any(d is not deployment for d, _ in ready.on(step, slot, of_job=job))
 
 
-def _wake_at(step: Step, node: Node, index: int, due_s: float) -> None:
-    slot = devices.slot(node, index)
-    timer = f"grace/{node.node}/{index}/{step.sequence}"
-    if step.state.timers.get(slot.timer, -1.0) == due_s:
-        return
-    devices.note_timer(slot, timer)
-    step.set_timer(timer, due_s)
+def _wake_at(step: Step, slot: Slot, due_s: float) -> None:
+    if step.state.timers.get(slot.timer, -1.0) != due_s:
+        devices.note_timer(slot, f"grace/{slot.node}/{slot.device}/{step.sequence}")
+        step.set_timer(slot.timer, due_s)
 
 
-def _open_speculatively(step: Step, node: Node, index: int) -> None:
-    target, open_s = speculative.plan(step, node, index)
+def _open_speculatively(step: Step, slot: Slot) -> None:
+    target, open_s = speculative.plan(step, slot)
     if target is None:
         return
     if open_s > step.now_s:
-        _wake_at(step, node, index, open_s)
+        _wake_at(step, slot, open_s)
     elif not speculative.try_skip(step, target):
         _open(step, target, is_speculative=True)
         speculative.opened(step, target)
@@ -184,15 +176,15 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
     opening_on = deployment.nodes if len(deployment.wpg.assignments) > 1 else []
     deployment.activation.open(step.sequence, step.now_s, opening_on)
     gone: list[Deployment] = []
-    for assigned in deployment.wpg.assignments:
-        node = step.node(assigned.node)
+    for node in step.nodes_of(deployment):
+        slots = [slot for slot in devices.slots_of(step, deployment) if slot.node == node.node]
         leaving: list[Deployment] = []
-        for index in assigned.devices:
-            found = devices.victims(step, node, index, deployment)
+        for slot in slots:
+            found = devices.victims(step, slot, deployment)
             leaving += [victim for victim in found if victim not in leaving]
         for victim in leaving:
             _displace(step, victim, node)
-        devices.switch_in(node, assigned.devices, deployment)
+        devices.switch_in(slots, deployment)
         step.order(
             OpenActivation,
             node,
@@ -211,9 +203,7 @@ def _displace(step: Step, victim: Deployment, node: Node) -> None:
     """End an activation. The state leaves this node, and stays on others until it must go."""
     victim.activation.close()
     speculative.displaced(step, victim)
-    for assigned in victim.wpg.assignments:
-        if assigned.node == node.node:
-            devices.switch_out(node, assigned.devices, victim)
+    devices.switch_out(step, victim, node.node)
 
 
 def _permit(step: Step, deployment: Deployment, op: Op) -> None:

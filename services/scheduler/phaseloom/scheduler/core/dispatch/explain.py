@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, device_views, idle_hold, ready
 from phaseloom.scheduler.core.policies.device_view import Candidate, Wait
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Node, Slot
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState, OpState, WpgState
@@ -116,7 +116,7 @@ def _name(deployment: Deployment, seq: int) -> str:
 
 def _queue_of(step: Step, deployment: Deployment) -> Queue:
     """The queue of its device; of several, of the one where it is last."""
-    queues = [_queue_on(step, node, index) for node, index in step.places_of(deployment)]
+    queues = [_queue_on(step, slot) for slot in devices.slots_of(step, deployment)]
     return max(queues, key=lambda queue: _index_in(queue, deployment), default=[])
 
 
@@ -156,24 +156,24 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
         nodes = ", ".join(deployment.activation.opening_on)
         return [f"its activation, which is not open yet on {nodes}"]
     lines = []
-    for node, index in step.places_of(deployment):
-        lines += _of_device(step, deployment, node, index)
+    for slot in devices.slots_of(step, deployment):
+        lines += _of_slot(step, deployment, slot)
     return list(dict.fromkeys(lines))
 
 
-def _of_device(step: Step, deployment: Deployment, node: Node, index: int) -> list[str]:
-    slot, where = devices.slot(node, index), f"device {index} of {node.node}"
+def _of_slot(step: Step, deployment: Deployment, slot: Slot) -> list[str]:
+    where = f"device {slot.device} of {slot.node}"
     lines = []
     if slot.running:
         lines.append(f"{where}, which runs {_running(step, deployment, slot.running)}")
-    claimant = devices.claimant(step, node, index)
+    claimant = devices.claimant(step, slot)
     if claimant is not None and claimant is not deployment:
         lines.append(f"{where}, which {_named(deployment, claimant.name)} has claimed")
     until_s = _held_s(step, slot, deployment)
     if until_s > step.now_s and not slot.running:
         left_s = until_s - step.now_s
         lines.append(f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, slot)}")
-    wait = _wait_on(step, node, index)
+    wait = _wait_on(step, slot)
     if wait is not None and wait.job != deployment.job_name:
         left_s, whom = wait.until_s - step.now_s, _job(deployment, wait.job)
         lines.append(f"{where}, which waits up to {left_s:.2f} s for {whom}: {wait.why}")
@@ -194,15 +194,14 @@ def _job(asker: Deployment, name: str) -> str:
     return f"job {name}" if is_own else "a job of another tenant"
 
 
-def _wait_on(step: Step, node: Node, index: int) -> Wait | None:
-    """The wait for which the ordering policy leaves a device idle; None: it does not."""
-    slot = devices.slot(node, index)
-    if slot.running or devices.claimant(step, node, index) is not None:
+def _wait_on(step: Step, slot: Slot) -> Wait | None:
+    """The wait for which the ordering policy leaves a slot idle; None: it does not."""
+    if slot.running or devices.claimant(step, slot) is not None:
         return None
     among = choice.contenders_on(step, slot)
     if not among.options:
         return None
-    preferred = choice.prefer(step, node, index, among.options, may_wait=among.may_wait)
+    preferred = choice.prefer(step, slot, among.options, may_wait=among.may_wait)
     return preferred if isinstance(preferred, Wait) else None
 
 
@@ -227,11 +226,10 @@ def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
 
 def _let_in_s(step: Step, deployment: Deployment) -> float:
     until_s = 0.0
-    for node, index in step.places_of(deployment):
-        slot = devices.slot(node, index)
+    for slot in devices.slots_of(step, deployment):
         if not slot.running and not ready.is_any_on(step, slot, of_job=slot.holder):
             until_s = max(until_s, _held_s(step, slot, deployment))
-        wait = _wait_on(step, node, index)
+        wait = _wait_on(step, slot)
         if wait is not None:
             until_s = max(until_s, wait.until_s)
     return until_s
@@ -245,29 +243,28 @@ def _running(step: Step, asker: Deployment, name: str) -> str:
     return f"{_named(asker, str(keys[0]))}{more}"
 
 
-def _queue_on(step: Step, node: Node, index: int) -> Queue:
-    slot = devices.slot(node, index)
+def _queue_on(step: Step, slot: Slot) -> Queue:
     among = choice.contenders_on(step, slot)
     every = list(ready.on(step, slot))
     first = [*among.options, *among.rest]
     later = [option for option in every if option[0] not in [d for d, _ in first]]
-    claimed = devices.claimant(step, node, index)
+    claimed = devices.claimant(step, slot)
     queue: Queue = []
     for options, what in ((among.options, ""), (among.rest, "; its quantum is over"), (later, "")):
         left = [option for option in options if option[0] is not claimed]
-        queue += [(c, why + what) for c, why in _ordered(step, node, index, left)]
+        queue += [(c, why + what) for c, why in _ordered(step, slot, left)]
     if claimed is not None and (op := ready.first(step, claimed)) is not None:
-        first_of_all = device_views.candidate(step, node, index, claimed, op)
+        first_of_all = device_views.candidate(step, slot, claimed, op)
         queue.insert(0, (first_of_all, "it has claimed its devices"))
     return queue
 
 
-def _ordered(step: Step, node: Node, index: int, options: list[device_views.Option]) -> Queue:
+def _ordered(step: Step, slot: Slot, options: list[device_views.Option]) -> Queue:
     """The options in the order in which the policy would choose them now."""
     if not options:
         return []
     policy = choice.policy_of(step)
-    view = device_views.view_of(step, node, index, options, policy, may_wait=False, is_plan=True)
+    view = device_views.view_of(step, slot, options, policy, may_wait=False, is_plan=True)
     left, queue = list(view.candidates), []
     while left:
         chosen = policy.choose(replace(view, candidates=left))

@@ -93,8 +93,7 @@ def _mark(step: Step, job: JobKey, pool: str, *, is_released: bool) -> None:
     for deployment in step.deployments_of(job):
         if deployment.spec.pool != pool:
             continue
-        for node, index in step.places_of(deployment):
-            slot = devices.slot(node, index)
+        for slot in devices.slots_of(step, deployment):
             if slot.holder == str(job):
                 devices.set_released(slot, is_released)
-                step.dirty.add((node.node, index))
+                step.dirty.add((slot.node, slot.device))

@@ -12,7 +12,7 @@ from phaseloom.scheduler.core.devices import devices, estimates, round_robin
 from phaseloom.scheduler.core.dispatch import idle_hold
 from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Phase, Slot
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
@@ -29,12 +29,9 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
     here = devices.slots_of(step, deployment)
     is_new = False
     for slot in here:
-        if not is_continued(step, slot, deployment, op):
-            devices.note_phase(slot, Phase(name, [kind], step.now_s))
-            is_new = True
-        else:
-            devices.note_kind(slot, kind)
-        devices.note_served(slot, name, step.sequence)
+        continues = is_continued(step, slot, deployment, op)
+        devices.serve(step, slot, name, kind, continues=continues)
+        is_new = is_new or not continues
     if is_new and ORDERING[step.config.ordering].is_strict:
         round_robin.began(step, deployment, here)
     if job.progress.began_s < 0:

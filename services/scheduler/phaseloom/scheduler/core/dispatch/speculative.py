@@ -17,7 +17,7 @@ from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import idle_hold, ready
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Expected, Node, Slot
+from phaseloom.scheduler.core.state.node import Expected, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import WpgState
@@ -76,18 +76,17 @@ def displaced(step: Step, victim: Deployment) -> None:
         speculation.skips = 2**speculation.misses
 
 
-def plan(step: Step, node: Node, index: int) -> tuple[Deployment | None, float]:
-    """The activation to open on a device with nothing ready, and when; `NEVER_S`: none."""
-    slot = devices.slot(node, index)
+def plan(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
+    """The activation to open in a slot with nothing ready, and when; `NEVER_S`: none."""
     if not step.config.speculative_switch_in or slot.speculative:
         return None, NEVER_S
     for name, expected in sorted(slot.expected.items(), key=lambda item: item[1].at_s):
         target = None if expected.is_tried else _target(step, slot, name, expected)
         if target is None:
             continue
-        places = step.places_of(target)
-        open_s = max(_free_s(step, n, i, target, expected) for n, i in places)
-        if not all(_is_first(step, n, i, target, expected) for n, i in places):
+        slots = devices.slots_of(step, target)
+        open_s = max(_free_s(step, s, target, expected) for s in slots)
+        if not all(_is_first(step, s, target, expected) for s in slots):
             open_s = max(open_s, expected.soonest_s - _lead_s(step, target))
         if open_s < expected.late_s:
             return target, open_s
@@ -117,16 +116,15 @@ def _target(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment
     return deployment if is_up and is_here else None
 
 
-def _free_s(step: Step, node: Node, index: int, target: Deployment, expected: Expected) -> float:
-    """The time from which nothing that is likely sooner would be displaced on this device."""
-    slot = devices.slot(node, index)
-    if slot.running or slot.ready or devices.claimant(step, node, index):
+def _free_s(step: Step, slot: Slot, target: Deployment, expected: Expected) -> float:
+    """The time from which nothing that is likely sooner would be displaced in this slot."""
+    if slot.running or slot.ready or devices.claimant(step, slot):
         return NEVER_S
     own = target.key.job_key
     free_s = 0.0
     if slot.holder != str(own):
         free_s = idle_hold.held_until_s(step, slot)
-    for victim in devices.victims(step, node, index, target):
+    for victim in devices.victims(step, slot, target):
         if victim.key.job_key != own:
             free_s = max(free_s, _gone_s(step, slot, victim.key.job_key, expected))
     return free_s
@@ -140,13 +138,13 @@ def _gone_s(step: Step, slot: Slot, resident: JobKey, expected: Expected) -> flo
     return its.late_s if its.at_s <= expected.at_s else 0.0
 
 
-def _is_first(step: Step, node: Node, index: int, target: Deployment, expected: Expected) -> bool:
+def _is_first(step: Step, slot: Slot, target: Deployment, expected: Expected) -> bool:
     """Whether nothing that it would displace is likely to come before the job that is expected."""
-    known = devices.slot(node, index).expected
-    others = [v.job_name for v in devices.victims(step, node, index, target)]
+    known = slot.expected
+    others = {victim.job_name for victim in devices.victims(step, slot, target)}
     return all(
-        name == target.job_name or (name in known and known[name].soonest_s > expected.at_s)
-        for name in others
+        name in known and known[name].soonest_s > expected.at_s
+        for name in others - {target.job_name}
     )
 
 

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from phaseloom.common.contract import events
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.errors import Code, ErrorInfo
-from phaseloom.common.contract.events import (
-    DeploymentCreated,
-    DeploymentDeleted,
-    DrainRequested,
-    JobFinished,
-    JobSubmitted,
-)
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.scheduler.core.durability import seals
@@ -35,7 +29,7 @@ MIN_KEPT_S = 600.0
 The bus takes messages of a later job with the same ids for copies for as long."""
 
 
-def submit(step: Step, event: JobSubmitted) -> None:
+def submit(step: Step, event: events.JobSubmitted) -> None:
     name = str(event.job)
     old = step.state.jobs.get(name)
     if old is not None and old.state not in JOB_ENDED:
@@ -194,7 +188,7 @@ def show(step: Step, name: str) -> None:
     step.emit(outputs.PutView(job.key, status(step, job)))
 
 
-def finish(step: Step, event: JobFinished) -> None:
+def finish(step: Step, event: events.JobFinished) -> None:
     job = step.state.jobs.get(str(event.job))
     if job is not None and job.state not in JOB_ENDED:
         job.failed(None)
@@ -203,7 +197,7 @@ def finish(step: Step, event: JobFinished) -> None:
     _answer(step, event.request, job or event.job)
 
 
-def drain(step: Step, event: DrainRequested) -> None:
+def drain(step: Step, event: events.DrainRequested) -> None:
     job = step.state.jobs.get(str(event.job))
     error = None
     if job is not None and job.state not in JOB_ENDED:
@@ -277,7 +271,7 @@ def _missing(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
     return ""
 
 
-def create_deployment(step: Step, event: DeploymentCreated) -> None:
+def create_deployment(step: Step, event: events.DeploymentCreated) -> None:
     job = step.state.jobs.get(str(event.job))
     error = None
     if job is not None:
@@ -287,7 +281,7 @@ def create_deployment(step: Step, event: DeploymentCreated) -> None:
     _answer(step, event.request, job or event.job, error)
 
 
-def delete_deployment(step: Step, event: DeploymentDeleted) -> None:
+def delete_deployment(step: Step, event: events.DeploymentDeleted) -> None:
     key = event.deployment
     job = step.state.jobs.get(str(key.job_key))
     error = None

@@ -192,9 +192,10 @@ def _assign(step: Step, spec: DeploymentSpec, nodes: list[NodeId]) -> list[RankA
 
 
 def _least_loaded(step: Step, node: NodeId, num_devices: int) -> list[int]:
-    there = step.node(node)
-    by_load = sorted(range(len(there.devices)), key=lambda i: (devices.load(there, i), i))
-    return sorted(by_load[:num_devices])
+    """The devices of a node that the fewest deployments are placed on."""
+    slots = devices.slots_on(step.node(node))
+    slots.sort(key=lambda slot: len(slot.placed))
+    return sorted(slot.device for slot in slots[:num_devices])
 
 
 # --- deployments that come and go while their job runs --------------------------------------------

@@ -61,6 +61,8 @@ class Phase(msgspec.Struct):
 class Slot(msgspec.Struct):
     """A share of a device that runs one deployment at a time. `devices` alone writes its fields."""
 
+    node: NodeId
+    device: int
     resident: list[str] = []
     """Deployments whose state is in the slot, least recently used first."""
     placed: list[str] = []
@@ -98,7 +100,7 @@ class Slot(msgspec.Struct):
 
 class Device(msgspec.Struct):
     memory_bytes: int
-    slots: list[Slot] = msgspec.field(default_factory=lambda: [Slot()])
+    slots: list[Slot]
     """One, until jobs share a device in space."""
 
 
@@ -118,5 +120,5 @@ class Node(msgspec.Struct):
     first. Any two of them are in the same order on every node that they share."""
 
 
-def new_devices(specs: list[DeviceSpec]) -> list[Device]:
-    return [Device(memory_bytes=spec.memory_bytes) for spec in specs]
+def new_devices(node: NodeId, specs: list[DeviceSpec]) -> list[Device]:
+    return [Device(spec.memory_bytes, [Slot(node, i)]) for i, spec in enumerate(specs)]

@@ -144,15 +144,6 @@ class Step:
         """The nodes of a deployment, in the order of its ranks."""
         return [self.state.nodes[assigned.node] for assigned in deployment.wpg.assignments]
 
-    def places_of(self, deployment: Deployment) -> list[tuple[Node, int]]:
-        """The node and device of each rank."""
-        nodes = self.state.nodes
-        return [
-            (nodes[assigned.node], i)
-            for assigned in deployment.wpg.assignments
-            for i in assigned.devices
-        ]
-
     def deployments_of(self, job: JobKey) -> list[Deployment]:
         specs = self.state.jobs[str(job)].spec.deployments
         keys = [str(DeploymentKey(job.tenant, job.job, spec.name)) for spec in specs]

@@ -17,8 +17,9 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
 
-CORE_VERSION = 8
-"""Raised whenever the same log would give other commands: a snapshot of another one is refused."""
+CORE_VERSION = 9
+"""Raised whenever the same log would give other commands, or the state has another shape: a
+snapshot of another version is refused."""
 
 
 class State(msgspec.Struct):

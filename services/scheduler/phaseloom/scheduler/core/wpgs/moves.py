@@ -321,8 +321,7 @@ def relocate(step: Step, deployment: Deployment, assignments: list[RankAssignmen
     release_nodes(step, deployment)
     deployment.move.end()
     deployment.wpg.put_on(assignments)
-    for assigned in assignments:
-        devices.place(step.node(assigned.node), assigned.devices, deployment)
+    devices.place(step, deployment)
     for node in deployment.nodes:
         # A node may confirm late that it has forgotten the deployment: the next incarnation must
         # not be taken for the one that is confirmed dead.

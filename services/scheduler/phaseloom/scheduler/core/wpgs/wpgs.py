@@ -48,7 +48,7 @@ def node_up(step: Step, event: NodeUp) -> None:
     node = Node(
         node=event.node,
         pool=event.pool,
-        devices=new_devices(event.devices),
+        devices=new_devices(event.node, event.devices),
         host_memory_bytes=event.host_memory_bytes,
         revision=event.revision,
         state_endpoint=event.state_endpoint,
@@ -66,7 +66,7 @@ def node_up(step: Step, event: NodeUp) -> None:
             # `stop` does not reach this node any more: it is told below to forget the deployment.
             step.state.ask_to_forget(event.node, name, deployment.wpg.incarnation)
             continue
-        devices.place(node, assigned.devices, deployment)
+        devices.place(step, deployment, on=event.node)
         _try_start(step, deployment)
     for deployment in step.state.deployments.values():
         if deployment.wpg.state is WpgState.LOST and deployment.wpg.assignments:
@@ -153,8 +153,7 @@ def place(step: Step, deployment: Deployment, assignments: list[RankAssignment])
     Args: assignments: a device for each rank, in order; the first is the leader's.
     """
     deployment.wpg.put_on(assignments)
-    for assigned in assignments:
-        devices.place(step.node(assigned.node), assigned.devices, deployment)
+    devices.place(step, deployment)
     start(step, deployment)
 
 

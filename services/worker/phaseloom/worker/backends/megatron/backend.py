@@ -44,9 +44,8 @@ from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.architectures import has_windows
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
-from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import file_shapes, file_tensors
-from phaseloom.worker.backends.gathering import owned, whole_tensors
+from phaseloom.worker.backends.gathering import owned, weights_digest
 from phaseloom.worker.backends.layout import Layout, check_layout, lay_out, plan
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.megatron import devices
@@ -64,7 +63,6 @@ from phaseloom.worker.backends.megatron.stage import Stage, transformer_config
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
-    as_little_endian,
     build_model,
     config_dict,
     model_config,
@@ -233,11 +231,9 @@ class MegatronBackend(Member):
     @collective
     def weights_sha256(self) -> str:
         views = self._tensors.views(self._layout.weights)
-        tensors = whole_tensors(self.version_slots, self.holdings, views, self._ranks.rank)
-        hexadecimal = weights_sha256(as_little_endian(tensors), self._dtype)
-        digest = torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)
-        dist.broadcast(digest, src=0)
-        return bytes(digest.tolist()).hex()
+        return weights_digest(
+            self.version_slots, self.holdings, views, self._ranks.rank, self._dtype
+        )
 
     def weights_changed(self) -> None:
         """Make masters of weights that came without any: a version's, a checkpoint's. Nothing else
