@@ -112,9 +112,9 @@ bench-state: $(VENV)/.test
 bench-hidden: $(VENV)/.test
 	$(BIN)/python -m loadtest hidden $(ARGS)
 
-## bench-runtimes: tokens a second of the backend vllm beside vLLM alone; ARGS="--rows 8"
-bench-runtimes: $(VLLM_VENV)/.test
-	$(VLLM_VENV)/bin/python -W ignore -m loadtest.runtimes $(ARGS)
+## bench-runtimes: the backends beside plain torch, vLLM alone and plain copies; ARGS="--rounds 9"
+bench-runtimes: $(VENV)/.test $(VLLM_VENV)/.test
+	$(BIN)/python -m loadtest runtimes $(VLLM_VENV)/bin/python $(ARGS)
 
 ## loadtest: 100 jobs, 100,000 operations; ARGS="--jobs 10 --ops 200" for less
 loadtest: $(VENV)/.test

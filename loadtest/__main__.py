@@ -21,6 +21,7 @@ from loadtest import (
     publishing,
     resharding,
     roundtrip,
+    runtimes,
     state_bench,
 )
 from loadtest.records import LATEST, Record, describe, record, write
@@ -232,6 +233,42 @@ def hidden_test(
     )
     idle = ", ".join(f"{device} {share:.0%}" for device, share in report.idle_share.items())
     console.print(f"idle: {idle}; waited for, s: {report.unhidden_seconds}")
+
+
+@app.command(name="runtimes")
+def runtimes_test(
+    python: Path,
+    *,
+    rounds: int = 5,
+    rows: int = 32,
+    tokens: int = 128,
+    tp: int = 1,
+    quick: bool = False,
+    file: Path = _RUNS / "runtimes.json",
+) -> None:
+    """Measure each runtime under our adapter beside the same work without it.
+
+    Parameters
+    ----------
+    python
+        Interpreter of the environment that vLLM is installed in.
+    rounds
+        How often the sides take turns.
+    rows
+        Sequences that are decoded together.
+    tokens
+        New tokens of each.
+    tp
+        Tensor-parallel ranks of the sampler that weights are synced to.
+    quick
+        Take small models: to see that it runs, not to publish.
+    file
+        Where the figures are merged by name.
+    """
+    measuring = runtimes.measure(
+        runtimes.Settings(rounds, rows, tokens, tp, quick), python, _work_directory(file), file
+    )
+    Console().print(_table(uvloop.run(measuring).figures))
 
 
 @app.command

@@ -204,6 +204,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "chaos": ("chaos.json", "recovery.md", ChaosReport, chaos_table),
     "state": ("state.json", "state.md", Records, bench_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
+    "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
 }
 """The file in the runs, the page, the type and the table of each published name, which is the name
 in docs/measured and in the markers."""

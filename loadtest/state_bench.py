@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +44,8 @@ from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
 
 _KEY = DeploymentKey("bench", "state", "policy")
-_SECRET = "bench"
+SECRET = "bench"
+SOCKET = "s"
 _GB = 1e9
 _PATTERN_BYTES = 1024 * 1024
 
@@ -110,8 +111,8 @@ def measure_disk(directory: Path, num_bytes: int, num_rounds: int) -> list[Recor
     """
     states = StateDirectory(directory)
     path = states.seal(_KEY, 1)
-    memory = _filled(Extent(num_bytes, "bench"), num_bytes)
-    target = _filled(Extent(num_bytes, "bench target"), num_bytes)
+    memory = filled(Extent(num_bytes, "bench"), num_bytes)
+    target = filled(Extent(num_bytes, "bench target"), num_bytes)
     header = seal_header(_KEY, 1, [Section(num_bytes, [], digest_of(memory))])
 
     def write() -> None:
@@ -243,38 +244,80 @@ def _loop(file: Path, num_bytes: int, memory: memoryview, *, is_write: bool) -> 
 
 async def measure_switches(directory: Path, num_bytes: int, num_rounds: int) -> list[Record]:
     """Measure switches: two deployments take turns on a device that holds one of them."""
-    size = f"{num_bytes / 2**20:.0f}_mib"
-    offloads = Pairs(f"offload_{size}", num_bytes, "memcpy into touched memory", "≥ 0.80")
-    loads = Pairs(f"load_{size}", num_bytes, "memcpy into fresh huge pages", "≥ 0.80")
-    switches = Pairs(f"switch_{size}", num_bytes, "the two plain copies", "≤ 1.2")
-    source = Extent(num_bytes, "bench: plain source")
-    touched = Extent(num_bytes, "bench: plain target")
-    plain = _filled(source, num_bytes)
-    into = _filled(touched, num_bytes)
-    async with _daemon(directory, num_bytes) as agent:
+    async with daemon(directory, num_bytes) as agent:
         ranks = [await _start(agent, directory, name, num_bytes) for name in ("a", "b")]
-        await agent.switch_in(ranks[0].key, 1, 1, [])
-        for number in range(2 + 2 * num_rounds):
-            out, back = ranks[number % 2], ranks[1 - number % 2]
-            started_s = time.perf_counter()
-            switched = await agent.switch_in(back.key, 1, 2 + number, [out.key])
-            took_s = time.perf_counter() - started_s
-            await _digested(agent)
-            copy_s = await asyncio.to_thread(_copy, plain, into)
-            fresh_s = await asyncio.to_thread(_copy_fresh, plain)
-            if number < 2:
-                # The first switches touch both extents for the first time, which later ones do not.
-                continue
-            for pairs, own, bare in (
-                (offloads, switched.offload_s, copy_s),
-                (loads, switched.load_s, fresh_s),
-                (switches, took_s, copy_s + fresh_s),
-            ):
-                pairs.ours_s.append(own)
-                pairs.limit_s.append(bare)
+        keys = [rank.key for rank in ranks]
+        measured = await switch_in_turns(agent, keys, num_bytes, num_rounds)
         for rank in ranks:
             await rank.client.close()
-    return [offloads.speed(), loads.speed(), switches.time()]
+    return measured.records(f"{num_bytes / 2**20:.0f}_mib")
+
+
+@dataclass(slots=True)
+class Switches:
+    """The seconds of switches that move `num_bytes` out and as many in, round by round."""
+
+    num_bytes: int
+    offloads: list[tuple[float, float]] = field(default_factory=list)
+    """Ours, and the plain copy into touched memory."""
+    loads: list[tuple[float, float]] = field(default_factory=list)
+    """Ours, and the plain copy into fresh huge pages."""
+    wholes: list[tuple[float, float]] = field(default_factory=list)
+    """The whole switch, and the two plain copies."""
+
+    def records(self, of: str) -> list[Record]:
+        return [
+            self._pairs(
+                f"offload_{of}", "memcpy into touched memory", "≥ 0.80", self.offloads
+            ).speed(),
+            self._pairs(f"load_{of}", "memcpy into fresh huge pages", "≥ 0.80", self.loads).speed(),
+            self.whole(f"switch_{of}"),
+        ]
+
+    def whole(self, name: str) -> Record:
+        return self._pairs(name, "the two plain copies", "≤ 1.2", self.wholes).time()
+
+    def _pairs(self, name: str, limit: str, aim: str, of: list[tuple[float, float]]) -> Pairs:
+        ours_s, limit_s = zip(*of, strict=True)
+        return Pairs(name, self.num_bytes, limit, aim, [*ours_s], [*limit_s])
+
+
+async def switch_in_turns(
+    agent: AgentStateClient,
+    keys: Sequence[DeploymentKey],
+    num_bytes: int,
+    num_rounds: int,
+    use: Callable[[int], Awaitable[None]] | None = None,
+) -> Switches:
+    """Switch two offloaded deployments in, by turns; the same bytes are copied plainly in between.
+
+    Args: use: does something with the deployment of this index, which has just come in.
+    """
+    source = Extent(num_bytes, "bench: plain source")
+    touched = Extent(num_bytes, "bench: plain target")
+    plain = filled(source, num_bytes)
+    into = filled(touched, num_bytes)
+    measured = Switches(num_bytes)
+    await agent.switch_in(keys[0], 1, 1, [])
+    if use is not None:
+        await use(0)
+    for number in range(2 + 2 * num_rounds):
+        out, back = number % 2, 1 - number % 2
+        started_s = time.perf_counter()
+        switched = await agent.switch_in(keys[back], 1, 2 + number, [keys[out]])
+        took_s = time.perf_counter() - started_s
+        await _digested(agent)
+        copy_s = await asyncio.to_thread(copy_seconds, plain, into)
+        fresh_s = await asyncio.to_thread(_copy_fresh, plain)
+        if use is not None:
+            await use(back)
+        if number < 2:
+            # The first switches touch both extents for the first time, which later ones do not.
+            continue
+        measured.offloads.append((switched.offload_s, copy_s))
+        measured.loads.append((switched.load_s, fresh_s))
+        measured.wholes.append((took_s, copy_s + fresh_s))
+    return measured
 
 
 async def _digested(agent: AgentStateClient) -> None:
@@ -294,7 +337,7 @@ async def measure_tensors(
     index = Pairs(f"index_{of}", num_bytes, spent, "≤ 0.05")
     switch = Pairs(f"switch_{of}", num_bytes, spent, "≤ 1.05")
     version = Pairs(f"version_{of}", num_bytes, "the same bytes as one tensor", "≤ 1.05")
-    async with _daemon(directory, num_bytes, num_deployments=4) as agent:
+    async with daemon(directory, num_bytes, num_deployments=4) as agent:
         slots = _slots(num_bytes, num_tensors)
         many = [await _start(agent, directory, name, num_bytes, slots) for name in ("a", "b")]
         one = [await _start(agent, directory, name, num_bytes) for name in ("c", "d")]
@@ -343,7 +386,7 @@ def _slots(num_bytes: int, num_tensors: int) -> list[TensorSlot]:
     ]
 
 
-def _copy(source: memoryview, target: memoryview) -> float:
+def copy_seconds(source: memoryview, target: memoryview) -> float:
     to, start = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (target, source))
     return _seconds(lambda: ctypes.memmove(to, start, len(source)))
 
@@ -351,19 +394,19 @@ def _copy(source: memoryview, target: memoryview) -> float:
 def _copy_fresh(source: memoryview) -> float:
     fresh = mmap.mmap(-1, len(source), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     fresh.madvise(mmap.MADV_HUGEPAGE)
-    return _copy(source, memoryview(fresh))
+    return copy_seconds(source, memoryview(fresh))
 
 
 @asynccontextmanager
-async def _daemon(
+async def daemon(
     directory: Path, num_bytes: int, *, num_deployments: int = 1
 ) -> AsyncIterator[AgentStateClient]:
     """A state manager whose only device has room for `num_deployments` deployments."""
     await asyncio.to_thread(make_certificates, directory, ["bench"])
     settings = {
         "NODE": "bench",
-        "SOCKET": str(directory / "s"),
-        "SECRET": _SECRET,
+        "SOCKET": str(directory / SOCKET),
+        "SECRET": SECRET,
         "CERTIFICATES": str(directory_of(directory, "bench")),
         "DIRECTORY": str(directory / "files"),
         "DEVICES": json.dumps([num_deployments * num_bytes]),
@@ -383,7 +426,7 @@ async def _daemon(
         while b"serves" not in (line := await process.stderr.readline()):
             if not line:
                 raise RuntimeError("the state manager did not start")
-        agent = await AgentStateClient.connect(directory / "s", _SECRET)
+        agent = await AgentStateClient.connect(directory / SOCKET, SECRET)
         try:
             yield agent
         finally:
@@ -417,7 +460,7 @@ async def _start(
     token = f"token of {key}"
     await agent.register_wpg([token], key, 1, [0], 0)
     client = await RankStateClient.connect(
-        directory / "s", token, applied=lambda: 0, on_loaded=lambda: None
+        directory / SOCKET, token, applied=lambda: 0, on_loaded=lambda: None
     )
     heap, slots = Heap(num_bytes), slots or _slots(num_bytes, 1)
     started_s = time.perf_counter()
@@ -428,7 +471,7 @@ async def _start(
     return BenchRank(key, client, slots, registered_s)
 
 
-def _filled(extent: Extent, num_bytes: int) -> memoryview:
+def filled(extent: Extent, num_bytes: int) -> memoryview:
     memory = extent.view(num_bytes)
     make_huge(memory)  # every user that fills an extent does so
     _fill(memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from msgspec.structs import replace
 from phaseloom import client
 from phaseloom.cli.state import state
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.events import ActivationOpened
-from phaseloom.common.contract.operations import AdamParams, GenerateResult
+from phaseloom.common.contract.operations import AdamParams, GenerateResult, Outcome
 from phaseloom.common.contract.specs import Layout
 from tests.support import vllm
 from tests.support.jobs import kill_rank, running_mesh, tenant
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.vllm, vllm.needs_vllm_python]
 INTERPRETERS = {"vllm": str(vllm.PYTHON)}
 MESH = MeshConfig(
     nodes=[
-        NodeConfig("rollout-0", "rollout", [16 * 2**20], interpreters=INTERPRETERS),
+        NodeConfig("rollout-0", "rollout", [16 * 2**20] * 2, interpreters=INTERPRETERS),
         NodeConfig("train-0", "train", [16 * 2**20, 16 * 2**20]),
     ],
     seal_every=4,
@@ -40,16 +41,20 @@ async def draws(sampler: client.Deployment) -> list[list[int]]:
     return [list(s.tokens) for group in generated.sequences for s in group]
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(
+    ("dp", "layout"),
+    [(1, Layout()), (2, Layout()), (2, Layout(tp=2)), (1, Layout(pp=2))],
+    ids=["1 to 1", "2 to 1", "2 to tp 2", "1 to pp 2"],
+)
 async def test_vllm_syncs_what_fsdp_published_and_draws_what_our_sampler_draws(
-    dp: int, short_dir: Path
+    dp: int, layout: Layout, short_dir: Path
 ) -> None:
     in_shared_memory = set(os.listdir("/dev/shm"))
     async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
         policy_spec = replace(
             vllm.spec("fsdp", "policy"), pool="train", trainable=True, layout=Layout(dp=dp)
         )
-        specs = [policy_spec, vllm.spec(), vllm.spec("sampler", "own")]
+        specs = [policy_spec, vllm.spec(layout=layout), vllm.spec("sampler", "own")]
         job = await connection.submit_job("job", specs)
         policy, sampler, own = (job.deployment(name) for name in ("policy", "sampler", "own"))
         first = await draws(sampler)
@@ -119,3 +124,42 @@ async def test_two_jobs_on_one_device_take_turns_and_draw_the_same_bits(
         opened = [e for e in log.events if isinstance(e, ActivationOpened)]
         assert len([e for e in opened if e.displaced]) >= 7
         assert log.failures() == []
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=["tp", "pp"])
+async def test_requests_join_stop_and_are_cancelled_on_two_ranks(
+    layout: Layout, short_dir: Path
+) -> None:
+    """A kill in the middle of it changes no token."""
+    long = replace(SAMPLED, max_tokens=120)
+    node = NodeConfig("rollout-0", "rollout", [16 * 2**20] * 2, interpreters=INTERPRETERS)
+    config = replace(MESH, nodes=[node])
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        spec = vllm.spec(layout=layout, batching=client.Batching.SHARED)
+        job = await connection.submit_job("job", [spec])
+        sampler = job.deployment("sampler")
+        whole = await draws(sampler)
+        running = sampler.generate(PROMPTS, long, num_samples=64)
+        joined = [sampler.generate([PROMPTS[i % 2]], SAMPLED, num_samples=4) for i in range(4)]
+        for i, each in enumerate(joined):
+            drawn = [list(s.tokens) for (group,) in [(await each).sequences] for s in group]
+            assert drawn == whole[4 * (i % 2) : 4 * (i % 2) + 4]
+        assert not running.done()
+        await running.stop()
+        stopped = [s for group in (await running).sequences for s in group]
+        assert "partial" in {s.stop_reason for s in stopped}
+        for number in range(20):
+            beside = sampler.generate(PROMPTS, long, num_samples=4)
+            kept = sampler.generate(PROMPTS, SAMPLED, num_samples=4)
+            if number % 2:
+                await sampler.generate(PROMPTS, replace(SAMPLED, max_tokens=1 + number))
+            await beside.cancel()
+            assert [list(s.tokens) for g in (await kept).sequences for s in g] == whole
+            with suppress(asyncio.CancelledError, PhaseloomError):
+                await beside
+        again = asyncio.ensure_future(draws(sampler))
+        kill_rank(mesh, "job.sampler")
+        assert await again == whole
+        await job.finish()
+        await log.caught_up()
+        assert {event.outcome for event in log.failures()} <= {Outcome.CANCELLED}

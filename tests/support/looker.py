@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phaseloom.common.contract.operations import Generate, GenerateResult
 
@@ -13,10 +13,10 @@ class Looker:
 
     def __init__(
         self,
-        cancel_at: dict[int, int] | None = None,
+        cancel_at: Mapping[int, int] | None = None,
         *,
-        stop_at: dict[int, int] | None = None,
-        join_at: dict[int, Sequence[Generate]] | None = None,
+        stop_at: Mapping[int, int] | None = None,
+        join_at: Mapping[int, Sequence[Generate]] | None = None,
     ) -> None:
         self.seen: dict[int, list[tuple[int, int]]] = {}
         self.asked: set[int] = set()

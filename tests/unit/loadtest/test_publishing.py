@@ -48,8 +48,12 @@ def test_publish_takes_over_what_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_table_in_the_docs_is_that_of_the_report_beside_it(name: str) -> None:
     _, page, kind, table = PUBLISHED[name]
-    report = msgspec.json.decode((DOCS / "measured" / f"{name}.json").read_bytes(), type=kind)
     text = (DOCS / page).read_text()
+    measured = DOCS / "measured" / f"{name}.json"
+    if not measured.exists():
+        assert f"<!-- begin {name} -->\n<!-- end {name} -->" in text, "there is nothing to tell"
+        return
+    report = msgspec.json.decode(measured.read_bytes(), type=kind)
     assert replaced(text, name, table(report)) == text
 
 

@@ -38,7 +38,7 @@ OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 """The stored outcome of an operation, or None where there is none."""
 
 MAX_CONFIG_DEPTH = 32
-_AXES = {"megatron": ("dp", "tp", "pp")}
+_AXES = {"megatron": ("dp", "tp", "pp", "cp", "ep"), "vllm": ("dp", "tp", "pp")}
 """Backend → the axes over which it spreads a model, where these are more than `dp`."""
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20

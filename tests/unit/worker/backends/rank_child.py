@@ -7,6 +7,7 @@ copied out, released, copied in.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,12 +15,21 @@ import torch
 
 from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.errors import Code, ErrorInfo, PhaseloomError
-from phaseloom.common.contract.operations import Forward, ForwardBackward, OptimStep, Result
+from phaseloom.common.contract.operations import (
+    Forward,
+    ForwardBackward,
+    Generate,
+    GenerateResult,
+    OptimStep,
+    Result,
+)
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.resharding import Box
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
 from phaseloom.worker.state.heap import Heap
+from tests.support.looker import Looker
 from tests.support.versions import take, written
 
 
@@ -68,7 +78,20 @@ class Offload(Message, frozen=True):
     is_on: bool
 
 
-Call = Score | Train | Step | Digest | Fill | Publish | Sync | Heaped | Offload
+class Decode(Message, frozen=True):
+    """Answer: the results of these requests and of those that join them; None: cancelled.
+
+    What happens on the way, happens to the watch of this rank once so many tokens are done: see
+    `Looker`.
+    """
+
+    requests: list[Generate]
+    cancel_at: Mapping[int, int] = msgspec.field(default_factory=dict)
+    stop_at: Mapping[int, int] = msgspec.field(default_factory=dict)
+    join_at: Mapping[int, list[Generate]] = msgspec.field(default_factory=dict)
+
+
+Call = Score | Train | Step | Digest | Fill | Publish | Sync | Heaped | Offload | Decode
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
@@ -77,6 +100,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
     content: bytes = b""
     slots: list[TensorSlot] = []
     config: dict[str, Any] = {}
+    generated: list[GenerateResult | None] = []
+    holdings: list[dict[str, Box]] = []
     error: ErrorInfo | None = None
 
 
@@ -84,13 +109,15 @@ def main() -> None:
     torch.set_num_threads(1)
     setup = msgspec.json.decode(sys.stdin.readline(), type=Setup)
     factory = backend_factory(setup.spec.backend)
-    heap = Heap(factory.plan(setup.spec, setup.ranks).heap_bytes)
     try:
+        memory = factory.plan(setup.spec, setup.ranks)
+        heap = Heap(memory.heap_bytes, memory.scratch_bytes)
         backend = factory(setup.spec, heap, setup.ranks)
     except PhaseloomError as error:
         tell(Answer(error=error.info))
         return
-    tell(Answer(slots=backend.slots, config=backend.config))
+    holdings = [dict(holding) for holding in backend.holdings]
+    tell(Answer(slots=backend.slots, config=backend.config, holdings=holdings))
     offloads = False
     for line in sys.stdin:
         call = msgspec.json.decode(line, type=Call)
@@ -130,6 +157,10 @@ def answer(call: Call, backend: Backend, heap: Heap, ranks: RankGroup) -> Answer
             take(backend, heap, ranks.rank, version)
         case Heaped():
             result.content = bytes(heap.buffer)
+        case Decode(requests):
+            looker = Looker(call.cancel_at, stop_at=call.stop_at, join_at=call.join_at)
+            backend.generate(requests, looker)
+            result.generated = looker.ordered
         case Digest():
             result.digest = backend.weights_sha256()
     return result

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Box, Holding
-from phaseloom.worker.backends.model import TORCH_DTYPES
+from phaseloom.worker.backends.digest import weights_sha256
+from phaseloom.worker.backends.model import TORCH_DTYPES, as_little_endian
 
 
 def whole_tensors(
@@ -34,13 +35,30 @@ def whole_tensors(
                 if rank:
                     dist.send(_bytes(mine), dst=0)
                 else:
-                    whole[_inside(box)] = mine
+                    whole[inside(box)] = mine
             elif rank == 0:
                 came = torch.empty(box.size, dtype=whole.dtype)
                 dist.recv(_bytes(came), src=owner)
-                whole[_inside(box)] = came
+                whole[inside(box)] = came
         if rank == 0:
             yield name, whole
+
+
+def weights_digest(
+    slots: Sequence[TensorSlot],
+    holdings: Sequence[Holding],
+    own: Mapping[str, torch.Tensor],
+    rank: int,
+    dtype: str,
+) -> str:
+    """The digest of the whole weights, on all ranks; see `whole_tensors`. Collective."""
+    tensors = as_little_endian(whole_tensors(slots, holdings, own, rank))
+    hexadecimal = weights_sha256(tensors, dtype)
+    if len(holdings) == 1:
+        return hexadecimal
+    digest = torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)
+    dist.broadcast(digest, src=0)
+    return bytes(digest.tolist()).hex()
 
 
 def owned(holdings: Sequence[Holding], rank: int) -> set[str]:
@@ -59,7 +77,8 @@ def _owners(holdings: Sequence[Holding], name: str) -> list[tuple[int, Box]]:
     return [(rank, box) for box, rank in first.items()]
 
 
-def _inside(box: Box) -> tuple[slice, ...]:
+def inside(box: Box) -> tuple[slice, ...]:
+    """The index of a slice in its whole tensor."""
     return tuple(
         slice(start, start + size) for start, size in zip(box.start, box.size, strict=True)
     )

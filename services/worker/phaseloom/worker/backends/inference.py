@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -120,9 +121,9 @@ class InferenceBackend:
         )
 
 
-def check_spec(spec: DeploymentSpec, ranks: RankGroup) -> None:
+def check_spec(spec: DeploymentSpec, ranks: RankGroup, axes: Collection[str] = ("dp",)) -> None:
     """Check that a backend that only generates can do this. Raises: CallerError."""
-    check_layout(spec, ranks)
+    check_layout(spec, ranks, axes)
     if spec.trainable:
         raise CallerError(
             f"the {spec.backend} backend does not train",

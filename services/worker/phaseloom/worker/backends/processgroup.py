@@ -48,27 +48,33 @@ def collective(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M
     return checked
 
 
-def join_process_group(ranks: RankGroup, device_type: str, joined: ExitStack) -> None:
+def join_process_group(
+    ranks: RankGroup, device_type: str, joined: ExitStack, replica: RankGroup | None = None
+) -> None:
     """Make the process's group if there is none yet; `joined` ends what this makes.
 
     A store in a file needs no port that could collide; ranks on several nodes have a port that is
     open already.
 
+    Args:   replica: the place among the ranks that the group is of, where they are not all, with
+                their name as `store_prefix`.
     Raises: GroupBroken: the other ranks did not come.
     """
-    if ranks.world_size == 1 and dist.is_initialized():
+    group = replica or ranks
+    if group.world_size == 1 and dist.is_initialized():
         return
     try:
+        store = _store(ranks, joined)
         dist.init_process_group(
             "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl",
-            store=_store(ranks, joined),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            store=PrefixStore(replica.store_prefix, store) if replica else store,
+            rank=group.rank,
+            world_size=group.world_size,
             timeout=timedelta(seconds=ranks.timeout_s),
         )
     except RuntimeError as error:
         # Errors of the store, of gloo and of the rendezvous have no class in common.
-        raise GroupBroken(f"not all {ranks.world_size} ranks came: {error}") from error
+        raise GroupBroken(f"not all {group.world_size} ranks came: {error}") from error
     joined.callback(dist.destroy_process_group)
 
 

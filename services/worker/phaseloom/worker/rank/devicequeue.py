@@ -2,10 +2,10 @@
 
 Reading operations are permitted side by side, so several may wait. Where the deployment shares
 batches, all `generate` that wait when the devices become free go into one call of the backend, and
-on one rank those that come while it runs join it, as long as nothing else waits; each ends when it
-is done, not with the longest. All `forward` that wait one behind the other go to the device thread
-together, each a call of its own. An operation that is cancelled before it has begun ends at once; a
-`generate` that runs stops between two tokens.
+on one replica those that come while it runs join it, as long as nothing else waits; each ends when
+it is done, not with the longest. All `forward` that wait one behind the other go to the device
+thread together, each a call of its own. An operation that is cancelled before it has begun ends at
+once; a `generate` that runs stops between two tokens.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class DeviceQueue:
         if self._is_in_a_row(calls[0]):
             await self._run_in_a_row(calls)
             return
-        if calls[0].kind.shares_calls and self._ranks.is_alone:
-            await self._generate_here(calls)
+        if calls[0].kind.shares_calls and self._executor.is_one_replica:
+            await self._generate_on_one(calls)
             return
         for call in calls:
             call.begin()
@@ -216,8 +216,12 @@ class DeviceQueue:
         shares = [own, *(r for r in known if not isinstance(r, PartWritten | Failed | None))]
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
-    async def _generate_here(self, calls: list[Call]) -> None:
-        """Run `generate` operations together, and those that join them, on this one rank."""
+    async def _generate_on_one(self, calls: list[Call]) -> None:
+        """Run `generate` operations together, and those that join them, on one replica.
+
+        Where the replica has several ranks, all of them have this rank's results, and its backend
+        tells them what joins.
+        """
         loop = asyncio.get_running_loop()
         joining: deque[Call] = deque()
 
@@ -241,18 +245,28 @@ class DeviceQueue:
         def joined() -> list[Call]:
             return begin(joining.popleft() for _ in range(len(joining)))
 
+        watch = _CallsWatch(self._cancelled, joined, end)
+
         def run() -> None:
-            watch = _CallsWatch(self._cancelled, begin(calls), joined, end)
-            try:
-                if watch.calls:
-                    self._executor.generate(_requests(watch.calls), watch)
-            except Exception as error:
-                for call in watch.calls:
-                    end(call, error)
+            if watch.calls:
+                self._executor.generate(_requests(watch.calls), watch)
+
+        def begin_and_run() -> None:
+            watch.take(begin(calls))
+            run()
 
         self._joining = joining if self._is_shared else None
         try:
-            await self._ranks.here(run)
+            if self._ranks.is_alone:
+                await self._ranks.here(begin_and_run)
+            else:
+                # The others are given only what the leader has found to be right.
+                watch.take(await self._ranks.here(lambda: begin(calls)))
+                if watch.calls:
+                    await self._ranks.everywhere(run, _share(watch.calls))
+        except Exception as error:
+            for call in watch.calls:
+                end(call, error)
         finally:
             self._joining = None
             left = [call for call in joining if not call.ended.done()]
@@ -337,23 +351,27 @@ class _LeaderWatch(ShareWatch):
 
 
 class _CallsWatch(_LeaderWatch):
-    """`Watch` of whole operations on one rank: others join them, and each ends when it is done."""
+    """`Watch` of whole operations on one replica: others join them, each ends when it is done."""
 
     def __init__(
         self,
         cancelled: Cancelled,
-        calls: list[Call],
         joined: Callable[[], list[Call]],
         end: Callable[[Call, Result | None], None],
     ) -> None:
-        super().__init__(cancelled, calls)
+        super().__init__(cancelled, [])
         self._joined = joined
         self._end = end
 
+    def take(self, calls: Iterable[Call]) -> None:
+        """Watch these too."""
+        for call in calls:
+            self.calls.append(call)
+            self._operations.append(call.key)
+
     def joined(self) -> Sequence[Generate]:
         new = self._joined()
-        self.calls += new
-        self._operations += [call.key for call in new]
+        self.take(new)
         return _requests(new)
 
     def ended(self, i: int, result: GenerateResult | None) -> None:

@@ -51,6 +51,11 @@ class Executor:
     def is_alone(self) -> bool:
         return self.settings.num_ranks == 1
 
+    @property
+    def is_one_replica(self) -> bool:
+        """Whether all ranks do the whole of each operation, and have all of its result."""
+        return self.settings.spec.layout.dp == 1
+
     # --- the leader's -----------------------------------------------------------------------------
 
     def check(self, args: Args) -> None:

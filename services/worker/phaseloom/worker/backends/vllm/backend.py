@@ -1,8 +1,8 @@
 """`Backend` for generation over vLLM's engine.
 
 A token is drawn as in our own sampler: the same draws, keyed by (prompt seed, sample, position),
-invert the same CDF; only the last bits of the model's logits differ. Each rank holds the whole
-weights and generates for its own prompts: data parallelism only, no collectives.
+invert the same CDF; only the last bits of the model's logits differ. Each replica generates for its
+own prompts; its ranks (`replica`) all draw the same tokens.
 """
 
 from __future__ import annotations
@@ -24,43 +24,46 @@ from phaseloom.common.contract.operations import (
     Prompt,
     Sequence,
 )
-from phaseloom.common.contract.specs import Batching, DeploymentSpec
+from phaseloom.common.contract.specs import Batching, DeploymentSpec, Layout
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
-from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import is_fused
+from phaseloom.worker.backends.gathering import inside, weights_digest
 from phaseloom.worker.backends.generation import StopText
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import plan as plan_layout
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
-    as_little_endian,
     build_model,
     model_config,
     parameter_shapes,
     return_freed_memory,
     weights_dtype,
 )
+from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
+from phaseloom.worker.backends.vllm.replica import Agreed, join
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
 _SEQUENCES = 8
 """Sequences of full length that the KV cache has room for, where a deployment does not say."""
+_AXES = ("dp", "tp", "pp")
 _SPARE_POSITIONS = 2
 """Positions beyond the model's that scoring needs: a sequence of full length is followed by its
 last target, and vLLM then draws one more token, which nobody reads."""
 
 
-class VllmBackend(InferenceBackend):
+class VllmBackend(InferenceBackend, Member):
     """Generates and scores with vLLM; see the module."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
-        check_spec(spec, ranks)
+        check_spec(spec, ranks, _AXES)
         super().__init__(spec)
         shapes = parameter_shapes(spec.model)
+        self._replica = join(spec.layout, ranks)
         placement = plan(settings_of(spec), shapes)
         if placement.num_bytes != heap.num_bytes:
             raise InternalError(f"{placement.num_bytes} bytes in a heap of {heap.num_bytes}")
@@ -69,23 +72,30 @@ class VllmBackend(InferenceBackend):
         self.slots = placement.slots
         self._dtype = weights_dtype(spec.model)
         self.version_slots = plan_layout(shapes, trainable=False, dtype=self._dtype).slots
-        self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
+        self._held = self._replica.gathered(holding_of(self.slots))
+        self.holdings: Seq[Holding] = self._replica.spread(self._held)
         self._is_shared = spec.batching is Batching.SHARED
         if spec.model.pinned is None:
+            own = holding_of(self.slots)
             views = {slot.name: self._tensors.view(slot) for slot in self.slots}
             for name, parameter in build_model(spec.model).named_parameters():
-                views[name].copy_(parameter.data)
+                if name in own:
+                    views[name].copy_(parameter.data[inside(own[name])])
         return_freed_memory()
 
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
-        check_spec(spec, ranks)
+        check_spec(spec, ranks, _AXES)
+        join(spec.layout, ranks)
         settings = settings_of(spec)
         placement = plan(settings, parameter_shapes(spec.model))
         return Memory(placement.num_bytes, settings.kv_bytes)
 
+    @collective
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         self._begin()
+        if self._replica.size > 1:
+            watch = Agreed(watch, self._replica, len(requests))
         call = _Call(self._engine, watch, self._token_texts, self.vocab_size)
         try:
             self._take(call, requests)
@@ -111,13 +121,17 @@ class VllmBackend(InferenceBackend):
                     remedy="send the tokens shifted by one, or use the backend 'sampler'",
                 )
 
+    @collective
     def forward(self, args: Forward) -> ForwardResult:
         self._begin()
         return ForwardResult(self._score(args.batch))
 
+    @collective
     def weights_sha256(self) -> str:
-        views = ((slot.name, self._tensors.view(slot)) for slot in self.slots)
-        return weights_sha256(as_little_endian(views), self._dtype)
+        views = {slot.name: self._tensors.view(slot) for slot in self.slots}
+        return weights_digest(
+            self.version_slots, self._held, views, self._replica.rank, self._dtype
+        )
 
     def weights_changed(self) -> None:
         self._engine.forget_prompts()
@@ -319,14 +333,31 @@ def settings_of(spec: DeploymentSpec) -> Settings:
             remedy="use the backend 'sampler', or a dense model",
         )
     config = model_config(spec.model)
+    tp, pp = spec.layout.tp, spec.layout.pp
+    _check_divides("tp", tp, config.num_attention_heads, "attention heads")
+    # Stages of one size have room for equally many tokens, so that all schedule alike.
+    _check_divides("pp", pp, config.num_hidden_layers, "layers")
     num_positions = int(config.max_position_embeddings) + _SPARE_POSITIONS
     dtype = weights_dtype(spec.model)
-    kv_bytes = spec.scratch_bytes or _SEQUENCES * num_positions * _kv_bytes(config, dtype)
-    return Settings(config.to_dict(), dtype, kv_bytes, num_positions)
+    per_token = _kv_bytes(config, dtype, spec.layout)
+    kv_bytes = spec.scratch_bytes or _SEQUENCES * num_positions * per_token
+    return Settings(config.to_dict(), dtype, kv_bytes, num_positions, tp, pp)
 
 
-def _kv_bytes(config: Any, dtype: str) -> int:
-    """Bytes of the KV cache of one token, of all layers."""
+def _check_divides(axis: str, size: int, number: int, what: str) -> None:
+    if number % size:
+        raise CallerError(
+            f"the model's {number} {what} cannot be spread evenly over {axis} = {size}",
+            code=Code.FAILED_PRECONDITION,
+            field=f"layout.{axis}",
+            remedy=f"use a divisor of {number}",
+        )
+
+
+def _kv_bytes(config: Any, dtype: str, layout: Layout) -> int:
+    """Bytes of the KV cache of one token, of all layers and heads of a rank."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = max(1, heads // layout.tp)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * int(config.num_hidden_layers * heads * size) * TORCH_DTYPES[dtype].itemsize
+    layers = config.num_hidden_layers // layout.pp
+    return 2 * int(layers * heads * size) * TORCH_DTYPES[dtype].itemsize

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -32,6 +32,7 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.process.config import hand_down
 from phaseloom.worker.backends.vllm.draws import KEY, Draw, Draws
 from phaseloom.worker.backends.vllm.loader import (
     LOAD_FORMAT,
@@ -61,6 +62,10 @@ class Settings:
     """Size of the KV cache."""
     num_positions: int
     """Positions of a sequence, at most."""
+    tp: int = 1
+    """Ranks that each layer is spread over."""
+    pp: int = 1
+    """Ranks that the layers are spread over."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +101,21 @@ class Step:
 
 
 class _RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
-    """One worker, in this process, of ranks that others have started.
+    """One worker, in this process, of ranks that others have started."""
 
-    torch's process group is there before vLLM looks for it (`_join`), so that nobody meets at the
-    address given here.
-    """
+    supports_pp = True
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        return _ADDRESS, 0, 0
+        return _address(), dist.get_rank(), 0
 
 
-_ADDRESS = "file:///nowhere"
+def _address() -> str:
+    """Where this rank would meet the others if torch's process group were not there already.
+
+    On CPUs vLLM names memory that its ranks share after it, which a killed rank would leave behind,
+    and in which the others would wait for it for ever. Where the ranks' names differ, it uses gloo.
+    """
+    return f"file:///nowhere-{dist.get_rank()}"
 
 
 class Engine:
@@ -116,7 +125,7 @@ class Engine:
         self, settings: Settings, memory: torch.Tensor, scratch: torch.Tensor, shapes: Shapes
     ) -> None:
         """Build the model on the memory, whose content is then zero, and the KV cache on the
-        scratch memory.
+        scratch memory. torch's process group is that of the replica's ranks.
 
         Raises: CallerError: RESOURCE_EXHAUSTED, the KV cache is too small for one sequence.
         """
@@ -124,7 +133,6 @@ class Engine:
         def move_in(model: nn.Module, dtype: torch.dtype) -> None:
             move(model, place(model, shapes, dtype), memory)
 
-        _join()
         with engine_args(settings) as args:
             load_into(move_in)
             try:
@@ -142,6 +150,8 @@ class Engine:
                 load_into(None)
         self._check_weights(memory)
         self._use_scratch(scratch)
+        if settings.pp > 1:
+            _use_stages(self._runner)
         self._internal: dict[str, str] = {}
 
     def _check_weights(self, memory: torch.Tensor) -> None:
@@ -224,10 +234,10 @@ def _prompt_logprobs(output: Any) -> Sequence[float] | None:
 
 
 def plan(settings: Settings, shapes: Shapes) -> Placement:
-    """Where a rank's parameters will lie: from a model that has no memory."""
+    """Where a rank's parameters will lie: from a model that has no memory. torch's process group is
+    that of the replica's ranks."""
     if settings.config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise unsupported(f"{settings.config['model_type']} is no causal language model")
-    _join()
     # vLLM keeps rotary embeddings by their parameters: those of this model, which have no memory,
     # must not be taken for the engine's.
     own = replace(settings, num_positions=settings.num_positions + 1)
@@ -237,17 +247,45 @@ def plan(settings: Settings, shapes: Shapes) -> Placement:
         except ValueError as error:
             raise unsupported(str(error)) from error
     dtype = config.model_config.dtype
+    # The worker sets it from the address when it starts, which comes later.
+    hand_down("VLLM_DIST_IDENT", Path(_address()).name)
     with set_current_vllm_config(config):
-        init_worker_distributed_environment(config, 0, _ADDRESS, 0, current_platform.dist_backend)
+        init_worker_distributed_environment(
+            config, dist.get_rank(), _address(), 0, current_platform.dist_backend
+        )
         with set_default_torch_dtype(dtype), torch.device("meta"):
             model = initialize_model(config)
         return place(model, shapes, dtype)
 
 
-def _join() -> None:
-    """Make the process's group, of this rank alone, if there is none yet."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+def _use_stages(runner: Any) -> None:
+    """Give all ranks of a pipeline the logits, as each draws the tokens itself.
+
+    vLLM does so where its executor has a certain name, but not for prompts. It makes the memory
+    that a stage receives into during a warm-up, which there is none of on CPUs.
+    """
+    runner.broadcast_pp_output = True
+    stages = get_pp_group()
+    if not stages.is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
+    score_prompts, logits_here = runner._get_prompt_logprobs_dict, runner.model.compute_logits
+
+    def logits_everywhere(hidden_states: Any) -> torch.Tensor:
+        own = {"logits": logits_here(hidden_states).contiguous()} if stages.is_last_rank else {}
+        told = stages.broadcast_tensor_dict(own, src=stages.world_size - 1)
+        logits: torch.Tensor = told["logits"]
+        return logits
+
+    def score_prompts_everywhere(*args: Any) -> Any:
+        runner.model.compute_logits = logits_everywhere
+        try:
+            return score_prompts(*args)
+        finally:
+            runner.model.compute_logits = logits_here
+
+    runner._get_prompt_logprobs_dict = score_prompts_everywhere
 
 
 @contextmanager
@@ -271,6 +309,8 @@ def engine_args(settings: Settings) -> Iterator[EngineArgs]:
             dtype=settings.dtype,
             generation_config="vllm",
             enforce_eager=True,
+            tensor_parallel_size=settings.tp,
+            pipeline_parallel_size=settings.pp,
             distributed_executor_backend=_RankExecutor,
             max_model_len=settings.num_positions,
             max_num_seqs=MAX_ROWS,

@@ -121,6 +121,8 @@ def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
     owner_of = {_storage(parameter): name for name, parameter in parameters.items()}
     slots = {}
     for copied in trace(model, shapes, dtype):
+        if not copied.view.numel():
+            continue  # the padding is all that this rank has
         owner = owner_of.get(_storage(copied.target))
         if owner is None:
             raise unsupported(f"{copied.name} goes where no parameter is")

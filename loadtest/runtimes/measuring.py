@@ -1,0 +1,81 @@
+"""All comparisons, in both interpreters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+
+from loadtest.records import Record, Records, describe, record
+from loadtest.runtimes import models
+
+
+class Settings(msgspec.Struct, frozen=True):
+    rounds: int = 5
+    rows: int = 32
+    tokens: int = 128
+    """The new tokens of each of the `rows` sequences."""
+    tp: int = 1
+    is_quick: bool = False
+    """Whether models are small: figures of such a run say nothing."""
+
+    @property
+    def small(self) -> tuple[int, int]:
+        """Hidden size and layers: 14 million parameters; with AdamW, 220 MiB of state."""
+        return (128, 2) if self.is_quick else (512, 4)
+
+    @property
+    def large(self) -> tuple[int, int]:
+        """Hidden size and layers: 55 million parameters, 210 MiB of weights."""
+        return (128, 2) if self.is_quick else (1024, 4)
+
+    @property
+    def decoded(self) -> tuple[int, int]:
+        """Hidden size and layers: so small that what we add would show."""
+        return (128, 2) if self.is_quick else (256, 4)
+
+
+async def measure(settings: Settings, python: Path, directory: Path, file: Path) -> Records:
+    """Measure everything; the figures are merged into the file by name.
+
+    Args: python: the interpreter that has vLLM.
+          directory: an existing directory for state files and the mesh.
+    """
+    from loadtest.runtimes import switching, syncing, training
+
+    figures = await asyncio.to_thread(training.measure, settings.rounds, *settings.small)
+    for backend, size in (("fsdp", settings.small), ("sampler", settings.large)):
+        spec = models.spec(backend, *size)
+        figures += await switching.measure(spec, directory / backend, settings.rounds)
+    sync = syncing.Sync(*settings.large, python, settings.tp)
+    figures += await syncing.measure(sync, directory / "sync", settings.rounds)
+    figures += await _measure_vllm(settings, python, directory)
+    return record(figures, describe("torch", "transformers"), file)
+
+
+async def measure_here(settings: Settings, directory: Path) -> list[Record]:
+    """Measure what needs an interpreter that has vLLM."""
+    from loadtest.runtimes import decoding, switching
+
+    load = decoding.Load(settings.rows, settings.tokens)
+    spec = models.spec("vllm", *settings.decoded)
+    figures = await asyncio.to_thread(decoding.measure, spec, load, settings.rounds)
+    spec = models.spec("vllm", *settings.large)
+    return figures + await switching.measure(spec, directory / "vllm", settings.rounds)
+
+
+async def _measure_vllm(settings: Settings, python: Path, directory: Path) -> list[Record]:
+    """Run `measure_here` in that interpreter. Raises: RuntimeError: it failed."""
+    results = directory / "figures.json"
+    process = await asyncio.create_subprocess_exec(
+        python,
+        *("-W", "ignore", "-m", "loadtest.runtimes"),
+        msgspec.json.encode(settings).decode(),
+        str(results),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if await process.wait():
+        raise RuntimeError(f"{python} -m loadtest.runtimes ended with {process.returncode}")
+    return msgspec.json.decode(results.read_bytes(), type=list[Record])

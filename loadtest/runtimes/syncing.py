@@ -1,0 +1,106 @@
+"""A weight sync from two ranks of `fsdp` to `vllm` on a whole mesh, beside plain copies.
+
+The time is that of `publish_weights` and `sync_weights`, submitted together, as the controller sees
+it: two operations' round trips, the shards' way into a weights version, digests, and the version's
+way into the sampler's heap. The bytes have to be copied twice, into the version and out of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from loadtest.records import Record
+from loadtest.runtimes import models
+from loadtest.state_bench import Pairs, copy_seconds, filled
+from phaseloom import client
+from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common.contract.operations import AdamParams, Datum, Loss
+from phaseloom.common.contract.specs import DeploymentSpec, Layout
+from phaseloom.statemgr.memory.extents import Extent
+from phaseloom.worker.backends.model import TORCH_DTYPES, parameter_shapes, weights_dtype
+
+_TENANT = "demo"
+_TRAINERS = 2
+_ADAM = AdamParams(1e-4)
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What is synced, and where to."""
+
+    hidden: int
+    layers: int
+    python: Path
+    """The interpreter that has vLLM."""
+    tp: int = 1
+    """The tensor-parallel ranks of the sampler."""
+
+
+async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Record]:
+    policy, sampler = _specs(sync)
+    num_bytes = _weights_bytes(policy)
+    # Weights, gradients and moments, in float32, and some room for alignment.
+    per_trainer = 5 * num_bytes // _TRAINERS
+    per_sampler = 2 * num_bytes // sync.tp + models.SCRATCH_BYTES
+    nodes = [
+        NodeConfig("train-0", "train", [per_trainer] * _TRAINERS, host_memory_bytes=8 * num_bytes),
+        NodeConfig(
+            "rollout-0",
+            "rollout",
+            [per_sampler] * sync.tp,
+            host_memory_bytes=8 * num_bytes,
+            interpreters={"vllm": str(sync.python.absolute())},
+        ),
+    ]
+    mesh_config = MeshConfig(nodes=nodes, tenants=[_TENANT], routers=1)
+    name = f"sync_fsdp_dp{_TRAINERS}_to_vllm_tp{sync.tp}_{num_bytes / 2**20:.0f}_mib"
+    pairs = Pairs(name, num_bytes, "two plain copies, into the version and out of it", "")
+    source, target = (Extent(num_bytes, f"bench: {side}") for side in ("source", "target"))
+    plain, into = filled(source, num_bytes), filled(target, num_bytes)
+    async with Mesh(mesh_config, directory) as mesh:
+        await mesh.ready()
+        password = mesh.credentials.tenants[_TENANT]
+        async with client.connect(mesh.url, tenant=_TENANT, password=password) as connection:
+            job = await connection.submit_job("sync", [policy, sampler])
+            for number in range(-2, num_rounds):
+                took_s = await _synced(job)
+                bare_s = 2 * await asyncio.to_thread(copy_seconds, plain, into)
+                if number >= 0:  # the first ones touch all memory for the first time
+                    pairs.ours_s.append(took_s)
+                    pairs.limit_s.append(bare_s)
+            await job.finish()
+    return [pairs.time()]
+
+
+async def _synced(job: client.Job) -> float:
+    """Change the weights, then publish and sync them. Returns: the seconds of the latter."""
+    policy, sampler = job.deployment("policy"), job.deployment("sampler")
+    batch = [Datum(text[:-1], text[1:], weights=[0.1] * 8) for text in models.texts(2, 9)]
+    await policy.forward_backward(batch, Loss.CROSS_ENTROPY)
+    await policy.optim_step(_ADAM)
+    started_s = time.perf_counter()
+    published = policy.publish_weights()
+    synced = sampler.sync_weights(published)
+    await published
+    await synced
+    return time.perf_counter() - started_s
+
+
+def _specs(sync: Sync) -> tuple[DeploymentSpec, DeploymentSpec]:
+    policy = models.spec("fsdp", sync.hidden, sync.layers)
+    sampler = models.spec("vllm", sync.hidden, sync.layers)
+    return (
+        replace(policy, layout=Layout(dp=_TRAINERS)),
+        replace(sampler, layout=Layout(tp=sync.tp)),
+    )
+
+
+def _weights_bytes(spec: DeploymentSpec) -> int:
+    size = TORCH_DTYPES[weights_dtype(spec.model)].itemsize
+    return size * sum(math.prod(shape) for shape in parameter_shapes(spec.model).values())

@@ -1,0 +1,150 @@
+"""The ranks that hold one copy of the model together, by tensor and pipeline parallelism.
+
+Each has an engine of its own that schedules the same requests and so takes the same steps, with
+vLLM's collectives within each. What only one rank hears of, that a request joins or is cancelled,
+goes from the replica's first rank to the others once in every step (`Agreed`), so that all know it
+before the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.operations import Generate, GenerateResult
+from phaseloom.common.contract.specs import Layout
+from phaseloom.common.tensors.layouts import coordinates
+from phaseloom.common.tensors.resharding import Holding
+from phaseloom.worker.backends.base import RankGroup, Watch
+from phaseloom.worker.backends.processgroup import join_process_group
+
+
+@dataclass(frozen=True)
+class Replica:
+    """This rank's place in its replica, whose ranks are numbered tp fastest, then pp."""
+
+    layout: Layout
+    rank: int
+    """Place in the replica."""
+
+    @property
+    def size(self) -> int:
+        return self.layout.tp * self.layout.pp
+
+    def gathered(self, own: Holding) -> list[Holding]:
+        """What each rank of the replica holds, in their order. Collective."""
+        held = [own] * self.size
+        if self.size > 1:
+            dist.all_gather_object(held, own)
+        return held
+
+    def spread(self, held: Sequence[Holding]) -> list[Holding]:
+        """What each rank of the deployment holds: all replicas hold the same.
+
+        Args: held: by the ranks of one replica.
+        """
+        return [held[_place(rank, self.layout)] for rank in range(self.layout.num_ranks)]
+
+    def told(self, message: bytes) -> bytes:
+        """The message of the replica's first rank, on all of them. Collective."""
+        size = torch.tensor([len(message)])
+        dist.broadcast(size, 0)
+        if not size:
+            return b""
+        content = torch.frombuffer(bytearray(message or int(size)), dtype=torch.uint8)
+        dist.broadcast(content, 0)
+        return content.numpy().tobytes()
+
+
+def _place(rank: int, layout: Layout) -> int:
+    """The place in its replica of a rank of the deployment."""
+    at = coordinates(rank, layout)
+    return at.pp * layout.tp + at.tp
+
+
+def join(layout: Layout, ranks: RankGroup) -> Replica:
+    """Make the process's group of this rank's replica, if there is none yet.
+
+    Raises: GroupBroken: the other ranks did not come.
+    """
+    replica = Replica(layout, _place(ranks.rank, layout))
+    if dist.is_initialized():
+        return replica
+    if replica.size == 1:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    else:
+        name = f"replica-{coordinates(ranks.rank, layout).dp}"
+        place = RankGroup(replica.rank, replica.size, store_prefix=name)
+        # The group lives as long as the process.
+        join_process_group(ranks, "cpu", ExitStack(), place)
+    return replica
+
+
+class _Told(msgspec.Struct):
+    """What all ranks of a replica are to know before the next step."""
+
+    joined: list[Generate]
+    cancelled: list[int]
+    """Places of the requests that nobody wants any more."""
+    stopped: list[int]
+    """Places of those that end with the tokens they have."""
+
+
+class Agreed:
+    """The `Watch` of the replica's first rank, as all of its ranks see it in the same step."""
+
+    def __init__(self, watch: Watch, replica: Replica, num_requests: int) -> None:
+        self._watch = watch
+        self._replica = replica
+        self._num_first = self._num_requests = num_requests
+        self._cancelled: set[int] = set()
+        self._stopped: set[int] = set()
+
+    def joined(self) -> Sequence[Generate]:
+        """Take the requests that came, and learn what else is new. Collective, once in a step."""
+        message = b""
+        if self._replica.rank == 0:
+            news = _Told(
+                [*self._watch.joined()],
+                self._news(self._watch.is_cancelled, self._cancelled),
+                self._news(self._watch.is_stopped, self._stopped),
+            )
+            if news != _Told([], [], []):
+                message = encode(news)
+        message = self._replica.told(message)
+        if not message:
+            return ()
+        told: _Told = decode(message, _Told)
+        self._num_requests += len(told.joined)
+        self._cancelled.update(told.cancelled)
+        self._stopped.update(told.stopped)
+        return told.joined
+
+    def _news(self, asked: Callable[[int], bool], known: set[int]) -> list[int]:
+        return [i for i in range(self._num_requests) if i not in known and asked(i)]
+
+    def is_cancelled(self, i: int) -> bool:
+        return i in self._cancelled
+
+    def is_stopped(self, i: int) -> bool:
+        return i in self._stopped
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        if self._is_known(i):
+            self._watch.progress(i, num_done, num_total)
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        if self._is_known(i):
+            self._watch.ended(i, result)
+
+    def _is_known(self, i: int) -> bool:
+        """Whether this rank's watch knows the request: the others hear of those that joined from
+        the first rank only."""
+        return self._replica.rank == 0 or i < self._num_first
