@@ -58,8 +58,8 @@ CAPABILITIES: Final = {
     "sampler": Capabilities(_SAMPLES, model_types=MODEL_TYPES, dtypes=DTYPES, joins=True),
     "megatron": Capabilities(
         _TRAINS,
-        axes=("dp", "tp", "pp"),
-        model_types=("llama", "mistral", "qwen2", "qwen3"),
+        axes=("dp", "tp", "pp", "cp", "ep"),
+        model_types=("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
         dtypes=DTYPES,
     ),
     "vllm": Capabilities(
