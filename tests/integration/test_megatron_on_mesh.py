@@ -134,16 +134,32 @@ async def test_checkpoint_goes_on_in_other_layouts_and_backends(short_dir: Path)
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("layout", "backend", "field"),
-    [(Layout(cp=2), "megatron", "layout.cp"), (Layout(tp=2), "fsdp", "layout.tp")],
-)
-async def test_layout_that_a_backend_does_not_have_is_refused_at_submission(
-    layout: Layout, backend: str, field: str, short_dir: Path
+async def test_model_that_a_layout_does_not_split_is_refused_with_the_field(
+    short_dir: Path,
 ) -> None:
     async with running_mesh(MESH, short_dir) as (mesh, _), tenant(mesh) as connection:
         with pytest.raises(CallerError) as raised:
-            await connection.submit_job("job", [megatron.spec(layout, backend=backend)])
-        assert raised.value.info.code is Code.INVALID_ARGUMENT
-        assert raised.value.info.field.endswith(field)
-        assert raised.value.info.remedy
+            await connection.submit_job("job", [megatron.spec(Layout(tp=3))])
+        assert raised.value.info.code is Code.FAILED_PRECONDITION
+        assert raised.value.info.field == "layout.tp"
+        assert "divisor" in raised.value.info.remedy
+
+
+async def test_ranks_on_two_nodes_compute_the_same_bits_as_on_one(short_dir: Path) -> None:
+    (node,) = MESH.nodes
+    nodes = [replace(node, name=f"node-{number}", devices=[4 * 2**20] * 2) for number in range(2)]
+    config = replace(MESH, nodes=nodes)
+    data = [Datum([1, 2, 3, 4], [2, 3, 4, 5], weights=[1.0] * 4)]
+    digests = []
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        for num_nodes in (1, 2):
+            spec = replace(megatron.spec(Layout(pp=2)), num_nodes=num_nodes)
+            job = await connection.submit_job(f"on-{num_nodes}", [spec])
+            policy = job.deployment("policy")
+            for _ in range(2):
+                await policy.forward_backward(data, Loss.CROSS_ENTROPY)
+                await policy.optim_step(ADAM)
+            digests.append((await policy.save_state("last")).weights_sha256)
+            await job.finish()
+        assert log.failures() == []
+    assert digests[0] == digests[1]

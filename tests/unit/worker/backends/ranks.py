@@ -23,6 +23,7 @@ from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.layouts import merge, split
 from phaseloom.worker.backends.base import RankGroup
+from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import plan
 from phaseloom.worker.backends.model import parameter_shapes
 from tests.support.saved import load_ranks, save_ranks
@@ -81,7 +82,8 @@ class Ranks:
     def __init__(self, spec: DeploymentSpec, directory: Path, warnings: str = "error") -> None:
         """Args: warnings: what becomes of warnings in the ranks."""
         self._layout = spec.layout
-        self._whole = plan(parameter_shapes(spec.model), trainable=False).slots
+        files = file_shapes(parameter_shapes(spec.model))
+        self._whole = plan(files, trainable=False).slots
         self.ranks = [
             Rank(spec, RankGroup(rank, spec.layout.num_ranks, str(directory / "store")), warnings)
             for rank in range(spec.layout.num_ranks)

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES
+
+if TYPE_CHECKING:
+    import torch
 
 _FUSED = {
     ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
@@ -26,6 +30,15 @@ _FUSED = {
 def file_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
     """The tensors of files, by name, from a model's parameters."""
     return {part: size for name, shape in shapes.items() for part, size in _parts(name, shape)}
+
+
+def file_tensors(name: str, fused: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of files that a parameter is made of, by name: views of it."""
+    parts = _parts(name, fused.shape)
+    if not is_fused(name):
+        return [(name, fused)]
+    views = fused.detach().reshape(len(parts), *parts[0][1])
+    return [(part, view) for (part, _), view in zip(parts, views, strict=True)]
 
 
 def is_fused(name: str) -> bool:

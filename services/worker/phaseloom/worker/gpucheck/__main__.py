@@ -76,7 +76,7 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
         "FSDP2 over switches": sharding.sharded_training,
         "kvikio": proofs.kvikio_file,
     }
-    for name in ("fsdp", "sampler", "vllm"):
+    for name in ("fsdp", "megatron", "sampler", "vllm"):
         planned[f"backend {name} over switches"] = partial(
             backends.backend_over_switches, name=name
         )

@@ -1,8 +1,9 @@
 """The proofs that whole backends give the same results over switches, on memory of the GPU.
 
-What ranks run is run here: a small bfloat16 model trains by `fsdp`, and is sampled by `sampler` and
-by `vllm`, once undisturbed and once with an offload and a load after every call. A backend whose
-runtime is not installed in this Python is skipped, by the name of what is missing.
+What ranks run is run here: a small bfloat16 model trains by `fsdp` and by `megatron`, and is
+sampled by `sampler` and by `vllm`, once undisturbed and once with an offload and a load after every
+call. A backend whose runtime is not installed in this Python is skipped, by the name of what is
+missing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 MiB = 1024 * 1024
 CALLS = 3
+TRAINED = ("fsdp", "megatron")
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "dtype": "bfloat16",
@@ -91,11 +93,11 @@ def _results(driver: Driver, name: str, *, is_disturbed: bool) -> tuple[list[obj
 
 
 def spec(name: str) -> Any:
-    """A deployment of the model; a trained one for `fsdp`."""
+    """A deployment of the model; a trained one where the backend trains."""
     from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 
     return DeploymentSpec(
-        "checked", "gpu", name, ModelSpec(MODEL, init_seed=7), trainable=name == "fsdp"
+        "checked", "gpu", name, ModelSpec(MODEL, init_seed=7), trainable=name in TRAINED
     )
 
 
@@ -105,7 +107,7 @@ def results(name: str, memory: DeviceMemory, disturb: Disturb) -> list[object]:
 
     backend = backend_factory(name)(spec(name), memory)
     try:
-        call = _train if name == "fsdp" else _generate
+        call = _train if name in TRAINED else _generate
         found: list[object] = []
         for number in range(CALLS):
             found.append(call(backend, number))

@@ -4,7 +4,7 @@ each time, and weights that any other backend can take."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,11 @@ from phaseloom.common.contract.specs import DeploymentSpec, Layout, OptimizerOn
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import GroupBroken, RankGroup
+from phaseloom.worker.backends.batch import loss_batch
+from phaseloom.worker.backends.experts import file_tensors
 from phaseloom.worker.backends.model import build_model
+from phaseloom.worker.backends.packing import passes
+from phaseloom.worker.gpucheck import backends
 from phaseloom.worker.state.heap import Heap
 from tests.support.megatron import spec, tiny
 from tests.support.saved import load, save
@@ -46,6 +50,14 @@ from tests.unit.worker.backends.test_fsdp import plain_loss
 STEP = OptimStep(AdamParams(1e-2, eps=1e-3, weight_decay=0.1, grad_clip_norm=1.0))
 """With an eps that keeps gradients of nearly zero from making steps of a whole learning rate."""
 FOUR_LAYERS = tiny(num_hidden_layers=4)
+EXPERTS = tiny(
+    "qwen3_moe",
+    num_experts=12,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+)
+"""Twelve experts: by name the eleventh comes before the third."""
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "alone": (Layout(), tiny()),
     "tp 2": (Layout(tp=2), tiny()),
@@ -54,10 +66,21 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp 2, pp 2": (Layout(tp=2, pp=2), FOUR_LAYERS),
     "pp 2, untied": (Layout(pp=2), tiny(tie_word_embeddings=False)),
     "tp 4, two key-value heads": (Layout(tp=4), tiny()),
+    "experts, alone": (Layout(), EXPERTS),
+    "experts, ep 2": (Layout(dp=2, ep=2), EXPERTS),
+    "experts, dp 4, ep 2": (Layout(dp=4, ep=2), EXPERTS),
+    "experts, ep 2, pp 2": (Layout(dp=2, ep=2, pp=2), EXPERTS),
+    "cp 2": (Layout(cp=2), tiny()),
+    "cp 2, pp 2": (Layout(cp=2, pp=2), tiny()),
     "dp 2, tp 2, llama": (Layout(dp=2, tp=2), tiny("llama")),
     "tp 2, qwen2 with biases": (Layout(tp=2), tiny("qwen2")),
 }
 Tensors = Mapping[str, torch.Tensor]
+
+
+def by_file(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
+    """A model's tensors as files name them: experts one by one."""
+    return dict(part for name, tensor in named for part in file_tensors(name, tensor))
 
 
 @contextmanager
@@ -118,15 +141,32 @@ def worst(ranks: Ranks, expected: Tensors, role: Role, suffix: str = "") -> tupl
     return max(errors)
 
 
+def of_lengths(*lengths: int) -> list[Datum]:
+    """Samples that have nothing in common, of lengths too different to share a pass."""
+    data = []
+    for number, length in enumerate(length for length in lengths for _ in range(4)):
+        tokens = [(2 * number + 3 * i) % VOCAB for i in range(length + 1)]
+        weights = [0.01 * (i % 7) - 0.02 for i in range(length)]
+        data.append(Datum(tokens[:-1], tokens[1:], weights=weights))
+    return data
+
+
 def lessons() -> list[ForwardBackward]:
-    """Batches of all losses; of the last, one sample only: a replica has none."""
+    """Batches of all losses; one of more passes than a pipeline has stages; of the last, one sample
+    only: a replica has none."""
     long = Datum([3] * 40, [4] * 40, weights=[0.5, -0.25] * 20)
     return [
         ForwardBackward(batch(1), Loss.PPO),
         ForwardBackward([long, *batch(3, loss=Loss.CROSS_ENTROPY)], Loss.CROSS_ENTROPY),
+        ForwardBackward(of_lengths(62, 1, 30), Loss.CROSS_ENTROPY),
         ForwardBackward(batch(2), Loss.CISPO),
         ForwardBackward(batch(4)[:1], Loss.IMPORTANCE_SAMPLING),
     ]
+
+
+def test_some_lesson_has_more_passes_than_stages() -> None:
+    counts = [len([*passes(loss_batch(args, VOCAB), only_used=True)]) for args in lessons()]
+    assert max(counts) >= 3
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -144,20 +184,21 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         weight_decay=adam.weight_decay,
     )
     with ranks_of(deployment, tmp_path) as ranks:
-        fill(ranks, dict(model.named_parameters()))
+        fill(ranks, by_file(model.named_parameters()))
         for args in lessons():
             expected = plain_loss(model, args)
             torch.autograd.backward(expected)
             metrics = ranks.forward_backward(args).metrics
             assert metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        gradients = by_file(named)
         error, where = worst(ranks, gradients, Role.GRADIENT, ".grad")
         assert error <= 1e-5, where
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), adam.grad_clip_norm)
         stepped = ranks.optim_step(STEP).metrics
         assert stepped["grad_norm:mean"] == pytest.approx(float(norm), rel=1e-5)
         optimizer.step()
-        error, where = worst(ranks, dict(model.named_parameters()), Role.WEIGHT)
+        error, where = worst(ranks, by_file(model.named_parameters()), Role.WEIGHT)
         assert error <= 1e-3, where
 
 
@@ -170,12 +211,12 @@ def train(ranks: Ranks) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("name", ["tp 2, pp 2", "dp 2, tp 2, llama", "experts, ep 2", "cp 2"])
 def test_state_given_back_and_loaded_between_calls_changes_no_bit(
-    layout: Layout, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     """Two runs from the same state, the second with its memory given back between any two calls."""
-    with ranks_of(spec(layout), tmp_path) as ranks:
+    with ranks_of(spec(*LAYOUTS[name]), tmp_path) as ranks:
         ranks.save(tmp_path)
         undisturbed = train(ranks), ranks.heaps()
         ranks.load(tmp_path)
@@ -183,23 +224,26 @@ def test_state_given_back_and_loaded_between_calls_changes_no_bit(
         assert (train(ranks), ranks.heaps()) == undisturbed
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(tp=4), Layout(dp=2)], ids=str)
-def test_version_and_checkpoint_are_those_of_any_other_backend(
-    layout: Layout, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "name", ["tp 2, pp 2", "tp 4, two key-value heads", "dp 2", "experts, ep 2"]
+)
+def test_version_and_checkpoint_are_those_of_any_other_backend(name: str, tmp_path: Path) -> None:
     """A sampler takes the version, fsdp and transformers the checkpoint, and fsdp's comes back."""
+    layout, model = LAYOUTS[name]
+    other = spec(model=model, backend="fsdp")
     saved, again = tmp_path / "saved", tmp_path / "again"
     saved.mkdir()
     again.mkdir()
-    with ranks_of(spec(layout), tmp_path) as ranks:
-        with running(spec(backend="fsdp")) as (fsdp, heap):
-            assert ranks.weights_sha256() == fsdp.weights_sha256(), "drawn from the same seed"
+    with ranks_of(spec(layout, model), tmp_path) as ranks:
+        with running(other) as (fsdp, heap):
+            drawn = fsdp.weights_sha256()
+            assert ranks.weights_sha256() == drawn, "from the same seed"
             ranks.forward_backward(lessons()[0])
             ranks.optim_step(STEP)
             ranks.save(saved)
             load(fsdp, heap, saved)
             assert fsdp.weights_sha256() == ranks.weights_sha256()
-            assert fsdp.weights_sha256() != spec_sha256()
+            assert fsdp.weights_sha256() != drawn
             expected = float32s(fsdp.forward(Forward(batch(5)[:1])).logprobs[0])
             found = float32s(ranks.forward(Forward(batch(5)[:1])).logprobs[0])
             assert found == pytest.approx(expected, abs=1e-5)
@@ -208,27 +252,21 @@ def test_version_and_checkpoint_are_those_of_any_other_backend(
             save(fsdp, heap, again)
             trained = fsdp.weights_sha256()
         version = ranks.publish()
-        with running(spec(backend="sampler", trainable=False)) as (sampler, memory):
+        with running(replace(other, backend="sampler", trainable=False)) as (sampler, memory):
             take(sampler, memory, 0, version)
             assert sampler.weights_sha256() == ranks.weights_sha256()
         loaded = AutoModelForCausalLM.from_pretrained(saved)
-        error, where = worst(ranks, dict(loaded.named_parameters()), Role.WEIGHT)
+        error, where = worst(ranks, by_file(loaded.named_parameters()), Role.WEIGHT)
         assert error == 0, where
         ranks.forward_backward(lessons()[1])
         ranks.optim_step(STEP)
-        error, where = worst(
-            ranks, dict(AutoModelForCausalLM.from_pretrained(again).named_parameters()), Role.WEIGHT
-        )
+        trained_on = AutoModelForCausalLM.from_pretrained(again)
+        error, where = worst(ranks, by_file(trained_on.named_parameters()), Role.WEIGHT)
         assert error <= 1e-3, where
         ranks.load(again)
         assert ranks.weights_sha256() == trained
         ranks.sync(version)
         assert ranks.publish() == version
-
-
-def spec_sha256() -> str:
-    with running(spec(backend="fsdp")) as (fsdp, _):
-        return fsdp.weights_sha256()
 
 
 def test_ids_that_pad_the_vocabulary_have_no_probability(tmp_path: Path) -> None:
@@ -320,7 +358,11 @@ def test_rank_that_never_comes_breaks_the_group(tmp_path: Path) -> None:
 
 
 REFUSED: Sequence[tuple[str, Layout, dict[str, Any]]] = (
-    ("layout.cp", Layout(cp=2), tiny()),
+    ("layout.ep", Layout(dp=2, ep=2), tiny()),
+    ("layout.ep", Layout(dp=5, ep=5), EXPERTS),
+    ("layout.tp", Layout(tp=2), EXPERTS),
+    ("layout.cp", Layout(cp=2), EXPERTS),
+    ("model.config.mlp_only_layers", Layout(), {**EXPERTS, "mlp_only_layers": [0]}),
     ("layout.ep", Layout(dp=2, ep=2), tiny()),
     ("layout.tp", Layout(tp=3), tiny()),
     ("layout.tp", Layout(tp=2), tiny(vocab_size=1)),
@@ -355,3 +397,22 @@ def test_generate_is_refused() -> None:
             backend.check_generate(Generate([Prompt([1])], SamplingParams(4)))
         with pytest.raises(CallerError, match="not trainable"):
             backend.check_forward_backward(lessons()[0])
+
+
+def test_what_a_gpu_is_checked_with_is_the_same_over_switches() -> None:
+    """On an emulated device; see `make gpu-check`."""
+
+    def run(*, is_switched: bool) -> list[object]:
+        heap = Heap(backend_factory("megatron").plan(backends.spec("megatron")).heap_bytes)
+
+        def switch() -> None:
+            if is_switched:
+                kept = bytes(heap.buffer)
+                heap.buffer[:] = b"\xff" * heap.num_bytes
+                heap.buffer[:] = kept
+
+        return backends.results("megatron", heap, switch)
+
+    undisturbed = run(is_switched=False)
+    assert len(undisturbed) == backends.CALLS + 1
+    assert run(is_switched=True) == undisturbed

@@ -1,4 +1,4 @@
-"""The Megatron backend: trains dense models split over tensor, pipeline and data parallel ranks.
+"""The Megatron backend: trains models over ranks of every kind of parallelism.
 
 Megatron-core gives the layers, their collectives and the pipeline's schedule. Ours are the memory
 (`slices`: every parameter is a view of the heap), the attention and the pass through a stage

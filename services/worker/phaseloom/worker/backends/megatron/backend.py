@@ -1,8 +1,8 @@
 """`Backend` for training over Megatron-core's layers and pipeline.
 
-All ranks of a replica, one for each pair of tensor-parallel and pipeline coordinates, are given the
-same samples. A pass is a micro-batch of the pipeline (1F1B). The last stage computes the loss of
-each; its first tensor-parallel rank speaks for the replica.
+All ranks of a replica, one for each of its tensor-parallel, context-parallel and pipeline
+coordinates, are given the same samples. A pass is a micro-batch of the pipeline (1F1B). The last
+stage computes the loss of each; its first rank speaks for the replica.
 
 Invariants
 - Weights, gradients and AdamW's state are views of the heap and never re-allocated; there is no
@@ -43,11 +43,14 @@ from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.architectures import has_windows
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
-from phaseloom.worker.backends.batch import check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.capabilities import kinds_of
+from phaseloom.worker.backends.experts import file_shapes, file_tensors
 from phaseloom.worker.backends.gathering import owned, weights_digest
 from phaseloom.worker.backends.layout import Layout, check_layout, lay_out, plan
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.megatron import devices
+from phaseloom.worker.backends.megatron.context import Share, share_of
 from phaseloom.worker.backends.megatron.gradients import Gradients, accumulate
 from phaseloom.worker.backends.megatron.slices import (
     Parameters,
@@ -68,7 +71,7 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
-from phaseloom.worker.backends.packing import Pass, passes
+from phaseloom.worker.backends.packing import Pass, idle_pass, passes
 from phaseloom.worker.backends.processgroup import (
     Member,
     collective,
@@ -85,13 +88,8 @@ from phaseloom.worker.backends.training import (
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
 
-AXES = ("dp", "tp", "pp")
-READING = frozenset({"forward", "save_state"})
-TRAINING = frozenset({"forward_backward", "optim_step"})
-STATE = frozenset({"load_state", "publish_weights", "sync_weights"})
-
-Finish = Callable[[Pass, torch.Tensor], torch.Tensor]
-"""What becomes of a pass's log-probabilities (N,) on the last stage: its loss."""
+Finish = Callable[[Share, torch.Tensor], torch.Tensor]
+"""What becomes of a share's log-probabilities (N,) on the last stage: its loss."""
 
 
 class MegatronBackend(Member):
@@ -106,12 +104,12 @@ class MegatronBackend(Member):
         self._layout = _layout(spec, sizes, ranks.rank)
         self.slots = self._layout.slots
         self.host_bytes = self._layout.host_bytes
-        shapes = parameter_shapes(spec.model)
-        self.version_slots = plan(shapes, trainable=False, dtype=self._dtype).slots
+        files = file_shapes(parameter_shapes(spec.model))
+        self.version_slots = plan(files, trainable=False, dtype=self._dtype).slots
         self.holdings: Sequence[Holding] = [
             holding_of(_layout(spec, sizes, rank).slots) for rank in range(ranks.world_size)
         ]
-        self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
+        self.kinds = kinds_of(spec)
         self._group = ExitStack()
         device = self._tensors.device
         join_process_group(ranks, device.type, self._group)
@@ -163,12 +161,13 @@ class MegatronBackend(Member):
         batch = forward_batch(args, self.vocab_size)
         lp_N = np.zeros(batch.tokens_N.size, dtype="<f4")
 
-        def keep(packed: Pass, passed_N: torch.Tensor) -> torch.Tensor:
-            lp_N[packed.source_N] = passed_N.cpu().numpy()
+        def keep(share: Share, passed_N: torch.Tensor) -> torch.Tensor:
+            lp_N[share.source_N] = passed_N.cpu().numpy()
             return passed_N.sum()
 
         with torch.no_grad():
-            self._run([*passes(batch, only_used=False)], keep, is_training=False)
+            self._run(self._passes(batch, only_used=False), keep, is_training=False)
+        self._add_up_shares(torch.from_numpy(lp_N))
         return ForwardResult(
             [lp_N[start:stop].tobytes() for start, stop in pairwise(batch.starts.tolist())]
         )
@@ -182,13 +181,13 @@ class MegatronBackend(Member):
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         """Add gradients. Raises: CallerError: loss or gradients are not finite, and are spoilt."""
         training = self._trained()
-        packed = [*passes(loss_batch(args, self.vocab_size), only_used=True)]
+        packed = self._passes(loss_batch(args, self.vocab_size), only_used=True)
         losses: list[torch.Tensor] = []
 
-        def loss_of(packed: Pass, lp_N: torch.Tensor) -> torch.Tensor:
+        def loss_of(share: Share, lp_N: torch.Tensor) -> torch.Tensor:
             q_N, coefficient_N = (
-                torch.from_numpy(packed.q_N),
-                torch.from_numpy(packed.coefficient_N),
+                torch.from_numpy(share.q_N),
+                torch.from_numpy(share.coefficient_N),
             )
             loss = loss_sum(args, lp_N, q_N.to(lp_N.device), coefficient_N.to(lp_N.device))
             losses.append(loss.detach())
@@ -197,7 +196,9 @@ class MegatronBackend(Member):
         self._gradients.begin()
         self._run(packed, loss_of, is_training=True)
         self._gradients.reduce()
-        loss = sum(each.item() for each in losses)
+        total = torch.tensor(sum(each.item() for each in losses), dtype=torch.float64)
+        self._add_up_shares(total)
+        loss = total.item()
         is_finite = math.isfinite(loss) and math.isfinite(training.gradients.sum().item())
         if largest(not is_finite, self._ranks):
             raise not_finite(loss)
@@ -245,6 +246,8 @@ class MegatronBackend(Member):
         parallel_state.initialize_model_parallel(
             layout.tp,
             layout.pp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
             distributed_timeout_minutes=math.ceil(self._ranks.timeout_s / 60),
             create_gloo_process_groups=False,
         )
@@ -284,7 +287,9 @@ class MegatronBackend(Member):
         regions = [self._layout.weights]
         if training is not None and training.masters is not None:
             regions.append(training.masters)
-        drawn = dict(model.named_parameters())
+        drawn = dict(
+            part for name, whole in model.named_parameters() for part in file_tensors(name, whole)
+        )
         box_of = self.holdings[self._ranks.rank]
         for region in regions:
             for name, view in self._tensors.views(region).items():
@@ -301,12 +306,14 @@ class MegatronBackend(Member):
         if not packed:
             return
 
-        def end(of: Pass, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        at, cp = self._place.at, self._place.layout.cp
+
+        def end(of: Share, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             return finish(of, output), torch.ones((), dtype=torch.int), None
 
         def step(waiting: Iterator[Pass], stage: Stage) -> tuple[torch.Tensor, Callable[..., Any]]:
-            each = next(waiting)
-            return stage(each), functools.partial(end, each)
+            share = share_of(next(waiting), cp, at.cp)
+            return stage(share), functools.partial(end, share)
 
         run = get_forward_backward_func()
         run(
@@ -320,6 +327,19 @@ class MegatronBackend(Member):
             forward_only=not is_training,
         )
 
+    def _passes(self, batch: Batch, *, only_used: bool) -> list[Pass]:
+        """Passes over this replica's data. Where replicas send tokens to one another's experts,
+        idle ones follow, until there are as many as on the busiest replica."""
+        own = [*passes(batch, only_used=only_used)]
+        if self._place.layout.ep > 1:
+            own += [idle_pass()] * (largest(len(own), self._ranks) - len(own))
+        return own
+
+    def _add_up_shares(self, values: torch.Tensor) -> None:
+        """Add up, in host memory, what the context-parallel ranks have. Collective among them."""
+        if self._place.layout.cp > 1:
+            dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+
     def _trained(self) -> Training:
         if self._training is None:
             raise not_trainable()
@@ -328,7 +348,7 @@ class MegatronBackend(Member):
 
 def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
     """The sizes of a model that can be trained in a layout. Raises: CallerError: it cannot."""
-    check_layout(spec, ranks, AXES)
+    check_layout(spec, ranks)
     config = model_config(spec.model)
     sizes = sizes_of(config)
     check_sizes(sizes, spec.layout)

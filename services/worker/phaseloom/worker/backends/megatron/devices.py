@@ -1,26 +1,55 @@
-"""Megatron-core where there is no GPU, which it names on its own in a few places.
+"""Megatron-core where there is no GPU, or no Transformer Engine: it counts on them in a few places.
 
-Its pipeline's schedule counts on a tensor on `cuda` and receives into memory of the current CUDA
-device. Where the heap is in host memory, these modules of Megatron's see a torch whose CUDA device
-is the processor; torch itself stays as it is. Nothing of this runs on a GPU.
+Its pipeline's schedule counts on a tensor on `cuda`; stages and experts receive into memory of the
+current CUDA device; its router moves weights there, and its dispatcher of tokens has a CUDA stream.
+Where the heap is in host memory, these modules of Megatron's see a torch whose CUDA device is the
+processor; torch itself stays as it is, and nothing of this runs on a GPU.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
 
 _CPU: Final = torch.device("cpu")
 _FACTORIES: Final = frozenset({"empty", "ones", "tensor", "zeros"})
 
 
+class _Stream:
+    """A stream that is never behind: the only one there is."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing: whatever was asked for is done."""
+
+    def wait_stream(self, other: _Stream) -> None:
+        """Nothing, likewise."""
+
+
 class _TorchOnCpu:
     """torch, but what is made or asked of `cuda` is of the processor."""
 
-    cuda = SimpleNamespace(current_device=lambda: _CPU, synchronize=lambda: None)
+    cuda = SimpleNamespace(
+        current_device=lambda: _CPU,
+        synchronize=lambda: None,
+        Stream=_Stream,
+        current_stream=_Stream,
+        stream=nullcontext,
+    )
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
@@ -36,6 +65,17 @@ class _TorchOnCpu:
 
 def use(device: torch.device) -> None:
     """Let Megatron work on this kind of device from now on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     seen = _TorchOnCpu() if device.type == "cpu" else torch
-    for module in (p2p_communication, schedules):
+    for module in (mappings, p2p_communication, router, schedules, token_dispatcher):
         module.torch = seen
+    to_host = _in_host_memory if device.type == "cpu" else moe_utils.maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    # Where there is no Transformer Engine, the router looks for a name that was not imported.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _in_host_memory(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The tensor, which is there already."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -7,7 +7,9 @@ is needed, and what was there before counts once.
 
 Different ranks add different parts of a gradient where a slice is
 
-- on several data-parallel ranks, which have different samples;
+- on several data-parallel ranks, which have different samples, or context-parallel ranks, which
+  have different tokens of them; of an expert only those that have it too, because the other ranks
+  send their tokens to one that has;
 - a norm of queries or keys, of which a tensor-parallel rank sees its own heads only;
 - a key-value head that several tensor-parallel ranks hold for their own queries;
 - a tied embedding, as the first stage's input and the last one's output.
@@ -25,7 +27,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from phaseloom.worker.backends.megatron.slices import Place, Sizes, key_value_heads
+from phaseloom.worker.backends.megatron.slices import (
+    Place,
+    Sizes,
+    is_of_expert,
+    key_value_heads,
+)
 
 _EMBEDDING = "model.embed_tokens.weight"
 _QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
@@ -56,9 +63,12 @@ class Gradients:
         flat: torch.Tensor,
         views: Mapping[str, torch.Tensor],
     ) -> None:
-        """Args: flat: the region that all the views are of."""
+        """Args: flat: the region that all the views are of, those of experts behind all others."""
         self._sizes, self._place = sizes, place
-        self._flat, self._views = flat, views
+        of_experts = [view.data_ptr() for name, view in views.items() if is_of_expert(name)]
+        num_bytes = min(of_experts) - flat.data_ptr() if of_experts else 0
+        num_shared = num_bytes // flat.element_size() if of_experts else flat.numel()
+        self._shared, self._experts, self._views = flat[:num_shared], flat[num_shared:], views
         shares_heads = place.layout.tp > sizes.kv_heads
         self._norms = self._named(_QK_NORMS) if place.layout.tp > 1 else []
         self._shared_heads = self._named(_KEYS_AND_VALUES) if shares_heads else []
@@ -68,8 +78,10 @@ class Gradients:
     def begin(self) -> None:
         """Drop the gradients that another rank keeps."""
         place = self._place
-        if place.at.dp:
-            self._flat.zero_()
+        if place.at.dp or place.at.cp:
+            self._shared.zero_()
+        if place.at.edp:
+            self._experts.zero_()
         if place.at.tp:
             self._zero(self._norms)
         if place.at.tp * self._sizes.kv_heads % place.layout.tp:
@@ -89,13 +101,17 @@ class Gradients:
             self._add_up_heads(gradient)
         if self._embedding is not None:
             dist.all_reduce(self._embedding, group=parallel_state.get_embedding_group())
-        if self._place.layout.dp > 1:
-            dist.all_reduce(self._flat, group=parallel_state.get_data_parallel_group())
+        layout = self._place.layout
+        if layout.dp * layout.cp > 1:
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            dist.all_reduce(self._shared, group=replicas)
+        if self._experts.numel() and layout.dp > layout.ep:
+            dist.all_reduce(self._experts, group=parallel_state.get_expert_data_parallel_group())
 
     def squared(self, names: Sequence[str]) -> torch.Tensor:
         """The sum of the squares of these slices' gradients."""
         if not names:
-            return self._flat.new_zeros(())
+            return self._shared.new_zeros(())
         norms = torch._foreach_norm([self._views[name] for name in names])
         return torch.stack(list(norms)).square().sum()
 

@@ -3,7 +3,8 @@
 Tensors have the names and shapes of Hugging Face's files, so that weights versions, seals and
 checkpoints fit any other backend's. Tensor parallelism splits heads, the rows of the MLP's first
 matrices, the columns of what follows them, and the vocabulary; pipeline parallelism splits layers.
-Where there are more ranks than key-value heads, several ranks hold the same head.
+Where there are more ranks than key-value heads, several ranks hold the same head. Expert
+parallelism gives each rank whole experts.
 
 A fused parameter of Megatron's is made of several tensors' slices, one behind the other: queries,
 keys, values; gate, up. The rows of a query are not interleaved with those of its keys as Megatron
@@ -20,6 +21,7 @@ from typing import Any, Final
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import Coordinates
+from phaseloom.worker.backends.capabilities import CAPABILITIES
 from phaseloom.worker.backends.layout import Shard
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES
 
@@ -27,8 +29,19 @@ EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
 """Megatron's names of the two parameters that are the same where embeddings are tied."""
 
-MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
+_EXPERTS: Final = ".mlp.experts."
 _SMALLEST_ITEM_BYTES: Final = 2
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of each layer."""
+
+    num: int
+    intermediate: int
+    per_token: int
+    is_normalized: bool
+    """Whether the weights of a token's experts add up to 1."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,8 @@ class Sizes:
     """Whether the head is the embedding."""
     has_qkv_bias: bool
     has_qk_norm: bool
+    experts: Experts | None = None
+    """None: an MLP in each layer."""
 
     def groups(self, tp: int) -> int:
         """Key-value heads of all ranks together: as many as there are ranks, or more."""
@@ -58,11 +73,12 @@ class Sizes:
 
 def sizes_of(config: Any) -> Sizes:
     """The sizes of a model. Raises: CallerError: one that this backend cannot do, and the field."""
-    if config.model_type not in MODEL_TYPES:
+    known = CAPABILITIES["megatron"].model_types
+    if config.model_type not in known:
         raise _unsupported(
             f"models of type {config.model_type!r}",
             "model_type",
-            f"use the backend 'fsdp', or one of {', '.join(MODEL_TYPES)}",
+            f"use the backend 'fsdp', or one of {', '.join(known)}",
         )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):
@@ -70,6 +86,7 @@ def sizes_of(config: Any) -> Sizes:
     if config.hidden_act not in {"silu", "swish"}:
         raise _unsupported(f"hidden_act = {config.hidden_act!r}", "hidden_act", "use 'silu'")
     heads = int(config.num_attention_heads)
+    experts = _experts_of(config) if config.model_type == "qwen3_moe" else None
     return Sizes(
         num_layers=int(config.num_hidden_layers),
         hidden=int(config.hidden_size),
@@ -80,13 +97,30 @@ def sizes_of(config: Any) -> Sizes:
         vocab=int(config.vocab_size),
         is_tied=bool(config.tie_word_embeddings),
         has_qkv_bias=config.model_type == "qwen2",
-        has_qk_norm=config.model_type == "qwen3",
+        has_qk_norm=config.model_type in {"qwen3", "qwen3_moe"},
+        experts=experts,
+    )
+
+
+def _experts_of(config: Any) -> Experts:
+    """Raises: CallerError: some layers have no experts."""
+    usual: Any
+    for name, usual in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        value = getattr(config, name, usual)
+        if value not in (usual, None):
+            raise _unsupported(f"{name} = {value}", name, f"use {usual}, or the backend 'fsdp'")
+    return Experts(
+        num=int(config.num_experts),
+        intermediate=int(config.moe_intermediate_size),
+        per_token=int(config.num_experts_per_tok),
+        is_normalized=bool(config.norm_topk_prob),
     )
 
 
 def check_sizes(sizes: Sizes, layout: Layout) -> None:
     """Raises: CallerError: FAILED_PRECONDITION: the layout does not split the model evenly."""
     tp, pp = layout.tp, layout.pp
+    _check_experts(sizes.experts, layout)
     for what, size in (("attention heads", sizes.heads), ("MLP rows", sizes.intermediate)):
         if size % tp:
             raise _uneven(f"{size} {what} cannot be split over tp = {tp}", "layout.tp")
@@ -99,9 +133,29 @@ def check_sizes(sizes: Sizes, layout: Layout) -> None:
     if sizes.num_layers % pp:
         raise _uneven(f"{sizes.num_layers} layers cannot be split over pp = {pp}", "layout.pp")
     _check_run(sizes.hidden * sizes.head, "hidden_size")
-    _check_run(sizes.hidden * (sizes.intermediate // tp), "intermediate_size")
+    if sizes.experts is None:
+        _check_run(sizes.hidden * (sizes.intermediate // tp), "intermediate_size")
+    else:
+        _check_run(sizes.hidden * sizes.experts.intermediate, "moe_intermediate_size")
     if sizes.has_qkv_bias:
         _check_run(sizes.head, "head_dim")
+
+
+def _check_experts(experts: Experts | None, layout: Layout) -> None:
+    """Raises: CallerError: FAILED_PRECONDITION: the layout does not spread the experts."""
+    if experts is None:
+        if layout.ep > 1:
+            raise _uneven("a model without experts cannot be spread over ep", "layout.ep")
+        return
+    if experts.num % layout.ep:
+        raise _uneven(f"{experts.num} experts cannot be spread over ep = {layout.ep}", "layout.ep")
+    for axis in ("tp", "cp"):
+        if getattr(layout, axis) > 1:
+            raise _uneven(
+                f"a model with experts cannot be split over {axis}",
+                f"layout.{axis}",
+                f"use layout.{axis} = 1, and layout.ep and layout.dp for more ranks",
+            )
 
 
 def _check_run(num_elements: int, field: str) -> None:
@@ -135,8 +189,9 @@ Parameters = Mapping[str, Mapping[str, Shard]]
 
 
 def parameters(sizes: Sizes, place: Place) -> Parameters:
-    """The parameters of a rank's stage, by Megatron's names for them."""
+    """The parameters of a rank's stage, by Megatron's names for them; those of experts last."""
     found: dict[str, dict[str, Shard]] = {}
+    of_experts: dict[str, dict[str, Shard]] = {}
     hidden, rank, tp = sizes.hidden, place.at.tp, place.layout.tp
     norm = _whole([hidden])
     if place.is_first:
@@ -165,6 +220,12 @@ def parameters(sizes: Sizes, place: Place) -> Parameters:
             f"{attention}o_proj.weight": _columns([hidden, sizes.heads * sizes.head], rank, tp)
         }
         found[f"{own}pre_mlp_layernorm.weight"] = {f"{theirs}post_attention_layernorm.weight": norm}
+        if sizes.experts is not None:
+            found[f"{own}mlp.router.weight"] = {
+                f"{mlp}gate.weight": _whole([sizes.experts.num, hidden])
+            }
+            of_experts |= _expert_parameters(sizes.experts, hidden, place, own, mlp)
+            continue
         rows = _even(sizes.intermediate, rank, tp)
         found[f"{own}mlp.linear_fc1.weight"] = {
             f"{mlp}{name}_proj.weight": _rows([sizes.intermediate, hidden], rows)
@@ -179,7 +240,34 @@ def parameters(sizes: Sizes, place: Place) -> Parameters:
             found[OUTPUT] = {"lm_head.weight": _vocabulary(sizes, place)}
         elif not place.is_first:
             found[OUTPUT] = {"model.embed_tokens.weight": _vocabulary(sizes, place)}
+    return found | of_experts
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a tensor is an expert's."""
+    return _EXPERTS in name
+
+
+def _expert_parameters(
+    experts: Experts, hidden: int, place: Place, own: str, mlp: str
+) -> dict[str, dict[str, Shard]]:
+    """Those of a layer's experts that the rank has: whole ones."""
+    first, into = _whole([experts.intermediate, hidden]), _whole([hidden, experts.intermediate])
+    found: dict[str, dict[str, Shard]] = {}
+    for local, expert in enumerate(_even(experts.num, place.at.ep, place.layout.ep)):
+        here, there = f"{own}mlp.experts.local_experts.{local}.", f"{mlp}experts.{expert}."
+        found[f"{here}linear_fc1.weight"] = {
+            f"{there}gate_proj.weight": first,
+            f"{there}up_proj.weight": first,
+        }
+        found[f"{here}linear_fc2.weight"] = {f"{there}down_proj.weight": into}
     return found
+
+
+def token_ids(sizes: Sizes, place: Place) -> range:
+    """The ids whose rows of the embedding and the head a rank holds, without padding."""
+    padded = _even(sizes.padded_vocab(place.layout.tp), place.at.tp, place.layout.tp)
+    return range(padded.start, min(padded.stop, sizes.vocab))
 
 
 def key_value_heads(sizes: Sizes, place: Place) -> range:
@@ -223,23 +311,23 @@ def _columns(shape: list[int], rank: int, tp: int) -> Shard:
 
 
 def _vocabulary(sizes: Sizes, place: Place) -> Shard:
-    padded = _even(sizes.padded_vocab(place.layout.tp), place.at.tp, place.layout.tp)
-    rows = range(padded.start, min(padded.stop, sizes.vocab))
-    shape = [sizes.vocab, sizes.hidden]
-    own = _rows(shape, rows)
-    return Shard(own.shape, [len(padded), sizes.hidden], own.global_shape, own.start)
+    own = _rows([sizes.vocab, sizes.hidden], token_ids(sizes, place))
+    padded = sizes.padded_vocab(place.layout.tp) // place.layout.tp
+    return Shard(own.shape, [padded, sizes.hidden], own.global_shape, own.start)
 
 
 def _slice(shape: list[int], size: list[int], start: list[int]) -> Shard:
     return _whole(shape) if size == shape else Shard(size, size, shape, start)
 
 
-def _uneven(what: str, field: str) -> CallerError:
+def _uneven(
+    what: str, field: str, remedy: str = "use a divisor, and layout.dp for more ranks"
+) -> CallerError:
     return CallerError(
         f"{what} by the megatron backend",
         code=Code.FAILED_PRECONDITION,
         field=field,
-        remedy="use a divisor, and layout.dp for more ranks",
+        remedy=remedy,
     )
 
 

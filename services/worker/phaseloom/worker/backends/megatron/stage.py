@@ -5,8 +5,11 @@ ours: attention takes the rows of queries, keys and values one behind the other 
 (a branch of a packed row sees its prefix and itself), and angles of any positions; the last stage
 runs its head on the positions asked for only; ids that pad the vocabulary have no probability.
 
-Shapes: B rows, T columns, N positions asked for, H hidden, V a rank's share of the vocabulary,
-n heads, D dimensions of a head.
+Under context parallelism a rank has some columns of each row and gathers the keys and values of all
+(`context`).
+
+Shapes: B rows, T columns of the rank, S columns of all ranks, N positions asked for, H hidden, V a
+rank's share of the vocabulary, n heads, D dimensions of a head.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -27,8 +31,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import nn
 
 from phaseloom.common.contract.specs import Layout
-from phaseloom.worker.backends.megatron.slices import Place, Sizes
-from phaseloom.worker.backends.packing import Pass
+from phaseloom.worker.backends.megatron.context import Share
+from phaseloom.worker.backends.megatron.slices import Experts, Place, Sizes, token_ids
 
 
 class Attention(SelfAttention):  # type: ignore[misc]
@@ -50,20 +54,42 @@ class Attention(SelfAttention):  # type: ignore[misc]
         return self.q_layernorm(query), self.k_layernorm(key), value
 
 
+class _Gathered(torch.autograd.Function):
+    """The columns of all ranks, in the order of ranks; gradients of a rank's own are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, own_TBnD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, ctx.num_columns = group, own_TBnD.shape[0]
+        parts = [torch.empty_like(own_TBnD) for _ in range(group.size())]
+        dist.all_gather(parts, own_TBnD.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient_SBnD = gradients[0].contiguous()
+        dist.all_reduce(gradient_SBnD, group=ctx.group)
+        start = ctx.group.rank() * ctx.num_columns
+        return gradient_SBnD[start : start + ctx.num_columns].clone(), None
+
+
 class CoreAttention(MegatronModule):  # type: ignore[misc]
     """torch's attention, with a mask of what each position sees, or plainly causal without one."""
 
-    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
+    def __init__(self, config: TransformerConfig, *_: Any, pg_collection: Any, **__: Any) -> None:
         super().__init__(config=config)
+        self._ranks: dist.ProcessGroup = pg_collection.cp
 
     def forward(
         self,
         query_TBnD: torch.Tensor,
         key_TBnD: torch.Tensor,
         value_TBnD: torch.Tensor,
-        visible_B1TT: torch.Tensor | None = None,
+        visible_B1TS: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
+        if self._ranks.size() > 1:
+            gather: Any = _Gathered.apply
+            key_TBnD, value_TBnD = gather(key_TBnD, self._ranks), gather(value_TBnD, self._ranks)
         repeated = query_TBnD.shape[2] // key_TBnD.shape[2]
         query, key, value = (
             tensor.permute(1, 2, 0, 3) for tensor in (query_TBnD, key_TBnD, value_TBnD)
@@ -72,8 +98,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             query,
             key.repeat_interleave(repeated, 1),
             value.repeat_interleave(repeated, 1),
-            visible_B1TT,
-            is_causal=visible_B1TT is None,
+            visible_B1TS,
+            is_causal=visible_B1TS is None,
         )
         return mixed_BnTD.permute(2, 0, 1, 3).flatten(2)
 
@@ -96,38 +122,31 @@ class Stage(GPTModel):  # type: ignore[misc]
             position_embedding_type="none",
         )
         self._frequencies = frequencies
-        self._num_ids = min(
-            max(sizes.vocab - place.at.tp * self._ids_per_rank(sizes, place), 0),
-            self._ids_per_rank(sizes, place),
-        )
+        self._num_ids = len(token_ids(sizes, place))
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Nothing: the weights of a tied embedding come from elsewhere, and so do its gradients'
         sums (`gradients`)."""
 
-    @staticmethod
-    def _ids_per_rank(sizes: Sizes, place: Place) -> int:
-        return sizes.padded_vocab(place.layout.tp) // place.layout.tp
-
-    def forward(self, packed: Pass) -> torch.Tensor:
+    def forward(self, share: Share) -> torch.Tensor:
         """The last stage: (N,) log-probabilities of the targets. Any other: (T, B, H) what the next
         stage takes."""
         hidden_TBH: Any = None
         if self.pre_process:
-            hidden_TBH = self.embedding(self._here(packed.tokens_BT), None)
-        visible_BTT = packed.visible_BTT
+            hidden_TBH = self.embedding(self._here(share.tokens_BT), None)
+        visible_BTS = share.visible_BTS
         hidden_TBH = self.decoder(
             hidden_states=hidden_TBH,
-            attention_mask=None if visible_BTT is None else self._here(visible_BTT)[:, None],
-            rotary_pos_emb=self._angles(self._here(packed.positions_BT)),
+            attention_mask=None if visible_BTS is None else self._here(visible_BTS)[:, None],
+            rotary_pos_emb=self._angles(self._here(share.positions_BT)),
         )
         if not self.post_process:
             passed_on: torch.Tensor = hidden_TBH
             return passed_on
-        asked_NH = hidden_TBH.transpose(0, 1).flatten(0, 1)[self._here(packed.index_N)]
+        asked_NH = hidden_TBH.transpose(0, 1).flatten(0, 1)[self._here(share.index_N)]
         weight = self.shared_embedding_or_output_weight() if self._is_tied else None
         logits_N1V, _ = self.output_layer(asked_NH[:, None], weight=weight)
-        return self._logprobs(logits_N1V[:, 0].float(), self._here(packed.targets_N))
+        return self._logprobs(logits_N1V[:, 0].float(), self._here(share.targets_N))
 
     @property
     def _is_tied(self) -> bool:
@@ -147,6 +166,23 @@ class Stage(GPTModel):  # type: ignore[misc]
             logits_NV = logits_NV.masked_fill(padding_V, -torch.inf)
         nll_N: torch.Tensor = vocab_parallel_cross_entropy(logits_NV, targets_N)
         return -nll_N
+
+
+def _expert_settings(experts: Experts | None, layout: Layout) -> dict[str, Any]:
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.is_normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def transformer_config(
@@ -174,6 +210,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         # Weights come from elsewhere: nothing is drawn, nothing touched.
         use_cpu_initialization=True,
         perform_initialization=False,
@@ -189,11 +226,16 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_expert_settings(sizes.experts, layout),
     )
 
 
 def _layers(sizes: Sizes, num_layers: int) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=sizes.has_qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=sizes.experts.num if sizes.experts else None,
+        qk_layernorm=sizes.has_qk_norm,
+        normalization="RMSNorm",
+    )
     attention = layer.submodules.self_attention
     attention.module = Attention
     attention.submodules.core_attention = CoreAttention

@@ -1,0 +1,89 @@
+"""A context-parallel rank's share of a pass: some columns of its rows, with what they see.
+
+The columns are cut into twice as many chunks as there are ranks; a rank has one from the front and
+one from the back, so that causal attention is as much work on each. Keys and values of all ranks
+are gathered in the order of ranks (`stage.CoreAttention`), and the mask's columns are in that
+order. Without context parallelism the share is the pass. Pure; no torch.
+
+Shapes: B rows, T columns of the share, S columns of all shares, N positions asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from phaseloom.worker.backends.batch import Floats, Ints
+from phaseloom.worker.backends.packing import Pass
+
+
+@dataclass(frozen=True)
+class Share:
+    """A pass, or a rank's columns of one; see `Pass` for the arrays."""
+
+    tokens_BT: Ints
+    positions_BT: Ints
+    visible_BTS: npt.NDArray[np.bool_] | None
+    """Mask of what each column sees; None: plain causal attention."""
+    index_N: Ints
+    source_N: Ints
+    targets_N: Ints
+    q_N: Floats
+    coefficient_N: Floats
+
+
+def share_of(packed: Pass, cp: int, rank: int) -> Share:
+    """The share of one rank of `cp`."""
+    if cp == 1:
+        return Share(
+            packed.tokens_BT,
+            packed.positions_BT,
+            packed.visible_BTT,
+            packed.index_N,
+            packed.source_N,
+            packed.targets_N,
+            packed.q_N,
+            packed.coefficient_N,
+        )
+    num_columns = packed.tokens_BT.shape[1]
+    padded = _padded(packed, -num_columns % (2 * cp))
+    length = padded.tokens_BT.shape[1]
+    own = columns(length, cp, rank)
+    order = np.concatenate([columns(length, cp, each) for each in range(cp)])
+    visible_BSS = padded.visible_BTT
+    if visible_BSS is None:
+        visible_BSS = np.tri(length, dtype=np.bool_)[None]
+    place = np.full(length, -1)
+    place[own] = np.arange(own.size)
+    row, column = np.divmod(packed.index_N, num_columns)
+    is_own = place[column] >= 0
+    return Share(
+        padded.tokens_BT[:, own],
+        padded.positions_BT[:, own],
+        visible_BSS[:, own][:, :, order],
+        (row * own.size + place[column])[is_own],
+        packed.source_N[is_own],
+        packed.targets_N[is_own],
+        packed.q_N[is_own],
+        packed.coefficient_N[is_own],
+    )
+
+
+def columns(length: int, cp: int, rank: int) -> Ints:
+    """A rank's columns of rows whose length is a multiple of 2 · cp."""
+    chunks = np.arange(length).reshape(2 * cp, -1)
+    return np.concatenate([chunks[rank], chunks[2 * cp - 1 - rank]])
+
+
+def _padded(packed: Pass, num_columns: int) -> Pass:
+    def pad(array_BT: Ints, value: int) -> Ints:
+        return np.pad(array_BT, ((0, 0), (0, num_columns)), constant_values=value)
+
+    return replace(
+        packed,
+        tokens_BT=pad(packed.tokens_BT, 0),
+        positions_BT=pad(packed.positions_BT, 0),
+        branches_BT=pad(packed.branches_BT, -1),
+    )
