@@ -1,9 +1,11 @@
 """Training backend: a Hugging Face causal LM under FSDP2, all of whose state lives in the heap.
 
 Invariants
-- Parameters, gradients and AdamW state are views into the heap and never re-allocated: FSDP2 adds
-  gradients in place to the ones preset here, the optimizer works on the flat regions. So the heap's
+- Parameters, gradients and AdamW state are views into the heap and never re-allocated: gradients
+  are added in place to the ones preset here, the optimizer works on the flat regions. So the heap's
   bytes are the whole state, at any moment between two calls.
+- A rank that is alone has nothing to gather: its parameters are the heap's whole tensors, and FSDP2
+  and a process group, which would copy them around, are left out. The bits are the same.
 - After every pass parameters are sharded again, so FSDP2 keeps no copy that a load would leave
   stale.
 - Weights in bfloat16 are their masters, rounded. FSDP2 shards the masters and gathers them rounded,
@@ -82,6 +84,9 @@ from phaseloom.worker.backends.training import (
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
 
+Views = Mapping[str, torch.Tensor]
+"""Tensors by parameter."""
+
 
 class FsdpBackend(Member):
     """FSDP2 `Backend`. A rank's heap holds its shards; with one rank these are the
@@ -104,9 +109,6 @@ class FsdpBackend(Member):
         ]
         self.kinds = kinds_of(spec)
         self._group = ExitStack()
-        join_process_group(ranks, self._tensors.device.type, self._group)
-        kind = self._tensors.device.type
-        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
         self._model = build_model(spec.model)
         self._model.requires_grad_(spec.trainable)
         self.vocab_size = int(self._model.config.vocab_size)
@@ -114,22 +116,30 @@ class FsdpBackend(Member):
         dtype = TORCH_DTYPES[self._dtype]
         self._scorer = scoring.Scorer(self._model, dtype)
         masters = self._layout.training.masters if self._layout.training else None
-        precision = MixedPrecisionPolicy()
-        if masters is not None:
-            precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-        else:
+        if masters is None:
             _round_parameters(self._model, dtype)
         layers = _layers(self._model)
         if spec.activation_checkpointing:
             recompute(layers)
-        _shard(self._scorer, layers, mesh, precision)
-        moved = masters or self._layout.weights
-        _move_parameters(self._scorer, self._tensors.views(moved), self._padded(moved))
+        moved = self._tensors.views(masters or self._layout.weights)
+        gradients = self._gradients()
+        if ranks.world_size == 1:
+            used = self._tensors.views(self._layout.weights)
+            _use_heap(self._model, moved, used, gradients)
+        else:
+            mesh = self._join()
+            _shard(self._scorer, layers, mesh, _precision(masters, dtype))
+            _move_parameters(self._scorer, moved, self._padded(masters or self._layout.weights))
+            _preset_gradients(self._model, gradients, mesh)
         if masters is not None and spec.model.pinned is not None:
             # The weights come from files: then masters are made of them.
             self._tensors.flat(masters).zero_()
         self._masters = Masters.of(self._tensors, self._layout.weights, masters)
-        self._training = self._prepare_training(mesh) if spec.trainable else None
+        self._training: Training | None = None
+        if self._layout.training is not None:
+            self._training = Training.of(
+                self._tensors, self._layout.weights, self._layout.training, self._masters
+            )
         return_freed_memory()
 
     @staticmethod
@@ -253,21 +263,16 @@ class FsdpBackend(Member):
         for _ in range(num_idle):
             yield idle_pass()
 
-    def _prepare_training(self, mesh: DeviceMesh) -> Training:
-        weights, layout, tensors = self._layout.weights, self._layout.training, self._tensors
-        assert layout is not None
-        gradients = tensors.views(layout.gradients)
-        for name, parameter in self._model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            parameter.grad = DTensor.from_local(
-                gradients[name],
-                mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        return Training.of(tensors, weights, layout, self._masters)
+    def _join(self) -> DeviceMesh:
+        """Meet the other ranks."""
+        kind = self._tensors.device.type
+        join_process_group(self._ranks, kind, self._group)
+        return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+    def _gradients(self) -> Views:
+        """The heap's gradients by parameter; none where nothing is trained."""
+        layout = self._layout.training
+        return self._tensors.views(layout.gradients) if layout else {}
 
     def _backward(self, args: ForwardBackward, packed: Pass) -> float:
         lp_N = self._scorer(packed)
@@ -279,7 +284,8 @@ class FsdpBackend(Member):
     def _grad_norm(self, gradients: torch.Tensor) -> float:
         """Norm over all ranks; each holds a shard, so squares add up. Collective."""
         square = gradients.square().sum()
-        dist.all_reduce(square)
+        if self._ranks.world_size > 1:
+            dist.all_reduce(square)
         return math.sqrt(square.item())
 
 
@@ -331,7 +337,57 @@ def _exhaust(tensors: Iterator[object]) -> None:
         raise AssertionError("only rank 0 is given tensors")
 
 
-Views = Mapping[str, torch.Tensor]
+def _use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> None:
+    """Make whole parameters views into the heap, and have their gradients added up there.
+
+    Args: drawn: takes the parameters' values: the weights, or the masters that they are rounded
+              from, which the caller does.
+          used: the weights that the model computes with.
+          gradients: empty where nothing is trained.
+    """
+    for name, parameter in model.named_parameters():
+        drawn[name].copy_(parameter.data)
+        parameter.data = used[name]
+        if name not in gradients:
+            continue
+        if gradients[name].dtype == parameter.dtype:
+            parameter.grad = gradients[name]
+        else:
+            hook = _adding_to(gradients[name])
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _adding_to(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that adds a pass's gradient, of the weights' dtype, to this one."""
+
+    def add(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        gradient.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+def _precision(masters: Region | None, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    if masters is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+
+
+def _preset_gradients(model: nn.Module, gradients: Views, mesh: DeviceMesh) -> None:
+    """Make every shard's gradient a view into the heap, which FSDP2 adds to."""
+    for name, parameter in model.named_parameters():
+        if name not in gradients:
+            continue
+        assert isinstance(parameter, DTensor)
+        parameter.grad = DTensor.from_local(
+            gradients[name],
+            mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
 def _move_parameters(scorer: scoring.Scorer, views: Views, padded: Views) -> None:
