@@ -38,8 +38,6 @@ OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 """The stored outcome of an operation, or None where there is none."""
 
 MAX_CONFIG_DEPTH = 32
-_AXES = {"megatron": ("dp", "tp", "pp", "cp", "ep"), "vllm": ("dp", "tp", "pp")}
-"""Backend → the axes over which it spreads a model, where these are more than `dp`."""
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
 """Largest spec of a job, as MessagePack. Every command that starts a WPG carries a part of it."""
@@ -224,22 +222,13 @@ def _encoded_bytes(spec: JobSpec) -> int:
 
 
 def _check_layout(spec: DeploymentSpec, field: str) -> None:
-    layout, axes = spec.layout, _AXES.get(spec.backend, ("dp",))
+    layout = spec.layout
     for axis in layout.__struct_fields__:
         if getattr(layout, axis) < 1:
             raise CallerError(
                 f"{axis} = {getattr(layout, axis)} is no number of ranks",
                 field=f"{field}.{axis}",
                 remedy="use 1 where the model is not split this way",
-            )
-        if getattr(layout, axis) > 1 and axis not in axes:
-            able = [name for name, others in sorted(_AXES.items()) if axis in others]
-            another = f", or the backend {' or '.join(able)}" if able else ""
-            raise CallerError(
-                f"{axis} = {getattr(layout, axis)}: the backend {spec.backend} does not split a "
-                "model this way",
-                field=f"{field}.{axis}",
-                remedy=f"use 1, and spread the model over {', '.join(axes)}{another}",
             )
 
 
