@@ -56,9 +56,11 @@ export OMP_NUM_THREADS = 1
 demo: $(VENV)/.demo
 	$(BIN)/phaseloom demo $(ARGS)
 
-## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB; needs tens of minutes
+## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB; needs tens of minutes. Rollouts run on
+##   vLLM where `make .venv-vllm/.installed` has been run, else on the backend sampler
 demo-real: $(SMOLLM2)
-	$(BIN)/phaseloom demo --pretrained $(SMOLLM2) $(ARGS)
+	$(BIN)/phaseloom demo --pretrained $(SMOLLM2) \
+		$(if $(wildcard $(VLLM_VENV)/.installed),--vllm $(VLLM_VENV)/bin/python) $(ARGS)
 
 ## up: run the mesh for your own controllers until Ctrl-C
 up: $(VENV)/.demo
@@ -120,7 +122,8 @@ bench-runtimes: $(VENV)/.test $(VLLM_VENV)/.test
 loadtest: $(VENV)/.test
 	$(BIN)/python -m loadtest load $(ARGS)
 
-## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1"
+## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1", and rollouts on
+##   vLLM with ARGS="--vllm .venv-vllm/bin/python"
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
 

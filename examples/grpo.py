@@ -58,11 +58,14 @@ Report = Callable[..., None]
 Barrier = Callable[[str], Awaitable[None]]
 
 
-def deployments(settings: Settings) -> list[DeploymentSpec]:
+def deployments(
+    settings: Settings, rollout_backend: str = "sampler", kv_cache_bytes: int = 0
+) -> list[DeploymentSpec]:
+    """Deployments of the job. Args: kv_cache_bytes: of the sampler on vLLM; 0: some sequences."""
     model = ModelSpec(MODEL, init_seed=settings.seed)
     return [
         DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
-        DeploymentSpec("sampler", "rollout", "sampler", model),
+        DeploymentSpec("sampler", "rollout", rollout_backend, model, scratch_bytes=kv_cache_bytes),
         DeploymentSpec("reference", "rollout", "sampler", model),
     ]
 
@@ -295,6 +298,8 @@ async def main() -> None:
         default=True,
         help="for a place; else it is refused where there is none now",
     )
+    parser.add_argument("--rollout-backend", choices=("sampler", "vllm"), default="sampler")
+    parser.add_argument("--kv-cache-bytes", type=int, default=0, help="of vllm, on each device")
     for name in SETTABLE:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     options = parser.parse_args()
@@ -313,7 +318,7 @@ async def main() -> None:
         try:
             job = await mesh.submit_job(
                 name,
-                deployments(settings),
+                deployments(settings, options.rollout_backend, options.kv_cache_bytes),
                 slo=options.slo,
                 cycle=declared(*options.cycle) if options.cycle else None,
                 may_wait=options.may_wait,

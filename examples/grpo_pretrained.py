@@ -198,6 +198,8 @@ async def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="a directory with its tokenizer")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument("--rollout-backend", choices=("sampler", "vllm"), default="sampler")
+    parser.add_argument("--kv-cache-bytes", type=int, default=0, help="of vllm, on each device")
     options = parser.parse_args()
     settings = Settings(steps=options.steps, seed=options.seed)
 
@@ -213,7 +215,13 @@ async def main() -> None:
     model = ModelSpec(registered=options.model)
     deployments = [
         DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
-        DeploymentSpec("sampler", "rollout", "sampler", model),
+        DeploymentSpec(
+            "sampler",
+            "rollout",
+            options.rollout_backend,
+            model,
+            scratch_bytes=options.kv_cache_bytes,
+        ),
     ]
     async with connect() as mesh:
         job = await mesh.submit_job(options.job or options.task, deployments)

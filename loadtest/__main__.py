@@ -140,7 +140,14 @@ def peers(
 
 
 @app.command(name="chaos")
-def chaos_test(*, kills: int = 20, seed: int = 0, file: Path = _RUNS / "chaos.json") -> int:
+def chaos_test(
+    *,
+    kills: int = 20,
+    seed: int = 0,
+    vllm: Path | None = None,
+    stuck_s: float = 120.0,
+    file: Path = _RUNS / "chaos.json",
+) -> int:
     """Run the two example jobs under kill -9.
 
     The exit code is 1 where a job ends with other weights or is stuck.
@@ -151,11 +158,17 @@ def chaos_test(*, kills: int = 20, seed: int = 0, file: Path = _RUNS / "chaos.js
         Kills in all.
     seed
         Seed of the order and the moments of the kills.
+    vllm
+        Python of an environment that has vLLM, which rollouts then run on.
+    stuck_s
+        A job that completes nothing for so many seconds counts as stuck.
     file
         Where the report is written.
     """
     console = Console(highlight=False)
-    running = chaos.run(chaos.Settings(kills, seed), _work_directory(file), console.print)
+    python = str(vllm.absolute()) if vllm else ""
+    settings = chaos.Settings(kills, seed, vllm=python, stuck_s=stuck_s)
+    running = chaos.run(settings, _work_directory(file), console.print)
     report = write(uvloop.run(running), file)
     table = Table("victim", "kills", "recovery: median, s", "longest, s")
     for summary in report.victims:

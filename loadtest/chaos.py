@@ -27,6 +27,7 @@ import msgspec
 from loadtest.processes import children
 from loadtest.records import Machine, describe
 from phaseloom.cli.controllers import find_example
+from phaseloom.cli.demo import TINY_KV_CACHE_BYTES, Program, with_vllm
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common.contract.events import OperationFinished, QueuedOperation
 from phaseloom.common.contract.ids import OperationKey
@@ -74,6 +75,8 @@ class Settings(msgspec.Struct, frozen=True):
     checkpoint_every: int = 2
     max_pause_s: float = 1.5
     """The longest time that jobs run on between a recovery and the next kill; it is random."""
+    vllm: str = ""
+    """Python of an environment that has vLLM, which rollouts then run on; empty: on `sampler`."""
     stuck_s: float = 120.0
     """A job that completes nothing for so long counts as stuck."""
 
@@ -145,6 +148,7 @@ class _Run:
 
     settings: Settings
     mesh: Mesh
+    program: Program
     directory: Path
     jobs: dict[str, _Job] = field(default_factory=dict)
 
@@ -202,7 +206,7 @@ class _Run:
             "--checkpoint-every": settings.checkpoint_every,
         }
         words = [str(word) for option in options.items() for word in option]
-        return [sys.executable, "-u", str(find_example()), *words]
+        return [sys.executable, "-u", str(self.program.script), *words, *self.program.arguments]
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -342,10 +346,14 @@ def _add_jobs(running: _Run, number: int) -> list[_Job]:
 @asynccontextmanager
 async def _mesh(settings: Settings, directory: Path) -> AsyncIterator[_Run]:
     mesh_config = MeshConfig(tenants=[TENANT], routers=2, schedulers=2, seal_every=10)
+    program = Program(find_example())
+    if settings.vllm:
+        python = Path(settings.vllm)
+        mesh_config, program = with_vllm(mesh_config, program, python, TINY_KV_CACHE_BYTES)
     async with Mesh(mesh_config, directory) as mesh:
         await mesh.ready()
         bus = await Bus.open(mesh.credentials.bus, "chaos")
-        running = _Run(settings, mesh, directory)
+        running = _Run(settings, mesh, program, directory)
         try:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(running.follow(bus))

@@ -105,7 +105,8 @@ async def test_job_that_computes_activations_again_is_the_same_to_the_bit(short_
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "model.config.model_type": {"model_type": "bloom"},
+    "spec.deployments.model.config.model_type": {"model_type": "bloom"},
+    "spec.deployments.model.config.dtype": {"dtype": "float16"},
     "model.config.layer_types": {"layer_types": ["chunked_attention"] * 2},
 }
 

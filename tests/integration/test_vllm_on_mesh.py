@@ -7,11 +7,14 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from phaseloom import client
+from phaseloom.cli.demo import demo
 from phaseloom.cli.state import state
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
@@ -19,8 +22,9 @@ from phaseloom.common.contract.events import ActivationOpened
 from phaseloom.common.contract.operations import AdamParams, GenerateResult, Outcome
 from phaseloom.common.contract.specs import Layout
 from tests.support import vllm
-from tests.support.jobs import kill_rank, running_mesh, tenant
+from tests.support.jobs import TENANT, kill_rank, running_mesh, tenant
 from tests.support.node import lesson
+from tests.support.pretrained import TOKENIZER_FILES, loaded, save_model
 
 pytestmark = [pytest.mark.vllm, vllm.needs_vllm_python]
 
@@ -33,6 +37,8 @@ MESH = MeshConfig(
     seal_every=4,
 )
 PROMPTS = [client.Prompt([1, 2, 3], seed=5), client.Prompt([7, 8, 9, 10, 11], seed=6)]
+PROMPT = [1, 5, 9]
+NUM_TOKENS = 12
 SAMPLED = client.SamplingParams(40, temperature=0.9, ignore_eos=True)
 
 
@@ -163,3 +169,62 @@ async def test_requests_join_stop_and_are_cancelled_on_two_ranks(
         await job.finish()
         await log.caught_up()
         assert {event.outcome for event in log.failures()} <= {Outcome.CANCELLED}
+
+
+async def test_registered_model_on_vllm_says_what_transformers_says_and_is_saved_whole(
+    short_dir: Path, tmp_path: Path
+) -> None:
+    changes = vllm.tiny("llama", initializer_range=0.2, tie_word_embeddings=False)
+    directory = await asyncio.to_thread(save_model, tmp_path / "model", **changes)
+    config = replace(MESH, models={"tiny": str(directory)})
+    model = client.ModelSpec(registered="tiny")
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        policy_spec = client.DeploymentSpec("policy", "train", "fsdp", model, trainable=True)
+        job = await connection.submit_job("job", [policy_spec, replace(vllm.spec(), model=model)])
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        assert await greedy(sampler) == await asyncio.to_thread(transformers_says, directory)
+        for number in range(4):
+            batch = lesson(number)
+            policy.forward_backward(batch.batch, batch.loss)
+            policy.optim_step(AdamParams(5e-2))
+        sampler.sync_weights(policy.publish_weights())
+        learned = await greedy(sampler)
+        assert learned != await asyncio.to_thread(transformers_says, directory)
+        saved = await sampler.save_state("learned")
+        assert saved.weights_sha256 == (await policy.save_state("policy")).weights_sha256
+        checkpoint = mesh.run_dir / "checkpoints" / TENANT / saved.path
+        assert await asyncio.to_thread(transformers_says, checkpoint) == learned
+        for name in TOKENIZER_FILES:
+            assert (checkpoint / name).read_bytes() == (directory / name).read_bytes(), name
+        await job.finish()
+        assert log.failures() == []
+
+
+async def greedy(sampler: client.Deployment) -> list[int]:
+    params = client.SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    result = await sampler.generate([client.Prompt(PROMPT)], params)
+    return client.int32s(result.sequences[0][0].tokens)
+
+
+def transformers_says(directory: Path) -> list[int]:
+    text: Any = loaded(directory).generate(
+        torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+    )
+    return text[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
+
+
+async def test_demo_trains_a_pretrained_model_with_rollouts_on_vllm(
+    short_dir: Path, tmp_path: Path
+) -> None:
+    changes = vllm.tiny("llama", max_position_embeddings=256)
+    directory = await asyncio.to_thread(save_model, tmp_path / "model", **changes)
+    run_dir = short_dir / "run"
+    ended = await demo(
+        pretrained=directory, steps=1, jobs=("chain_sum",), run_dir=run_dir, vllm=vllm.PYTHON
+    )
+    assert ended == 0
+    summary = json.loads(await asyncio.to_thread((run_dir / "summary.json").read_text))
+    assert summary["jobs"][0]["steps"] == 1
+    assert summary["operations"]["failed"] == 0
+    events = await asyncio.to_thread((run_dir / "events.jsonl").read_text)
+    assert '"backend":"vllm"' in events

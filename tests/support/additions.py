@@ -104,7 +104,10 @@ class QuickBackend(NoopBackend):
                 '    "noop": (',
                 '    "quick": ("phaseloom.worker.backends.quick", "QuickBackend"),\n    "noop": (',
             )
-        ]
+        ],
+        f"{_BACKENDS}/capabilities.py": [
+            ('    "noop": ', '    "quick": Capabilities(("forward",)),\n    "noop": ')
+        ],
     },
     """
 from phaseloom.common.contract.ids import DeploymentKey

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from msgspec import structs
 
 from phaseloom.common.contract.errors import Code
 from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import JobKey, NodeId
-from phaseloom.common.contract.specs import Cycle, Segment
+from phaseloom.common.contract.specs import Capabilities, Cycle, Segment
 from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
+    Demand,
     Host,
     Member,
     Need,
@@ -103,11 +105,12 @@ def test_what_no_node_could_ever_hold_is_refused_with_the_numbers(
 def test_backend_that_no_node_of_the_pool_has_is_refused_with_those_that_there_are() -> None:
     cluster = Cluster()
     for name, backends in (("x0", ["fsdp", "noop"]), ("x1", ["noop", "sampler"])):
-        known = Host(NodeId(name), "train", 1, 100, 1.0, backends=backends)
+        able = {backend: Capabilities(("forward",)) for backend in backends}
+        known = Host(NodeId(name), "train", 1, 100, 1.0, backends=able)
         groups.host_up(cluster, known)
 
     def decide(*names: str) -> Decision:
-        need = Need(backends=frozenset(names))
+        need = Need(demands=frozenset(map(Demand, names)))
         return admission.decide(cluster, Member("t.a", 0.0, {"train": need}), FIRST_GROUP)
 
     for names in (["vllm"], ["fsdp", "sampler"]):
@@ -121,6 +124,51 @@ def test_backend_that_no_node_of_the_pool_has_is_refused_with_those_that_there_a
     assert placed.nodes == {"train": ["x1"]}
     groups.host_up(cluster, Host(NodeId("x2"), "train", 1, 100, 1.0))
     assert isinstance(decide("vllm"), Placed), "a node that does not tell is asked"
+
+
+ABLE = Capabilities(
+    ("forward", "forward_backward"),
+    axes=("dp", "tp"),
+    model_types=("llama", "qwen3"),
+    dtypes=("float32",),
+)
+
+
+@pytest.mark.parametrize(
+    ("demand", "field", "instead"),
+    [
+        (Demand("fsdp", axes=("tp", "pp"), model_type="llama"), "layout.pp", "dp, tp"),
+        (Demand("fsdp", model_type="bloom"), "model.config.model_type", "llama, qwen3"),
+        (Demand("fsdp", model_type="llama", dtype="float8"), "model.config.dtype", "float32"),
+        (Demand("fsdp", model_type="llama", is_shared=True), "batching", "operation"),
+        (Demand("sampler", trains=True), "trainable", "false"),
+    ],
+)
+def test_what_no_node_can_do_by_the_backend_is_refused_with_what_it_can(
+    demand: Demand, field: str, instead: str
+) -> None:
+    cluster = Cluster()
+    able = {"fsdp": ABLE, "sampler": Capabilities(("generate",), joins=True)}
+    groups.host_up(cluster, Host(NodeId("x0"), "train", 1, 100, 1.0, backends=able))
+    member = Member("t.a", 0.0, {"train": Need(demands=frozenset({demand}))})
+    decision = admission.decide(cluster, member, FIRST_GROUP)
+    assert isinstance(decision, Refused)
+    assert decision.error.code is Code.FAILED_PRECONDITION
+    assert decision.error.field == f"spec.deployments.{field}"
+    assert instead in decision.error.remedy
+
+
+def test_job_goes_to_the_node_that_can_do_what_it_asks_for() -> None:
+    cluster = Cluster()
+    wide = structs.replace(ABLE, axes=("dp", "tp", "pp"))
+    for name, able in (("x0", ABLE), ("x1", wide)):
+        known = Host(NodeId(name), "train", 1, 100, 1.0, backends={"fsdp": able})
+        groups.host_up(cluster, known)
+    demand = Demand("fsdp", True, ("pp",), "qwen3", "float32")
+    member = Member("t.a", 0.0, {"train": Need(demands=frozenset({demand}))})
+    placed = admission.decide(cluster, member, FIRST_GROUP)
+    assert isinstance(placed, Placed)
+    assert placed.nodes == {"train": ["x1"]}
 
 
 def test_job_waits_for_nodes_that_are_down_or_unknown() -> None:

@@ -39,12 +39,6 @@ def spread(**axes: int) -> DeploymentSpec:
         (job(msgspec.structs.replace(SOUND, pool="a.b")), "spec.deployments[0].pool"),
         (job(spread(dp=0)), "spec.deployments[0].layout.dp"),
         (job(spread(tp=-1)), "spec.deployments[0].layout.tp"),
-        (job(spread(tp=2)), "spec.deployments[0].layout.tp"),
-        (
-            job(SOUND, msgspec.structs.replace(spread(pp=2), name="b")),
-            "spec.deployments[1].layout.pp",
-        ),
-        (job(spread(cp=2)), "spec.deployments[0].layout.cp"),
         (
             job(msgspec.structs.replace(spread(dp=3), num_nodes=2)),
             "spec.deployments[0].num_nodes",
@@ -53,12 +47,10 @@ def spread(**axes: int) -> DeploymentSpec:
             job(msgspec.structs.replace(SOUND, num_nodes=0)),
             "spec.deployments[0].num_nodes",
         ),
-        (job(spread(dp=2, ep=2)), "spec.deployments[0].layout.ep"),
         (job(msgspec.structs.replace(SOUND, host_bytes=-1)), "spec.deployments[0].host_bytes"),
     ],
     ids=[
-        *["empty", "same name", "slo", "pool", "dp", "no tp", "tp", "pp", "cp", "nodes", "no node"],
-        "ep",
+        *["empty", "same name", "slo", "pool", "dp", "no tp", "nodes", "no node"],
         "memory",
     ],
 )
@@ -122,19 +114,11 @@ def test_cycle_that_uses_nothing_is_refused(segments: list[Segment], field: str)
     assert caught.value.info.field == field
 
 
-def test_layout_is_taken_where_the_backend_has_its_axes() -> None:
-    split = spread(tp=2, pp=2, cp=2, dp=2, ep=2)
-    check_job(job(msgspec.structs.replace(split, backend="megatron")))
-    with pytest.raises(CallerError) as caught:
-        check_job(job(msgspec.structs.replace(split, backend="sampler")))
-    assert "megatron" in caught.value.info.remedy
-
-
 def test_deployment_is_checked_as_in_a_submission() -> None:
     texts = ["x" * 100] * (MAX_SPEC_BYTES // 200)
     large = msgspec.structs.replace(SOUND, model=ModelSpec({}, token_texts=texts))
     refusals = (
-        (spread(tp=2), Code.INVALID_ARGUMENT, "spec.layout.tp"),
+        (spread(tp=0), Code.INVALID_ARGUMENT, "spec.layout.tp"),
         (msgspec.structs.replace(SOUND, name="a.b"), Code.INVALID_ARGUMENT, "spec.name"),
         (large, Code.RESOURCE_EXHAUSTED, "spec"),
     )

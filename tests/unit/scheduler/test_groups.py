@@ -72,8 +72,9 @@ def test_needs_are_the_most_of_each_pool_and_host_memory_adds_up() -> None:
     ]
     made = groups.member_of(JobKey("t", "a"), JobSpec(1.5, specs, CYCLE), 7.0)
     assert (made.job, made.slo, made.cycle, made.submitted_s) == ("t.a", 1.5, CYCLE, 7.0)
-    noop = frozenset({"noop"})
-    assert made.needs == {"rollout": Need(2, 8, 130, noop), "train": Need(1, 8, 500, noop)}
+    noop = frozenset({groups.demand_of(specs[2])})
+    shared = frozenset({groups.demand_of(specs[0]), *noop})
+    assert made.needs == {"rollout": Need(2, 8, 130, shared), "train": Need(1, 8, 500, noop)}
 
 
 @pytest.mark.parametrize(("slo", "ends_s"), [(0.0, 250.0), (1.5, 200.0)])

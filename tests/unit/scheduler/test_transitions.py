@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from phaseloom.scheduler.core.state.transitions import (
-    COPIES,
     JOBS,
     MOVES,
     OPERATIONS,
-    SNAPSHOTS,
     WPGS,
     InvalidTransition,
     OpEvent,
@@ -28,8 +26,6 @@ TABLES: dict[str, Mapping[tuple[Any, Any], StrEnum]] = {
     "WPG": WPGS,
     "job": JOBS,
     "move": MOVES,
-    "copy": COPIES,
-    "snapshot": SNAPSHOTS,
 }
 
 

@@ -92,7 +92,7 @@ def test_a_workload_of_ones_own(tmp_path: Path) -> None:
 
 def test_failure_spares_the_others() -> None:
     """WEAVE Fig. 19: while E is away the other two go on as before."""
-    report = SCENARIOS["weave-failure"].run(Options(policies=("coexec",)), lambda *_: None)
+    report = SCENARIOS["weave-failure"].run(Options(policies=("coexec",)))
     more = report.records[0].more
     assert more["E_iterations"] == 40
     for name in ("D1", "D2"):
@@ -107,7 +107,7 @@ def test_failure_spares_the_others() -> None:
 )
 def test_makespans_stand_beside_what_no_schedule_beats(scenario: str, policy: str) -> None:
     options = Options(policies=(policy,), seeds=(0,), processes=1)
-    records = SCENARIOS[scenario].run(options, lambda *_: None).records
+    records = SCENARIOS[scenario].run(options).records
     assert records
     assert all(r.over_bound is not None and 1.0 <= r.over_bound < 1.3 for r in records)
 
@@ -115,7 +115,7 @@ def test_makespans_stand_beside_what_no_schedule_beats(scenario: str, policy: st
 def test_small_groups_stand_beside_the_cheapest_partition() -> None:
     """WEAVE Fig. 10: the planner finds it in all three, and nodes of one's own are dearer."""
     options = Options(policies=("coexec", "solo"), processes=1)
-    records = SCENARIOS["weave-micro"].run(options, lambda *_: None).records
+    records = SCENARIOS["weave-micro"].run(options).records
     ratios: dict[str, set[float]] = {"coexec": set(), "solo": set()}
     for record in records:
         assert record.cost_over_optimal is not None

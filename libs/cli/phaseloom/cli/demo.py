@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
 from phaseloom.cli import verdict
@@ -36,6 +37,8 @@ LAST_EVENTS_TIMEOUT_S = 5.0
 """The longest wait, after a controller's end, for the log entry of its last operation."""
 _LEAST_WEIGHTS_BYTES = 4 * 2**20
 """The size of the smallest model that devices and host memory are sized for."""
+TINY_KV_CACHE_BYTES = 32 * 2**20
+"""The size of each job's KV cache on vLLM, for the tiny model."""
 OVERLAP_NOTE = (
     "chain_sum has about 200 distinct prompts, so its held-out prompts overlap with those it "
     "trained on; its reward shows learning, not generalisation"
@@ -60,6 +63,7 @@ async def demo(
     placement: str | None = None,
     ordering: str | None = None,
     pretrained: Path | None = None,
+    vllm: Path | None = None,
 ) -> int:
     """Run the demo; returns the exit code: 0 where everything held.
 
@@ -79,6 +83,9 @@ async def demo(
     mesh, program = MeshConfig(), Program(find_example())
     if pretrained is not None:
         mesh, program = await asyncio.to_thread(for_pretrained, pretrained)
+    if vllm is not None:
+        cache_bytes = await asyncio.to_thread(kv_cache_bytes, pretrained)
+        mesh, program = with_vllm(mesh, program, vllm, cache_bytes)
     settings = with_policies(mesh, placement, ordering)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -131,6 +138,44 @@ def for_pretrained(directory: Path) -> tuple[MeshConfig, Program]:
     words = ["--model", model.name, "--tokenizer", str(directory)]
     mesh = MeshConfig(nodes=nodes, models={model.name: str(directory)})
     return mesh, Program(find_example("grpo_pretrained.py"), words)
+
+
+def with_vllm(
+    mesh: MeshConfig, program: Program, python: Path, cache_bytes: int
+) -> tuple[MeshConfig, Program]:
+    """The same mesh and program with rollouts on vLLM, which needs a KV cache beside the weights.
+
+    Args: python: the interpreter that has vLLM.
+    """
+    interpreters = {"vllm": str(python.absolute())}
+    nodes = [
+        replace(
+            node,
+            devices=[size + cache_bytes for size in node.devices],
+            interpreters=interpreters,
+        )
+        if node.pool == "rollout"
+        else node
+        for node in mesh.nodes
+    ]
+    words = ["--rollout-backend", "vllm", "--kv-cache-bytes", str(cache_bytes)]
+    return replace(mesh, nodes=nodes), Program(program.script, [*program.arguments, *words])
+
+
+def kv_cache_bytes(pretrained: Path | None) -> int:
+    """The size of a KV cache that vLLM takes: room for a sequence of all the model's positions.
+
+    Args:   pretrained: the model's directory; None: the tiny model.
+    Raises: CallerError: the directory is no model's.
+    """
+    if pretrained is None:
+        return TINY_KV_CACHE_BYTES
+    config = read_model("pretrained", pretrained.absolute()).config
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    position_bytes = 2 * 4 * int(config["num_hidden_layers"] * heads * head_dim)
+    one_sequence = position_bytes * int(config["max_position_embeddings"])
+    return max(TINY_KV_CACHE_BYTES, one_sequence * 5 // 4)
 
 
 def check_prerequisites() -> None:

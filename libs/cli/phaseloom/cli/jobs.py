@@ -21,10 +21,10 @@ from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, MSGPACK, decode
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.events import KindEstimate, PhaseTrace
-from phaseloom.common.contract.ids import JobKey, OperationKey, check_name, parse_operation_key
+from phaseloom.common.contract.ids import JobKey, check_name, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import BusConfig, connect
+from phaseloom.common.transport.connection import BusConfig
 from phaseloom.common.transport.services import call_api, call_node_api
 
 T = TypeVar("T")
@@ -61,9 +61,13 @@ def explain(what: str, *, run: Path | None = None, console: Console | None = Non
     settings = bus_config(run)
     if what.count(".") < len(JobKey.__struct_fields__):
         key = _job_key(what)
-        text = job_explained(key, uvloop.run(_status(settings, key)))
+        status = _call(settings, key.tenant, "job.status", api.JobRequest(key.job), api.JobStatus)
+        text = job_explained(key, uvloop.run(status))
     else:
-        text = explained(uvloop.run(_explain(settings, parse_operation_key(what))))
+        of = parse_operation_key(what)
+        request = api.OperationRequest(of.job, of.deployment, of.slot)
+        answer = _call(settings, of.tenant, "operation.explain", request, api.Explanation)
+        text = explained(uvloop.run(answer))
     (console or Console()).print(text, soft_wrap=True, markup=False)
 
 
@@ -77,9 +81,7 @@ def cancel(job: str, *, run: Path | None = None, console: Console | None = None)
     run
         As for `phaseloom jobs`.
     """
-    key = _job_key(job)
-    request = api.JobRequest(key.job, failed=True)
-    _print_ending(uvloop.run(_end(bus_config(run), key, "job.finish", request)), key, console)
+    _end(_job_key(job), "job.finish", run, console)
 
 
 def drain(
@@ -114,14 +116,8 @@ def drain(
     if "." not in what:
         request = api.DrainNode(check_name(what, "node"), undo, gone)
         return uvloop.run(drain_node(bus_config(run), request, timeout_s, target))
-    _drain_job(what, run, target)
+    _end(_job_key(what), "job.drain", run, target)
     return 0
-
-
-def _drain_job(job: str, run: Path | None, console: Console) -> None:
-    key = _job_key(job)
-    request = api.JobRequest(key.job)
-    _print_ending(uvloop.run(_end(bus_config(run), key, "job.drain", request)), key, console)
 
 
 def _job_key(text: str) -> JobKey:
@@ -136,18 +132,18 @@ def _job_key(text: str) -> JobKey:
     return JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
 
 
-def _print_ending(status: api.JobStatus, key: JobKey, console: Console | None) -> None:
+def _end(key: JobKey, call: str, run: Path | None, console: Console | None) -> None:
+    """End a job by the call `job.finish`, which makes it FAILED, or `job.drain`."""
+    request = api.JobRequest(key.job, failed=call == "job.finish")
+    status = uvloop.run(_call(bus_config(run), key.tenant, call, request, api.JobStatus))
     num_open = sum(len(deployment.open_operations) for deployment in status.deployments)
     left = f", {num_open} open operations" if num_open else ""
     (console or Console()).print(f"{key}: {status.state}{left}", soft_wrap=True, markup=False)
 
 
-async def _end(
-    settings: BusConfig, key: JobKey, call: str, request: api.JobRequest
-) -> api.JobStatus:
+async def _call(settings: BusConfig, tenant: str, call: str, request: object, kind: type[T]) -> T:
     async with open_bus(settings, "jobs") as bus:
-        status: api.JobStatus = await call_api(bus.client, key.tenant, call, request, api.JobStatus)
-        return status
+        return await call_api(bus.client, tenant, call, request, kind)
 
 
 async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
@@ -172,24 +168,6 @@ async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
     return found
 
 
-async def _status(settings: BusConfig, key: JobKey) -> api.JobStatus:
-    async with open_bus(settings, "jobs") as bus:
-        request = api.JobRequest(key.job)
-        status: api.JobStatus = await call_api(
-            bus.client, key.tenant, "job.status", request, api.JobStatus
-        )
-        return status
-
-
-async def _explain(settings: BusConfig, key: OperationKey) -> api.Explanation:
-    async with open_bus(settings, "jobs") as bus:
-        request = api.OperationRequest(key.job, key.deployment, key.slot)
-        answer: api.Explanation = await call_api(
-            bus.client, key.tenant, "operation.explain", request, api.Explanation
-        )
-        return answer
-
-
 # --- nodes ---------------------------------------------------------------------------------------
 
 
@@ -203,16 +181,13 @@ async def drain_node(
     Returns: 0 once the node is empty; 1 after the timeout, when it goes on being drained.
     Raises:  PhaseloomError: the scheduler refuses.
     """
-    bus = Bus(await connect(settings.url, "drain", settings.user, settings.password))
-    try:
-        status: api.NodeStatus = await call_node_api(bus.client, "drain", request, api.NodeStatus)
+    async with open_bus(settings, "drain") as bus:
+        status = await call_node_api(bus.client, "drain", request, api.NodeStatus)
         if request.undo:
             said = "counts as gone until it is back" if status.is_gone else "may be used"
             console.print(f"{status.node}: {said}", markup=False)
             return 0
         return await _wait_until_empty(bus, status, timeout_s, console)
-    finally:
-        await bus.close()
 
 
 async def _wait_until_empty(

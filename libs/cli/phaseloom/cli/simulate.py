@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -75,7 +76,7 @@ def simulate(
             if not console.is_terminal:
                 console.print(f"{done}/{total} {what}")
 
-        report = chosen.run(options, advance)
+        report = chosen.run(replace(options, advance=advance))
     path = write(report, out)
     chosen.draw(report, path.with_suffix(".png"))
     console.print(table(report))

@@ -11,14 +11,14 @@ import uvloop
 from rich.console import Console
 from rich.table import Column, Table
 
-from phaseloom.cli.rundir import bus_config
+from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_agent import DeploymentState, SharedCopyState, StatusReport
 from phaseloom.common.contract.streams import Bucket, state_subject
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import BusConfig, connect
+from phaseloom.common.transport.connection import BusConfig
 from phaseloom.common.transport.leases import node_lease_key
 from phaseloom.common.transport.services import request_reply
 
@@ -65,8 +65,7 @@ async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | Phase
 
     Raises: CallerError: NOT_FOUND: there is no such node, or it is down.
     """
-    bus = Bus(await connect(settings.url, "state", settings.user, settings.password))
-    try:
+    async with open_bus(settings, "state") as bus:
         nodes = await _nodes(bus)
         if node and node not in nodes:
             raise CallerError(
@@ -79,8 +78,6 @@ async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | Phase
         return dict(
             zip(nodes, await asyncio.gather(*(_report(bus, n) for n in nodes)), strict=True)
         )
-    finally:
-        await bus.close()
 
 
 async def _nodes(bus: Bus) -> list[str]:

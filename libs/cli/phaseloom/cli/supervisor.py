@@ -29,7 +29,6 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import create_server
-from types import TracebackType
 
 import msgspec
 from nats.errors import Error as NatsError
@@ -462,12 +461,7 @@ class Mesh:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def _register_models(self, bus: Bus) -> None:

@@ -22,7 +22,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from phaseloom.cli.rundir import bus_config
+from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.events import NodeLost, NodeUp, Notice
@@ -32,7 +32,7 @@ from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability.activity import Activity, Execution, Switch
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus, LogEntry
-from phaseloom.common.transport.connection import BusConfig, connect
+from phaseloom.common.transport.connection import BusConfig
 
 WINDOW_S = 30.0
 NUM_NOTICES = 8
@@ -58,16 +58,13 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
 
 
 async def _top(settings: BusConfig, once: bool, console: Console) -> None:
-    bus = Bus(await connect(settings.url, "top", settings.user, settings.password))
     dashboard = Dashboard()
-    try:
+    async with open_bus(settings, "top") as bus:
         if once:
             await catch_up(bus, dashboard)
             show(dashboard, time.time(), console)
         else:
             await _watch(bus, dashboard, console)
-    finally:
-        await bus.close()
 
 
 def show(dashboard: Dashboard, now_s: float, console: Console) -> None:

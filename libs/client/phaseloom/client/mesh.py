@@ -246,8 +246,7 @@ class Mesh:
         return await self._attach(name, may_be_new=False)
 
     async def status(self, name: str) -> api.JobStatus:
-        status: api.JobStatus = await self._call("job.status", api.JobRequest(name), api.JobStatus)
-        return status
+        return await self._call("job.status", api.JobRequest(name), api.JobStatus)
 
     async def finish(self, name: str, *, failed: bool = False) -> None:
         await self._call("job.finish", api.JobRequest(name, failed), api.JobStatus)
@@ -328,7 +327,7 @@ class Mesh:
 
         async def attempt() -> api.Attached:
             try:
-                attached: api.Attached = await call_api(
+                return await call_api(
                     self._client, self._tenant, "session.attach", request, api.Attached
                 )
             except CallerError as error:
@@ -336,7 +335,6 @@ class Mesh:
                     # The routers learn of a new job a moment after the scheduler.
                     raise ResourceError(error.info.message) from error
                 raise
-            return attached
 
         try:
             attached = await self._retried(attempt)
@@ -358,7 +356,7 @@ class Mesh:
         pause_s = 0.0
         while not await outbox.closed(within_s=pause_s):
             try:
-                kept: api.Beat = await call_api(
+                kept = await call_api(
                     self._client, self._tenant, "session.heartbeat", beat, api.Beat
                 )
                 pause_s = kept.within_s / _BEATS_PER_LEASE
@@ -370,7 +368,7 @@ class Mesh:
                 log.info("no heartbeat of job %s got through: %s", beat.job, error)
                 pause_s = _BEAT_RETRY_S
 
-    async def _call(self, call: str, request: object, answer: Any) -> Any:
+    async def _call(self, call: str, request: object, answer: type[T]) -> T:
         return await self._retried(
             lambda: call_api(self._client, self._tenant, call, request, answer)
         )

@@ -421,9 +421,7 @@ class Outbox:
     async def _ask(self, part: Part) -> api.ResultReply:
         key = part.key
         request = api.ResultRequest(key.job, key.deployment, key.slot)
-        reply: api.ResultReply = await call_api(
-            self._client, key.tenant, "result.get", request, api.ResultReply
-        )
+        reply = await call_api(self._client, key.tenant, "result.get", request, api.ResultReply)
         self._answered_s = time.monotonic()
         return reply
 
@@ -474,10 +472,7 @@ class Outbox:
         while not part.outcome.done():
             try:
                 if part.is_stored:
-                    answer: api.Explanation = await call_api(
-                        self._client, key.tenant, call, request, api.Explanation
-                    )
-                    return answer
+                    return await call_api(self._client, key.tenant, call, request, api.Explanation)
             except PhaseloomError as error:
                 if error.info.code is Code.FAILED_PRECONDITION and await self._has_ended(part):
                     return None  # the operation was faster, and its outcome is on its way

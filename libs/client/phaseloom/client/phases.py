@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from phaseloom.client import hooks
@@ -75,12 +74,7 @@ class Phase:
         await self.begin()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.end()
 
     def __call__(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:

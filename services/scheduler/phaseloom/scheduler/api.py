@@ -38,8 +38,6 @@ OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 """The stored outcome of an operation, or None where there is none."""
 
 MAX_CONFIG_DEPTH = 32
-_AXES = {"megatron": ("dp", "tp", "pp", "cp", "ep"), "vllm": ("dp", "tp", "pp")}
-"""Backend → the axes over which it spreads a model, where these are more than `dp`."""
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
 """Largest spec of a job, as MessagePack. Every command that starts a WPG carries a part of it."""
@@ -224,22 +222,13 @@ def _encoded_bytes(spec: JobSpec) -> int:
 
 
 def _check_layout(spec: DeploymentSpec, field: str) -> None:
-    layout, axes = spec.layout, _AXES.get(spec.backend, ("dp",))
+    layout = spec.layout
     for axis in layout.__struct_fields__:
         if getattr(layout, axis) < 1:
             raise CallerError(
                 f"{axis} = {getattr(layout, axis)} is no number of ranks",
                 field=f"{field}.{axis}",
                 remedy="use 1 where the model is not split this way",
-            )
-        if getattr(layout, axis) > 1 and axis not in axes:
-            able = [name for name, others in sorted(_AXES.items()) if axis in others]
-            another = f", or the backend {' or '.join(able)}" if able else ""
-            raise CallerError(
-                f"{axis} = {getattr(layout, axis)}: the backend {spec.backend} does not split a "
-                "model this way",
-                field=f"{field}.{axis}",
-                remedy=f"use 1, and spread the model over {', '.join(axes)}{another}",
             )
 
 
@@ -264,19 +253,15 @@ def job_api(
         return await _asked(shell, lambda id: events.JobSubmitted(job, spec, id))
 
     async def finish(tenant: str, request: api.JobRequest) -> api.JobStatus:
-        check_name(request.job, "job")
-        job = JobKey(tenant, request.job)
+        job = _job_key(tenant, request.job)
         return await _asked(shell, lambda id: events.JobFinished(job, id, failed=request.failed))
 
     async def drain(tenant: str, request: api.JobRequest) -> api.JobStatus:
-        check_name(request.job, "job")
-        return await _asked(
-            shell, lambda id: events.DrainRequested(JobKey(tenant, request.job), id)
-        )
+        job = _job_key(tenant, request.job)
+        return await _asked(shell, lambda id: events.DrainRequested(job, id))
 
     async def create(tenant: str, request: api.CreateDeployment) -> api.JobStatus:
-        check_name(request.job, "job")
-        job = _job(shell, JobKey(tenant, request.job))
+        job = _job(shell, _job_key(tenant, request.job))
         spec = await _pinned_deployment(request, job.spec, model_of)
         return await _asked(shell, lambda id: events.DeploymentCreated(job.key, spec, id))
 
@@ -287,13 +272,10 @@ def job_api(
         return await _asked(shell, lambda id: events.DeploymentDeleted(key, id))
 
     async def status(tenant: str, request: api.JobRequest) -> api.JobStatus:
-        check_name(request.job, "job")
-        key = JobKey(tenant, request.job)
-        return jobs.status(_now(shell), _job(shell, key))
+        return jobs.status(_now(shell), _job(shell, _job_key(tenant, request.job)))
 
     async def declare(tenant: str, request: api.PhaseRequest) -> api.JobStatus:
-        check_name(request.job, "job")
-        job = _job(shell, JobKey(tenant, request.job))
+        job = _job(shell, _job_key(tenant, request.job))
         _check_phase(job, request)
         await shell.append(
             events.PhaseDeclared(job.key, request.session, request.pool, request.is_open)
@@ -384,6 +366,10 @@ def _now(shell: Shell) -> Step:
     """The core's state as it stands, and the time. Only for reading."""
     state = shell.core.state
     return Step(state, state.sequence, shell.now_s())
+
+
+def _job_key(tenant: str, job: str) -> JobKey:
+    return JobKey(tenant, check_name(job, "job"))
 
 
 def _job(shell: Shell, key: JobKey) -> Job:

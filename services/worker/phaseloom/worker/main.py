@@ -22,6 +22,7 @@ from phaseloom.worker.agent.nodes import serve_nodes
 from phaseloom.worker.agent.shell import Agent
 from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
 from phaseloom.worker.agent.wpg import remove_old_stores
+from phaseloom.worker.backends.capabilities import CAPABILITIES
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import RankMessage
 
@@ -119,7 +120,7 @@ async def _announce(
         state_endpoint=status.endpoint,
         exclusive_residency=settings.exclusive_residency,
         price_per_hour=settings.price,
-        backends=backends,
+        backends={name: CAPABILITIES[name] for name in backends},
     )
     await until_done(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"), "append")
 

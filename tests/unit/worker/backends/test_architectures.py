@@ -22,7 +22,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import Role
-from phaseloom.worker.backends.architectures import MODEL_TYPES
+from phaseloom.worker.backends.capabilities import MODEL_TYPES
 from phaseloom.worker.backends.decode import BodyDecoder, LlamaDecoder, decoder_of
 from phaseloom.worker.backends.model import build_model
 from tests.support.looker import Looker

@@ -15,6 +15,7 @@ from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import (
+    Capabilities,
     CommandId,
     DeploymentSpec,
     DeviceSpec,
@@ -45,8 +46,8 @@ class NodeUp(Message, frozen=True):
     exclusive_residency: Residency = Residency.SHARED
     price_per_hour: float = 1.0
     """Price of the whole node, in any currency: placement weighs nodes by it."""
-    backends: list[str] = []
-    """The backends that its ranks can run; empty: not told, any."""
+    backends: dict[str, Capabilities] = {}
+    """The backends that its ranks can run, by name; empty: not told, any."""
 
 
 class NodeLost(Message, frozen=True):

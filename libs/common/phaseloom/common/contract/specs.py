@@ -175,6 +175,25 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     back or fail. 0: only an operator can say so (`phaseloom drain NODE --gone`)."""
 
 
+class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node can do by one backend. agent → scheduler."""
+
+    kinds: tuple[str, ...]
+    """Kinds of operations."""
+    axes: tuple[str, ...] = ("dp",)
+    """Axes of a layout over which it spreads a model."""
+    model_types: tuple[str, ...] = ()
+    """Values of `model_type` in a model's config; empty: any, or none at all."""
+    dtypes: tuple[str, ...] = ()
+    """Dtypes of weights; empty: any."""
+    joins: bool = False
+    """Whether requests join a `generate` that runs, where batches are shared."""
+
+    @property
+    def trains(self) -> bool:
+        return "forward_backward" in self.kinds
+
+
 class DeviceSpec(msgspec.Struct, frozen=True):
     memory_bytes: int
     """Budget for managed state: weights, gradients, optimizer."""

@@ -72,8 +72,6 @@ class Metric:
     service: str
     """The service that exposes the metric."""
     meaning: str
-    buckets: tuple[float, ...] = _SECONDS
-    """Upper bounds of a histogram's buckets."""
 
     @property
     def prometheus(self) -> str:
@@ -85,323 +83,216 @@ class Metric:
         return f"{name}_total" if self.kind is Kind.COUNTER else name
 
 
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """A service, which has its metrics made: `name` without the project's, labels by spaces."""
+
+    service: str
+
+    def counter(self, name: str, unit: str, labels: str, meaning: str) -> Metric:
+        return self._metric(name, unit, labels, meaning, Kind.COUNTER)
+
+    def gauge(self, name: str, unit: str, labels: str, meaning: str) -> Metric:
+        return self._metric(name, unit, labels, meaning, Kind.GAUGE)
+
+    def histogram(self, name: str, unit: str, labels: str, meaning: str) -> Metric:
+        return self._metric(name, unit, labels, meaning, Kind.HISTOGRAM)
+
+    def _metric(self, name: str, unit: str, labels: str, meaning: str, kind: Kind) -> Metric:
+        of = tuple(labels.split())
+        return Metric(f"phaseloom.{name}", kind, unit, of, self.service, meaning)
+
+
 # --- From the decision log: the profiler ----------------------------------------------------------
 
-OPERATION_WAIT = Metric(
-    "phaseloom.operation.wait",
-    Kind.HISTOGRAM,
+_profiler = _Service("profiler")
+OPERATION_WAIT = _profiler.histogram(
+    "operation.wait",
     "s",
-    ("pool", "kind"),
-    "profiler",
+    "pool kind",
     "From ready (queued, its predecessors and everything in `after` done) to its start",
 )
-OPERATION_DURATION = Metric(
-    "phaseloom.operation.duration",
-    Kind.HISTOGRAM,
-    "s",
-    ("pool", "kind"),
-    "profiler",
-    "Execution on the device, replays left out",
+OPERATION_DURATION = _profiler.histogram(
+    "operation.duration", "s", "pool kind", "Execution on the device, replays left out"
 )
-OPERATIONS_FINISHED = Metric(
-    "phaseloom.operations.finished",
-    Kind.COUNTER,
+OPERATIONS_FINISHED = _profiler.counter(
+    "operations.finished",
     "{operation}",
-    ("tenant", "kind", "outcome"),
-    "profiler",
+    "tenant kind outcome",
     "Operations that ran, by outcome, replays left out",
 )
-OPERATIONS_REPLAYED = Metric(
-    "phaseloom.operations.replayed",
-    Kind.COUNTER,
+OPERATIONS_REPLAYED = _profiler.counter(
+    "operations.replayed",
     "{operation}",
-    ("kind",),
-    "profiler",
+    "kind",
     "Operations run again to rebuild a WPG that was lost",
 )
-OPERATION_TOKENS = Metric(
-    "phaseloom.operation.tokens",
-    Kind.COUNTER,
-    "{token}",
-    ("pool", "kind"),
-    "profiler",
-    "Tokens that operations worked on",
+OPERATION_TOKENS = _profiler.counter(
+    "operation.tokens", "{token}", "pool kind", "Tokens that operations worked on"
 )
-SWITCH_DURATION = Metric(
-    "phaseloom.switch.duration",
-    Kind.HISTOGRAM,
+SWITCH_DURATION = _profiler.histogram(
+    "switch.duration",
     "s",
-    ("node", "part"),
-    "profiler",
+    "node part",
     "Context switches that moved bytes; part is `offload` or `load`",
 )
-SWITCH_HIDDEN = Metric(
-    "phaseloom.switch.hidden",
-    Kind.COUNTER,
+SWITCH_HIDDEN = _profiler.counter(
+    "switch.hidden",
     "s",
-    ("node",),
-    "profiler",
+    "node",
     "Switch seconds in which no ready operation waited for the device; over the sum of "
     "`phaseloom.switch.duration` it is the hidden share",
 )
-SWITCH_MOVED = Metric(
-    "phaseloom.switch.moved",
-    Kind.COUNTER,
+SWITCH_MOVED = _profiler.counter(
+    "switch.moved",
     "By",
-    ("node", "direction"),
-    "profiler",
+    "node direction",
     "State moved by context switches; direction is `out` or `in`",
 )
-SWITCHES_SPECULATIVE = Metric(
-    "phaseloom.switches.speculative",
-    Kind.COUNTER,
+SWITCHES_SPECULATIVE = _profiler.counter(
+    "switches.speculative",
     "{switch}",
-    ("node",),
-    "profiler",
+    "node",
     "Activations opened for an operation that was only predicted",
 )
-DEVICE_BUSY = Metric(
-    "phaseloom.device.busy",
-    Kind.COUNTER,
+DEVICE_BUSY = _profiler.counter(
+    "device.busy",
     "s",
-    ("node", "device"),
-    "profiler",
+    "node device",
     "Seconds in which an operation ran on the device; its rate is the busy share",
 )
-ACTIVATIONS_REFUSED = Metric(
-    "phaseloom.activations.refused",
-    Kind.COUNTER,
+ACTIVATIONS_REFUSED = _profiler.counter(
+    "activations.refused",
     "{activation}",
-    ("node", "code"),
-    "profiler",
+    "node code",
     "Switch-ins that were rolled back or did not fit, by error code",
 )
-WPG_LOSSES = Metric(
-    "phaseloom.wpg.losses",
-    Kind.COUNTER,
+WPG_LOSSES = _profiler.counter(
+    "wpg.losses",
     "{wpg}",
-    ("node", "code"),
-    "profiler",
+    "node code",
     "Worker-process groups that died or were stopped, by error code",
 )
-NODE_LOSSES = Metric(
-    "phaseloom.node.losses",
-    Kind.COUNTER,
-    "{node}",
-    ("node",),
-    "profiler",
-    "Times that a node was lost",
+NODE_LOSSES = _profiler.counter("node.losses", "{node}", "node", "Times that a node was lost")
+SEALS = _profiler.counter("seals", "{seal}", "node result", "Seals `committed` and `failed`")
+JOB_PERIOD = _profiler.gauge(
+    "job.period", "s", "tenant job", "A job's cycle as measured; absent until one is found"
 )
-SEALS = Metric(
-    "phaseloom.seals",
-    Kind.COUNTER,
-    "{seal}",
-    ("node", "result"),
-    "profiler",
-    "Seals `committed` and `failed`",
-)
-JOB_PERIOD = Metric(
-    "phaseloom.job.period",
-    Kind.GAUGE,
-    "s",
-    ("tenant", "job"),
-    "profiler",
-    "A job's cycle as measured; absent until one is found",
-)
-PROFILER_LAG = Metric(
-    "phaseloom.profiler.lag",
-    Kind.GAUGE,
-    "{entry}",
-    (),
-    "profiler",
-    "Entries of the decision log that the profiler has not read yet",
+PROFILER_LAG = _profiler.gauge(
+    "profiler.lag", "{entry}", "", "Entries of the decision log that the profiler has not read yet"
 )
 
 # --- Scheduler ------------------------------------------------------------------------------------
 
-QUEUE_DEPTH = Metric(
-    "phaseloom.queue.depth",
-    Kind.GAUGE,
+_scheduler = _Service("scheduler")
+QUEUE_DEPTH = _scheduler.gauge(
+    "queue.depth",
     "{operation}",
-    ("tenant", "job"),
-    "scheduler",
+    "tenant job",
     "Operations without an outcome, running ones included",
 )
-PERMITS = Metric(
-    "phaseloom.permits",
-    Kind.COUNTER,
-    "{permit}",
-    ("kind",),
-    "scheduler",
-    "Permits given, by kind of operation, replays included",
+PERMITS = _scheduler.counter(
+    "permits", "{permit}", "kind", "Permits given, by kind of operation, replays included"
 )
-STEP_DURATION = Metric(
-    "phaseloom.scheduler.step.duration",
-    Kind.HISTOGRAM,
+STEP_DURATION = _scheduler.histogram(
+    "scheduler.step.duration",
     "s",
-    (),
-    "scheduler",
+    "",
     "The core's decision on one entry of the log",
-    _SHORT_SECONDS,
 )
-SCHEDULER_LAG = Metric(
-    "phaseloom.scheduler.lag",
-    Kind.GAUGE,
+SCHEDULER_LAG = _scheduler.gauge(
+    "scheduler.lag",
     "{entry}",
-    (),
-    "scheduler",
+    "",
     "Entries of the decision log that the scheduler has not folded yet",
 )
-LOG_SIZE = Metric(
-    "phaseloom.log.size",
-    Kind.GAUGE,
-    "By",
-    (),
-    "scheduler",
-    "Decision log in the server's store, above the second-newest snapshot",
+LOG_SIZE = _scheduler.gauge(
+    "log.size", "By", "", "Decision log in the server's store, above the second-newest snapshot"
 )
-OPERATIONS_SIZE = Metric(
-    "phaseloom.operations.size",
-    Kind.GAUGE,
+OPERATIONS_SIZE = _scheduler.gauge(
+    "operations.size",
     "By",
-    ("tenant",),
-    "scheduler",
+    "tenant",
     "Operation stream of a tenant in the server's store: what lies above the seals",
 )
 
 # --- Router ---------------------------------------------------------------------------------------
 
-OPERATIONS_ROUTED = Metric(
-    "phaseloom.operations.routed",
-    Kind.COUNTER,
+_router = _Service("router")
+OPERATIONS_ROUTED = _router.counter(
+    "operations.routed",
     "{operation}",
-    ("tenant", "code"),
-    "router",
+    "tenant code",
     "Operations taken from the stream: admitted (code `OK`), or refused by error code",
 )
-VALIDATION_DURATION = Metric(
-    "phaseloom.router.validation.duration",
-    Kind.HISTOGRAM,
+VALIDATION_DURATION = _router.histogram(
+    "router.validation.duration",
     "s",
-    (),
-    "router",
+    "",
     "Validation of one operation, its session included",
-    _SHORT_SECONDS,
 )
-ROUTER_LAG = Metric(
-    "phaseloom.router.lag",
-    Kind.GAUGE,
+ROUTER_LAG = _router.gauge(
+    "router.lag",
     "{operation}",
-    ("tenant",),
-    "router",
+    "tenant",
     "Operations that no router has taken yet; the same from every replica",
 )
 
 # --- Worker ---------------------------------------------------------------------------------------
 
-WORKER_WPGS = Metric(
-    "phaseloom.worker.wpgs",
-    Kind.GAUGE,
-    "{wpg}",
-    ("node",),
-    "worker",
-    "Worker-process groups that the node's agent runs",
+_worker = _Service("worker")
+WORKER_WPGS = _worker.gauge(
+    "worker.wpgs", "{wpg}", "node", "Worker-process groups that the node's agent runs"
 )
-WORKER_COMMANDS = Metric(
-    "phaseloom.worker.commands",
-    Kind.GAUGE,
-    "{command}",
-    ("node",),
-    "worker",
-    "Commands of the scheduler that the agent has in hand",
+WORKER_COMMANDS = _worker.gauge(
+    "worker.commands", "{command}", "node", "Commands of the scheduler that the agent has in hand"
 )
 
 # --- State manager --------------------------------------------------------------------------------
 
-ARENA_USED = Metric(
-    "phaseloom.arena.used",
-    Kind.GAUGE,
-    "By",
-    ("node",),
-    "statemgr",
-    "Host arena in use",
+_statemgr = _Service("statemgr")
+ARENA_USED = _statemgr.gauge("arena.used", "By", "node", "Host arena in use")
+ARENA_BUDGET = _statemgr.gauge("arena.budget", "By", "node", "Host arena's budget")
+DEVICE_USED = _statemgr.gauge("device.used", "By", "node device", "Managed state on the device")
+DEVICE_BUDGET = _statemgr.gauge(
+    "device.budget", "By", "node device", "Managed state that the device may hold"
 )
-ARENA_BUDGET = Metric(
-    "phaseloom.arena.budget",
-    Kind.GAUGE,
-    "By",
-    ("node",),
-    "statemgr",
-    "Host arena's budget",
-)
-DEVICE_USED = Metric(
-    "phaseloom.device.used",
-    Kind.GAUGE,
-    "By",
-    ("node", "device"),
-    "statemgr",
-    "Managed state on the device",
-)
-DEVICE_BUDGET = Metric(
-    "phaseloom.device.budget",
-    Kind.GAUGE,
-    "By",
-    ("node", "device"),
-    "statemgr",
-    "Managed state that the device may hold",
-)
-TRANSFER_DURATION = Metric(
-    "phaseloom.transfer.duration",
-    Kind.HISTOGRAM,
+TRANSFER_DURATION = _statemgr.histogram(
+    "transfer.duration",
     "s",
-    ("node", "direction"),
-    "statemgr",
-    "Moves of a rank's state; direction is `offload`, `load`, `copy` for a "
-    "seal of resident state, or `demote`, `write_back` and `promote` between host memory and NVMe",
+    "node direction",
+    "Moves of a rank's state; direction is `offload`, `load`, `copy` for a seal of resident "
+    "state, or `demote`, `write_back` and `promote` between host memory and NVMe",
 )
-TRANSFER_MOVED = Metric(
-    "phaseloom.transfer.moved",
-    Kind.COUNTER,
-    "By",
-    ("node", "direction"),
-    "statemgr",
-    "Bytes of those copies",
+TRANSFER_MOVED = _statemgr.counter(
+    "transfer.moved", "By", "node direction", "Bytes of those copies"
 )
-SEAL_DURATION = Metric(
-    "phaseloom.seal.duration",
-    Kind.HISTOGRAM,
+SEAL_DURATION = _statemgr.histogram(
+    "seal.duration", "s", "node", "Writing a seal to disk, its versions and the fsync included"
+)
+CHECKPOINT_DURATION = _statemgr.histogram(
+    "checkpoint.duration",
     "s",
-    ("node",),
-    "statemgr",
-    "Writing a seal to disk, its versions and the fsync included",
-)
-CHECKPOINT_DURATION = Metric(
-    "phaseloom.checkpoint.duration",
-    Kind.HISTOGRAM,
-    "s",
-    ("node",),
-    "statemgr",
+    "node",
     "Writing a checkpoint to disk from its snapshot, the fsync included",
 )
-NOT_ON_DEVICE = Metric(
-    "phaseloom.version.unshared",
-    Kind.COUNTER,
+NOT_ON_DEVICE = _statemgr.counter(
+    "version.unshared",
     "{version}",
-    (),
-    "statemgr",
-    "Weights versions that were offered in device memory and are not kept there: no room beside "
-    "their policy, or dropped meanwhile; who syncs takes them from the host",
+    "",
+    "Weights versions that were offered in device memory and are not kept there: no room "
+    "beside their policy, or dropped meanwhile; who syncs takes them from the host",
 )
-UNFORESEEN = Metric(
-    "phaseloom.failures.unforeseen",
-    Kind.COUNTER,
+UNFORESEEN = _statemgr.counter(
+    "failures.unforeseen",
     "{failure}",
-    ("part",),
-    "statemgr",
+    "part",
     "Failures that nobody foresaw, contained and logged with a traceback; part is `request`, "
     "`peer`, `move` or `checkpoint`",
 )
 
+_SHORT = (STEP_DURATION, VALIDATION_DURATION)
+"""The histograms of what takes microseconds."""
 TABLE: tuple[Metric, ...] = tuple(m for m in vars().copy().values() if isinstance(m, Metric))
 
 
@@ -487,7 +378,7 @@ def _histogram(provider: MeterProvider, metric: Metric) -> otel.Histogram:
         metric.name,
         metric.unit,
         metric.meaning,
-        explicit_bucket_boundaries_advisory=metric.buckets,
+        explicit_bucket_boundaries_advisory=_SHORT_SECONDS if metric in _SHORT else _SECONDS,
     )
 
 

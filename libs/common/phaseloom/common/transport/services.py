@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import nats.errors
@@ -45,6 +45,8 @@ from phaseloom.common.contract.streams import api_subject, node_subject
 from phaseloom.common.transport.bus import Bus
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ApiHandler = Callable[[str, Any], Awaitable[object]]
 """A function (tenant, decoded request) -> the struct to answer; it raises PhaseloomError to refuse
@@ -133,8 +135,14 @@ async def _refuse(request: Request, info: ErrorInfo, content_type: str) -> None:
 
 
 async def call_api(
-    client: Client, tenant: str, call: str, request: object, answer: Any, *, timeout_s: float = 5.0
-) -> Any:
+    client: Client,
+    tenant: str,
+    call: str,
+    request: object,
+    answer: type[T],
+    *,
+    timeout_s: float = 5.0,
+) -> T:
     """Make one API call; returns its answer, decoded as the type `answer`.
 
     Raises: PhaseloomError: the error that the service answered.
@@ -145,15 +153,15 @@ async def call_api(
 
 
 async def call_node_api(
-    client: Client, call: str, request: object, answer: Any, *, timeout_s: float = 5.0
-) -> Any:
+    client: Client, call: str, request: object, answer: type[T], *, timeout_s: float = 5.0
+) -> T:
     """Like `call_api`, for an operator's call, which belongs to no tenant."""
     return await _called(client, node_subject(call), request, answer, timeout_s)
 
 
 async def _called(
-    client: Client, subject: str, request: object, answer: Any, timeout_s: float
-) -> Any:
+    client: Client, subject: str, request: object, answer: type[T], timeout_s: float
+) -> T:
     message = await request_reply(
         client,
         subject,
@@ -165,7 +173,8 @@ async def _called(
     content_type = content_type_of(headers)
     if ERROR_CODE_HEADER in headers:
         raise to_exception(_error_of(message, content_type, headers))
-    return decode(message.data, answer, content_type)
+    decoded: T = decode(message.data, answer, content_type)
+    return decoded
 
 
 async def request_reply(

@@ -18,14 +18,7 @@ from phaseloom.simulator.metering import Span
 from phaseloom.simulator.scenarios.common import config, pools, record_of, run
 from phaseloom.simulator.scenarios.pictures import canvas, gantt
 from phaseloom.simulator.scenarios.report import Record, Report, at_most
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 from phaseloom.simulator.workloads import llmd
 
 _ORDERINGS = ("fcfs", "fifo_lock", "round_robin", "hrrs", "hrrs_anticipatory")
@@ -65,15 +58,15 @@ def _case(
     return kept, result.spans
 
 
-def _run(options: Options, advance: Advance) -> Report:
+def _run(options: Options) -> Report:
     recorded = llmd.recording()
-    orderings = chosen(options.policies, _ORDERINGS, "policy")
+    orderings = options.policies_of(_ORDERINGS)
     cases = [
         Case(f"{ordering}, {name}", _case, (name, ordering, count, with_swaps, whole_minutes))
         for ordering in orderings
         for name, count, with_swaps, whole_minutes in _RUNS
     ]
-    found = run_cases(cases, options, advance)
+    found = options.run_cases(cases)
     records: list[Record] = []
     alone_s = 0.0
     for record, _ in found:

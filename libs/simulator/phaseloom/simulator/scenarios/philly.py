@@ -12,14 +12,7 @@ import msgspec
 
 from phaseloom.simulator.scenarios.pictures import bars, canvas
 from phaseloom.simulator.scenarios.report import Record, Report, at_least
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 from phaseloom.simulator.scenarios.weaving import ORDERINGS, SWITCHING, measured
 from phaseloom.simulator.workloads import philly
 
@@ -33,8 +26,8 @@ def _case(policy: str, seed: int, clusters: tuple[str, ...], start_h: float) -> 
     return measured(philly.jobs(clusters, start_h, seed, switching=SWITCHING), policy, seed)[0]
 
 
-def _run(options: Options, advance: Advance) -> Report:
-    policies = chosen(options.policies, tuple(ORDERINGS), "policy")
+def _run(options: Options) -> Report:
+    policies = options.policies_of(ORDERINGS)
     clusters = options.virtual_clusters or _CLUSTERS
     start_h = _START_H if options.start_h is None else options.start_h
     cases = [
@@ -42,7 +35,7 @@ def _run(options: Options, advance: Advance) -> Report:
         for seed in options.seeds or _SEEDS
         for policy in policies
     ]
-    records: list[Record] = run_cases(cases, options, advance)
+    records: list[Record] = options.run_cases(cases)
     kept = [r for r in records if r.policy.startswith("coexec")]
     return Report(
         scenario="philly",

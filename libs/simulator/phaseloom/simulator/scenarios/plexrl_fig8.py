@@ -16,14 +16,7 @@ from phaseloom.simulator.nodes import PoolSpec
 from phaseloom.simulator.scenarios.common import PRICES, config, only, record_of, run
 from phaseloom.simulator.scenarios.pictures import bars, canvas, distribution
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_most
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 from phaseloom.simulator.workloads import table
 from phaseloom.simulator.workloads.plexrl import Shape, plexrl
 
@@ -59,15 +52,15 @@ def _case(policy: str, seed: int, own: list[SimJob] | None) -> tuple[Record, lis
     return only(record, *names, "decision_ms_p50", "decision_ms_p99"), delays
 
 
-def _run(options: Options, advance: Advance) -> Report:
-    policies = chosen(options.policies, _POLICIES, "policy")
+def _run(options: Options) -> Report:
+    policies = options.policies_of(_POLICIES)
     own = table.read(options.workload) if options.workload else None
     cases = [
         Case(f"{policy}, seed {seed}", _case, (policy, seed, own))
         for seed in options.seeds or _SEEDS
         for policy in policies
     ]
-    found = run_cases(cases, options, advance)
+    found = options.run_cases(cases)
     isolated_s = {r.seed: r.makespan_s for r, _ in found if r.policy == "isolated"}
     records = [_relative(record, isolated_s) for record, _ in found]
     delays: dict[str, list[float]] = {}

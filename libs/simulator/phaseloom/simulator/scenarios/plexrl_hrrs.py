@@ -18,14 +18,7 @@ from phaseloom.simulator.nodes import PoolSpec
 from phaseloom.simulator.scenarios.common import HOST_BYTES, PRICES, config, only, record_of, run
 from phaseloom.simulator.scenarios.pictures import bars, canvas
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_most, mean_of
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 
 CYCLES = 40
 OFFLOAD_S, LOAD_S = 8.0, 12.0
@@ -91,15 +84,15 @@ def _case(workload: str, ordering: str, seed: int) -> Record:
     return replace(kept, over_bound=ratio)
 
 
-def _run(options: Options, advance: Advance) -> Report:
-    orderings = chosen(options.policies, _ORDERINGS, "policy")
+def _run(options: Options) -> Report:
+    orderings = options.policies_of(_ORDERINGS)
     cases = [
         Case(f"{workload}, {ordering}, seed {seed}", _case, (workload, ordering, seed))
         for workload in _WORKLOADS
         for ordering in orderings
         for seed in (options.seeds or _SEEDS if workload == "crowded" else (0,))
     ]
-    records: list[Record] = run_cases(cases, options, advance)
+    records: list[Record] = options.run_cases(cases)
     return Report(
         scenario="plexrl-hrrs",
         about="Ordering policies in contention on one train node (PlexRL §4.4)",

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.simulator.scenarios.report import Report
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of a scenario: a function at module level, and its arguments."""
+
+    name: str
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+Advance = Callable[[str, int, int], None]
+"""Called with the name of the run that has just ended, the number of ended runs, and that of all;
+it draws the progress bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +40,36 @@ class Options:
     """The hour at which the window of a trace of real arrivals begins."""
     processes: int = 0
     """The number of runs at once; 0: one on each core."""
+    advance: Advance = lambda what, done, total: None
 
+    def policies_of(self, known: Iterable[str]) -> tuple[str, ...]:
+        """The policies that were asked for; all of them where none was.
 
-Advance = Callable[[str, int, int], None]
-"""Called with the name of the run that has just ended, the number of ended runs, and that of all;
-it draws the progress bar."""
+        Raises: CallerError: a policy is not known.
+        """
+        known = tuple(known)
+        for policy in self.policies:
+            if policy not in known:
+                raise CallerError(
+                    f"{policy!r} is not known to this scenario",
+                    field="policy",
+                    remedy=f"one of {', '.join(known)}",
+                )
+        return self.policies or known
+
+    def run_cases(self, cases: Sequence[Case]) -> list[Any]:
+        """Run all cases; their results are in the order of the cases."""
+        processes = self.processes or os.cpu_count() or 1
+        results: dict[int, Any] = {}
+        for done, (index, result) in enumerate(_results(cases, processes), 1):
+            results[index] = result
+            self.advance(cases[index].name, done, len(cases))
+        return [results[index] for index in range(len(cases))]
 
 
 class Scenario(NamedTuple):
     about: str
-    run: Callable[[Options, Advance], Report]
+    run: Callable[[Options], Report]
     draw: Callable[[Report, Path], None]
     """Draws the picture of a report to a path (PNG)."""
     policies: tuple[str, ...]
@@ -60,25 +92,6 @@ class Scenario(NamedTuple):
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One run of a scenario: a function at module level, and its arguments."""
-
-    name: str
-    run: Callable[..., Any]
-    arguments: tuple[Any, ...]
-
-
-def run_cases(cases: Sequence[Case], options: Options, advance: Advance) -> list[Any]:
-    """Run all cases; their results are in the order of the cases."""
-    processes = options.processes or os.cpu_count() or 1
-    results: dict[int, Any] = {}
-    for done, (index, result) in enumerate(_results(cases, processes), 1):
-        results[index] = result
-        advance(cases[index].name, done, len(cases))
-    return [results[index] for index in range(len(cases))]
-
-
 def _results(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, Any]]:
     if processes == 1 or len(cases) == 1:
         for index, case in enumerate(cases):
@@ -94,18 +107,3 @@ def _results(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, Any]]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def chosen(asked: tuple[T, ...], known: Sequence[T], field: str) -> tuple[T, ...]:
-    """The items that were asked for; all of them where nothing was.
-
-    Raises: CallerError: an item is not known.
-    """
-    for item in asked:
-        if item not in known:
-            raise CallerError(
-                f"{item!r} is not known to this scenario",
-                field=field,
-                remedy=f"one of {', '.join(map(str, known))}",
-            )
-    return asked or tuple(known)

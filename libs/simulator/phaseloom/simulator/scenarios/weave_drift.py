@@ -25,14 +25,7 @@ from phaseloom.simulator.scenarios.report import (
     groups_of,
     mean_of,
 )
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 from phaseloom.simulator.scenarios.weaving import SWITCHING, measured
 from phaseloom.simulator.workloads.weave import generate
 
@@ -85,15 +78,15 @@ def _case(setting: str, policy: str, seed: int) -> Record:
     return msgspec.structs.replace(record, slo_attainment=attainment, slo_iterations=None)
 
 
-def _run(options: Options, advance: Advance) -> Report:
-    policies = chosen(options.policies, _POLICIES, "policy")
+def _run(options: Options) -> Report:
+    policies = options.policies_of(_POLICIES)
     cases = [
         Case(f"{setting}, {policy}, seed {seed}", _case, (setting, policy, seed))
         for setting in _SETTINGS
         for policy in policies
         for seed in options.seeds or _SEEDS
     ]
-    records: list[Record] = run_cases(cases, options, advance)
+    records: list[Record] = options.run_cases(cases)
     return Report(
         scenario="weave-drift",
         about=f"{NUM_JOBS} jobs whose phases drift (WEAVE Fig. 17)",

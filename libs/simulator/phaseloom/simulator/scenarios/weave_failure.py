@@ -19,14 +19,7 @@ from phaseloom.simulator.metering import Span
 from phaseloom.simulator.scenarios.common import ample, config, run
 from phaseloom.simulator.scenarios.pictures import canvas, gantt
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_least, at_most
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 from phaseloom.simulator.scenarios.weave_micro import jobs_of
 from phaseloom.simulator.world import Crash
 
@@ -93,9 +86,9 @@ def _train_ends(spans: list[Span]) -> dict[str, list[float]]:
     return ends
 
 
-def _run(options: Options, advance: Advance) -> Report:
-    policies = chosen(options.policies, tuple(_POLICIES), "policy")
-    found = run_cases([Case(policy, _case, (policy,)) for policy in policies], options, advance)
+def _run(options: Options) -> Report:
+    policies = options.policies_of(_POLICIES)
+    found = options.run_cases([Case(policy, _case, (policy,)) for policy in policies])
     records = [record for record, _ in found]
     return Report(
         scenario="weave-failure",

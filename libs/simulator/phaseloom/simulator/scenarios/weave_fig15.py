@@ -15,14 +15,7 @@ from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.optimum import Regrouping
 from phaseloom.simulator.scenarios import report, weaving
 from phaseloom.simulator.scenarios.pictures import bars, canvas, lines
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 from phaseloom.simulator.scenarios.weaving import MAX_GROUP_JOBS, ORDERINGS, SWITCHING, solo_bound
 from phaseloom.simulator.workloads import table
 from phaseloom.simulator.workloads.weave import PROFILES, generate, with_switching
@@ -107,8 +100,8 @@ def _settings(options: Options) -> list[Setting]:
     return [*main, *wide, *slos, *sizes]
 
 
-def _run(options: Options, advance: Advance) -> report.Report:
-    policies = chosen(options.policies, tuple(ORDERINGS), "policy")
+def _run(options: Options) -> report.Report:
+    policies = options.policies_of(ORDERINGS)
     settings = _settings(options)
     runs = [
         (setting, policy)
@@ -118,7 +111,7 @@ def _run(options: Options, advance: Advance) -> report.Report:
     ]
     cases = [Case(f"{s.name}, {policy}, seed {s.seed}", _case, (s, policy)) for s, policy in runs]
     bounds = [Case(f"{s.name}, bound, seed {s.seed}", _solo_bound, (s,)) for s in settings]
-    every = run_cases([*bounds, *cases], options, advance)
+    every = options.run_cases([*bounds, *cases])
     best: dict[Setting, Regrouping] = dict(zip(settings, every, strict=False))
     found = every[len(bounds) :]
     records = [

@@ -17,14 +17,7 @@ from phaseloom.simulator.optimum import Terms, cheapest_partition
 from phaseloom.simulator.scenarios.common import HOST_BYTES, PRICES, ample, config, run
 from phaseloom.simulator.scenarios.pictures import bars, canvas, gantt
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_least, at_most, mean_of
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 from phaseloom.simulator.scenarios.weaving import planned
 
 ITERATIONS = 40
@@ -118,14 +111,14 @@ def _case(group: str, policy: str) -> tuple[Record, list[Span]]:
     return record, result.spans
 
 
-def _run(options: Options, advance: Advance) -> Report:
-    policies = chosen(options.policies, tuple(_ORDERINGS), "policy")
+def _run(options: Options) -> Report:
+    policies = options.policies_of(_ORDERINGS)
     cases = [
         Case(f"{group}, {policy}", _case, (group, policy))
         for group in _PAPER
         for policy in policies
     ]
-    found = run_cases(cases, options, advance)
+    found = options.run_cases(cases)
     records = [record for record, _ in found]
     return Report(
         scenario="weave-micro",

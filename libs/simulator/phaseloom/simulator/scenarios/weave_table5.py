@@ -23,14 +23,7 @@ from phaseloom.simulator.optimum import BY_SUBSETS, cheapest_partition
 from phaseloom.simulator.scenarios.common import HOST_BYTES, PRICES, ample, config, run
 from phaseloom.simulator.scenarios.pictures import canvas, lines
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_most
-from phaseloom.simulator.scenarios.scenario import (
-    Advance,
-    Case,
-    Options,
-    Scenario,
-    chosen,
-    run_cases,
-)
+from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
 from phaseloom.simulator.scenarios.weaving import ORDERINGS, planned
 from phaseloom.simulator.workloads.weave import generate
 
@@ -129,8 +122,8 @@ def _at_once(job: SimJob, index: int) -> SimJob:
     return msgspec.structs.replace(job, arrival_s=0.01 * index, iterations=10_000)
 
 
-def _run(options: Options, advance: Advance) -> Report:
-    policies = chosen(options.policies, _POLICIES, "policy")
+def _run(options: Options) -> Report:
+    policies = options.policies_of(_POLICIES)
     seeds = options.seeds or tuple(range(RUNS))
     cases = [
         Case(f"{policy}, {size} jobs", _case, (policy, size, seed))
@@ -145,7 +138,7 @@ def _run(options: Options, advance: Advance) -> Report:
         for policy in policies
         if policy == "coexec"
     ]
-    records: list[Record] = run_cases(cases, options, advance)
+    records: list[Record] = options.run_cases(cases)
     return Report(
         scenario="weave-table5",
         about="Decision latency by the number of jobs (WEAVE Table 5)",

@@ -13,7 +13,7 @@ on the devices that the event touches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -106,7 +106,7 @@ class Core:
         self.state.advance(sequence, time_s)
         step = Step(self.state, sequence, self.state.now_s)
         for part in events.parts(event):
-            _take(step, part)
+            TAKE[type(part)](step, part)
             _follow_up(step)
         for what, do in AT_THE_END:
             do(step, step.asked.pop(what, {}))
@@ -150,68 +150,6 @@ def _follow_up(step: Step) -> None:
                 do(step, asked)
 
 
-def _take(step: Step, event: events.Event) -> None:  # noqa: PLR0912, PLR0915 - one arm an event
-    match event:
-        case events.SchedulerConfigured():
-            step.state.config = event.config
-            assignment.configured(step, event.config)
-        case events.QueuedOperation():
-            operations.file(step, event)
-        case events.SessionOpened():
-            sessions.opened(step, event)
-        case events.SessionLost():
-            sessions.lost(step, event)
-        case events.PhaseDeclared():
-            sessions.declared(step, event)
-        case events.CancelRequested():
-            cancel.request(step, event)
-        case events.OperationFinished():
-            outcomes.finish(step, event)
-        case events.ActivationOpened():
-            dispatch.opened(step, event)
-        case events.ActivationRefused():
-            dispatch.refused(step, event)
-        case events.PermitReturned():
-            dispatch.returned(step, event)
-        case events.StateSnapshotTaken():
-            outcomes.snapshot_taken(step, event)
-        case events.TimerFired():
-            _timer(step, event)
-        case events.PhaseTrace():
-            repack.traced(step, event)
-        case events.ReplanComputed():
-            repack.answered(step, event)
-        case events.JobSubmitted():
-            jobs.submit(step, event)
-        case events.JobFinished():
-            jobs.finish(step, event)
-        case events.DrainRequested():
-            jobs.drain(step, event)
-        case events.DeploymentCreated():
-            jobs.create_deployment(step, event)
-        case events.DeploymentDeleted():
-            jobs.delete_deployment(step, event)
-        case events.NodeUp():
-            wpgs.node_up(step, event)
-            assignment.node_up(step, event)
-        case events.NodeLost():
-            wpgs.node_lost(step, event)
-            assignment.node_lost(step, event)
-        case events.WpgStarted():
-            wpgs.started(step, event)
-        case events.WpgLost():
-            wpgs.lost(step, event)
-        case events.SealCommitted():
-            seals.committed(step, event)
-        case events.SealFailed():
-            seals.failed(step, event)
-        case events.StateMirrored():
-            if not replicas.mirrored(step, event):
-                moves.mirrored(step, event)
-        case events.NodeDrainRequested():
-            evacuation.requested(step, event)
-
-
 def _timer(step: Step, event: events.TimerFired) -> None:
     due_s = step.state.take_timer(event.timer)
     if due_s is None:
@@ -239,3 +177,55 @@ def _timer(step: Step, event: events.TimerFired) -> None:
                 step.touch(deployment)
         case [_, node, device, *_]:
             step.dirty.add((node, int(device)))
+
+
+def _configured(step: Step, event: events.SchedulerConfigured) -> None:
+    step.state.config = event.config
+    assignment.configured(step, event.config)
+
+
+def _node_up(step: Step, event: events.NodeUp) -> None:
+    wpgs.node_up(step, event)
+    assignment.node_up(step, event)
+
+
+def _node_lost(step: Step, event: events.NodeLost) -> None:
+    wpgs.node_lost(step, event)
+    assignment.node_lost(step, event)
+
+
+def _mirrored(step: Step, event: events.StateMirrored) -> None:
+    if not replicas.mirrored(step, event):
+        moves.mirrored(step, event)
+
+
+TAKE: dict[type[Any], Callable[[Step, Any], None]] = {
+    events.SchedulerConfigured: _configured,
+    events.QueuedOperation: operations.file,
+    events.SessionOpened: sessions.opened,
+    events.SessionLost: sessions.lost,
+    events.PhaseDeclared: sessions.declared,
+    events.CancelRequested: cancel.request,
+    events.OperationFinished: outcomes.finish,
+    events.ActivationOpened: dispatch.opened,
+    events.ActivationRefused: dispatch.refused,
+    events.PermitReturned: dispatch.returned,
+    events.StateSnapshotTaken: outcomes.snapshot_taken,
+    events.TimerFired: _timer,
+    events.PhaseTrace: repack.traced,
+    events.ReplanComputed: repack.answered,
+    events.JobSubmitted: jobs.submit,
+    events.JobFinished: jobs.finish,
+    events.DrainRequested: jobs.drain,
+    events.DeploymentCreated: jobs.create_deployment,
+    events.DeploymentDeleted: jobs.delete_deployment,
+    events.NodeUp: _node_up,
+    events.NodeLost: _node_lost,
+    events.WpgStarted: wpgs.started,
+    events.WpgLost: wpgs.lost,
+    events.SealCommitted: seals.committed,
+    events.SealFailed: seals.failed,
+    events.StateMirrored: _mirrored,
+    events.NodeDrainRequested: evacuation.requested,
+}
+"""Who takes each event."""

@@ -10,47 +10,13 @@ Shapes: B rows, T query columns, S key columns, N positions asked for, H hidden,
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from phaseloom.common.contract.errors import CallerError
-
-MODEL_TYPES: Final = frozenset(
-    {
-        "arcee",
-        "cohere",
-        "cohere2",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "gpt2",
-        "gpt_neox",
-        "granite",
-        "helium",
-        "llama",
-        "ministral",
-        "mistral",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-    }
-)
-"""The values of `model_type` that can be trained and sampled."""
+from phaseloom.worker.backends.capabilities import MODEL_TYPES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -64,7 +30,7 @@ def check_model_type(model_type: object) -> None:
         raise CallerError(
             f"models of type {model_type!r} are not supported",
             field="model.config.model_type",
-            remedy=f"use one of {', '.join(sorted(MODEL_TYPES))}",
+            remedy=f"use one of {', '.join(MODEL_TYPES)}",
         )
 
 

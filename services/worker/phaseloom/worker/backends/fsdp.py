@@ -44,6 +44,7 @@ from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.layout import (
@@ -81,10 +82,6 @@ from phaseloom.worker.backends.training import (
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
 
-READING = frozenset({"forward", "save_state"})
-TRAINING = frozenset({"forward_backward", "optim_step"})
-STATE = frozenset({"load_state", "publish_weights", "sync_weights"})
-
 
 class FsdpBackend(Member):
     """FSDP2 `Backend`. A rank's heap holds its shards; with one rank these are the
@@ -105,7 +102,7 @@ class FsdpBackend(Member):
             holding_of(_layout(spec, self._shapes, replace(ranks, rank=rank)).slots)
             for rank in range(ranks.world_size)
         ]
-        self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
+        self.kinds = kinds_of(spec)
         self._group = ExitStack()
         join_process_group(ranks, self._tensors.device.type, self._group)
         kind = self._tensors.device.type

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -23,11 +22,10 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.batch import check_some, check_tokens, forward_batch, joined_ints
+from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.layout import check_layout
 from phaseloom.worker.backends.model import model_config, weights_dtype
 from phaseloom.worker.backends.shaping import check_bad_words
-
-KINDS = frozenset({"generate", "forward", "save_state", "load_state", "sync_weights"})
 
 
 class InferenceBackend:
@@ -35,7 +33,7 @@ class InferenceBackend:
 
     def __init__(self, spec: DeploymentSpec) -> None:
         config = model_config(spec.model)
-        self.kinds = KINDS
+        self.kinds = kinds_of(spec)
         self.host_bytes = 0
         self.config: dict[str, Any] = {**config.to_dict(), "dtype": weights_dtype(spec.model)}
         self.vocab_size = int(config.vocab_size)
@@ -121,9 +119,9 @@ class InferenceBackend:
         )
 
 
-def check_spec(spec: DeploymentSpec, ranks: RankGroup, axes: Collection[str] = ("dp",)) -> None:
+def check_spec(spec: DeploymentSpec, ranks: RankGroup) -> None:
     """Check that a backend that only generates can do this. Raises: CallerError."""
-    check_layout(spec, ranks, axes)
+    check_layout(spec, ranks)
     if spec.trainable:
         raise CallerError(
             f"the {spec.backend} backend does not train",

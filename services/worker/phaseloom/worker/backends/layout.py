@@ -17,7 +17,7 @@ Weights are float32 or bfloat16; whatever else training keeps is float32. Weight
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -27,6 +27,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
 from phaseloom.common.tensors import layouts
 from phaseloom.common.tensors.resharding import item_bytes
 from phaseloom.worker.backends.base import ALONE, RankGroup
+from phaseloom.worker.backends.capabilities import CAPABILITIES
 from phaseloom.worker.backends.experts import file_slots, is_fused
 from phaseloom.worker.state.heap import align
 
@@ -145,12 +146,11 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
     return Shard(own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
 
 
-def check_layout(spec: DeploymentSpec, ranks: RankGroup, axes: Collection[str] = ("dp",)) -> None:
-    """Check that a backend can do a layout.
+def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
+    """Check that the deployment's backend can do its layout.
 
-    Args:   axes: the axes over which it spreads a model.
-    Raises: CallerError: FAILED_PRECONDITION, another axis, or a choice about training where nothing
-            is trained.
+    Raises: CallerError: FAILED_PRECONDITION, an axis over which the backend does not spread a
+            model, or a choice about training where nothing is trained.
     """
     layouts.check_layout(spec.layout)
     if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
@@ -167,6 +167,7 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup, axes: Collection[str] =
             field="activation_checkpointing",
             remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
+    axes = CAPABILITIES[spec.backend].axes
     for axis in spec.layout.__struct_fields__:
         size = getattr(spec.layout, axis)
         if size > 1 and axis not in axes:

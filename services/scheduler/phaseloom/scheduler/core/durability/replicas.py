@@ -23,7 +23,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import FollowUp, Step
-from phaseloom.scheduler.core.state.transitions import JOB_ENDED, CopyEvent, WpgState
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 
 
 def go_on(step: Step) -> None:
@@ -223,7 +223,6 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
     if event.error is not None:
         _failed(step, copying, event, deployment.name)
         return
-    step.advance_copy(copying, CopyEvent.CAME)
     deployment.durability.end_copying(copying)
     seals.note_replica(deployment, copying.part, event.node)
     step.follow(FollowUp.PLACE)  # people may wait to hear that a node is not needed any more
@@ -236,14 +235,13 @@ def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> Non
     elif event.error is not None:
         _failed(step, job.versions.copying[name], event, name)
     else:
-        step.advance_copy(job.versions.copying[name], CopyEvent.CAME)
         job.versions.end_copying(name, on=event.node)
         step.follow(FollowUp.PLACE)
 
 
 def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) -> None:
     assert event.error is not None
-    step.advance_copy(copying, CopyEvent.FAILED)
+    copying.has_failed = True
     copying.failures += 1
     copying.retry_at_s = step.now_s + seals.retry_pause_s(copying.failures)
     step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)

@@ -15,7 +15,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Mutation
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, SnapshotEvent, WpgState
+from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, WpgState
 from phaseloom.scheduler.core.wpgs import wpgs
 
 
@@ -57,7 +57,6 @@ def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
     op = deployment.queue.find(event.key)
     if op is None or event.key not in deployment.activation.running or deployment.durability.replay:
         return
-    step.advance_snapshot(op, SnapshotEvent.TAKEN)
     deployment.queue.note_snapshot(op)
     if deployment.move.relocation is not None:
         step.job_changed(deployment.job_name)

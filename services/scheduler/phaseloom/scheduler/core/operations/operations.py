@@ -27,7 +27,6 @@ from phaseloom.scheduler.core.state.transitions import (
     JobState,
     OpEvent,
     OpState,
-    SnapshotEvent,
     WpgState,
 )
 
@@ -284,8 +283,6 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     if op.has_snapshot and seq is not None and deployment.move.relocation is not None:
         step.job_changed(str(job.key))  # the move may have waited for that
     has_advanced = deployment.queue.close(op, completed=completed)
-    if op.has_snapshot:
-        step.advance_snapshot(op, SnapshotEvent.ENDED)
     if completed or has_advanced:
         deployment.wpg.forgive_losses()
     if has_advanced:
@@ -332,14 +329,10 @@ def requeue(step: Step, op: Op) -> None:
     if op.state is OpState.PERMITTED:
         step.advance_op(op, OpEvent.TAKEN_BACK)
         op.uncertain = True
-        if op.has_snapshot:
-            # An ordered one is run again among the mutations, where its place is.
-            is_ordered = op.key.seq is not None
-            step.advance_snapshot(
-                op, SnapshotEvent.DIED if is_ordered else SnapshotEvent.DIED_UNORDERED
-            )
         deployment = step.deployment(op.key.deployment_key)
         assert deployment is not None
+        if op.key.seq is None:
+            deployment.queue.forget_snapshot(op)
         end_unwanted(step, deployment, op)
 
 

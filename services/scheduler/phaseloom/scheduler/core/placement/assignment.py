@@ -219,7 +219,7 @@ def room_for(step: Step, job: Job, spec: DeploymentSpec) -> list[RankAssignment]
         return ErrorInfo(
             nowhere.error.code,
             nowhere.error.message,
-            field="spec.backend" if nowhere.error.field == admission.BACKEND else "spec.layout",
+            field="spec" + (nowhere.error.field.removeprefix(admission.DEPLOYMENTS) or ".layout"),
             remedy=nowhere.error.remedy,
         )
     group = groups.group_of(cluster, str(job.key))

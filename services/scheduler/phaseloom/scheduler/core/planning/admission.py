@@ -22,6 +22,8 @@ from phaseloom.scheduler.core.planning.nodes import (
     free_nodes,
     has_room,
     is_usable,
+    lacks,
+    meets,
     users,
 )
 from phaseloom.scheduler.core.state.cluster import (
@@ -38,8 +40,8 @@ from phaseloom.scheduler.core.state.cluster import (
     Waits,
 )
 
-BACKEND = "spec.deployments.backend"
-"""Field of a refusal for a backend that no node has."""
+DEPLOYMENTS = "spec.deployments"
+"""What the field of a refusal begins with."""
 
 
 def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
@@ -115,17 +117,32 @@ def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
 
 
 def _cannot_run(pool: Pool, need: Need, hosts: list[Host]) -> Refused:
-    """The refusal of a job whose backends no known node of the pool has."""
+    """The refusal of a job of which no known node of the pool has all that it asks for."""
+    for demand in sorted(need.demands, key=lambda demand: demand.backend):
+        if any(meets(host, demand) for host in hosts):
+            continue
+        able = [host.backends[demand.backend] for host in hosts if demand.backend in host.backends]
+        if able:
+            lack = next(lacks(able[0], demand))
+            return _refused(
+                lack.field,
+                f"no node of pool {pool!r} can do {lack.what} by the backend {demand.backend!r}",
+                f"use one of {', '.join(lack.instead)}, or another backend",
+            )
+        break
     known = sorted({name for host in hosts for name in host.backends})
-    wanted = ", ".join(sorted(need.backends))
-    error = ErrorInfo(
-        Code.FAILED_PRECONDITION,
+    wanted = ", ".join(sorted({demand.backend for demand in need.demands}))
+    return _refused(
+        "backend",
         f"the job runs {wanted} on pool {pool!r}, whose nodes run {', '.join(known)}",
-        field=BACKEND,
-        remedy="use a backend that they have, or start a node with its runtime installed, or with "
+        "use a backend that they have, or start a node with its runtime installed, or with "
         "an interpreter for it (worker.interpreters)",
     )
-    return Refused(error)
+
+
+def _refused(field: str, what: str, remedy: str) -> Refused:
+    field = f"{DEPLOYMENTS}.{field}"
+    return Refused(ErrorInfo(Code.FAILED_PRECONDITION, what, field=field, remedy=remedy))
 
 
 def _why_none(hosts: list[Host]) -> str:

@@ -18,9 +18,18 @@ from copy import copy as shallow
 from msgspec.structs import replace
 
 from phaseloom.common.contract.ids import JobKey, NodeId
-from phaseloom.common.contract.specs import Cycle, DeploymentSpec, JobSpec
+from phaseloom.common.contract.specs import Batching, Cycle, DeploymentSpec, JobSpec
 from phaseloom.scheduler.core.planning.weave.period import timing_of
-from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member, Need, Placed, Pool
+from phaseloom.scheduler.core.state.cluster import (
+    Cluster,
+    Demand,
+    Group,
+    Host,
+    Member,
+    Need,
+    Placed,
+    Pool,
+)
 
 # --- what a job needs ----------------------------------------------------------------------------
 
@@ -53,9 +62,21 @@ def needs_of(specs: Iterable[DeploymentSpec]) -> dict[Pool, Need]:
             num_nodes=max(before.num_nodes, spec.num_nodes),
             num_devices=max(before.num_devices, devices_per_node(spec)),
             host_bytes=before.host_bytes + spec.host_bytes,
-            backends=before.backends | {spec.backend},
+            demands=before.demands | {demand_of(spec)},
         )
     return needs
+
+
+def demand_of(spec: DeploymentSpec) -> Demand:
+    config, layout = spec.model.config, spec.layout
+    return Demand(
+        spec.backend,
+        spec.trainable,
+        tuple(axis for axis in layout.__struct_fields__ if getattr(layout, axis) > 1),
+        str(config.get("model_type", "")),
+        str(config.get("dtype", config.get("torch_dtype")) or ""),
+        spec.batching is Batching.SHARED,
+    )
 
 
 def devices_per_node(spec: DeploymentSpec) -> int:

@@ -6,13 +6,25 @@ fit is allowed. Called by all other modules of `planning`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core.state.cluster import Cluster, Group, Host, Member, Need, Pool
+from phaseloom.common.contract.specs import Capabilities
+from phaseloom.scheduler.core.state.cluster import Cluster, Demand, Group, Host, Member, Need, Pool
 
 Pinned = dict[Pool, list[NodeId]]
+
+
+class Lack(NamedTuple):
+    """Something that a deployment asks for and a backend cannot do."""
+
+    field: str
+    """Of the deployment's spec."""
+    what: str
+    instead: tuple[str, ...]
+    """What it can do."""
 
 
 def could_take(host: Host, need: Need) -> bool:
@@ -22,8 +34,28 @@ def could_take(host: Host, need: Need) -> bool:
 
 
 def can_run(host: Host, need: Need) -> bool:
-    """Whether the node has the job's backends."""
-    return not host.backends or need.backends.issubset(host.backends)
+    """Whether the node's backends can do what the job asks of them."""
+    return not host.backends or all(meets(host, demand) for demand in need.demands)
+
+
+def meets(host: Host, demand: Demand) -> bool:
+    able = host.backends.get(demand.backend)
+    return able is not None and not any(lacks(able, demand))
+
+
+def lacks(able: Capabilities, demand: Demand) -> Iterator[Lack]:
+    """What a backend cannot do of what is asked of it."""
+    if demand.trains and not able.trains:
+        yield Lack("trainable", "trainable = true", ("false",))
+    for axis in demand.axes:
+        if axis not in able.axes:
+            yield Lack(f"layout.{axis}", f"{axis} above 1", able.axes)
+    if able.model_types and demand.model_type not in able.model_types:
+        yield Lack("model.config.model_type", f"{demand.model_type!r} models", able.model_types)
+    if demand.dtype and able.dtypes and demand.dtype not in able.dtypes:
+        yield Lack("model.config.dtype", f"weights of {demand.dtype}", able.dtypes)
+    if demand.is_shared and not able.joins:
+        yield Lack("batching", "batching = 'shared'", ("operation",))
 
 
 def is_usable(host: Host, need: Need) -> bool:

@@ -14,9 +14,24 @@ import msgspec
 
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.common.contract.specs import Cycle
+from phaseloom.common.contract.specs import Capabilities, Cycle
 
 Pool = str
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a deployment asks of a backend."""
+
+    backend: str
+    trains: bool = False
+    axes: tuple[str, ...] = ()
+    """Axes of its layout with more than one rank."""
+    model_type: str = ""
+    """Empty: not told."""
+    dtype: str = ""
+    """Of the model's weights; empty: not told."""
+    is_shared: bool = False
+    """Whether its operations share batches."""
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -27,8 +42,8 @@ class Need(msgspec.Struct, frozen=True):
     """Devices on each of the nodes."""
     host_bytes: int = 0
     """Working set in the host memory of each of the nodes; 0: not known."""
-    backends: frozenset[str] = frozenset()
-    """Backends that each of the nodes must be able to run."""
+    demands: frozenset[Demand] = frozenset()
+    """Each of the nodes must meet all of them."""
 
 
 class Host(msgspec.Struct):
@@ -43,8 +58,8 @@ class Host(msgspec.Struct):
     """Whether the node may be given to jobs: it is up and is not being drained."""
     group: str = ""
     """The group that the node belongs to; empty: it is free."""
-    backends: list[str] = []
-    """Backends that its ranks can run; empty: any."""
+    backends: dict[str, Capabilities] = {}
+    """What its ranks can do, by backend; empty: anything."""
     leaving: list[str] = []
     """Deployments that are still on the node and are to leave it: until then it is not free."""
 

@@ -11,7 +11,6 @@ from phaseloom.common.contract.ids import NodeId, VersionKey
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Mutation
-from phaseloom.scheduler.core.state.transitions import CopyState
 
 
 class Copying(msgspec.Struct):
@@ -24,16 +23,12 @@ class Copying(msgspec.Struct):
     """The command that told the node to fetch the copy."""
     part: int = 0
     """The number of the part of a seal that is fetched."""
-    state: CopyState = CopyState.FETCHING
+    has_failed: bool = False
+    """Whether the node's last try to fetch the copy failed; it may still succeed."""
     failures: int = 0
     """Failed tries in a row, on whichever node."""
     retry_at_s: float = 0.0
     """The node is not asked again before this time. Another node may be."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the node's last try to fetch the copy failed."""
-        return self.state is CopyState.FAILED
 
     def is_under_way(self, node: Node) -> bool:
         """Args: node: as it is now."""

@@ -7,7 +7,7 @@ import msgspec
 from phaseloom.common.contract.ids import OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
-from phaseloom.scheduler.core.state.transitions import OpState, SnapshotState
+from phaseloom.scheduler.core.state.transitions import OpState
 
 
 class Op(msgspec.Struct):
@@ -38,13 +38,10 @@ class Op(msgspec.Struct):
     """When it was permitted last."""
     num_bytes: int = 0
     """Size of its payload."""
-    snapshot_state: SnapshotState = SnapshotState.NONE
-    """Whether the state that a `save_state` saves has been copied from its deployment."""
-
-    @property
-    def has_snapshot(self) -> bool:
-        """Whether it is a `save_state` that needs neither devices nor state any more."""
-        return self.snapshot_state is not SnapshotState.NONE
+    has_snapshot: bool = False
+    """Whether it is a `save_state` whose state has been copied from its deployment, and whose file
+    is being written: those behind it may go on. Where the WPG dies meanwhile, it is run again in
+    its place among the mutations."""
 
     @property
     def is_mutating(self) -> bool:

@@ -71,9 +71,15 @@ class OperationQueue(msgspec.Struct):
 
     def note_snapshot(self, op: Op) -> None:
         """The snapshot of a `save_state` is taken: those behind it may go on."""
+        assert not op.has_snapshot, f"{op.key}: a second snapshot"
+        op.has_snapshot = True
         if op.key.seq is not None:
             bisect.insort(self.snapshots, op.key.seq)
             self._pass()
+
+    def forget_snapshot(self, op: Op) -> None:
+        """Args: op: without an order, and so run anew as any other where its WPG has died."""
+        op.has_snapshot = False
 
     def close(self, op: Op, *, completed: bool) -> bool:
         """Take an operation that has ended off the queue.
@@ -89,6 +95,7 @@ class OperationQueue(msgspec.Struct):
         self.queued_syncs.pop(seq, None)
         if op.has_snapshot:
             self.snapshots.remove(seq)
+            op.has_snapshot = False
         if not completed:
             bisect.insort(self.not_completed, seq)
         before = self.next_seq

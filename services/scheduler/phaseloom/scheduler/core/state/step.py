@@ -14,23 +14,18 @@ from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.specs import CommandId, SchedulerConfig
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.outputs import Output, SendCommand, SetTimer, Tell
 from phaseloom.scheduler.core.state.transitions import (
-    COPIES,
     JOBS,
     MOVES,
     OPERATIONS,
-    SNAPSHOTS,
     WPGS,
-    CopyEvent,
     JobEvent,
     MoveEvent,
     OpEvent,
-    SnapshotEvent,
     WpgEvent,
     next_state,
 )
@@ -173,10 +168,6 @@ class Step:
     def advance_op(self, op: Op, event: OpEvent) -> None:
         op.state = next_state(OPERATIONS, "operation", op.key, op.state, event, self.sequence)
 
-    def advance_snapshot(self, op: Op, event: SnapshotEvent) -> None:
-        before, sequence = op.snapshot_state, self.sequence
-        op.snapshot_state = next_state(SNAPSHOTS, "snapshot of", op.key, before, event, sequence)
-
     def advance_wpg(self, deployment: Deployment, event: WpgEvent) -> None:
         wpg, name = deployment.wpg, deployment.name
         wpg.state = next_state(WPGS, "WPG", name, wpg.state, event, self.sequence)
@@ -194,7 +185,3 @@ class Step:
         if move.stage is not before:
             self.job_changed(deployment.job_name)
             self.touch(deployment)
-
-    def advance_copy(self, copying: Copying, event: CopyEvent) -> None:
-        node, before = copying.node, copying.state
-        copying.state = next_state(COPIES, "copy on", node, before, event, self.sequence)

@@ -1,4 +1,4 @@
-"""The transitions of operations, WPGs, jobs, moves, copies and snapshots: a table for each.
+"""The transitions of operations, WPGs, jobs and moves: a table for each.
 
 A table says which state follows on an event: {(state, event): next state}. What it does not have
 raises `InvalidTransition`. The scheduler's README shows the tables.
@@ -60,21 +60,6 @@ class MoveStage(StrEnum):
     """The deployment is stopped as soon as nothing runs on it."""
 
 
-class CopyState(StrEnum):
-    FETCHING = "fetching"
-    FAILED = "failed"
-    """The node could not fetch the copy; it, or another one, is asked again."""
-    CAME = "came"
-
-
-class SnapshotState(StrEnum):
-    NONE = "none"
-    WRITING = "writing"
-    """The snapshot of a `save_state` is taken, and is being written."""
-    LOST = "lost"
-    """The WPG died meanwhile: the `save_state` is run again in its place among the mutations."""
-
-
 class OpEvent(StrEnum):
     """The outcomes have the values of `Outcome`."""
 
@@ -126,23 +111,6 @@ class MoveEvent(StrEnum):
     """A new node has a new lease, and does not fetch what it was told to under the last one."""
     LAST_SEAL_ASKED = "last seal asked"
     """Running again what came after the seal would take longer than another copy."""
-
-
-class CopyEvent(StrEnum):
-    FAILED = "failed"
-    CAME = "came"
-
-
-class SnapshotEvent(StrEnum):
-    """The snapshots that `save_state`s take of their deployments."""
-
-    TAKEN = "taken"
-    ENDED = "ended"
-    """The `save_state` has an outcome."""
-    DIED = "died"
-    """The WPG died before that."""
-    DIED_UNORDERED = "died unordered"
-    """The WPG died, and the `save_state` has no place in the order: it is run as any other."""
 
 
 S = TypeVar("S", bound=StrEnum)
@@ -202,22 +170,6 @@ MOVES = _table(
     (MoveStage, MoveEvent.PUT_OFF, MoveStage.WAITING),
 )
 """A move ends when the deployment is up on its new nodes, stays after all, or has ended."""
-
-
-_ASKED = (CopyState.FETCHING, CopyState.FAILED)
-COPIES = _table(
-    (_ASKED, CopyEvent.CAME, CopyState.CAME),
-    (_ASKED, CopyEvent.FAILED, CopyState.FAILED),
-)
-"""An answer may come twice. A try that has failed may still succeed later, and that counts."""
-
-
-SNAPSHOTS = _table(
-    ([SnapshotState.NONE], SnapshotEvent.TAKEN, SnapshotState.WRITING),
-    ([SnapshotState.WRITING, SnapshotState.LOST], SnapshotEvent.ENDED, SnapshotState.NONE),
-    ([SnapshotState.WRITING, SnapshotState.LOST], SnapshotEvent.DIED, SnapshotState.LOST),
-    ([SnapshotState.WRITING], SnapshotEvent.DIED_UNORDERED, SnapshotState.NONE),
-)
 
 
 JOB_ENDED = frozenset({JobState.DONE, JobState.FAILED, JobState.REJECTED})

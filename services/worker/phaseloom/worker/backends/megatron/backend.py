@@ -44,6 +44,7 @@ from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.architectures import has_windows
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.experts import file_shapes, file_tensors
 from phaseloom.worker.backends.gathering import owned, weights_digest
 from phaseloom.worker.backends.layout import Layout, check_layout, lay_out, plan
@@ -87,11 +88,6 @@ from phaseloom.worker.backends.training import (
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
 
-AXES = ("dp", "tp", "pp", "cp", "ep")
-READING = frozenset({"forward", "save_state"})
-TRAINING = frozenset({"forward_backward", "optim_step"})
-STATE = frozenset({"load_state", "publish_weights", "sync_weights"})
-
 Finish = Callable[[Share, torch.Tensor], torch.Tensor]
 """What becomes of a share's log-probabilities (N,) on the last stage: its loss."""
 
@@ -113,7 +109,7 @@ class MegatronBackend(Member):
         self.holdings: Sequence[Holding] = [
             holding_of(_layout(spec, sizes, rank).slots) for rank in range(ranks.world_size)
         ]
-        self.kinds = READING | STATE | (TRAINING if spec.trainable else frozenset())
+        self.kinds = kinds_of(spec)
         self._group = ExitStack()
         device = self._tensors.device
         join_process_group(ranks, device.type, self._group)
@@ -352,7 +348,7 @@ class MegatronBackend(Member):
 
 def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
     """The sizes of a model that can be trained in a layout. Raises: CallerError: it cannot."""
-    check_layout(spec, ranks, AXES)
+    check_layout(spec, ranks)
     config = model_config(spec.model)
     sizes = sizes_of(config)
     check_sizes(sizes, spec.layout)

@@ -21,6 +21,7 @@ from typing import Any, Final
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import Coordinates
+from phaseloom.worker.backends.capabilities import CAPABILITIES
 from phaseloom.worker.backends.layout import Shard
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES
 
@@ -28,7 +29,6 @@ EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
 """Megatron's names of the two parameters that are the same where embeddings are tied."""
 
-MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _EXPERTS: Final = ".mlp.experts."
 _SMALLEST_ITEM_BYTES: Final = 2
 
@@ -73,11 +73,12 @@ class Sizes:
 
 def sizes_of(config: Any) -> Sizes:
     """The sizes of a model. Raises: CallerError: one that this backend cannot do, and the field."""
-    if config.model_type not in MODEL_TYPES:
+    known = CAPABILITIES["megatron"].model_types
+    if config.model_type not in known:
         raise _unsupported(
             f"models of type {config.model_type!r}",
             "model_type",
-            f"use the backend 'fsdp', or one of {', '.join(MODEL_TYPES)}",
+            f"use the backend 'fsdp', or one of {', '.join(known)}",
         )
     for name in ("attention_bias", "mlp_bias"):
         if getattr(config, name, False):

@@ -50,7 +50,6 @@ from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch
 
 _SEQUENCES = 8
 """Sequences of full length that the KV cache has room for, where a deployment does not say."""
-_AXES = ("dp", "tp", "pp")
 _SPARE_POSITIONS = 2
 """Positions beyond the model's that scoring needs: a sequence of full length is followed by its
 last target, and vLLM then draws one more token, which nobody reads."""
@@ -60,7 +59,7 @@ class VllmBackend(InferenceBackend, Member):
     """Generates and scores with vLLM; see the module."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
-        check_spec(spec, ranks, _AXES)
+        check_spec(spec, ranks)
         super().__init__(spec)
         shapes = parameter_shapes(spec.model)
         self._replica = join(spec.layout, ranks)
@@ -85,7 +84,7 @@ class VllmBackend(InferenceBackend, Member):
 
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
-        check_spec(spec, ranks, _AXES)
+        check_spec(spec, ranks)
         join(spec.layout, ranks)
         settings = settings_of(spec)
         placement = plan(settings, parameter_shapes(spec.model))

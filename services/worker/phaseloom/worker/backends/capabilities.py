@@ -1,0 +1,83 @@
+"""What each backend can do, as a node declares it: no runtime is imported for it.
+
+A job is refused at submission where no node of a pool can do what it asks for. Sizes that do not
+fit an architecture or a layout are found when the model is built.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
+from phaseloom.common.contract.specs import Capabilities, DeploymentSpec, Layout
+
+MODEL_TYPES: Final = (
+    "arcee",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "llama",
+    "ministral",
+    "mistral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+"""The values of `model_type` that are trained and sampled by our own code."""
+
+DTYPES: Final = ("float32", "bfloat16")
+
+_STATE: Final = ("load_state", "save_state", "sync_weights")
+_TRAINS: Final = ("forward", "forward_backward", "optim_step", "publish_weights", *_STATE)
+_SAMPLES: Final = ("forward", "generate", *_STATE)
+
+_NOT_IN_VLLM: Final = ("gpt2", "phi", "qwen3_moe")
+"""Types whose weights vLLM keeps in another form than the heap's."""
+
+CAPABILITIES: Final = {
+    "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES),
+    "sampler": Capabilities(_SAMPLES, model_types=MODEL_TYPES, dtypes=DTYPES, joins=True),
+    "megatron": Capabilities(
+        _TRAINS,
+        axes=("dp", "tp", "pp", "cp", "ep"),
+        model_types=("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+        dtypes=DTYPES,
+    ),
+    "vllm": Capabilities(
+        _SAMPLES,
+        axes=("dp", "tp", "pp"),
+        model_types=tuple(name for name in MODEL_TYPES if name not in _NOT_IN_VLLM),
+        dtypes=DTYPES,
+        joins=True,
+    ),
+    "noop": Capabilities(
+        tuple(sorted(MUTATING_KINDS | READING_KINDS)), axes=Layout.__struct_fields__, joins=True
+    ),
+}
+"""By the names of `BACKENDS`."""
+
+
+def kinds_of(spec: DeploymentSpec) -> frozenset[str]:
+    """The kinds that a deployment can do: those of its backend, without training where it is not
+    trainable."""
+    left_out = () if spec.trainable else ("forward_backward", "optim_step")
+    return frozenset(CAPABILITIES[spec.backend].kinds) - {*left_out}
