@@ -11,15 +11,15 @@ from loadtest.watching import RANKS
 from phaseloom.common.contract import streams
 
 
-async def test_ten_jobs_of_sixty_operations_complete_without_a_restart(
+async def test_five_jobs_of_forty_operations_complete_without_a_restart(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
-    settings = load.Settings(jobs=10, operations=60, nodes=2)
+    settings = load.Settings(jobs=5, operations=40, nodes=2)
 
     report = await load.run(settings, short_dir)
 
-    assert report.operations == 600
+    assert report.operations == 200
     assert report.restarts == []
     assert report.lost_wpgs == []
     assert report.progress == sorted(report.progress)

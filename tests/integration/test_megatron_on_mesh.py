@@ -13,9 +13,10 @@ from phaseloom.common.contract.arrays import float32s, int32s
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.events import WpgStarted
 from phaseloom.common.contract.operations import AdamParams, Datum, Loss
-from phaseloom.common.contract.specs import DeploymentSpec, Layout
-from tests.support import megatron
+from phaseloom.common.contract.specs import DeploymentSpec, Layout, ModelSpec
+from tests.support import megatron, vllm
 from tests.support.jobs import kill_rank, running_mesh, tenant
+from tests.support.node import lesson
 
 pytestmark = [pytest.mark.megatron, megatron.needs_megatron_python]
 
@@ -163,3 +164,31 @@ async def test_ranks_on_two_nodes_compute_the_same_bits_as_on_one(short_dir: Pat
             await job.finish()
         assert log.failures() == []
     assert digests[0] == digests[1]
+
+
+@vllm.needs_vllm_python
+async def test_vllm_of_two_ranks_takes_what_two_ranks_of_megatron_publish(short_dir: Path) -> None:
+    """Each from the other's slices: Megatron's rows of queries and vLLM's fused ones differ."""
+    (node,) = MESH.nodes
+    interpreters = {**node.interpreters, "vllm": str(vllm.PYTHON)}
+    config = replace(MESH, nodes=[replace(node, interpreters=interpreters)])
+    model = ModelSpec(vllm.tiny(), init_seed=7)
+    specs = [
+        replace(megatron.spec(Layout(tp=2)), model=model),
+        replace(vllm.spec(layout=Layout(tp=2)), pool="train"),
+        replace(sampler_spec(), name="own", model=model),
+    ]
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        job = await connection.submit_job("job", specs)
+        policy, sampler, own = (job.deployment(each.name) for each in specs)
+        drawn = []
+        for step in range(2):
+            await policy.forward_backward(lesson(step).batch, Loss.CROSS_ENTROPY)
+            await policy.optim_step(AdamParams(1e-1))
+            published = policy.publish_weights()
+            for each in (sampler, own):
+                await each.sync_weights(published)
+                generated = await each.generate(PROMPTS, SAMPLING, num_samples=NUM_SAMPLES)
+                drawn.append([list(int32s(s.tokens)) for g in generated.sequences for s in g])
+        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+        assert log.failures() == []

@@ -163,6 +163,7 @@ async def test_node_is_drained_in_the_middle_of_a_run_and_the_weights_are_the_sa
         assert log.failures() == []
 
 
+@pytest.mark.slow
 async def test_whoever_is_killed_on_the_way_it_arrives_with_the_same_weights(
     expected: str, short_dir: Path
 ) -> None:

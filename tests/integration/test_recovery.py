@@ -236,6 +236,7 @@ def _without_path(result: object) -> object:
     return result.weights_sha256 if isinstance(result, SaveStateResult) else result
 
 
+@pytest.mark.slow
 async def test_each_operation_of_a_batch_counts_once_whoever_is_killed_in_its_middle(
     short_dir: Path,
 ) -> None:

@@ -38,6 +38,7 @@ A, B = TASKS
 MiB = 2**20
 
 
+@pytest.mark.slow
 async def test_killed_state_managers_cost_two_sharing_jobs_nothing(
     expected: dict[str, str], short_dir: Path
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import uvloop
@@ -14,9 +13,8 @@ from msgspec.structs import replace
 
 from phaseloom.cli.rundir import new_run_dir
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config
-from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
+from phaseloom.scheduler.core.policies.registry import check_policies
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -107,15 +105,5 @@ def with_policies(settings: MeshConfig, placement: str | None, ordering: str | N
         placement=placement or settings.placement,
         ordering=ordering or settings.ordering,
     )
-    _check(settings.placement, PLACEMENT, "placement")
-    _check(settings.ordering, ORDERING, "ordering")
+    check_policies(settings.placement, settings.ordering)
     return settings
-
-
-def _check(name: str, known: Iterable[str], field: str) -> None:
-    if name not in known:
-        raise CallerError(
-            f"{name!r} is no {field} policy",
-            field=field,
-            remedy=f"choose one of: {', '.join(sorted(known))}",
-        )

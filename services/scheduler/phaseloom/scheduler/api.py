@@ -253,19 +253,15 @@ def job_api(
         return await _asked(shell, lambda id: events.JobSubmitted(job, spec, id))
 
     async def finish(tenant: str, request: api.JobRequest) -> api.JobStatus:
-        check_name(request.job, "job")
-        job = JobKey(tenant, request.job)
+        job = _job_key(tenant, request.job)
         return await _asked(shell, lambda id: events.JobFinished(job, id, failed=request.failed))
 
     async def drain(tenant: str, request: api.JobRequest) -> api.JobStatus:
-        check_name(request.job, "job")
-        return await _asked(
-            shell, lambda id: events.DrainRequested(JobKey(tenant, request.job), id)
-        )
+        job = _job_key(tenant, request.job)
+        return await _asked(shell, lambda id: events.DrainRequested(job, id))
 
     async def create(tenant: str, request: api.CreateDeployment) -> api.JobStatus:
-        check_name(request.job, "job")
-        job = _job(shell, JobKey(tenant, request.job))
+        job = _job(shell, _job_key(tenant, request.job))
         spec = await _pinned_deployment(request, job.spec, model_of)
         return await _asked(shell, lambda id: events.DeploymentCreated(job.key, spec, id))
 
@@ -276,13 +272,10 @@ def job_api(
         return await _asked(shell, lambda id: events.DeploymentDeleted(key, id))
 
     async def status(tenant: str, request: api.JobRequest) -> api.JobStatus:
-        check_name(request.job, "job")
-        key = JobKey(tenant, request.job)
-        return jobs.status(_now(shell), _job(shell, key))
+        return jobs.status(_now(shell), _job(shell, _job_key(tenant, request.job)))
 
     async def declare(tenant: str, request: api.PhaseRequest) -> api.JobStatus:
-        check_name(request.job, "job")
-        job = _job(shell, JobKey(tenant, request.job))
+        job = _job(shell, _job_key(tenant, request.job))
         _check_phase(job, request)
         await shell.append(
             events.PhaseDeclared(job.key, request.session, request.pool, request.is_open)
@@ -373,6 +366,10 @@ def _now(shell: Shell) -> Step:
     """The core's state as it stands, and the time. Only for reading."""
     state = shell.core.state
     return Step(state, state.sequence, shell.now_s())
+
+
+def _job_key(tenant: str, job: str) -> JobKey:
+    return JobKey(tenant, check_name(job, "job"))
 
 
 def _job(shell: Shell, key: JobKey) -> Job:

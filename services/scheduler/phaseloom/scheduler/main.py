@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +19,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import content_type_of, decode
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
@@ -31,7 +31,7 @@ from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.common.transport.services import serve_api
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT
+from phaseloom.scheduler.core.policies.registry import check_policies
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.observing import Gauges
 from phaseloom.scheduler.registered import models_on
@@ -72,15 +72,6 @@ class Config(SchedulerConfig, frozen=True):
     """This process's name, for people: in the lease, and in NATS's list of connections."""
 
 
-def _check_policy(name: str, known: Iterable[str], field: str) -> None:
-    if name not in known:
-        raise CallerError(
-            f"{name!r} is no {field} policy",
-            field=f"scheduler.{field}",
-            remedy=f"choose one of: {', '.join(sorted(known))}",
-        )
-
-
 async def serve(stop: asyncio.Event) -> None:
     """Stand by until the leader is gone, then lead; after losing the lease, stand by again.
 
@@ -88,8 +79,7 @@ async def serve(stop: asyncio.Event) -> None:
     it.
     """
     settings = config.load(Config, "scheduler")
-    _check_policy(settings.placement, PLACEMENT, "placement")
-    _check_policy(settings.ordering, ORDERING, "ordering")
+    check_policies(settings.placement, settings.ordering, "scheduler.")
     gauges = Gauges()
     gauges.register()
     while not stop.is_set():

@@ -253,7 +253,7 @@ def test_optimizer_in_host_memory_gives_the_same_bits(policy: tuple[Backend, Hea
         assert bytes(heap.buffer) == bytes(policy[1].buffer[: heap.num_bytes])
 
 
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("dp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_train_like_one_and_a_rerun_gives_the_same_bits(
     policy: tuple[Backend, Heap], dp: int, tmp_path: Path
 ) -> None:

@@ -15,12 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,12 +26,7 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
-from nats.js.errors import (
-    APIError,
-    BucketNotFoundError,
-    NotFoundError,
-    ServiceUnavailableError,
-)
+from nats.js.errors import APIError, BucketNotFoundError, NotFoundError, ServiceUnavailableError
 
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
@@ -151,20 +141,17 @@ class _Refusal(msgspec.Struct, frozen=True):
     description: str = ""
 
 
-class _PubAck(msgspec.Struct, frozen=True):
+class _Answer(msgspec.Struct, frozen=True):
+    """What the server says to a publish, or to a purge. `seq`: of the message that is stored."""
+
     seq: int = 0
     error: _Refusal | None = None
 
 
-class _Purged(msgspec.Struct, frozen=True):
-    error: _Refusal | None = None
-
-
 _json = msgspec.json.Encoder()
-_purged = msgspec.json.Decoder(_Purged)
-_pub_ack = msgspec.json.Decoder(_PubAck)
-"""Decodes the answer to a publish. Calls on the path of every operation bypass nats-py's JetStream
-layer, which parses more of an answer than we use."""
+_answer = msgspec.json.Decoder(_Answer)
+"""Calls on the path of every operation bypass nats-py's JetStream layer, which parses more of an
+answer than we use."""
 
 
 class AlreadyStored(Exception):
@@ -305,7 +292,7 @@ class Bus:
             )
         except (NatsTimeoutError, nats.errors.Error) as error:
             raise ResourceError(f"{subject} was not stored: {error!r}") from error
-        ack = _pub_ack.decode(answer.data)
+        ack = _answer.decode(answer.data)
         if ack.error is None:
             return ack.seq
         if is_subject_taken(ack.error.err_code, ack.error.description):
@@ -592,7 +579,7 @@ class Bus:
             _json.encode({"filter": subject}),
             timeout=_REQUEST_TIMEOUT_S,
         )
-        if _purged.decode(message.data).error is not None:
+        if _answer.decode(message.data).error is not None:
             raise APIError.from_error(msgspec.json.decode(message.data)["error"])
 
     async def stored_before(
@@ -656,30 +643,7 @@ class Bus:
                 ttl_s: whole seconds until the value expires; None: never.
         Raises: Conflict: the key has another value than the expected one.
         """
-        return await self._kv_publish(
-            bucket, key, value, expected, headers=headers or {}, ttl_s=ttl_s
-        )
-
-    async def kv_delete(self, bucket: Bucket, key: str, expected: int) -> int:
-        """Delete a key if nobody else has changed it, as `kv_swap` replaces it.
-
-        Returns: the sequence of the marker that is left behind.
-        """
-        return await self._kv_publish(
-            bucket, key, b"", expected, headers={"KV-Operation": "DEL"}, ttl_s=None
-        )
-
-    async def _kv_publish(
-        self,
-        bucket: Bucket,
-        key: str,
-        value: bytes,
-        expected: int,
-        *,
-        headers: dict[str, str],
-        ttl_s: float | None,
-    ) -> int:
-        all_headers = {**headers, "Nats-Expected-Last-Subject-Sequence": str(expected)}
+        all_headers = {**(headers or {}), "Nats-Expected-Last-Subject-Sequence": str(expected)}
         try:
             ack = await self.js.publish(
                 f"$KV.{bucket}.{key}", value, headers=all_headers, msg_ttl=ttl_s
@@ -689,6 +653,13 @@ class Bus:
                 raise Conflict(f"{bucket}/{key}") from None
             raise
         return ack.seq
+
+    async def kv_delete(self, bucket: Bucket, key: str, expected: int) -> int:
+        """Delete a key if nobody else has changed it, as `kv_swap` replaces it.
+
+        Returns: the sequence of the marker that is left behind.
+        """
+        return await self.kv_swap(bucket, key, b"", expected, headers={"KV-Operation": "DEL"})
 
     async def kv_watch(self, bucket: Bucket, keys: str = ">") -> AsyncGenerator[KeyChange, None]:
         """The keys under a filter as they are now, then every change of them, for ever.

@@ -58,6 +58,15 @@ EXPERTS = tiny(
     norm_topk_prob=True,
 )
 """Twelve experts: by name the eleventh comes before the third."""
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "alone": (Layout(), tiny()),
     "tp 2": (Layout(tp=2), tiny()),
@@ -72,8 +81,9 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "experts, ep 2, pp 2": (Layout(dp=2, ep=2, pp=2), EXPERTS),
     "cp 2": (Layout(cp=2), tiny()),
     "cp 2, pp 2": (Layout(cp=2, pp=2), tiny()),
-    "dp 2, tp 2, llama": (Layout(dp=2, tp=2), tiny("llama")),
-    "tp 2, qwen2 with biases": (Layout(tp=2), tiny("qwen2")),
+    "dp 2, tp 2, llama": (Layout(dp=2, tp=2), tiny("llama", rope_parameters=LLAMA3)),
+    "tp 2, qwen2 with biases": (Layout(tp=2), tiny("qwen2", rope_parameters=LINEAR)),
+    "mistral, alone": (Layout(), tiny("mistral", sliding_window=None)),
 }
 Tensors = Mapping[str, torch.Tensor]
 
@@ -289,8 +299,10 @@ def test_activations_computed_again_give_the_same_bits(tmp_path: Path) -> None:
     assert heaps[0] == heaps[1]
 
 
-def test_bfloat16_weights_are_their_masters_rounded(tmp_path: Path) -> None:
-    deployment = spec(Layout(tp=2), tiny(dtype="bfloat16"))
+@pytest.mark.parametrize("name", ["tp 2, pp 2", "experts, ep 2"])
+def test_bfloat16_weights_are_their_masters_rounded(name: str, tmp_path: Path) -> None:
+    layout, model = LAYOUTS[name]
+    deployment = spec(layout, {**model, "dtype": "bfloat16"})
     with (
         ranks_of(deployment, tmp_path) as ranks,
         running(replace(deployment, layout=Layout(), backend="fsdp")) as (fsdp, _),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.scheduler.core.policies.baselines.ordering.fifo_lock import fifo_lock
 from phaseloom.scheduler.core.policies.baselines.ordering.hrrn import hrrn
 from phaseloom.scheduler.core.policies.baselines.ordering.hrrs_literal import hrrs_literal
@@ -52,3 +53,19 @@ PLACEMENT: dict[str, Placement] = {
     "colocated": colocated,
     "solo": solo,
 }
+
+
+def check_policies(placement: str, ordering: str, section: str = "") -> None:
+    """Args:   section: what stands before the name of a field that an error names.
+    Raises: CallerError: there is no policy of that name; the remedy lists those that there are.
+    """
+    for kind, name, known in (
+        ("placement", placement, [*PLACEMENT]),
+        ("ordering", ordering, [*ORDERING]),
+    ):
+        if name not in known:
+            raise CallerError(
+                f"{name!r} is no {kind} policy",
+                field=f"{section}{kind}",
+                remedy=f"choose one of: {', '.join(sorted(known))}",
+            )
