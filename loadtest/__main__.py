@@ -255,7 +255,7 @@ def runtimes_test(
     rounds: int = 5,
     rows: int = 32,
     tokens: int = 128,
-    tp: int = 1,
+    tp: int = 2,
     quick: bool = False,
     file: Path = _RUNS / "runtimes.json",
 ) -> None:
@@ -272,7 +272,7 @@ def runtimes_test(
     tokens
         New tokens of each.
     tp
-        Tensor-parallel ranks of the sampler that weights are synced to.
+        Tensor-parallel ranks of the sampler that weights are synced to, beside one rank alone.
     quick
         Take small models: to see that it runs, not to publish.
     file

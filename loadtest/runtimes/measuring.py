@@ -17,7 +17,8 @@ class Settings(msgspec.Struct, frozen=True):
     rows: int = 32
     tokens: int = 128
     """The new tokens of each of the `rows` sequences."""
-    tp: int = 1
+    tp: int = 2
+    """The tensor-parallel ranks of the sampler that weights are synced to, beside one rank."""
     is_quick: bool = False
     """Whether models are small: figures of such a run say nothing."""
 
@@ -49,8 +50,9 @@ async def measure(settings: Settings, python: Path, directory: Path, file: Path)
     for backend, size in (("fsdp", settings.small), ("sampler", settings.large)):
         spec = models.spec(backend, *size)
         figures += await switching.measure(spec, directory / backend, settings.rounds)
-    sync = syncing.Sync(*settings.large, python, settings.tp)
-    figures += await syncing.measure(sync, directory / "sync", settings.rounds)
+    for tp in sorted({1, settings.tp}):
+        sync = syncing.Sync(*settings.large, python, tp)
+        figures += await syncing.measure(sync, directory / f"sync-tp{tp}", settings.rounds)
     figures += await _measure_vllm(settings, python, directory)
     return record(figures, describe("torch", "transformers"), file)
 
