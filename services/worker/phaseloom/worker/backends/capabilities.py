@@ -50,8 +50,22 @@ _STATE: Final = ("load_state", "save_state", "sync_weights")
 _TRAINS: Final = ("forward", "forward_backward", "optim_step", "publish_weights", *_STATE)
 _SAMPLES: Final = ("forward", "generate", *_STATE)
 
-_NOT_IN_VLLM: Final = ("gpt2", "phi", "qwen3_moe")
-"""Types whose weights vLLM keeps in another form than the heap's."""
+_IN_VLLM: Final = (
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "nemotron",
+    "qwen2",
+    "qwen3",
+    "stablelm",
+)
+"""Types that vLLM has models of its own for, and whose weights it keeps as the files have them."""
 
 CAPABILITIES: Final = {
     "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES),
@@ -65,7 +79,7 @@ CAPABILITIES: Final = {
     "vllm": Capabilities(
         _SAMPLES,
         axes=("dp", "tp", "pp"),
-        model_types=tuple(name for name in MODEL_TYPES if name not in _NOT_IN_VLLM),
+        model_types=_IN_VLLM,
         dtypes=DTYPES,
         joins=True,
     ),

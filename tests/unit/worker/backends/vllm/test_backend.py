@@ -26,6 +26,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.capabilities import CAPABILITIES
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.state.heap import Heap
 from tests.support import vllm
@@ -274,14 +275,11 @@ def test_every_checkpoint_tensor_is_whole_in_one_slot_and_no_slots_overlap(
     assert spans[-1][1] <= heap.num_bytes
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [("llama", {"tie_word_embeddings": False}), ("qwen2", {}), ("mistral", {})],
-)
-def test_other_architectures_follow_without_rules_of_ours(
-    model_type: str, changes: dict[str, Any]
-) -> None:
-    model = ModelSpec(vllm.tiny(model_type, **changes), init_seed=3)
+@pytest.mark.parametrize("model_type", CAPABILITIES["vllm"].model_types)
+def test_other_architectures_follow_without_rules_of_ours(model_type: str) -> None:
+    ties = model_type != "llama"
+    config = vllm.tiny(model_type, pad_token_id=0, tie_word_embeddings=ties)
+    model = ModelSpec(config, init_seed=3)
     args = Generate(prompts(3), SamplingParams(30, ignore_eos=True))
     drawn = []
     for name in ("vllm", "sampler"):
