@@ -1,9 +1,9 @@
 """Fills a rank's weights from the safetensors files of a registered model.
 
 A rank reads the rows that it holds and nothing else, a few megabytes at a time, straight into its
-heap: no process ever has a copy of the whole model. The files come through the page cache, so that
-ranks of one node read each byte from the disk once; direct I/O is not used. Their content was
-verified by the node's agent.
+heap: no process ever has a copy of the whole model. They are read past the page cache (`O_DIRECT`)
+where the file system allows it, so that a large model pushes nothing else out of memory. Their
+content was verified by the node's agent.
 
 Conversions are torch's. bfloat16 and float16 become float32 exactly; float32 is rounded where a
 rank holds bfloat16, and float32 values that were bfloat16 once come back exactly. The float32
@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import product
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.directfile import DirectFile
 from phaseloom.worker.backends.layout import MASTER
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 
@@ -65,35 +67,79 @@ def fill(
         for slot in weights:
             _check(slot, matched[slot.name])
         memory = as_tensor(heap)
-        for slot in weights:
-            _read(slot, matched[slot.name], memory)
-            if slot.name in masters:
-                _read(masters[slot.name], matched[slot.name], memory)
-
-
-def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, Any]:
-    """A slice of each tensor in the model's files, by name; nothing is read yet."""
-    sources: dict[str, Any] = {}
-    for file in directory.files:
-        if not file.name.endswith(_SUFFIX):
-            continue
-        path = Path(directory.path) / file.name
         try:
-            opened = stack.enter_context(safe_open(path, framework="pt"))
+            for slot in weights:
+                _read(slot, matched[slot.name], memory)
+                if slot.name in masters:
+                    _read(masters[slot.name], matched[slot.name], memory)
+        except OSError as error:
+            raise _unreadable(Path(directory.path), error) from error
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One tensor of a file."""
+
+    file: DirectFile
+    at: int
+    """Where its bytes begin in the file."""
+    shape: list[int]
+    dtype: str
+    """By its name in safetensors."""
+
+    def read(self, wanted: tuple[slice, ...]) -> torch.Tensor:
+        """A slice of it. Whole rows are read, whatever is wanted of them."""
+        dtype = _DTYPES[self.dtype]
+        if not wanted:
+            return torch.frombuffer(self.file.read(self.at, dtype.itemsize), dtype=dtype).view(())
+        rows, rest = wanted[0], self.shape[1:]
+        row_bytes = prod(rest) * dtype.itemsize
+        content = self.file.read(
+            self.at + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
+        )
+        return torch.frombuffer(content, dtype=dtype).view(-1, *rest)[:, *wanted[1:]]
+
+
+def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, _Source]:
+    """The tensors in the model's files, by name; nothing of them is read yet."""
+    sources: dict[str, _Source] = {}
+    for each in directory.files:
+        if not each.name.endswith(_SUFFIX):
+            continue
+        path = Path(directory.path) / each.name
+        try:
+            sources |= _tensors_in(path, stack.enter_context(DirectFile(path)))
         except (OSError, SafetensorError) as error:
-            raise ResourceError(
-                f"{path} of the registered model cannot be read: {error}",
-                code=Code.DATA_LOSS,
-                field="model.registered",
-                remedy="restore the file, or register the directory under another name",
-            ) from error
-        sources |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            raise _unreadable(path, error) from error
     return sources
 
 
+def _unreadable(path: Path, error: Exception) -> ResourceError:
+    return ResourceError(
+        f"{path} of the registered model cannot be read: {error}",
+        code=Code.DATA_LOSS,
+        field="model.registered",
+        remedy="restore the file, or register the directory under another name",
+    )
+
+
+def _tensors_in(path: Path, file: DirectFile) -> dict[str, _Source]:
+    with safe_open(path, framework="pt") as opened:  # refuses whatever is not well formed
+        names = [*opened.keys()]
+        slices = {name: opened.get_slice(name) for name in names}
+    start = 8 + int.from_bytes(file.read(0, 8), "little")
+    header = msgspec.json.decode(file.read(8, start - 8))
+    return {
+        name: _Source(
+            file, start + header[name]["data_offsets"][0], [*each.get_shape()], each.get_dtype()
+        )
+        for name, each in slices.items()
+    }
+
+
 def _matched(
-    expected: set[str], sources: Mapping[str, Any], *, ties_embeddings: bool
-) -> dict[str, Any]:
+    expected: set[str], sources: Mapping[str, _Source], *, ties_embeddings: bool
+) -> dict[str, _Source]:
     """The file's tensor of each parameter. Raises: CallerError: some have no partner."""
     found = {name: tensor for name, tensor in sources.items() if not name.endswith(_DERIVED)}
     if ties_embeddings:
@@ -108,8 +154,8 @@ def _matched(
     return found
 
 
-def _check(slot: TensorSlot, source: Any) -> None:
-    shape, dtype = [*source.get_shape()], source.get_dtype()
+def _check(slot: TensorSlot, source: _Source) -> None:
+    shape, dtype = source.shape, source.dtype
     expected = slot.global_shape or slot.shape
     if shape != expected:
         raise _another_model(f"{slot.name} has the shape {shape}, the config makes it {expected}")
@@ -119,30 +165,32 @@ def _check(slot: TensorSlot, source: Any) -> None:
         )
 
 
-def _read(slot: TensorSlot, source: Any, memory: torch.Tensor) -> None:
+def _read(slot: TensorSlot, source: _Source, memory: torch.Tensor) -> None:
     """Read a rank's slice of a tensor into its slot, piece by piece."""
     dtype: torch.dtype = getattr(torch, slot.dtype)
     view = memory[slot.offset : slot.offset + slot.num_bytes].view(dtype).view(slot.shape)
     if view.numel() == 0:
         return
-    for piece in _pieces(slot.shape, dtype.itemsize):
+    for piece in _pieces(slot, dtype.itemsize):
         start = slot.start or [0] * len(piece)
         wanted = tuple(
             slice(first + own.start, first + own.stop)
             for first, own in zip(start, piece, strict=True)
         )
-        view[piece].copy_(source[wanted] if wanted else source[:])
+        view[piece].copy_(source.read(wanted))
 
 
-def _pieces(shape: Sequence[int], item_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """Slices that cover a tensor, of not much more than `_PIECE_BYTES` each."""
-    if not shape:
+def _pieces(slot: TensorSlot, item_bytes: int) -> Iterator[tuple[slice, ...]]:
+    """Slices that cover a slot; whole rows of the tensor for one are not much more than
+    `_PIECE_BYTES`."""
+    if not slot.shape:
         yield ()
         return
-    rest = prod(shape[1:]) * item_bytes
-    step = max(1, _PIECE_BYTES // max(1, rest))
-    rows = [slice(at, min(at + step, shape[0])) for at in range(0, shape[0], step)]
-    yield from product(rows, *([slice(0, size)] for size in shape[1:]))
+    row_bytes = prod((slot.global_shape or slot.shape)[1:]) * item_bytes
+    step = max(1, _PIECE_BYTES // max(1, row_bytes))
+    rest = tuple(slice(0, size) for size in slot.shape[1:])
+    for at in range(0, slot.shape[0], step):
+        yield slice(at, min(at + step, slot.shape[0])), *rest
 
 
 def _listed(names: Sequence[str]) -> str:
