@@ -19,9 +19,11 @@ import torch
 from loadtest.records import Record
 from loadtest.runtimes import models
 from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.worker.backends.base import ALONE
 from phaseloom.worker.backends.vllm.backend import VllmBackend, settings_of
 from phaseloom.worker.backends.vllm.engine import engine_args
 from phaseloom.worker.backends.vllm.loader import load_into
+from phaseloom.worker.backends.vllm.replica import join
 from phaseloom.worker.state.heap import Heap
 
 _PROMPT_TOKENS = 64
@@ -78,6 +80,7 @@ def _fill(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def measure(spec: DeploymentSpec, load: Load, num_rounds: int) -> list[Record]:
+    join(spec.layout, ALONE)  # the engines' process group, which a backend makes itself
     # The first engine of a process imports much: none of those that are compared is the first.
     packed = _alone(spec, load, is_packed=True)
     started_s = time.perf_counter()
