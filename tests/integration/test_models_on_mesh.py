@@ -83,7 +83,7 @@ async def train(
     return losses, [[*s.tokens] for s in samples], [[*s.logprobs] for s in samples]
 
 
-@pytest.mark.parametrize("seal_every", [0, 4])
+@pytest.mark.parametrize("seal_every", [4, pytest.param(0, marks=pytest.mark.slow)])
 async def test_job_is_the_same_to_the_bit_after_a_kill(short_dir: Path, seal_every: int) -> None:
     """Rebuilt from seal and log, or from the log alone."""
     mesh_config = replace(MESH, seal_every=seal_every)

@@ -55,6 +55,7 @@ def test_training_gives_the_same_bits(case: str) -> None:
         assert bytes(others.buffer) == bytes(heap.buffer)
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_bits(tmp_path: Path) -> None:
     pair = replace(spec(), layout=Layout(dp=2))
     seen = []

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.tensors.directfile import DirectFile
+from phaseloom.common.tensors.uncachedfile import UncachedFile
 from phaseloom.worker.backends.layout import MASTER
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor
 
@@ -80,7 +80,7 @@ def fill(
 class _Source:
     """One tensor of a file."""
 
-    file: DirectFile
+    file: UncachedFile
     at: int
     """Where its bytes begin in the file."""
     shape: list[int]
@@ -108,7 +108,7 @@ def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, _Source]:
             continue
         path = Path(directory.path) / each.name
         try:
-            sources |= _tensors_in(path, stack.enter_context(DirectFile(path)))
+            sources |= _tensors_in(path, stack.enter_context(UncachedFile(path)))
         except (OSError, SafetensorError) as error:
             raise _unreadable(path, error) from error
     return sources
@@ -123,7 +123,7 @@ def _unreadable(path: Path, error: Exception) -> ResourceError:
     )
 
 
-def _tensors_in(path: Path, file: DirectFile) -> dict[str, _Source]:
+def _tensors_in(path: Path, file: UncachedFile) -> dict[str, _Source]:
     with safe_open(path, framework="pt") as opened:  # refuses whatever is not well formed
         names = [*opened.keys()]
         slices = {name: opened.get_slice(name) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -11,18 +12,19 @@ _ALIGNMENT_BYTES = mmap.PAGESIZE
 """Offsets, lengths and addresses of direct reads are multiples of it."""
 
 
-class DirectFile:
+class UncachedFile:
     """A file that is read direct where its file system can do that, and else as any file."""
 
     def __init__(self, path: Path) -> None:
         """Raises: OSError: it cannot be opened."""
+        self._path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._buffer = mmap.mmap(-1, _ALIGNMENT_BYTES)
 
-    def __enter__(self) -> DirectFile:
+    def __enter__(self) -> UncachedFile:
         return self
 
     def __exit__(
@@ -43,9 +45,21 @@ class DirectFile:
         whole = memoryview(self._buffer)[: stop - start]
         have, needed = 0, offset + num_bytes - start
         while have < needed:
-            came = os.preadv(self._fd, [whole[have:]], start + have)
+            came = self._read(whole[have:], start + have)
             if came == 0:
                 raise OSError(f"it ends before byte {offset + num_bytes}")
-            # A direct read that ends within a page is the file's last one.
             have += came
         return whole[offset - start : needed]
+
+    def _read(self, memory: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self._fd, [memory], offset)
+        except OSError as error:
+            # Some file systems refuse at the first read only; and what comes after a read that
+            # ended within a page is not aligned.
+            if error.errno != errno.EINVAL:
+                raise
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        os.close(self._fd)
+        self._fd = fd
+        return os.preadv(fd, [memory], offset)
