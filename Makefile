@@ -56,7 +56,7 @@ export OMP_NUM_THREADS = 1
 demo: $(VENV)/.demo
 	$(BIN)/phaseloom demo $(ARGS)
 
-## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB; needs tens of minutes. Rollouts run on
+## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB. Rollouts run on
 ##   vLLM where `make .venv-vllm/.installed` has been run, else on the backend sampler
 demo-real: $(SMOLLM2)
 	$(BIN)/phaseloom demo --pretrained $(SMOLLM2) \
