@@ -194,23 +194,31 @@ async def test_consume_shares_messages_when_replicas_have_one_durable(
     await other.close()
 
 
-async def test_consume_works_for_all_when_replicas_make_the_consumer_at_once(
+async def test_every_replica_gets_messages_when_all_make_the_consumer_at_once(
     nats_server: EmbeddedServer,
 ) -> None:
-    """Two routers that start together: the server refuses one that makes what just got made."""
+    """Two routers that start together: the server refuses one that makes what just got made, or
+    takes it for a change of the other's consumer. None may be left where nothing is delivered."""
     buses = [await Bus.open(nats_server.credentials.bus, f"replica {n}") for n in range(6)]
     await buses[0].provision_tenant("acme", 2**20)
+    attempts, total = 10, 120
+    taken: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+    async with asyncio.TaskGroup() as group:
+        for attempt in range(attempts):
+            for replica, bus in enumerate(buses):
 
-    def ignore(message: Msg) -> None:
-        """Nothing is published."""
+                def take(_: Msg, attempt: int = attempt, replica: int = replica) -> None:
+                    taken.put_nowait((attempt, replica))
 
-    for attempt in range(10):
-        durable = f"routers-{attempt}"
-        async with asyncio.TaskGroup() as group:
-            for bus in buses:
                 group.create_task(
-                    bus.consume("OPS_acme", "pl.v1.op.acme.>", durable, ignore, shared=True)
+                    bus.consume(
+                        "OPS_acme", "pl.v1.op.acme.>", f"routers-{attempt}", take, shared=True
+                    )
                 )
+    for number in range(total):
+        await buses[0].publish(f"pl.v1.op.acme.sums.policy.{number}", b"")
+    got = {await taken.get() for _ in range(attempts * total)}
+    assert got == {(a, r) for a in range(attempts) for r in range(len(buses))}
     for bus in buses:
         await bus.close()
 

@@ -486,6 +486,10 @@ class Bus:
                 ack_wait=ack_wait_s,
                 max_ack_pending=max_ack_pending,
             )
+            if shared:
+                # Two replicas may both find no consumer and make it. The server takes the second
+                # for a change; with a subject of its own it would leave the first one deaf.
+                config.deliver_subject = f"_INBOX.{stream}.{durable}"
             try:
                 subscription = await self.js.subscribe(
                     subject,
