@@ -214,9 +214,6 @@ class Exporter:
         """Write the files of a snapshot: those of its checkpoint, or this node's part of one.
 
         Returns: the SHA-256 of the weights; empty: this node wrote only its part.
-        Raises:  CallerError: ALREADY_EXISTS: a checkpoint has the name. ResourceError:
-                 RESOURCE_EXHAUSTED: the disk or host memory is full; DATA_LOSS; ABORTED: cancelled.
-                 After an error no half-written file is left.
         """
         async with self._of_other_nodes(snapshot) as others:
             await self._staging.until_proved(snapshot)
@@ -229,10 +226,7 @@ class Exporter:
     @asynccontextmanager
     async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
         """The states of other nodes' ranks, which rank 0's node needs to make whole tensors; empty
-        on other nodes.
-
-        Raises: PhaseloomError: a state is not there, or there is no host memory for it.
-        """
+        on other nodes."""
         extents: list[int] = []
         staged: list[StagedState] = []
         try:

@@ -79,7 +79,7 @@ class Checkpoints:
         return marker
 
     def begin(self, key: DeploymentKey, name: str) -> Path:
-        """Make an empty draft, and remove an earlier one. Raises: ResourceError: the disk fails."""
+        """Make an empty draft, and remove an earlier one."""
         draft = self._draft(key, name)
         with writing():
             shutil.rmtree(draft, ignore_errors=True)

@@ -51,10 +51,7 @@ class NodeParts:
     def write(
         self, snapshot: Snapshot, ranks: Sequence[StagedState], cancelled: threading.Event
     ) -> None:
-        """Write this node's part of a checkpoint.
-
-        Raises: ResourceError: the disk is full, or fails; DATA_LOSS; ABORTED: cancelled.
-        """
+        """Write this node's part of a checkpoint."""
         sections = [Section(len(each.memory), each.tensors, each.digest) for each in ranks]
         header = seal_header(
             snapshot.key,

@@ -114,7 +114,6 @@ class SavedState:
         """Put a rank's slices where they belong in its memory; all other memory becomes zeroes.
 
         Training state becomes zeroes, too, where the checkpoint has none.
-        Raises: ResourceError: DATA_LOSS, naming file and tensor; ABORTED: cancelled.
         """
         wanted: dict[str, list[Piece]] = {}
         for slot in slots:

@@ -58,10 +58,7 @@ class Staging:
     @asynccontextmanager
     async def room(self, wpg: Wpg) -> AsyncIterator[list[int]]:
         """A list with an extent for each rank's state. On leaving, the extents that are still in
-        the list are given up.
-
-        Raises: ResourceError: no host memory, with the numbers.
-        """
+        the list are given up."""
         extents: list[int] = []
         try:
             for rank in wpg.ranks:
@@ -80,11 +77,7 @@ class Staging:
         return self.node.memory[extent].view(rank.extent_bytes)
 
     async def snapshot(self, wpg: Wpg, request: TakeSnapshot) -> Snapshot:
-        """Copy every rank's state; the checksums are then taken in the background.
-
-        Raises: CallerError: FAILED_PRECONDITION: another seq was applied last. ResourceError: no
-                host memory, with the numbers; a rank is lost; DATA_LOSS: a host copy is bad.
-        """
+        """Copy every rank's state; the checksums are then taken in the background."""
         async with self.room(wpg) as extents:
             await self._copy_all(wpg, extents, request.seq)
             wpg.check_alive()
@@ -141,7 +134,7 @@ class Staging:
     # --- Checksums -------------------------------------------------------------------------------
 
     async def until_proved(self, snapshot: Snapshot) -> None:
-        """Wait for the snapshot's checksums. Raises: PhaseloomError: they cannot be taken."""
+        """Wait for the snapshot's checksums."""
         if not snapshot.has_checksums:
             # The daemon that made it may have been killed before they were in.
             under_way = self._under_way.get(snapshot)

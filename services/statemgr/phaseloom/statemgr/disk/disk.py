@@ -78,8 +78,6 @@ def write_state(
     Args:    name: the file's name, for errors.
              header: where it has a digest for a part, the part's memory must have that digest.
     Returns: the header as written.
-    Raises:  OSError. Cancelled. ResourceError: DATA_LOSS: the memory is not what the header's
-             digest says.
     """
     offsets, _ = layout_of(header)
     blocks = [
@@ -114,10 +112,7 @@ def _write_part(
 
 
 def read_part(file: Readable, place: Place, memory: memoryview, cancelled: threading.Event) -> None:
-    """Fill `memory` with a part of a state file, every block verified.
-
-    Raises: OSError. Cancelled. ResourceError: DATA_LOSS, with the place of the damage.
-    """
+    """Fill `memory` with a part of a state file, every block verified."""
     check_blocks(place)
     make_huge(memory[: place.part.num_bytes])
 
@@ -132,10 +127,7 @@ def read_part(file: Readable, place: Place, memory: memoryview, cancelled: threa
 
 
 def read_block(file: Readable, place: Place, number: int, memory: memoryview) -> int:
-    """Fill the beginning of `memory` with one verified block. Returns: the block's size.
-
-    Raises: as `read_part`.
-    """
+    """Fill the beginning of `memory` with one verified block. Returns: the block's size."""
     check_blocks(place)
     start = number * place.header.block_bytes
     block = memory[: place.block_size(number)]

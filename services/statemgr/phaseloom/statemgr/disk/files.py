@@ -153,7 +153,6 @@ class StateDirectory:
         """Fill the beginning of `memory` with one verified block of a part.
 
         Returns: the block's size.
-        Raises:  ResourceError: DATA_LOSS, saying where.
         """
         with self._opened(place) as file:
             return read_block(file, place, block, memory)

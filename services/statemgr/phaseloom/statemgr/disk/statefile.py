@@ -176,10 +176,7 @@ def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
 
 
 def layout_of(header: StateHeader) -> tuple[list[int], int]:
-    """The offset at which each part of a file begins, and the offset at which the last one ends.
-
-    Raises: ResourceError: RESOURCE_EXHAUSTED: the header is longer than a reader accepts.
-    """
+    """The offset at which each part of a file begins, and the offset at which the last one ends."""
     # As long as the final header: blank checksums take as many bytes as the real ones.
     blank = [bytes(CHECKSUM_BYTES * num_blocks(p.num_bytes, BLOCK_BYTES)) for p in header.parts]
     start = encode_header(header.with_blocks(BLOCK_BYTES, blank))

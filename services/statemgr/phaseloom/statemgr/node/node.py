@@ -160,10 +160,7 @@ class Node:
 
     async def unpin(self, rank: Rank) -> None:
         """Have a rank unpin its extent's pages, which are about to be given back; no-op for a rank
-        that does not pin them.
-
-        Raises: ResourceError: the rank is gone, or does not unpin them in time.
-        """
+        that does not pin them."""
         if rank.pins:
             await self._answer(rank, Unpin(), self._transfer_timeout_s)
 
@@ -303,11 +300,7 @@ class Node:
         return copy.state is not State.LOST
 
     def step(self, copy: HostCopy, step: Step) -> None:
-        """Take a step of the transition table with a rank or a shared copy.
-
-        Raises: ResourceError: the rank is lost. InvalidTransition: the table does not have the
-                step from the copy's state.
-        """
+        """Take a step of the transition table with a rank or a shared copy."""
         if isinstance(copy, SharedCopy):
             self.shared_copies.step(copy, step)
         else:

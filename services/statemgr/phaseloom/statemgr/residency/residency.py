@@ -231,10 +231,7 @@ class Residency:
         rank.host_bytes = host_bytes
 
     def resume(self, rank: Rank, state: State) -> None:
-        """Record where the state of a rank is that has come back.
-
-        Raises: ResourceError: the rank is lost.
-        """
+        """Record where the state of a rank is that has come back."""
         _check_alive(rank.wpg)
         rank.history.append(f"{rank.state} → {state} (resumed)")
         rank.state = state
@@ -370,21 +367,14 @@ class Residency:
         return SwitchPlan(wpg, offload, load)
 
     def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> list[Rank]:
-        """The ranks to offload; empty where all are offloaded already, in either tier.
-
-        Raises: the errors of `plan_switch_in`, but for those of room.
-        """
+        """The ranks to offload; empty where all are offloaded already, in either tier."""
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
         self._check_ready(wpg, or_in=OFFLOADED)
         return wpg.on_device
 
     def begin_load(self, rank: Rank) -> None:
-        """Record that the load of a rank begins.
-
-        Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room on the device; or the rank is
-                lost.
-        """
+        """Record that the load of a rank begins."""
         if rank.state is State.HOST:
             used_bytes = self.device_used_bytes(rank.device)
             self._check_room(rank.wpg, rank.device, rank.device_bytes, used_bytes)
@@ -407,7 +397,6 @@ class Residency:
         """Record that a rank is offloaded, and its host copy whole.
 
         Args:   digest: that of the host copy; empty: it is yet to be taken.
-        Raises: ResourceError: the rank is lost.
         """
         self.step(rank, Step.OFFLOAD_VERIFIED)
         rank.copied(applied, digest)
@@ -477,10 +466,7 @@ class Residency:
         self._check_ready(wpg)
 
     def begin_copy(self, rank: Rank) -> None:
-        """Record that the host copy of a rank is about to be renewed while the rank stays resident.
-
-        Raises: ResourceError: the rank is lost.
-        """
+        """Record that the host copy of a rank that stays resident is about to be renewed."""
         _check_alive(rank.wpg)
         assert rank.state is State.RESIDENT
         assert rank.wpg.prepared is None
@@ -491,7 +477,6 @@ class Residency:
         """Record that the host copy of a resident rank is renewed.
 
         Args:   digest: that of the host copy; empty: it is yet to be taken.
-        Raises: ResourceError: the rank is lost.
         """
         _check_alive(rank.wpg)
         rank.copied(applied, digest)

@@ -104,10 +104,7 @@ class RemoteFile:
 
     async def describe(self, ranks: tuple[int, int] = (0, 0)) -> wire.FileDescription:
         """The description of the file by the first source with a good answer. All sources are asked
-        again and again for one timeout.
-
-        Raises: as `fetch`.
-        """
+        again and again for one timeout."""
         asked = wire.DescribeFile(self.name, self.ticket)
         started_s = time.monotonic()
         while True:
@@ -201,11 +198,7 @@ class StateFiles:
         self._keep = keep
 
     async def open_file(self, name: FileName) -> tuple[StateHeader, Served]:
-        """The header and the blocks of a file that is here.
-
-        Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS: the file is bad; UNAVAILABLE: the
-                daemon does not know yet what it holds.
-        """
+        """The header and the blocks of a file that is here."""
         await self._until_settled()
         places, read = await self._find(name)
         return places[0].header, _File(places, read)
@@ -218,10 +211,7 @@ class StateFiles:
         return await asyncio.to_thread(self._directory.parts, key)
 
     async def keep(self, asked: KeepFiles) -> None:
-        """Fetch the files that another node names onto this node's disk.
-
-        Raises: PhaseloomError: they could not be fetched.
-        """
+        """Fetch the files that another node names onto this node's disk."""
         await self._until_settled()
         await self._keep(asked)
 

@@ -46,10 +46,7 @@ class Replicator:
         """The last request for each deployment that named sources, which may have its files."""
 
     async def fetch(self, request: FetchState) -> None:
-        """Fetch the files that a request names, unless they are on this disk or in host memory.
-
-        Raises: ResourceError: as `RemoteFile.fetch`.
-        """
+        """Fetch the files that a request names, unless they are on this disk or in host memory."""
         _check_key(request.deployment)
         await self._fetch_files(self._lacking(request))
         if request.keeps is not None:
@@ -149,17 +146,14 @@ class Replicator:
         self._elsewhere.pop(key, None)
 
     async def fetch_again(self, key: DeploymentKey, seq: int) -> None:
-        """Fetch every block of a seal that is bad here, for any block may be.
-
-        Raises: PhaseloomError: no other node has a good one.
-        """
+        """Fetch every block of a seal that is bad here, for any block may be."""
         nowhere = FetchState(key, seq, [], [])
         await self._fetch_file(FileName("seal", key, seq), self._elsewhere.get(key, nowhere))
 
     # --- copies for other nodes ------------------------------------------------------------------
 
     async def keep(self, asked: KeepFiles) -> None:
-        """Fetch another node's files, as a replica of them. Raises: ResourceError: as `fetch`."""
+        """Fetch another node's files, as a replica of them."""
         key = asked.deployment
         _check_key(key)
         request = FetchState(

@@ -105,10 +105,7 @@ class Sealer:
 
     async def _snapshot(self, rank: Rank) -> None:
         """Copy the state of a rank that lives in host memory alone: the rank changes that state
-        while the seal is written.
-
-        Raises: ResourceError: no room for the copy, or the rank is lost.
-        """
+        while the seal is written."""
         if not rank.host_bytes:
             return
         what = f"the seal of {rank.owner}'s state in host memory"
@@ -331,10 +328,7 @@ def _header(wpg: Wpg, seq: int) -> StateHeader:
 
 
 def _section_of(rank: Rank, first: Place) -> Section:
-    """The section of a seal that belongs to a rank. Args: first: the place of the first section.
-
-    Raises: PhaseloomError: the seal is of another layout, or of other ranks.
-    """
+    """The section of a seal that belongs to a rank. Args: first: the place of the first section."""
     return check_restorable(
         first.header,
         rank.index,

@@ -52,7 +52,6 @@ async def make_room(
 
     Args:   version: the version that the heap becomes. Where the rank can take the version's
                 memory for its host copy, nothing is reserved.
-    Raises: the errors of `reserve_copy`, before anything is written.
     """
     if rank.shared_copy is None or (version is not None and _is_copy_of(version, rank)):
         return
@@ -108,8 +107,6 @@ async def copy_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -
 
     The rank is first asked whether its heap has changed since its host copy; only then is memory
     reserved, and the heap copied.
-
-    Raises: ResourceError: there is no memory for a new copy; or an error of `Node.ask`.
     """
     _take_held_version(node, rank)
     rank.is_copying = True

@@ -81,10 +81,7 @@ async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched
 
 
 async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switched:
-    """Offload a deployment without loading another; a deployment on NVMe stays there.
-
-    Raises: the errors of `switch_in`.
-    """
+    """Offload a deployment without loading another; a deployment on NVMe stays there."""
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
     own = set(wpg.devices)

@@ -296,10 +296,7 @@ class Tiering:
         return [copy for copy in copies if copy not in self._moves]
 
     async def _send_down(self, victim: Victim) -> None:
-        """Demote a host copy, or free a version's memory.
-
-        Raises: PhaseloomError: the victim stays in host memory.
-        """
+        """Demote a host copy, or free a version's memory."""
         if isinstance(victim, Version):
             await self.versions.leave(victim)
             return
@@ -328,10 +325,7 @@ class Tiering:
             )
 
     async def _down(self, copy: HostCopy, direction: Direction) -> None:
-        """Demote or write back a host copy.
-
-        Raises: PhaseloomError: the copy stays in host memory.
-        """
+        """Demote or write back a host copy."""
         # Before the first await: no two callers that look for room choose the same copy.
         self.node.step(copy, Step.DEMOTE_BEGUN)
         work = self._demote_shared if isinstance(copy, SharedCopy) else self._demote_own
@@ -391,10 +385,7 @@ class Tiering:
         )
 
     async def _promote(self, copy: HostCopy) -> None:
-        """Wait until no move of the copy is under way; promote it where it is on NVMe.
-
-        Raises: the errors of `in_host`.
-        """
+        """Wait until no move of the copy is under way; promote it where it is on NVMe."""
         await self._moves.settled(copy)
         if copy.state is State.DEMOTED and self.node.is_needed(copy):
             await self._moves.do(copy, Direction.PROMOTE, self._work_up(copy))

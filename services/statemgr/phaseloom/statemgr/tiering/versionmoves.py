@@ -76,10 +76,7 @@ class VersionMoves:
         log.info("version %s is on disk only: host memory is short", version.key)
 
     async def persist(self, version: Version) -> None:
-        """Write a version to disk, unless it is there already.
-
-        Raises: ResourceError: the disk is full; DATA_LOSS: the version's memory is bad.
-        """
+        """Write a version to disk, unless it is there already."""
         lock = self._writing.setdefault(version.key, asyncio.Lock())
         async with lock:
             if not version.is_on_disk and not version.is_dropped:

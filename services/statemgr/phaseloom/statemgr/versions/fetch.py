@@ -201,11 +201,7 @@ class VersionFetcher:
         what: str,
     ) -> AsyncIterator[Coming]:
         """Reserve memory for a version, a part, or slices while they are fetched. If they are not
-        committed in the end, they are dropped.
-
-        Raises: ResourceError: RESOURCE_EXHAUSTED: no host memory. CallerError: ALREADY_EXISTS: the
-                version is here.
-        """
+        committed in the end, they are dropped."""
         node = self.node
         extent = await self.tiering.reserve(num_bytes, what, str(key.policy))
         try:

@@ -82,10 +82,7 @@ class Publishing:
         tensors: TensorTable | list[TensorSlot],
         pool: str = "",
     ) -> tuple[Version, int]:
-        """Begin a version that is to be written. Returns: the version and its extent.
-
-        Raises: ResourceError: no room; the incarnation is over. CallerError: ALREADY_EXISTS.
-        """
+        """Begin a version that is to be written. Returns: the version and its extent."""
         node = self._node
         extent = await self._tiering.reserve(num_bytes, f"version {key}", pool)
         try:

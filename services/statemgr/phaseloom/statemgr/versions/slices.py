@@ -136,10 +136,7 @@ def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
 
 
 def _described(request: OpenSlices) -> tuple[TensorTable, str]:
-    """The layout of the reader's memory, and the name of the copy of slices.
-
-    Raises: CallerError: a bad slice.
-    """
+    """The layout of the reader's memory, and the name of the copy of slices."""
     slots = slots_of(request.slices, request.num_bytes)
     return TensorTable.of(slots), _name_of(request)
 

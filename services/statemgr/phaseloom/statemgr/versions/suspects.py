@@ -33,7 +33,6 @@ class Suspects:
         """Verify the bytes of a committed version in host memory, and drop them if they are bad.
 
         Returns: whether they were bad; the version is then on this node's disk only, if at all.
-        Raises:  ResourceError: ABORTED: the version was dropped meanwhile.
         """
         node, extent = self._node, version.extent
         if extent is None:
