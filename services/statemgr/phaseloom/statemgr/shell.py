@@ -372,14 +372,10 @@ class StateManager:
         answer = await self._parts.weights.open(rank.wpg, body)
         version = self._node.versions.find(body.version)
         assert version is not None
-        self._node.versions.acquire(version)
-        try:
-            # A part is never a host copy: a rank that reads one needs memory for its next copy.
-            copied = None if version.key.part else version
-            reserve = self._parts.tiering.reserve_frozen
-            await sharing.make_room(self._node, reserve, rank, copied)
-        finally:
-            self._node.release_version(version)
+        # A part is never a host copy: a rank that reads one needs memory for its next copy.
+        copied = None if version.key.part else version
+        with self._node.using(version):
+            await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank, copied)
         version.check_kept()
         return answer
 

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
@@ -357,12 +357,19 @@ class Node:
             if dropped is not None and dropped[1] is not None:
                 self._recycle(version, dropped[1])
 
-    def release_version(self, version: Version) -> None:
-        """End a use of a version that `versions.acquire` began; after the last use a dropped
-        version's memory is parked or freed."""
-        extent = self.versions.release(version)
-        if extent is not None:
-            self._recycle(version, extent)
+    @contextmanager
+    def using(self, version: Version) -> Iterator[None]:
+        """Keep a version's memory within the block, also where the version is dropped meanwhile.
+
+        After the last use a dropped version's memory is parked or freed.
+        """
+        version.users += 1
+        try:
+            yield
+        finally:
+            extent = self.versions.release(version)
+            if extent is not None:
+                self._recycle(version, extent)
 
     def _recycle(self, version: Version, extent: int) -> None:
         """Park a version's extent where it may be reused, or else free it.

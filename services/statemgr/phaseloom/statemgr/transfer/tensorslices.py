@@ -348,7 +348,7 @@ def bytes_of(tensor: TensorSlot, box: Box) -> int:
 
 
 def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
-    """The runs of adjacent bytes of a box, in order: (offsets from the tensor's first byte, length)."""
+    """The runs of adjacent bytes of a box, in order: (offsets in the tensor, length)."""
     bytes_of(tensor, box)
     shape, item = tensor.shape, item_bytes(tensor.dtype)
     strides = [item] * len(shape)

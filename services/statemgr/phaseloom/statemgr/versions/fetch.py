@@ -148,16 +148,14 @@ class VersionFetcher:
             node.memory.free(extent)
             raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
         version.extent = extent
-        node.versions.acquire(version)
-        try:
-            place = (await asyncio.to_thread(find_parts, path))[0]
-            memory = node.memory[extent].view(version.num_bytes)
-            await asyncio.to_thread(node.directory.read, place, memory)
-        except PhaseloomError:
-            node.drop_version(version)
-            raise
-        finally:
-            node.release_version(version)
+        with node.using(version):
+            try:
+                place = (await asyncio.to_thread(find_parts, path))[0]
+                memory = node.memory[extent].view(version.num_bytes)
+                await asyncio.to_thread(node.directory.read, place, memory)
+            except PhaseloomError:
+                node.drop_version(version)
+                raise
         version.check_kept()
 
     async def _fetch(
@@ -209,18 +207,17 @@ class VersionFetcher:
         except CallerError:
             node.memory.free(extent)
             raise
-        node.versions.acquire(version)
         self._incoming[version] = incoming
-        try:
-            yield Coming(version, incoming, node.memory[extent].view(num_bytes))
-        finally:
-            incoming.give_up()
-            if not key.is_copy:
-                # Committed parts are served as such.
-                del self._incoming[version]
-            if not version.is_committed and not version.is_dropped:
-                node.drop_version(version)
-            node.release_version(version)
+        with node.using(version):
+            try:
+                yield Coming(version, incoming, node.memory[extent].view(num_bytes))
+            finally:
+                incoming.give_up()
+                if not key.is_copy:
+                    # Committed parts are served as such.
+                    del self._incoming[version]
+                if not version.is_committed and not version.is_dropped:
+                    node.drop_version(version)
 
     async def _described(
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str

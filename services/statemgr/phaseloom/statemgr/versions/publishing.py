@@ -139,8 +139,7 @@ class Publishing:
             node.versions.commit(version, request.digest)
             return
         assert version.extent is not None
-        node.versions.acquire(version)
-        try:
+        with node.using(version):
             memory = node.memory[version.extent].view(version.num_bytes)
             if await asyncio.to_thread(digest_of, memory) != request.digest:
                 raise ResourceError(
@@ -148,8 +147,6 @@ class Publishing:
                 )
             version.check_kept()
             node.versions.commit(version, request.digest)
-        finally:
-            node.release_version(version)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
         """Commit a version whose parts are committed, here and elsewhere. Idempotent.

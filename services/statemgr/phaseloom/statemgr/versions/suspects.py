@@ -37,8 +37,7 @@ class Suspects:
         node, extent = self._node, version.extent
         if extent is None:
             return False
-        node.versions.acquire(version)
-        try:
+        with node.using(version):
             memory = node.memory[extent].view(version.num_bytes)
             is_good = await asyncio.to_thread(digest_of, memory) == version.digest
             version.check_kept()
@@ -54,8 +53,6 @@ class Suspects:
                 )
             for wpg in {wpg for each in host_copies for wpg in each.wpgs}:
                 node.retire(wpg, f"its host copy is the memory of {version}, which is bad")
-        finally:
-            node.release_version(version)
         return True
 
     async def rebuild(self, version: Version) -> None:

@@ -233,11 +233,8 @@ class Weights:
         if version is None:
             # Dropped while it was being fetched.
             raise not_here(key)
-        self._node.versions.acquire(version)
-        try:
+        with self._node.using(version):
             yield version
-        finally:
-            self._node.release_version(version)
 
     async def _until_settled(self) -> None:
         node = self._node
