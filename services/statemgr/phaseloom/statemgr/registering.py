@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, RegisterHeap
 from phaseloom.common.tensors.blockhash import digest_of
@@ -33,20 +33,19 @@ async def register_heap(
     )
     check_identity(request)
     # The copies of the deployment's other ranks stay: a switch-in needs all in host memory at once.
+    what = f"the host copy of {rank.owner}"
+    num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
+    reserving = tiering.reserved(num_bytes, what, may_freeze=request.frozen)
     with tiering.using(rank.wpg):
-        what = f"the host copy of {rank.owner}"
-        num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-        extent = await tiering.reserve(num_bytes, what, may_freeze=request.frozen)
-    try:
-        node.residency.register_heap(rank, request.heap_bytes, tensors, extent, request.host_bytes)
-        rank.pins, rank.scratch_bytes = request.pins, request.scratch_bytes
-        # A rank whose device pins memory may share a descriptor of device memory later.
-        if rank in node.ranks:
-            node.ranks[rank].max_fds = int(rank.pins)
-        rank.frozen, rank.model = request.frozen, request.model
-    except PhaseloomError:
-        node.memory.free(extent)
-        raise
+        async with reserving as extent:
+            node.residency.register_heap(
+                rank, request.heap_bytes, tensors, extent, request.host_bytes
+            )
+            rank.pins, rank.scratch_bytes = request.pins, request.scratch_bytes
+            # A rank whose device pins memory may share a descriptor of device memory later.
+            if rank in node.ranks:
+                node.ranks[rank].max_fds = int(rank.pins)
+            rank.frozen, rank.model = request.frozen, request.model
     if rank.wpg.seal_seq:
         await sealer.restore(rank)
     if rank.extent is None:

@@ -45,7 +45,7 @@ class Loader:
                 f"{rank} is not the leader, which alone loads", code=Code.PERMISSION_DENIED
             )
         saved.check_fits(slot for each in wpg.ranks for slot in each.tensors)
-        async with self._staging.room(wpg) as extents:
+        async with self._staging.room_for(wpg) as extents:
             both = zip(wpg.ranks, extents, strict=True)
             memories = {each: self._staging.view(each, extent) for each, extent in both}
             digests = await _filled(saved, memories)

@@ -109,11 +109,10 @@ class Sealer:
         if not rank.host_bytes:
             return
         what = f"the seal of {rank.owner}'s state in host memory"
-        snapshot = await self._tiering.reserve(rank.host_bytes, what)
-        if rank.extent is None:
-            self._node.memory.free(snapshot)
-            raise ResourceError(f"{rank} is lost")
-        rank.snapshot = snapshot
+        async with self._tiering.reserved(rank.host_bytes, what) as snapshot:
+            if rank.extent is None:
+                raise ResourceError(f"{rank} is lost")
+            rank.snapshot = snapshot
         start, memory = host_start(rank.heap_bytes), self._node.memory
         source = memory[rank.extent].view(rank.extent_bytes)[start:]
         await asyncio.to_thread(copy, memory[snapshot].view(rank.host_bytes), source)
@@ -227,22 +226,15 @@ class Sealer:
         node = self._node
         header = _header(wpg, seq)
         _, num_bytes = layout_of(header)
-        extent = await self._tiering.reserve(num_bytes, f"seal {seq} of {wpg.key}")
-        kept = HostSeal(wpg.key, seq, extent, num_bytes)
-        node.unrecorded.add(extent)
-        try:
+        async with self._tiering.reserved(num_bytes, f"seal {seq} of {wpg.key}") as extent:
+            kept = HostSeal(wpg.key, seq, extent, num_bytes)
             memories = [self._sealed(rank) for rank in wpg.ranks]
             image = MemoryFile(node.image_of(kept))
             written = await asyncio.to_thread(
                 write_state, image, kept.name, header, memories, NEVER
             )
-        except BaseException:
-            node.memory.free(extent)
-            raise
-        finally:
-            node.unrecorded.discard(extent)
-        self._drop_kept(wpg.key, seq)
-        node.seals[wpg.key, seq] = kept
+            self._drop_kept(wpg.key, seq)
+            node.seals[wpg.key, seq] = kept
         return Sealed("", written.digest, written.num_bytes)
 
     def _drop_kept(self, key: DeploymentKey, seq: int) -> None:

@@ -121,6 +121,22 @@ class Tiering:
             lambda: memory.reserve(num_bytes, what, pool, may_freeze=may_freeze), after_s
         )
 
+    @asynccontextmanager
+    async def reserved(
+        self, num_bytes: int, what: str, pool: str = "", *, may_freeze: bool = False
+    ) -> AsyncIterator[int]:
+        """Reserve an extent for a record that is made by the end of the block; where the block
+        fails, the extent is freed."""
+        extent = await self.reserve(num_bytes, what, pool, may_freeze=may_freeze)
+        self.node.unrecorded.add(extent)
+        try:
+            yield extent
+        except BaseException:
+            self.node.memory.free(extent)
+            raise
+        finally:
+            self.node.unrecorded.discard(extent)
+
     async def reserve_frozen(self, num_bytes: int, what: str) -> int:
         """Reserve an extent, as `reserve` does, that can be made immutable later."""
         return await self.reserve(num_bytes, what, may_freeze=True)

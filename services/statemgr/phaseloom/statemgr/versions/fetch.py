@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from phaseloom.common.contract.commands import Ticket
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
@@ -143,11 +143,10 @@ class VersionFetcher:
         """Read a version from disk into an extent of its own."""
         node, key = self.node, version.key
         path = node.directory.version(key)
-        extent = await self.tiering.reserve(version.num_bytes, f"version {key}", str(key.policy))
-        if version.is_dropped:
-            node.memory.free(extent)
-            raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
-        version.extent = extent
+        what, pool = f"version {key}", str(key.policy)
+        async with self.tiering.reserved(version.num_bytes, what, pool) as extent:
+            version.check_kept()
+            version.extent = extent
         with node.using(version):
             try:
                 place = (await asyncio.to_thread(find_parts, path))[0]
@@ -201,12 +200,8 @@ class VersionFetcher:
         """Reserve memory for a version, a part, or slices while they are fetched. If they are not
         committed in the end, they are dropped."""
         node = self.node
-        extent = await self.tiering.reserve(num_bytes, what, str(key.policy))
-        try:
+        async with self.tiering.reserved(num_bytes, what, str(key.policy)) as extent:
             version = node.versions.begin(key, num_bytes, tensors, extent)
-        except CallerError:
-            node.memory.free(extent)
-            raise
         self._incoming[version] = incoming
         with node.using(version):
             try:

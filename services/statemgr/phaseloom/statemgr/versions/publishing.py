@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot, VersionParts
 from phaseloom.common.contract.state_rank import (
@@ -83,15 +83,10 @@ class Publishing:
         pool: str = "",
     ) -> tuple[Version, int]:
         """Begin a version that is to be written. Returns: the version and its extent."""
-        node = self._node
-        extent = await self._tiering.reserve(num_bytes, f"version {key}", pool)
-        try:
+        async with self._tiering.reserved(num_bytes, f"version {key}", pool) as extent:
             wpg.check_alive()
-            version = node.versions.begin(key, num_bytes, tensors, extent, wpg.incarnation)
-        except PhaseloomError:
-            node.memory.free(extent)
-            raise
-        return version, extent
+            versions = self._node.versions
+            return versions.begin(key, num_bytes, tensors, extent, wpg.incarnation), extent
 
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
         """Drop parts of earlier versions that were never committed as a whole, and this part where
