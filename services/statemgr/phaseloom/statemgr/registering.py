@@ -12,13 +12,13 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.memory.layouts import check_identity
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State
-from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 
 async def register_heap(
-    node: Node, tiering: Tiering, sealer: Sealer, rank: Rank, request: RegisterHeap
+    node: Node, tiering: Tiering, replicator: Replicator, rank: Rank, request: RegisterHeap
 ) -> tuple[HeapRegistered, list[int]]:
     """Give a rank its extent, filled from the seal that its incarnation begins from, if any.
 
@@ -47,7 +47,7 @@ async def register_heap(
                 node.ranks[rank].max_fds = int(rank.pins)
             rank.frozen, rank.model = request.frozen, request.model
     if rank.wpg.seal_seq:
-        await sealer.restore(rank)
+        await replicator.restore(rank)
     if rank.extent is None:
         raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
     if rank.frozen and rank.state is State.HOST:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from weakref import WeakValueDictionary
 
-from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
@@ -40,21 +40,13 @@ log = logging.getLogger(__name__)
 
 class Sealer:
     def __init__(
-        self,
-        node: Node,
-        tiering: Tiering,
-        *,
-        verify_version: Callable[[VersionKey], Awaitable[None]],
-        fetch_again: Callable[[DeploymentKey, int], Awaitable[None]],
+        self, node: Node, tiering: Tiering, verify_version: Callable[[VersionKey], Awaitable[None]]
     ) -> None:
         """Args: verify_version: drops the copy of a version here if it is bad; raises
         PhaseloomError where the version is lost.
-        fetch_again: replaces a seal that is bad here by another node's copy; raises
-        PhaseloomError where there is none.
         """
         self._node = node
         self._verify_version = verify_version
-        self._fetch_again = fetch_again
         self._tiering = tiering
         self._directory = node.directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
@@ -159,28 +151,11 @@ class Sealer:
         if current not in {None, wpg}:
             raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
 
-    async def restore(self, rank: Rank) -> None:
+    async def fill(self, rank: Rank) -> None:
         """Fill the extent of a registered heap from the seal that its incarnation starts from.
 
-        Where the seal here is bad, it is fetched again from another node.
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: the seal has another layout.
         """
-        wpg = rank.wpg
-        try:
-            await self._fill(rank)
-        except ResourceError as error:
-            if error.info.code is not Code.DATA_LOSS:
-                raise
-            log.error("%s; fetching it from another node", error)
-            try:
-                await self._fetch_again(wpg.key, wpg.seal_seq)
-            except PhaseloomError as second:
-                log.error("%s", second)
-                raise error from second
-            self._drop_kept(wpg.key, wpg.seal_seq)
-            await self._fill(rank)
-
-    async def _fill(self, rank: Rank) -> None:
         wpg = rank.wpg
         kept = self._node.seals.get((wpg.key, wpg.seal_seq))
         if kept is not None:
@@ -209,7 +184,7 @@ class Sealer:
         """Delete the seals and all state files of a deployment, of whichever incarnation."""
         self._seals.pop(key, None)
         for kept in self._node.seals.of(key):
-            self._drop_kept(key, kept.seq)
+            self.drop_kept(key, kept.seq)
         await asyncio.to_thread(self._directory.clear, key)
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
@@ -233,11 +208,11 @@ class Sealer:
             written = await asyncio.to_thread(
                 write_state, image, kept.name, header, memories, NEVER
             )
-            self._drop_kept(wpg.key, seq)
+            self.drop_kept(wpg.key, seq)
             node.seals[wpg.key, seq] = kept
         return Sealed("", written.digest, written.num_bytes)
 
-    def _drop_kept(self, key: DeploymentKey, seq: int) -> None:
+    def drop_kept(self, key: DeploymentKey, seq: int) -> None:
         kept = self._node.seals.pop((key, seq), None)
         if kept is not None:
             self._node.memory.free(kept.extent)
@@ -273,7 +248,7 @@ class Sealer:
         known = kept | self._seals.get(key, {}).keys()
         for seq in superseded_seals(list(known), written, committed):
             self._seals.get(key, {}).pop(seq, None)
-            self._drop_kept(key, seq)
+            self.drop_kept(key, seq)
             path = self._directory.seal(key, seq)
             try:
                 await asyncio.to_thread(self._directory.remove, path)

@@ -30,7 +30,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
-from phaseloom.statemgr.disk.files import find_parts
+from phaseloom.statemgr.disk.files import find_parts, header_of
 from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.statemgr.memory.layouts import rounded
@@ -237,9 +237,8 @@ class Tiering:
 
         Blocking: call it in a thread.
         """
-        try:
-            header = find_parts(self.node.file_of(copy))[0].header
-        except PhaseloomError:
+        header = header_of(self.node.file_of(copy))
+        if header is None:
             return False
         is_same = (header.digest, header.num_bytes) == (digest, copy.extent_bytes)
         if isinstance(copy, Rank):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from phaseloom.common.contract.commands import Ticket
@@ -16,7 +16,6 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.memory.layouts import check_layout
-from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
@@ -48,20 +47,11 @@ class Coming:
 
 
 class VersionFetcher:
-    def __init__(
-        self,
-        node: Node,
-        tiering: Tiering,
-        identity: Identity,
-        peer_timeout_s: float,
-        *,
-        site: str = "",
-    ) -> None:
+    def __init__(self, node: Node, tiering: Tiering, home: Home) -> None:
+        """Args: home: this state manager, wherever it serves: the node knows the address."""
         self.node = node
         self.tiering = tiering
-        self._identity = identity
-        self._peer_timeout_s = peer_timeout_s
-        self._site = site
+        self._home = home
         self.suspects = Suspects(node)
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
         """The slices of each version that is being fetched, and of each fetched copy of slices."""
@@ -73,8 +63,7 @@ class VersionFetcher:
 
     @property
     def home(self) -> Home:
-        node = self.node
-        return Home(self._identity, node.endpoint, self._site, self._peer_timeout_s)
+        return replace(self._home, endpoint=self.node.endpoint)
 
     def incoming(self, version: Version) -> Incoming | None:
         """The slices of a version and which bytes of them have come, where the version is being

@@ -50,6 +50,7 @@ class Publishing:
                 ResourceError: RESOURCE_EXHAUSTED, with the numbers; ABORTED: the version is being
                 fetched, or the incarnation is over.
         """
+        wpg.check_alive()
         node, key = self._node, request.version
         if key.policy != wpg.key or key.seq < 1:
             raise CallerError(
