@@ -3,13 +3,11 @@ rank itself. The session shell calls both functions."""
 
 from __future__ import annotations
 
-import asyncio
-
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, RegisterHeap
-from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.memory.layouts import check_identity
+from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.seals.replicating import Replicator
@@ -77,7 +75,7 @@ async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: Comm
     assert rank.extent is not None
     extent = node.memory[rank.extent]
     memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
-    if await asyncio.to_thread(digest_of, memory) != request.digest:
+    if not await has_digest(memory, request.digest):
         raise ResourceError(
             f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
         )

@@ -21,12 +21,12 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import StageState, TakeSnapshot
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined, digest_of
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.disk.files import NEVER
 from phaseloom.statemgr.disk.statefile import names_within
 from phaseloom.statemgr.memory.extents import copy
-from phaseloom.statemgr.node.digests import checksums_of
+from phaseloom.statemgr.node.digests import bad_copy, checksums_of, has_digest
 from phaseloom.statemgr.node.node import Node, pool_of
 from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.tiering.switching import on_each_device
@@ -126,7 +126,8 @@ class Staging:
                 applied = rank.applied
                 source, target = self.node.copy_of(rank), extent.view(rank.extent_bytes)
                 await asyncio.to_thread(copy, target, source)
-                await _check_copied(rank, target)
+                if rank.digest and not await has_digest(target, rank.digest):
+                    raise bad_copy(rank, "it is not what its digest says")
             if applied != seq:
                 raise CallerError(
                     f"{rank} has applied {applied}, not {seq}",
@@ -175,20 +176,6 @@ class Staging:
         finally:
             memories.clear()
             del self._under_way[snapshot]
-
-
-async def _check_copied(rank: Rank, target: memoryview) -> None:
-    """Verify a copy of a rank's host copy by the rank's digest, where it has one.
-
-    Raises: ResourceError: DATA_LOSS: the copied bytes do not match the digest.
-    """
-    if rank.digest and await asyncio.to_thread(digest_of, target) != rank.digest:
-        raise ResourceError(
-            f"the host copy of {rank} is bad: it is not what its digest says",
-            code=Code.DATA_LOSS,
-            remedy="start a new incarnation, from its last seal",
-            details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
-        )
 
 
 @dataclass(frozen=True, slots=True)

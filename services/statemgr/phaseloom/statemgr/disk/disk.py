@@ -174,17 +174,17 @@ def _in_two_steps(
         if cancelled.is_set():
             raise Cancelled
 
-    with _threads(then[0]) as behind, _threads(first[0]) as ahead:
+    with threads(then[0]) as behind, threads(first[0]) as ahead:
         begun = [ahead.submit(begin, start) for start in range(0, num_bytes, block_bytes)]
         return [each.result().result() for each in begun]
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
+def threads(number: int) -> Iterator[ThreadPoolExecutor]:
     """A pool of threads. On leaving, work that has begun is waited for and other work is
     cancelled."""
-    threads = ThreadPoolExecutor(number, "disk")
+    pool = ThreadPoolExecutor(number, "disk")
     try:
-        yield threads
+        yield pool
     finally:
-        threads.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)

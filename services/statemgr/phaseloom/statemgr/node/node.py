@@ -277,6 +277,11 @@ class Node:
         assert copy.extent is not None
         return self.memory[copy.extent].readable(copy.num_bytes)
 
+    def memory_of(self, version: Version) -> memoryview:
+        """The bytes of a version, which must be in host memory."""
+        assert version.extent is not None
+        return self.memory[version.extent].view(version.num_bytes)
+
     def image_of(self, seal: HostSeal) -> memoryview:
         """The bytes of a seal in host memory, which are those of a state file."""
         return self.memory[seal.extent].view(seal.num_bytes)

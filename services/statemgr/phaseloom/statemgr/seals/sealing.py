@@ -260,7 +260,10 @@ class Sealer:
         incarnation may differ in bits."""
         if seq != wpg.seal_seq and seq not in wpg.sealed:
             return None
-        return self._seals.get(wpg.key, {}).get(seq) or self._find_kept(wpg.key, seq)
+        known = self._seals.get(wpg.key, {}).get(seq)
+        # Where there is none, the daemon before may have kept it in host memory.
+        header = None if known else self._kept_header(wpg.key, seq)
+        return Sealed("", header.digest, header.num_bytes) if header else known
 
     def is_kept(self, key: DeploymentKey, seq: int, ranks: tuple[int, int]) -> bool:
         """Whether a seal is in host memory; its blocks are verified when they are read.
@@ -273,13 +276,6 @@ class Sealer:
             log.error("%s", error)
             return False
         return header is not None and header.is_of(*ranks)
-
-    def _find_kept(self, key: DeploymentKey, seq: int) -> Sealed | None:
-        """A seal in host memory that the previous daemon wrote."""
-        header = self._kept_header(key, seq)
-        if header is None:
-            return None
-        return Sealed("", header.digest, header.num_bytes)
 
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
         """The header of a seal in host memory. Raises: ResourceError: DATA_LOSS: it is bad."""

@@ -19,6 +19,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import Switched, SwitchIn, SwitchOut
 from phaseloom.common.contract.state_rank import CopyIn, CopyOut
 from phaseloom.common.observability import telemetry
+from phaseloom.statemgr.node.digests import bad_copy
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.sharing import sharing
@@ -205,14 +206,8 @@ def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
 
     No load of a bad copy can succeed, so the next incarnations begin from their seals.
     """
-    why = f"its host copy is bad: {error.info.message}"
-    node.lose(rank.shared_copy or rank, why)
-    return ResourceError(
-        f"the host copy of {rank} is bad: {error.info.message}",
-        code=Code.DATA_LOSS,
-        remedy="start a new incarnation, from its last seal",
-        details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
-    )
+    node.lose(rank.shared_copy or rank, f"its host copy is bad: {error.info.message}")
+    return bad_copy(rank, error.info.message)
 
 
 async def _undo(tiering: Tiering, offloaded: Moved, loaded: Moved, trace: Context) -> None:

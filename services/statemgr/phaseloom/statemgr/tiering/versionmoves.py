@@ -79,10 +79,9 @@ class VersionMoves:
 
     async def _write(self, version: Version) -> None:
         node, key = self._node, version.key
-        assert version.extent is not None
         section = Section(version.num_bytes, version.tensors, version.digest)
         header = StateHeader("version", key.policy, key.seq, [section], part=key.part)
-        memory = node.memory[version.extent].view(version.num_bytes)
+        memory = node.memory_of(version)
         path = self._directory.version(key)
         with node.using(version):
             await asyncio.to_thread(self._directory.write, path, header, [memory])

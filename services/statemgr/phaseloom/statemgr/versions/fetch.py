@@ -139,8 +139,7 @@ class VersionFetcher:
         with node.using(version):
             try:
                 place = (await asyncio.to_thread(find_parts, path))[0]
-                memory = node.memory[extent].view(version.num_bytes)
-                await asyncio.to_thread(node.directory.read, place, memory)
+                await asyncio.to_thread(node.directory.read, place, node.memory_of(version))
             except PhaseloomError:
                 node.drop_version(version)
                 raise

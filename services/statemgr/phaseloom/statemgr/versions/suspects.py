@@ -15,7 +15,7 @@ import logging
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.versions.versions import Version
 
@@ -38,8 +38,7 @@ class Suspects:
         if extent is None:
             return False
         with node.using(version):
-            memory = node.memory[extent].view(version.num_bytes)
-            is_good = await asyncio.to_thread(digest_of, memory) == version.digest
+            is_good = await has_digest(node.memory_of(version), version.digest)
             version.check_kept()
             if is_good:
                 return False

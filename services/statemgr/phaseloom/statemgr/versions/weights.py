@@ -109,7 +109,7 @@ class Weights:
 
     def _digests_in(self, manifest: Version) -> dict[str, str]:
         """The digest of each part, by name. Raises: ResourceError: DATA_LOSS: a bad manifest."""
-        found = decode_manifest(self._memory(manifest), manifest.key)
+        found = decode_manifest(self._node.memory_of(manifest), manifest.key)
         return {part.part: part.digest for part in found.parts}
 
     async def _holders(
@@ -188,7 +188,7 @@ class Weights:
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
         """Open a part, or a whole version, that is here; it stays in memory while it is open."""
         async with self.held(key) as version:
-            yield OpenPart.of(version, self._memory(version))
+            yield OpenPart.of(version, self._node.memory_of(version))
 
     @asynccontextmanager
     async def open_fetched(self, key: VersionKey) -> AsyncIterator[Served]:
@@ -203,11 +203,7 @@ class Weights:
         if incoming is None:
             raise not_here(key)
         async with self._used(key) as version:
-            yield Fetched(incoming, self._memory(version))
-
-    def _memory(self, version: Version) -> memoryview:
-        assert version.extent is not None
-        return self._node.memory[version.extent].view(version.num_bytes)
+            yield Fetched(incoming, self._node.memory_of(version))
 
     @asynccontextmanager
     async def held(self, key: VersionKey) -> AsyncIterator[Version]:
