@@ -310,7 +310,5 @@ def _offsets(
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     offsets = [sum(at * stride for at, stride in zip(start, strides, strict=True))]
     for axis in range(dim):
-        offsets = [
-            base + step * strides[axis] for base in offsets for step in range(size[axis])
-        ]
+        offsets = [base + step * strides[axis] for base in offsets for step in range(size[axis])]
     return offsets

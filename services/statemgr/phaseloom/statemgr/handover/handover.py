@@ -155,12 +155,9 @@ class Handover:
             entry.extent, num_bytes, name, is_vacated=is_below
         ):
             return False
-        self._node.residency.restore(
-            rank, entry.heap_bytes, entry.table, entry.extent, entry.host_bytes
-        )
-        rank.state, rank.applied = entry.state, entry.applied
-        rank.digest, rank.is_dirty = entry.digest, entry.is_dirty
-        rank.pins, rank.frozen, rank.model = entry.pins, entry.frozen, entry.model
+        for name in entry.__struct_fields__:
+            if name != "shared_copy":
+                setattr(rank, name, getattr(entry, name))
         if copy is not None:
             shared_copies = self._node.shared_copies
             if not shared_copies.is_known(copy):

@@ -212,23 +212,11 @@ class Residency:
         self._fences[key] = max(incarnation, self._fences.get(key, 0))
 
     def take_over(self, wpg: Wpg) -> None:
-        """Take over an incarnation of the daemon before; `restore` each rank that had memory."""
+        """Take over an incarnation of the daemon before; the caller restores its ranks' fields."""
         assert wpg.key not in self._wpgs
         self.fence(wpg.key, wpg.incarnation)
         self._wpgs[wpg.key] = wpg
         self._tokens.update({rank.token: rank for rank in wpg.ranks})
-
-    def restore(
-        self,
-        rank: Rank,
-        heap_bytes: int,
-        tensors: TensorTable | list[TensorSlot],
-        extent: int | None,
-        host_bytes: int = 0,
-    ) -> None:
-        """Record the heap and the extent that a rank had; `resume` tells where its state is."""
-        rank.heap_bytes, rank.table, rank.extent = heap_bytes, as_table(tensors), extent
-        rank.host_bytes = host_bytes
 
     def resume(self, rank: Rank, state: State) -> None:
         """Record where the state of a rank is that has come back."""
@@ -318,7 +306,8 @@ class Residency:
     ) -> None:
         """Record the heap that an awaited rank has registered, and the extent that it was given."""
         self.step(rank, Step.HEAP_REGISTERED)
-        self.restore(rank, heap_bytes, tensors, extent, host_bytes)
+        rank.heap_bytes, rank.table, rank.extent = heap_bytes, as_table(tensors), extent
+        rank.host_bytes = host_bytes
 
     def fill(self, rank: Rank, applied: int, digest: str) -> None:
         """Record that the rank's extent holds its whole state: the initial one, or a seal's."""

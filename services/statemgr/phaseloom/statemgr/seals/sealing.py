@@ -21,9 +21,9 @@ from phaseloom.statemgr.disk.statefile import (
     Place,
     Section,
     StateHeader,
-    check_restorable,
     layout_of,
     seal_header,
+    section_of,
     superseded_seals,
 )
 from phaseloom.statemgr.memory.extents import copy, joined
@@ -166,7 +166,7 @@ class Sealer:
             path = self._directory.seal(wpg.key, wpg.seal_seq)
             places = await asyncio.to_thread(find_parts, path)
             read = self._directory.read
-        part = _section_of(rank, places[0])
+        part = section_of(rank, places[0])
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(read, places[rank.index], memory)
@@ -288,17 +288,3 @@ class Sealer:
 def _header(wpg: Wpg, seq: int) -> StateHeader:
     sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
     return seal_header(wpg.key, seq, sections, rank_offset=wpg.rank_offset, num_ranks=wpg.num_ranks)
-
-
-def _section_of(rank: Rank, first: Place) -> Section:
-    """The section of a seal that belongs to a rank. Args: first: the place of the first section."""
-    return check_restorable(
-        first.header,
-        rank.index,
-        len(rank.wpg.ranks),
-        heap_bytes=rank.extent_bytes,
-        tensors=rank.tensors,
-        file=first.file,
-        rank_offset=rank.wpg.rank_offset,
-        num_ranks_of_all=rank.wpg.num_ranks,
-    )
