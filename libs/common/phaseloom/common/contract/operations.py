@@ -40,7 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: list[int] = []
     """Tokens that end a sample, beside the end-of-sequence tokens of the model's config."""
     stop_strings: list[str] = []
-    """Stop once the text of the new tokens holds one of these; needs the model's `token_texts`."""
+    """Stop once the text of the new tokens holds one of these; needs a registered model, or
+    the `token_texts` of the model."""
     ignore_eos: bool = False
     top_k: int = 0
     """Draw from so many of the likeliest tokens, and those as likely as the last; 0: from all."""

@@ -131,7 +131,7 @@ class SamplerBackend(InferenceBackend):
         """Prefill every prompt of the wave once and draw the first token of all its samples, which
         the batch then goes on with."""
         asked = self._sampling(call, wave)
-        rows = Rows(asked, self.vocab_size, self._token_texts)
+        rows = Rows(asked, self.vocab_size)
         tokens_PT, padding_P = _left_pad([prompt.tokens_T for prompt in wave])
         prefill = self._decoder.prefill(
             tokens_PT.to(self._device), padding_P.to(self._device), tokens_PT.shape[1] + rows.room
@@ -169,6 +169,11 @@ class SamplerBackend(InferenceBackend):
                     sampling.max_tokens,
                     sampling,
                     self._stops(sampling),
+                    [
+                        self._stop_text(sampling, prompt.start.generated)
+                        for prompt in prompts
+                        for _ in range(args.num_samples)
+                    ],
                 )
             )
         return asked

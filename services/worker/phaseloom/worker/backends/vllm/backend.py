@@ -7,6 +7,7 @@ own prompts; its ranks (`replica`) all draw the same tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from phaseloom.common.contract.operations import (
     Generate,
     GenerateResult,
     Prompt,
+    SamplingParams,
     Sequence,
 )
 from phaseloom.common.contract.specs import Batching, DeploymentSpec, Layout
@@ -29,7 +31,6 @@ from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.experts import is_fused
 from phaseloom.worker.backends.gathering import inside, weights_digest
-from phaseloom.worker.backends.generation import StopText
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import plan as plan_layout
 from phaseloom.worker.backends.model import (
@@ -43,6 +44,7 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain
+from phaseloom.worker.backends.stoptext import StopText
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
 from phaseloom.worker.backends.vllm.replica import Agreed, join
@@ -95,7 +97,7 @@ class VllmBackend(InferenceBackend, Member):
         self._begin()
         if self._replica.size > 1:
             watch = Agreed(watch, self._replica, len(requests))
-        call = _Call(self._engine, watch, self._token_texts, self.vocab_size)
+        call = _Call(self._engine, watch, self.vocab_size, self._stop_text)
         try:
             self._take(call, requests)
             while call.has_live:
@@ -206,16 +208,26 @@ def _sequence(row: _Row) -> Sequence:
     )
 
 
+def _generated(prompt: Prompt) -> Seq[int]:
+    """The tokens of a prompt that are an earlier answer's."""
+    tokens = int32s(prompt.tokens)
+    return tokens[len(tokens) - prompt.num_generated :]
+
+
 class _Call:
     """The requests of one call: each ends when its own rows have."""
 
     def __init__(
-        self, engine: Engine, watch: Watch, token_texts: Seq[str], vocab_size: int
+        self,
+        engine: Engine,
+        watch: Watch,
+        vocab_size: int,
+        stop_text: Callable[[SamplingParams, Seq[int]], StopText | None],
     ) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
         self._watch = watch
-        self._token_texts = token_texts
+        self._stop_text = stop_text
         self._requests: list[_Request] = []
         self._live: dict[int, set[str]] = {}
         """Names of the rows that are not done, of each request that has some."""
@@ -229,7 +241,7 @@ class _Call:
         """Begin with a request beside those that are being decoded."""
         i = len(self._requests)
         rows = [
-            _Row(i, k, sample, self._stop_text(args, prompt))
+            _Row(i, k, sample, self._stop_text(args.sampling, _generated(prompt)))
             for k, prompt in enumerate(args.prompts)
             for sample in range(args.num_samples)
         ]
@@ -262,14 +274,6 @@ class _Call:
             )
         )
         return sampling.max_tokens - start
-
-    def _stop_text(self, args: Generate, prompt: Prompt) -> StopText | None:
-        if not args.sampling.stop_strings:
-            return None
-        tokens = int32s(prompt.tokens)
-        generated = tokens[len(tokens) - prompt.num_generated :]
-        earlier = "".join(self._token_texts[token] for token in generated)
-        return StopText(args.sampling.stop_strings, earlier)
 
     def step(self) -> None:
         """Add a token to each row that is in the batch; end what is done or not wanted any more."""
@@ -311,7 +315,7 @@ class _Call:
         row.stop_reason = step.stop_reason
         if row.text is not None:
             for token in step.tokens:
-                if row.text.ends_with(self._token_texts[token]):
+                if row.text.ends_with(token):
                     row.stop_reason = "stop"
         if row.stop_reason:
             self._live[row.request].discard(step.name)
