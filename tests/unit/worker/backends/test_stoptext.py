@@ -85,7 +85,9 @@ def test_special_tokens_have_their_text_and_unused_ids_none(
     read: tuple[Tokenizer, list[bytes]],
 ) -> None:
     tokenizer, pieces = read
-    assert pieces[tokenizer.token_to_id(END)] == END.encode()
+    end = tokenizer.token_to_id(END)
+    assert end is not None
+    assert pieces[end] == END.encode()
     assert pieces[-3:] == [b""] * 3
 
 

@@ -55,7 +55,7 @@ def token_bytes(spec: ModelSpec, vocab_size: int) -> list[bytes]:
         return [text.encode() for text in spec.token_texts]
     names = [] if spec.pinned is None else [file.name for file in spec.pinned.files]
     if spec.pinned is None or _FILE not in names:
-        raise _unknown("the model has no texts of its tokens to find strings in")
+        raise _unknown("the model has no texts of its tokens")
     path = Path(spec.pinned.path) / _FILE
     try:
         return _read(json.loads(path.read_bytes()), vocab_size)
@@ -117,7 +117,7 @@ def _unescaped(piece: str) -> bytes:
 
 def _unknown(what: str) -> CallerError:
     return CallerError(
-        what,
+        f"strings cannot be found: {what}",
         code=Code.FAILED_PRECONDITION,
         field="args.sampling.stop_strings",
         remedy="declare the deployment with model.token_texts, or use stop_token_ids",

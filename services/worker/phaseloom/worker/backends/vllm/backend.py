@@ -46,7 +46,7 @@ from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain
 from phaseloom.worker.backends.stoptext import StopText
 from phaseloom.worker.backends.vllm.draws import Draw
-from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
+from phaseloom.worker.backends.vllm.engine import Engine, Request, Scored, Settings, Step, plan
 from phaseloom.worker.backends.vllm.replica import Agreed, join
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
@@ -154,7 +154,8 @@ class VllmBackend(InferenceBackend, Member):
         found: dict[str, Float32s] = {}
         while not self._engine.is_idle:
             for step in self._engine.step():
-                found[step.name] = pack_float32s([*(step.prompt_logprobs or ())])
+                if step.prompt is not None:
+                    found[step.name] = pack_float32s([*step.prompt.logprobs])
         return [found[f"{i}"] for i in range(len(batch))]
 
 
@@ -182,19 +183,28 @@ class _Request:
     """Rows in the order of prompts and samples."""
     num_total: int
     """New tokens that its samples may get, at most."""
+    num_prompt_top: int
+    """The number of likeliest tokens that are answered for each token of its prompts."""
     num_done: int = 0
-    prompt_logprobs: dict[int, Float32s] = field(default_factory=dict)
-    """Log-probabilities of its prompts, by the prompt's place."""
+    scored: dict[int, Scored] = field(default_factory=dict)
+    """Log-probabilities of its prompts, each but for its first token, by the prompt's place."""
 
     @property
     def is_scored(self) -> bool:
         """Whether nothing is missing of what was asked about the prompts."""
-        return len(self.prompt_logprobs) == len(self.args.prompts) * self.args.prompt_logprobs
+        return len(self.scored) == len(self.args.prompts) * self.args.prompt_logprobs
 
     def result(self) -> GenerateResult:
         flat = map(_sequence, self.rows)
         sequences = [[next(flat) for _ in range(self.args.num_samples)] for _ in self.args.prompts]
-        return GenerateResult(sequences, [lp for _, lp in sorted(self.prompt_logprobs.items())])
+        scored = [each for _, each in sorted(self.scored.items())]
+        first = [0] * self.num_prompt_top
+        return GenerateResult(
+            sequences,
+            [pack_float32s([0.0, *each.logprobs]) for each in scored],
+            [pack_int32s([*first, *each.top_tokens]) for each in scored if first],
+            [pack_float32s([*first, *each.top_logprobs]) for each in scored if first],
+        )
 
 
 def _sequence(row: _Row) -> Sequence:
@@ -246,7 +256,7 @@ class _Call:
             for sample in range(args.num_samples)
         ]
         total = sum(self._begin(row, args, stops) for row in rows)
-        self._requests.append(_Request(args, rows, total))
+        self._requests.append(_Request(args, rows, total, self._num_prompt_top(args)))
         if not rows:  # a share of an operation may be empty
             self._watch.ended(i, GenerateResult([], []))
 
@@ -271,9 +281,13 @@ class _Call:
                 draw,
                 min(sampling.top_logprobs, self._vocab_size),
                 scores_prompt=args.prompt_logprobs and row.sample == 0,
+                num_prompt_top=self._num_prompt_top(args),
             )
         )
         return sampling.max_tokens - start
+
+    def _num_prompt_top(self, args: Generate) -> int:
+        return min(args.prompt_top_logprobs, self._vocab_size)
 
     def step(self) -> None:
         """Add a token to each row that is in the batch; end what is done or not wanted any more."""
@@ -305,13 +319,13 @@ class _Call:
     def _accept(self, step: Step) -> None:
         row = self._rows[step.name]
         row.tokens += step.tokens
-        row.logprobs += step.logprobs
-        row.top_tokens += step.top_tokens
-        row.top_logprobs += step.top_logprobs
+        row.logprobs += step.scored.logprobs
+        row.top_tokens += step.scored.top_tokens
+        row.top_logprobs += step.scored.top_logprobs
         request = self._requests[row.request]
         request.num_done += len(step.tokens)
-        if step.prompt_logprobs is not None:
-            request.prompt_logprobs[row.prompt] = pack_float32s([0.0, *step.prompt_logprobs])
+        if step.prompt is not None:
+            request.scored[row.prompt] = step.prompt
         row.stop_reason = step.stop_reason
         if row.text is not None:
             for token in step.tokens:
