@@ -281,7 +281,8 @@ def test_estimate_of_a_result_is_never_too_small(
             (pack_float32s([number] * 7), pack_int32s(ids), pack_float32s(numbers)),
         ),
     ):
-        first, tops = scored[0], [[part] * num_prompts for part in scored[1:] if num_top]
+        first = scored[0]
+        tops: list[Any] = [[part] * num_prompts for part in scored[1:] if num_top]
         result = GenerateResult([[each]] * num_prompts, [first] * num_prompts, *tops)
         assert (
             len(encode(result, content_type))
