@@ -153,7 +153,7 @@ $(SMOLLM2): | $(VENV)/.demo
 	$(BIN)/phaseloom model convert $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,simulator,otlp,test]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gguf,simulator,otlp,test]"
 	@touch $@
 
 # vLLM's requirements differ from the worker's. Its CPU build breaks beside PyPI's torchvision, and

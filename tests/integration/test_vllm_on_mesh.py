@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.vllm, vllm.needs_vllm_python]
 INTERPRETERS = {"vllm": str(vllm.PYTHON)}
 MESH = MeshConfig(
     nodes=[
-        NodeConfig("rollout-0", "rollout", [16 * 2**20] * 2, interpreters=INTERPRETERS),
+        NodeConfig("rollout-0", "rollout", [16 * 2**20] * 4, interpreters=INTERPRETERS),
         NodeConfig("train-0", "train", [16 * 2**20, 16 * 2**20]),
     ],
     seal_every=4,
@@ -49,8 +49,14 @@ async def draws(sampler: client.Deployment) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("dp", "layout"),
-    [(1, Layout()), (2, Layout()), (2, Layout(tp=2)), (1, Layout(pp=2))],
-    ids=["1 to 1", "2 to 1", "2 to tp 2", "1 to pp 2"],
+    [
+        (1, Layout()),
+        (2, Layout()),
+        (2, Layout(tp=2)),
+        (1, Layout(pp=2)),
+        (2, Layout(dp=2, tp=2)),
+    ],
+    ids=["1 to 1", "2 to 1", "2 to tp 2", "1 to pp 2", "2 to dp 2 tp 2"],
 )
 async def test_vllm_syncs_what_fsdp_published_and_draws_what_our_sampler_draws(
     dp: int, layout: Layout, short_dir: Path

@@ -63,7 +63,6 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_directory_has_the_files_weights_and_can_be_registered(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     tensors = write_gguf(tmp_path / "tiny.gguf")
     console = Console(file=io.StringIO())
     convert(tmp_path / "model", gguf=tmp_path / "tiny.gguf", console=console)

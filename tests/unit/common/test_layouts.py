@@ -139,6 +139,7 @@ def test_shared_requests_come_back_whole_and_in_order(
             SamplingParams(max_tokens=i + 1),
             num_samples=1 + i % 2,
             prompt_logprobs=i % 2 == 1,
+            prompt_top_logprobs=i % 2,
         )
         for i, lengths in enumerate(sizes)
     ]
@@ -156,6 +157,8 @@ def _echo(args: Generate) -> GenerateResult:
     return GenerateResult(
         [[Sequence([prompt.seed], [0.0], "stop")] * args.num_samples for prompt in args.prompts],
         [prompt.tokens for prompt in args.prompts if args.prompt_logprobs],  # type: ignore[misc]
+        [prompt.tokens for prompt in args.prompts if args.prompt_top_logprobs],
+        [prompt.tokens for prompt in args.prompts if args.prompt_top_logprobs],  # type: ignore[misc]
     )
 
 

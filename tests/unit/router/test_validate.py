@@ -133,6 +133,9 @@ BAD: list[tuple[Args, str]] = [
     (generate(bad_words=[[1], [-1]]), "args.sampling.bad_words[1]"),
     (generate(bad_words=[[1]] * 257), "args.sampling.bad_words"),
     (generate(top_logprobs=21), "args.sampling.top_logprobs"),
+    (Generate([Prompt([1])], SAMPLING, 1, True, 21), "args.prompt_top_logprobs"),
+    (Generate([Prompt([1])], SAMPLING, 1, True, -1), "args.prompt_top_logprobs"),
+    (Generate([Prompt([1])], SAMPLING, prompt_top_logprobs=2), "args.prompt_top_logprobs"),
     (Generate([Prompt([1], seed=2**63)], SAMPLING), "args.prompts[0].seed"),
     (
         Generate([Prompt([1] * 40)], SamplingParams(1_048_500 - 30), prompt_logprobs=True),
@@ -268,12 +271,19 @@ def test_estimate_of_a_result_is_never_too_small(
     )
     prompt = Prompt([1] * 7)
     sampling = SamplingParams(max_tokens, top_logprobs=num_top)
-    args = Generate([prompt] * num_prompts, sampling, 1, prompt_logprobs=True)
-    for content_type, each, first in (
-        (JSON, sequence, [number] * 7),
-        (MSGPACK, packed, pack_float32s([number] * 7)),
+    args = Generate([prompt] * num_prompts, sampling, 1, True, num_top)
+    ids, numbers = worst_tokens[:1] * 7 * num_top, [number] * 7 * num_top
+    for content_type, each, scored in (
+        (JSON, sequence, ([number] * 7, ids, numbers)),
+        (
+            MSGPACK,
+            packed,
+            (pack_float32s([number] * 7), pack_int32s(ids), pack_float32s(numbers)),
+        ),
     ):
-        result = GenerateResult([[each]] * num_prompts, [first] * num_prompts)
+        first = scored[0]
+        tops: list[Any] = [[part] * num_prompts for part in scored[1:] if num_top]
+        result = GenerateResult([[each]] * num_prompts, [first] * num_prompts, *tops)
         assert (
             len(encode(result, content_type))
             <= KINDS["generate"].result_bytes(args, content_type) + 64

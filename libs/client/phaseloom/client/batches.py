@@ -85,6 +85,7 @@ def split_prompts(
     limit_bytes: int = MAX_PART_BYTES,
     *,
     prompt_logprobs: bool = False,
+    prompt_top_logprobs: int = 0,
 ) -> list[list[Prompt]]:
     """Packed prompts in order, so that neither a part nor its result exceeds a message.
 
@@ -96,7 +97,8 @@ def split_prompts(
 
     def size(prompt: Prompt) -> int:
         own = length(prompt.tokens) * 4 + _ITEM_OVERHEAD_BYTES
-        return max(own, num_samples * sample_bytes + (own if prompt_logprobs else 0))
+        scored = own + length(prompt.tokens) * prompt_top_logprobs * _SAMPLED_TOKEN_BYTES
+        return max(own, num_samples * sample_bytes + (scored if prompt_logprobs else 0))
 
     return _split(packed, size, limit_bytes, "prompts")
 

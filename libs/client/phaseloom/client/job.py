@@ -41,18 +41,30 @@ class Deployment:
         num_samples: int = 1,
         *,
         prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.GenerateResult]:
         """Sample continuations of each prompt.
 
         Args: sampling: how to sample, and what ends a continuation: token ids, and `stop_strings`
-                  where the deployment's model has its `token_texts`.
+                  where the deployment's model is registered or has its `token_texts`.
               prompt_logprobs: whether to answer the prompts' own log-probabilities too.
+              prompt_top_logprobs: of how many likeliest tokens at each position of the prompts,
+                  beside their own.
         """
-        parts = split_prompts(prompts, sampling, num_samples, prompt_logprobs=prompt_logprobs)
+        parts = split_prompts(
+            prompts,
+            sampling,
+            num_samples,
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
+        )
         return self._submit(
-            [ops.Generate(part, sampling, num_samples, prompt_logprobs) for part in parts],
+            [
+                ops.Generate(part, sampling, num_samples, prompt_logprobs, prompt_top_logprobs)
+                for part in parts
+            ],
             after,
             ops.GenerateResult,
             timeout_s,

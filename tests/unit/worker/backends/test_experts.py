@@ -18,10 +18,9 @@ from phaseloom.common.contract.operations import (
     Loss,
     OptimStep,
 )
-from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory, pretrained
-from phaseloom.worker.backends.base import Backend, RankGroup
+from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.state.heap import Heap
 from tests.support.pretrained import pinned
 from tests.support.saved import load, save
@@ -101,21 +100,9 @@ def test_registered_model_is_read_from_its_files(
         assert sampler.weights_sha256() == backend.weights_sha256()
 
 
-@pytest.mark.parametrize(
-    ("changes", "layout", "field"),
-    [
-        ({}, Layout(dp=2), "layout.dp"),
-        (
-            {"moe_intermediate_size": 3, "hidden_size": 24},
-            Layout(),
-            "model.config.moe_intermediate_size",
-        ),
-    ],
-)
-def test_what_cannot_be_laid_out_is_refused(
-    changes: dict[str, Any], layout: Layout, field: str
-) -> None:
-    deployment = replace(spec("fsdp", dtype="bfloat16", **{**MOE, **changes}), layout=layout)
+def test_what_cannot_be_laid_out_is_refused() -> None:
+    changes = {**MOE, "moe_intermediate_size": 3, "hidden_size": 24}
     with pytest.raises(CallerError) as raised:
-        backend_factory("fsdp").plan(deployment, RankGroup(0, layout.dp))
-    assert (raised.value.info.code, raised.value.info.field) == (Code.FAILED_PRECONDITION, field)
+        backend_factory("fsdp").plan(spec("fsdp", dtype="bfloat16", **changes))
+    assert raised.value.info.code is Code.FAILED_PRECONDITION
+    assert raised.value.info.field == "model.config.moe_intermediate_size"

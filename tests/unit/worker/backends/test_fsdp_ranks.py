@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from phaseloom.common.contract.operations import (
     Loss,
     OptimStep,
 )
-from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.specs import DeploymentSpec, Layout
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, GroupBroken, RankGroup
@@ -34,22 +35,34 @@ from tests.unit.worker.backends.rank_child import Step, Train
 from tests.unit.worker.backends.ranks import Ranks
 
 STEP = OptimStep(AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0))
-SPEC = spec("fsdp")
-"""29 token ids, a prime: its embedding cannot be sharded evenly."""
-PAIR = replace(SPEC, layout=Layout(dp=2))
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+"""Five experts: two ranks have three and two of them."""
+CHANGES: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS}
+PAIR = Layout(dp=2)
+
+
+@pytest.fixture(scope="module", params=CHANGES)
+def policy(request: pytest.FixtureRequest) -> DeploymentSpec:
+    """29 token ids, a prime: its embedding cannot be sharded evenly."""
+    return spec("fsdp", **CHANGES[request.param])
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    ranks = Ranks(PAIR, tmp_path_factory.mktemp("pair"))
+def pair(policy: DeploymentSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(replace(policy, layout=PAIR), tmp_path_factory.mktemp("pair"))
     yield ranks
     ranks.close()
 
 
 @pytest.fixture
-def both(pair: Ranks, tmp_path: Path) -> Iterator[tuple[Backend, Heap]]:
+def both(policy: DeploymentSpec, pair: Ranks, tmp_path: Path) -> Iterator[tuple[Backend, Heap]]:
     """One rank, and the pair in the same state: the initial one."""
-    with running(SPEC) as (backend, heap):
+    with running(policy) as (backend, heap):
         save(backend, heap, tmp_path)
         pair.load(tmp_path)
         yield backend, heap
@@ -125,19 +138,22 @@ def test_lost_memory_between_calls_changes_no_bit(pair: Ranks, tmp_path: Path) -
         pair.offload_between_calls(is_on=False)
 
 
-def test_digest_and_version_are_of_the_whole_weights(pair: Ranks, alone: Backend) -> None:
+def test_digest_and_version_are_of_the_whole_weights(
+    policy: DeploymentSpec, pair: Ranks, alone: Backend
+) -> None:
     assert pair.weights_sha256() == alone.weights_sha256()
     pair.forward_backward(_steps()[0][0])
     pair.optim_step(STEP)
     version = pair.publish()
     assert pair.weights_sha256() != alone.weights_sha256()
     assert pair.weights_sha256() == weights_sha256(_arrays(version, alone.version_slots).items())
-    with running(spec("sampler")) as (sampler, heap):
+    sampler_spec = replace(policy, backend="sampler", trainable=False)
+    with running(sampler_spec) as (sampler, heap):
         assert sampler.version_slots == alone.version_slots
         assert len(version) == heap.num_bytes
         take(sampler, heap, 0, version)
         assert sampler.weights_sha256() == pair.weights_sha256()
-        assert bytes(heap.buffer) == version
+        assert written(sampler, heap) == version
 
 
 def test_version_comes_back_to_every_rank(pair: Ranks, both: tuple[Backend, Heap]) -> None:
@@ -181,16 +197,25 @@ def test_checkpoint_loads_under_another_layout(
     assert pair.heaps() == heaps
 
 
-def test_heaps_hold_the_shards_and_nothing_else(pair: Ranks, alone: Backend) -> None:
+def test_heaps_hold_the_shards_and_nothing_else(
+    policy: DeploymentSpec, pair: Ranks, alone: Backend
+) -> None:
+    """Half the rows of each tensor; of experts, which are several tensors, half of these."""
     whole = {slot.name: slot.shape for slot in alone.slots}
     first, second = ({slot.name: slot.shape for slot in slots} for slots in pair.slots)
-    assert first.keys() == second.keys() == whole.keys()
+    assert first.keys() | second.keys() == whole.keys()
     for name, shape in whole.items():
-        if shape:
+        if ".experts." in name:
+            expert = int(name.split(".experts.")[1].split(".")[0])
+            assert (first.get(name), second.get(name)) == (
+                (shape, None) if expert < 3 else (None, shape)
+            )
+        elif shape:
             assert first[name][0] + second[name][0] == shape[0]
             assert first[name][0] == -(-shape[0] // 2)
-    sizes = [backend_factory("fsdp").plan(PAIR, RankGroup(rank, 2)).heap_bytes for rank in (0, 1)]
-    assert sizes[0] == sizes[1] < 0.6 * backend_factory("fsdp").plan(SPEC).heap_bytes
+    factory, halved = backend_factory("fsdp"), replace(policy, layout=PAIR)
+    sizes = [factory.plan(halved, RankGroup(rank, 2)).heap_bytes for rank in (0, 1)]
+    assert sizes[0] == sizes[1] < 0.65 * factory.plan(policy).heap_bytes
 
 
 def test_all_ranks_fail_alike_when_one_has_a_loss_that_overflows(
@@ -211,14 +236,14 @@ def test_all_ranks_fail_alike_when_one_has_a_loss_that_overflows(
 
 def test_rank_whose_peers_never_come_gives_up_after_the_timeout(tmp_path: Path) -> None:
     first = RankGroup(0, 2, str(tmp_path / "store"), timeout_s=0.5)
-    factory = backend_factory("fsdp")
-    heap = Heap(factory.plan(PAIR, first).heap_bytes)
+    factory, deployment = backend_factory("fsdp"), replace(spec("fsdp"), layout=PAIR)
+    heap = Heap(factory.plan(deployment, first).heap_bytes)
     with pytest.raises(GroupBroken, match="not all 2 ranks"):
-        factory(PAIR, heap, first)
+        factory(deployment, heap, first)
 
 
 def test_killed_rank_breaks_the_group_and_hangs_nobody(pair: Ranks) -> None:
-    """The last test of the module: it spoils the pair."""
+    """The last test of each pair: it spoils it."""
     pair.ranks[1].close()
     for _ in range(2):
         pair.send(0, Step(STEP))

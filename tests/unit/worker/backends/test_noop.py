@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from phaseloom.common.contract.arrays import float32s, int32s
 from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 from phaseloom.common.contract.operations import (
@@ -28,8 +30,10 @@ def test_noop_answers_every_kind_in_the_right_shape(tmp_path: Path) -> None:
         sample = result.sequences[0][0]
         assert len(int32s(sample.tokens)) == len(float32s(sample.logprobs)) == 1
         asked = Generate([Prompt([1, 2])], SamplingParams(5), 1, prompt_logprobs=True)
-        (lp,) = generate(backend, asked)[0].prompt_logprobs
-        assert len(float32s(lp)) == 2
+        (result,) = generate(backend, replace(asked, prompt_top_logprobs=3))
+        assert [len(float32s(lp)) for lp in result.prompt_logprobs] == [2]
+        assert [len(int32s(top)) for top in result.prompt_top_tokens] == [6]
+        assert [len(float32s(top)) for top in result.prompt_top_logprobs] == [6]
         data = batch()
         scored = backend.forward(Forward(data)).logprobs
         assert [len(float32s(lp)) for lp in scored] == [len(datum.tokens) for datum in data]

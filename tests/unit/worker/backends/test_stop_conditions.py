@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -147,3 +148,32 @@ def test_prompt_logprobs_are_those_that_forward_gives() -> None:
     expected = [[0.0, *float32s(first)], [0.0], [0.0, *float32s(last)]]
     assert [float32s(lp) for lp in asked.prompt_logprobs] == expected
     assert [float32s(lp) for lp in only.prompt_logprobs] == [[0.0]]
+
+
+def test_likeliest_tokens_of_prompts_are_the_models() -> None:
+    """Every token's log-probability is what `forward` gives for it as a target."""
+    prompts, num_top = [Prompt([3, 1, 4, 1, 5]), Prompt([2]), Prompt([3, 1, 9])], 4
+    with running(spec("sampler")) as (backend, _):
+        plain, asked = generate(
+            backend,
+            Generate(prompts, SamplingParams(2), 2, prompt_logprobs=True),
+            Generate(prompts, SamplingParams(2), 2, True, num_top),
+        )
+        assert asked.prompt_logprobs == plain.prompt_logprobs
+        assert plain.prompt_top_tokens == plain.prompt_top_logprobs == []
+        for prompt, ids, lps in zip(
+            prompts, asked.prompt_top_tokens, asked.prompt_top_logprobs, strict=True
+        ):
+            tokens = int32s(prompt.tokens)
+            ids_TK = np.array(int32s(ids)).reshape(len(tokens), num_top)
+            lp_TK = np.array(float32s(lps), dtype=np.float32).reshape(len(tokens), num_top)
+            assert not ids_TK[0].any()
+            assert not lp_TK[0].any()
+            for t in range(1, len(tokens)):
+                data = [Datum(tokens[:t], [*tokens[1:t], token]) for token in range(VOCAB)]
+                lp_V = [float32s(lp)[-1] for lp in backend.forward(Forward(data)).logprobs]
+                likeliest = sorted(range(VOCAB), key=lambda token: -lp_V[token])[:num_top]
+                assert list(ids_TK[t]) == likeliest
+                assert list(lp_TK[t]) == pytest.approx([lp_V[i] for i in likeliest], abs=1e-6)
+        (everything,) = generate(backend, Generate(prompts[:1], SamplingParams(1), 1, True, 20))
+    assert len(int32s(everything.prompt_top_tokens[0])) == 5 * min(20, VOCAB)

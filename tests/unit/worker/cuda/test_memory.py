@@ -290,6 +290,44 @@ def test_heap_that_finds_no_memory_leaves_nothing_behind() -> None:
     assert driver.library.leftovers() == {"reserved": 0, "mapped": 0, "handles": 0, "streams": 0}
 
 
+def test_scratch_memory_comes_and_goes_with_the_heap_and_is_never_copied(
+    driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "memory_tensor", lambda at, size, _: memory_tensor(at, size, None))
+    before = driver.free_bytes()
+    heap = CudaHeap(SIZE, driver, scratch_bytes=GRANULARITY_BYTES)
+    assert before - driver.free_bytes() == MAPPED + GRANULARITY_BYTES == heap.resident_bytes()
+    scratch = devicememory.scratch_tensor(heap)
+    assert scratch.numel() == GRANULARITY_BYTES
+    scratch.fill_(7)
+    host = extent(b"\x01" * SIZE)
+    heap.copy_out(host)
+    assert bytes(host) == bytes(SIZE), "the heap alone is copied"
+    heap.release()
+    assert driver.free_bytes() == before
+    heap.copy_in(extent(b"\x02" * SIZE))
+    assert before - driver.free_bytes() == MAPPED + GRANULARITY_BYTES
+    again = devicememory.scratch_tensor(heap)
+    assert again.data_ptr() == scratch.data_ptr()
+    again.fill_(9)
+    assert driver.bytes_at(heap.address, SIZE) == b"\x02" * SIZE
+    heap.close()
+    assert driver.library.leftovers() == {"reserved": 0, "mapped": 0, "handles": 0, "streams": 0}
+
+
+def test_heap_whose_scratch_memory_finds_no_room_takes_none(driver: EmulatedDriver) -> None:
+    heap = CudaHeap(SIZE, driver, scratch_bytes=GRANULARITY_BYTES)
+    heap.release()
+    other = DeviceRange(driver, driver.free_bytes() - MAPPED)
+    other.populate()
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        heap.copy_in(extent(bytes(SIZE)))
+    assert heap.resident_bytes() == 0
+    other.vacate()
+    heap.copy_in(extent(bytes(SIZE)))
+    assert heap.resident_bytes() == MAPPED + GRANULARITY_BYTES
+
+
 def test_release_gives_back_what_torch_keeps_for_itself(
     driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,14 @@ def check_generate(key: OperationKey, args: ops.Generate) -> None:
         check_range(prompt.sample, 0, MAX_SAMPLES - 1, f"args.prompts[{i}].sample", "a sample")
     check_range(args.num_samples, 1, MAX_SAMPLES, "args.num_samples", "samples a prompt")
     _check_sampling(args.sampling)
+    field = "args.prompt_top_logprobs"
+    check_range(args.prompt_top_logprobs, 0, MAX_TOP_LOGPROBS, field, "tokens a position")
+    if args.prompt_top_logprobs and not args.prompt_logprobs:
+        raise CallerError(
+            "the likeliest tokens come beside the prompts' own log-probabilities",
+            field="args.prompt_top_logprobs",
+            remedy="set prompt_logprobs, too, or leave it out",
+        )
     for i, prompt in enumerate(args.prompts):
         _check_generated(prompt, args.sampling.max_tokens, f"args.prompts[{i}].num_generated")
 

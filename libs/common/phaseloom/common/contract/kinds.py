@@ -207,13 +207,17 @@ def _generated_bytes(args: ops.Generate, content_type: str) -> int:
         sequence += _SEQUENCE_BYTES
     num_bytes = len(args.prompts) * args.num_samples * sequence
     if args.prompt_logprobs:
-        num_bytes += sum(length(p.tokens) * number + _ARRAY_BYTES for p in args.prompts)
+        prompt_token = number + args.prompt_top_logprobs * (TOKEN_BYTES[content_type] + number)
+        num_bytes += sum(length(p.tokens) * prompt_token + 3 * _ARRAY_BYTES for p in args.prompts)
     return num_bytes
 
 
 def _generated(parts: Sequence[ops.GenerateResult]) -> ops.GenerateResult:
     return ops.GenerateResult(
-        joined(part.sequences for part in parts), joined(part.prompt_logprobs for part in parts)
+        joined(part.sequences for part in parts),
+        joined(part.prompt_logprobs for part in parts),
+        joined(part.prompt_top_tokens for part in parts),
+        joined(part.prompt_top_logprobs for part in parts),
     )
 
 
@@ -221,6 +225,8 @@ def _as_lists(result: ops.GenerateResult) -> ops.GenerateResult:
     return ops.GenerateResult(
         [[_listed(sequence) for sequence in group] for group in result.sequences],
         [float32s(values) for values in result.prompt_logprobs],
+        [int32s(tokens) for tokens in result.prompt_top_tokens],
+        [float32s(values) for values in result.prompt_top_logprobs],
     )
 
 

@@ -40,7 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: list[int] = []
     """Tokens that end a sample, beside the end-of-sequence tokens of the model's config."""
     stop_strings: list[str] = []
-    """Stop once the text of the new tokens holds one of these; needs the model's `token_texts`."""
+    """Stop once the text of the new tokens holds one of these; needs a registered model, or
+    the `token_texts` of the model."""
     ignore_eos: bool = False
     top_k: int = 0
     """Draw from so many of the likeliest tokens, and those as likely as the last; 0: from all."""
@@ -100,6 +101,9 @@ class Generate(Message, frozen=True):
     num_samples: int = 1
     prompt_logprobs: bool = False
     """Whether to answer the prompts' own log-probabilities too."""
+    prompt_top_logprobs: int = 0
+    """The number of likeliest tokens at each position of the prompts whose log-probabilities are
+    answered; needs `prompt_logprobs`."""
 
 
 class Forward(Message, frozen=True):
@@ -229,6 +233,11 @@ class GenerateResult(Message, frozen=True):
     """[prompt][sample]"""
     prompt_logprobs: list[Float32s] = []
     """One (T,) array a prompt, where asked for; the first token's is 0."""
+    prompt_top_tokens: list[Int32s] = []
+    """One (T · K,) array a prompt, where the K = `prompt_top_logprobs` likeliest tokens at each
+    position are asked for, likeliest first. At the first, which nothing precedes, they are 0."""
+    prompt_top_logprobs: list[Float32s] = []
+    """Their log-probabilities; 0 at the first position."""
 
 
 class ForwardResult(Message, frozen=True):

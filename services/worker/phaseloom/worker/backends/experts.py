@@ -1,8 +1,8 @@
 """Expert weights: one fused tensor a layer in memory, a tensor an expert and projection in files.
 
 A fused tensor has its experts one behind the other, and an expert its projections, so each tensor
-of a file is a run of the fused one. States, versions and checkpoints know the files' names only.
-Pure; no torch.
+of a file is a run of the fused one. Ranks share a fused tensor by its experts, so each has whole
+tensors of files. States, versions and checkpoints know the files' names only. Pure; no torch.
 
 Shapes: E experts, I intermediate, H hidden.
 """
@@ -46,7 +46,7 @@ def is_fused(name: str) -> bool:
 
 
 def file_slots(slots: Mapping[str, TensorSlot]) -> list[TensorSlot]:
-    """The slots of files' tensors, sorted by name, from slots of whole parameters, by name.
+    """The slots of files' tensors, sorted by name, from slots of parameters, by name.
 
     Raises: CallerError: FAILED_PRECONDITION: a tensor would not lie at a multiple of 64 bytes.
     """
@@ -58,8 +58,11 @@ def file_slots(slots: Mapping[str, TensorSlot]) -> list[TensorSlot]:
     )
 
 
-def _parts(name: str, shape: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
-    """The tensors of files that a parameter is made of, in the order in which they lie in it."""
+def _parts(name: str, shape: Sequence[int], first: int = 0) -> list[tuple[str, Sequence[int]]]:
+    """The tensors of files that a parameter is made of, in the order in which they lie in it.
+
+    Args: shape: of the parameter, or of a rank's slice of it, whose first expert is `first`.
+    """
     end = next((end for end in _FUSED if name.endswith(end)), None)
     if end is None:
         return [(name, shape)]
@@ -69,7 +72,7 @@ def _parts(name: str, shape: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
     size = [num_rows // len(projections), num_columns]
     return [
         (f"{prefix}.{expert}.{projection}.weight", size)
-        for expert in range(num_experts)
+        for expert in range(first, first + num_experts)
         for projection in projections
     ]
 
@@ -77,8 +80,8 @@ def _parts(name: str, shape: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
 def _part_slots(name: str, slot: TensorSlot) -> list[TensorSlot]:
     if not is_fused(name):
         return [slot]
-    parts = _parts(name, slot.shape)
-    suffix, num_bytes = slot.name.removeprefix(name), slot.num_bytes // len(parts)
+    parts = _parts(name, slot.shape, slot.start[0] if slot.start else 0)
+    suffix, num_bytes = slot.name.removeprefix(name), slot.num_bytes // max(1, len(parts))
     if num_bytes % ALIGNMENT_BYTES:
         raise CallerError(
             f"a projection of an expert has {num_bytes} bytes, no multiple of {ALIGNMENT_BYTES}",

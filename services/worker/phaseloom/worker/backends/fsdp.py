@@ -47,8 +47,8 @@ from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
 from phaseloom.worker.backends.capabilities import kinds_of
-from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import file_shapes
+from phaseloom.worker.backends.gathering import weights_digest
 from phaseloom.worker.backends.layout import (
     Layout,
     Region,
@@ -60,7 +60,6 @@ from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
     HeapTensors,
-    as_little_endian,
     build_model,
     config_dict,
     parameter_shapes,
@@ -207,18 +206,10 @@ class FsdpBackend(Member):
 
     @collective
     def weights_sha256(self) -> str:
-        if self._ranks.world_size == 1:
-            views = ((slot.name, self._tensors.view(slot)) for slot in self._layout.weights.files)
-            return weights_sha256(as_little_endian(views), self._dtype)
-        digest = torch.zeros(32, dtype=torch.uint8)
-        tensors = self._whole(self._layout.weights)
-        if self._ranks.rank == 0:
-            hexadecimal = weights_sha256(as_little_endian(tensors), self._dtype)
-            digest = torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)
-        else:
-            _exhaust(tensors)
-        dist.broadcast(digest, src=0)
-        return bytes(digest.tolist()).hex()
+        views = {slot.name: self._tensors.view(slot) for slot in self._layout.weights.files}
+        return weights_digest(
+            self.version_slots, self.holdings, views, self._ranks.rank, self._dtype
+        )
 
     def weights_changed(self) -> None:
         """Make masters of weights that came without any: a version's, a checkpoint's. Nothing else
@@ -233,16 +224,6 @@ class FsdpBackend(Member):
         if self._training is None:
             raise not_trainable()
         return self._training
-
-    def _whole(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors by parameter, sorted, one at a time, on rank 0 alone. Collective."""
-        for name, padded in self._padded(region).items():
-            if self._ranks.rank == 0:
-                shards = padded.new_empty([self._ranks.world_size, *padded.shape])
-                dist.gather(padded, [*shards.unbind()], dst=0)
-                yield name, shards.flatten(0, 1)[: self._shapes[name][0]]
-            else:
-                dist.gather(padded, dst=0)
 
     def _padded(self, region: Region) -> dict[str, torch.Tensor]:
         """The rank's shards with their padding, as large on all ranks."""
@@ -329,12 +310,6 @@ def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Buffers, as rotary frequencies, stay what they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-def _exhaust(tensors: Iterator[object]) -> None:
-    """Take part in a collective gather whose tensors only rank 0 wants."""
-    for _ in tensors:
-        raise AssertionError("only rank 0 is given tensors")
 
 
 def _use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> None:

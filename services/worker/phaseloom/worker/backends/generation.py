@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.operations import SamplingParams, Sequence
 from phaseloom.worker.backends.rng import uniforms
 from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
+from phaseloom.worker.backends.stoptext import StopText
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Sampling:
     params: SamplingParams
     stop_token_ids: list[int]
     """All tokens that end a sample."""
+    stop_texts: Seq[StopText | None]
+    """What finds the stop strings of each row."""
 
     @property
     def num_rows(self) -> int:
@@ -74,9 +77,8 @@ class Sampling:
 class Rows:
     """Tokens drawn so far, rows in the order of requests, prompts and samples."""
 
-    def __init__(self, asked: Seq[Sampling], vocab_size: int, token_texts: Seq[str]) -> None:
+    def __init__(self, asked: Seq[Sampling], vocab_size: int) -> None:
         self._asked = asked
-        self._token_texts = token_texts
         counts = [each.num_rows for each in asked]
         self._limit_R = torch.tensor([limit for each in asked for limit in each.limits])
         num_rows, limit = sum(counts), int(self._limit_R.max())
@@ -94,11 +96,9 @@ class Rows:
             longest = max(each.limits)
             self._draws_RI[rows, :longest] = each.draws(longest)
             self._is_stop_QV[i, each.stop_token_ids] = True
-            if each.params.stop_strings:
-                self._texts |= {
-                    row: StopText(each.params.stop_strings, self._earlier_text(each, row - start))
-                    for row in range(num_rows)[rows]
-                }
+            self._texts |= {
+                start + i: text for i, text in enumerate(each.stop_texts) if text is not None
+            }
             start += each.num_rows
         self._tokens_RI = np.zeros((num_rows, limit), dtype="<i4")
         self._logprobs_RI = np.zeros((num_rows, limit), dtype="<f4")
@@ -227,10 +227,6 @@ class Rows:
             self._top_tokens_RIK[rows, self._position] = top.indices.numpy()
             self._top_logprobs_RIK[rows, self._position] = top.values.numpy()
 
-    def _earlier_text(self, each: Sampling, row: int) -> str:
-        generated = each.starts[row // each.num_samples].generated
-        return "".join(self._token_texts[token] for token in generated)
-
     def _draw(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         draws_B = self._draws_RI[self._rows_B, self._position]
         if not any(self._shapings) and len(self._temperatures) == 1:
@@ -264,27 +260,8 @@ class Rows:
         ends = np.zeros(rows.size, dtype=np.bool_)
         for i, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             text = self._texts.get(row)
-            ends[i] = text is not None and text.ends_with(self._token_texts[token])
+            ends[i] = text is not None and text.ends_with(token)
         return ends
-
-
-class StopText:
-    """The end of a row's new text, as long as a stop string may need."""
-
-    def __init__(self, stops: Seq[str], earlier: str) -> None:
-        self._stops = stops
-        self._keep = max(len(stop) for stop in stops) - 1
-        self._tail = ""
-        self._remember(earlier)
-
-    def ends_with(self, new: str) -> bool:
-        """Whether a stop string is complete with this token's text."""
-        text = self._tail + new
-        self._remember(text)
-        return any(stop in text for stop in self._stops)
-
-    def _remember(self, text: str) -> None:
-        self._tail = text[-self._keep :] if self._keep else ""
 
 
 def _shaping(each: Sampling, vocab_size: int) -> Shaping | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from phaseloom.common.contract.arrays import length
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import (
     Forward,
     ForwardBackward,
@@ -26,6 +28,7 @@ from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.layout import check_layout
 from phaseloom.worker.backends.model import model_config, weights_dtype
 from phaseloom.worker.backends.shaping import check_bad_words
+from phaseloom.worker.backends.stoptext import StopText, token_bytes
 
 
 class InferenceBackend:
@@ -38,7 +41,7 @@ class InferenceBackend:
         self.config: dict[str, Any] = {**config.to_dict(), "dtype": weights_dtype(spec.model)}
         self.vocab_size = int(config.vocab_size)
         self._name = spec.backend
-        self._token_texts = spec.model.token_texts
+        self._spec = spec.model
         self._ends = end_tokens(config, self.vocab_size)
         self._max_positions = int(config.max_position_embeddings)
 
@@ -54,13 +57,8 @@ class InferenceBackend:
             raise CallerError("it is below 1", field="args.num_samples", remedy="use 1 or more")
         _check_sampling(args.sampling, self.vocab_size)
         check_bad_words(args.sampling, self.vocab_size)
-        if args.sampling.stop_strings and not self._token_texts:
-            raise CallerError(
-                "the model has no token_texts to find strings in",
-                code=Code.FAILED_PRECONDITION,
-                field="args.sampling.stop_strings",
-                remedy="declare the deployment with model.token_texts, or use stop_token_ids",
-            )
+        if args.sampling.stop_strings:
+            _ = self._token_bytes
         tokens = [prompt.tokens for prompt in args.prompts]
         check_tokens(joined_ints(tokens, prompt_field), self.vocab_size, tokens, prompt_field)
         self._check_lengths(args.prompts, args.sampling.max_tokens)
@@ -83,6 +81,17 @@ class InferenceBackend:
 
     def zero_gradients(self) -> None:
         """Nothing: there are no gradients."""
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        """The text of each token; see `token_bytes` for what it raises."""
+        return token_bytes(self._spec, self.vocab_size)
+
+    def _stop_text(self, sampling: SamplingParams, generated: Sequence[int]) -> StopText | None:
+        """What finds the stop strings of one sample. Args: generated: its tokens so far."""
+        if not sampling.stop_strings:
+            return None
+        return StopText(sampling.stop_strings, self._token_bytes, generated)
 
     def _stops(self, sampling: SamplingParams) -> list[int]:
         """Tokens that end a sample."""

@@ -28,7 +28,7 @@ from phaseloom.common.tensors import layouts
 from phaseloom.common.tensors.resharding import item_bytes
 from phaseloom.worker.backends.base import ALONE, RankGroup
 from phaseloom.worker.backends.capabilities import CAPABILITIES
-from phaseloom.worker.backends.experts import file_slots, is_fused
+from phaseloom.worker.backends.experts import file_slots
 from phaseloom.worker.state.heap import align
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
@@ -193,15 +193,8 @@ def plan(
     """Lay out a rank's shards of parameters, and their training state if `trainable`.
 
     Args:   shapes: of the whole parameters. dtype: of the weights.
-    Raises: CallerError: FAILED_PRECONDITION: experts over several ranks, or of an odd size.
+    Raises: CallerError: FAILED_PRECONDITION: experts of an odd size.
     """
-    if ranks.world_size > 1 and any(map(is_fused, shapes)):
-        raise CallerError(
-            f"experts cannot be spread over {ranks.world_size} ranks",
-            code=Code.FAILED_PRECONDITION,
-            field="layout.dp",
-            remedy="use layout.dp = 1",
-        )
     shards = {name: shard(shapes[name], ranks) for name in sorted(shapes)}
     return lay_out(shards, trainable=trainable, optimizer_on=optimizer_on, dtype=dtype)
 

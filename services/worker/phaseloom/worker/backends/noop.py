@@ -86,7 +86,12 @@ class NoopBackend:
             logprobs: list[Float32s] = [
                 bytes(4 * length(p.tokens)) for p in args.prompts if args.prompt_logprobs
             ]
-            watch.ended(i, GenerateResult(groups, logprobs))
+            zeroes = [
+                bytes(4 * args.prompt_top_logprobs * length(p.tokens))
+                for p in args.prompts
+                if args.prompt_top_logprobs
+            ]
+            watch.ended(i, GenerateResult(groups, logprobs, [*zeroes], [*zeroes]))
 
     def check_forward(self, args: Forward) -> None:
         """Accept everything: nothing is computed."""

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
-from phaseloom.common.contract.arrays import Float32s, int32s, length
+from phaseloom.common.contract.arrays import int32s, length
 from phaseloom.common.contract.operations import (
     Datum,
     Forward,
@@ -110,7 +111,7 @@ class SamplerBackend(InferenceBackend):
 
     def _take(self, call: _Call, requests: Seq[Generate]) -> None:
         for args in requests:
-            call.add(args, self._prompt_logprobs(args))
+            call.add(args, self._scored_prompts(args))
 
     def forward(self, args: Forward) -> ForwardResult:
         with torch.inference_mode():
@@ -131,7 +132,7 @@ class SamplerBackend(InferenceBackend):
         """Prefill every prompt of the wave once and draw the first token of all its samples, which
         the batch then goes on with."""
         asked = self._sampling(call, wave)
-        rows = Rows(asked, self.vocab_size, self._token_texts)
+        rows = Rows(asked, self.vocab_size)
         tokens_PT, padding_P = _left_pad([prompt.tokens_T for prompt in wave])
         prefill = self._decoder.prefill(
             tokens_PT.to(self._device), padding_P.to(self._device), tokens_PT.shape[1] + rows.room
@@ -169,19 +170,34 @@ class SamplerBackend(InferenceBackend):
                     sampling.max_tokens,
                     sampling,
                     self._stops(sampling),
+                    [
+                        self._stop_text(sampling, prompt.start.generated)
+                        for prompt in prompts
+                        for _ in range(args.num_samples)
+                    ],
                 )
             )
         return asked
 
-    def _prompt_logprobs(self, args: Generate) -> list[Float32s]:
+    def _scored_prompts(self, args: Generate) -> GenerateResult:
         """Log-probabilities of each prompt, as `forward` gives them, behind a 0 for its first
-        token."""
+        token: a result without sequences."""
         if not args.prompt_logprobs:
-            return []
+            return GenerateResult([])
         tokens = [int32s(prompt.tokens) for prompt in args.prompts]
-        scored = [Datum(tokens_T[:-1], tokens_T[1:]) for tokens_T in tokens if tokens_T[1:]]
-        lp = iter(scoring.logprobs(self._scorer, forward_batch(Forward(scored), self.vocab_size)))
-        return [b"\0\0\0\0" + (next(lp) if tokens_T[1:] else b"") for tokens_T in tokens]
+        data = [Datum(tokens_T[:-1], tokens_T[1:]) for tokens_T in tokens if tokens_T[1:]]
+        batch = forward_batch(Forward(data), self.vocab_size)
+        num_top = min(args.prompt_top_logprobs, self.vocab_size)
+        found = iter(scoring.scores(self._scorer, batch, num_top))
+        none = scoring.Scores(b"", b"", b"")
+        scored = [next(found) if tokens_T[1:] else none for tokens_T in tokens]
+        first, first_top = bytes(4), bytes(4 * num_top)
+        return GenerateResult(
+            [],
+            [first + each.logprobs for each in scored],
+            [first_top + each.top_tokens for each in scored if num_top],
+            [first_top + each.top_logprobs for each in scored if num_top],
+        )
 
 
 @dataclass(frozen=True)
@@ -250,7 +266,8 @@ class _Batch:
 @dataclass
 class _Request:
     args: Generate
-    prompt_logprobs: list[Float32s]
+    scored: GenerateResult
+    """What is answered about its prompts; it has no sequences yet."""
     num_total: int
     """New tokens that its samples may get, at most."""
     num_done: int = 0
@@ -275,10 +292,10 @@ class _Call:
     def args(self, prompt: _Prompt) -> Generate:
         return self._requests[prompt.request].args
 
-    def add(self, args: Generate, prompt_logprobs: list[Float32s]) -> None:
+    def add(self, args: Generate, scored: GenerateResult) -> None:
         prompts = _prompts(args, len(self._requests))
         total = args.num_samples * sum(prompt.max_tokens for prompt in prompts)
-        self._requests.append(_Request(args, prompt_logprobs, total))
+        self._requests.append(_Request(args, scored, total))
         self._waiting += prompts
         if not prompts:  # a share of an operation may be empty
             self._end(len(self._requests) - 1, GenerateResult([], []))
@@ -345,7 +362,7 @@ class _Call:
         request.sequences |= dict(enumerate(sequences, first))
         if len(request.sequences) == len(request.args.prompts):
             groups = [request.sequences[k] for k in range(len(request.args.prompts))]
-            self._end(i, GenerateResult(groups, request.prompt_logprobs))
+            self._end(i, replace(request.scored, sequences=groups))
 
     def _end(self, i: int, result: GenerateResult | None) -> None:
         if i not in self._over:

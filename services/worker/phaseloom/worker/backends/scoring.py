@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,10 @@ class Scorer(nn.Module):
 
     def forward(self, packed: Pass) -> torch.Tensor:
         """(N,) log-probabilities of the targets."""
+        return _of_targets(self.logits(packed), packed)
+
+    def logits(self, packed: Pass) -> torch.Tensor:
+        """(N, V) float32 logits at the positions asked for."""
         model: Any = self.model
         device = model.device
         tokens_BT = torch.from_numpy(packed.tokens_BT).to(device)
@@ -52,9 +57,12 @@ class Scorer(nn.Module):
         hidden_BTH = output.last_hidden_state
         index_N = torch.from_numpy(packed.index_N).to(device)
         asked_NH = hidden_BTH.flatten(0, 1).index_select(0, index_N)
-        logits_NV = logits(model, asked_NH).float()
-        targets_N = torch.from_numpy(packed.targets_N).to(device)
-        return -nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
+        return logits(model, asked_NH).float()
+
+
+def _of_targets(logits_NV: torch.Tensor, packed: Pass) -> torch.Tensor:
+    targets_N = torch.from_numpy(packed.targets_N).to(logits_NV.device)
+    return -nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
 def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None) -> list[bytes]:
@@ -66,3 +74,32 @@ def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None)
     for each in passes(batch, only_used=False) if packed is None else packed:
         lp_N[each.source_N] = scorer(each).cpu().numpy()
     return [lp_N[start:stop].tobytes() for start, stop in pairwise(batch.starts.tolist())]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of one sample, little-endian."""
+
+    logprobs: bytes
+    """(T,) float32, of its targets."""
+    top_tokens: bytes
+    """(T, K) int32, the likeliest tokens at each position, likeliest first."""
+    top_logprobs: bytes
+    """(T, K) float32."""
+
+
+def scores(scorer: Scorer, batch: Batch, num_top: int) -> list[Scores]:
+    """Log-probabilities of each sample's targets, and of the K = `num_top` likeliest tokens."""
+    lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
+    tokens_NK = np.empty((lp_N.size, num_top), dtype="<i4")
+    lp_NK = np.empty((lp_N.size, num_top), dtype="<f4")
+    for each in passes(batch, only_used=False):
+        logits_NV = scorer.logits(each)
+        lp_N[each.source_N] = _of_targets(logits_NV, each).cpu().numpy()
+        top = torch.log_softmax(logits_NV, dim=-1).topk(num_top, dim=-1)
+        tokens_NK[each.source_N] = top.indices.cpu().numpy()
+        lp_NK[each.source_N] = top.values.cpu().numpy()
+    return [
+        Scores(*(array[start:stop].tobytes() for array in (lp_N, tokens_NK, lp_NK)))
+        for start, stop in pairwise(batch.starts.tolist())
+    ]

@@ -140,7 +140,8 @@ def test_requests_of_many_kinds_in_one_call_end_as_in_our_own_sampler(
         Generate(prompts(2), SamplingParams(50, stop_token_ids=[3, 4, 5]), num_samples=2),
         Generate(prompts(2, 2), SamplingParams(50, stop_strings=["b", "xy"], ignore_eos=True)),
         Generate(prompts(1, 3), SamplingParams(7, temperature=0.0), prompt_logprobs=True),
-        Generate([Prompt([1], seed=9)], SamplingParams(20, 1.3), prompt_logprobs=True),
+        Generate([Prompt([1], seed=9)], SamplingParams(20, 1.3), 1, True, 3),
+        Generate(prompts(2, 4), SamplingParams(2), 2, True, 5),
     ]
     results = []
     for name in ("vllm", "sampler"):
@@ -154,6 +155,9 @@ def test_requests_of_many_kinds_in_one_call_end_as_in_our_own_sampler(
         assert [len(lp) for lp in mine.prompt_logprobs] == [
             len(lp) for lp in theirs.prompt_logprobs
         ]
+        assert [*map(int32s, mine.prompt_top_tokens)] == [*map(int32s, theirs.prompt_top_tokens)]
+        for a, b in zip(mine.prompt_top_logprobs, theirs.prompt_top_logprobs, strict=True):
+            assert list(float32s(a)) == pytest.approx(list(float32s(b)), abs=2e-5)
     reasons = {s.stop_reason for r in results[0] for group in r.sequences for s in group}
     assert reasons == {"stop", "length"}
 

@@ -7,6 +7,7 @@ own prompts; its ranks (`replica`) all draw the same tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from phaseloom.common.contract.operations import (
     Generate,
     GenerateResult,
     Prompt,
+    SamplingParams,
     Sequence,
 )
 from phaseloom.common.contract.specs import Batching, DeploymentSpec, Layout
@@ -29,7 +31,6 @@ from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.experts import is_fused
 from phaseloom.worker.backends.gathering import inside, weights_digest
-from phaseloom.worker.backends.generation import StopText
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
 from phaseloom.worker.backends.layout import plan as plan_layout
 from phaseloom.worker.backends.model import (
@@ -43,8 +44,9 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain
+from phaseloom.worker.backends.stoptext import StopText
 from phaseloom.worker.backends.vllm.draws import Draw
-from phaseloom.worker.backends.vllm.engine import Engine, Request, Settings, Step, plan
+from phaseloom.worker.backends.vllm.engine import Engine, Request, Scored, Settings, Step, plan
 from phaseloom.worker.backends.vllm.replica import Agreed, join
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
@@ -95,7 +97,7 @@ class VllmBackend(InferenceBackend, Member):
         self._begin()
         if self._replica.size > 1:
             watch = Agreed(watch, self._replica, len(requests))
-        call = _Call(self._engine, watch, self._token_texts, self.vocab_size)
+        call = _Call(self._engine, watch, self.vocab_size, self._stop_text)
         try:
             self._take(call, requests)
             while call.has_live:
@@ -152,7 +154,8 @@ class VllmBackend(InferenceBackend, Member):
         found: dict[str, Float32s] = {}
         while not self._engine.is_idle:
             for step in self._engine.step():
-                found[step.name] = pack_float32s([*(step.prompt_logprobs or ())])
+                if step.prompt is not None:
+                    found[step.name] = pack_float32s([*step.prompt.logprobs])
         return [found[f"{i}"] for i in range(len(batch))]
 
 
@@ -180,19 +183,28 @@ class _Request:
     """Rows in the order of prompts and samples."""
     num_total: int
     """New tokens that its samples may get, at most."""
+    num_prompt_top: int
+    """The number of likeliest tokens that are answered for each token of its prompts."""
     num_done: int = 0
-    prompt_logprobs: dict[int, Float32s] = field(default_factory=dict)
-    """Log-probabilities of its prompts, by the prompt's place."""
+    scored: dict[int, Scored] = field(default_factory=dict)
+    """Log-probabilities of its prompts, each but for its first token, by the prompt's place."""
 
     @property
     def is_scored(self) -> bool:
         """Whether nothing is missing of what was asked about the prompts."""
-        return len(self.prompt_logprobs) == len(self.args.prompts) * self.args.prompt_logprobs
+        return len(self.scored) == len(self.args.prompts) * self.args.prompt_logprobs
 
     def result(self) -> GenerateResult:
         flat = map(_sequence, self.rows)
         sequences = [[next(flat) for _ in range(self.args.num_samples)] for _ in self.args.prompts]
-        return GenerateResult(sequences, [lp for _, lp in sorted(self.prompt_logprobs.items())])
+        scored = [each for _, each in sorted(self.scored.items())]
+        first = [0] * self.num_prompt_top
+        return GenerateResult(
+            sequences,
+            [pack_float32s([0.0, *each.logprobs]) for each in scored],
+            [pack_int32s([*first, *each.top_tokens]) for each in scored if first],
+            [pack_float32s([*first, *each.top_logprobs]) for each in scored if first],
+        )
 
 
 def _sequence(row: _Row) -> Sequence:
@@ -206,16 +218,26 @@ def _sequence(row: _Row) -> Sequence:
     )
 
 
+def _generated(prompt: Prompt) -> Seq[int]:
+    """The tokens of a prompt that are an earlier answer's."""
+    tokens = int32s(prompt.tokens)
+    return tokens[len(tokens) - prompt.num_generated :]
+
+
 class _Call:
     """The requests of one call: each ends when its own rows have."""
 
     def __init__(
-        self, engine: Engine, watch: Watch, token_texts: Seq[str], vocab_size: int
+        self,
+        engine: Engine,
+        watch: Watch,
+        vocab_size: int,
+        stop_text: Callable[[SamplingParams, Seq[int]], StopText | None],
     ) -> None:
         self._engine = engine
         self._vocab_size = vocab_size
         self._watch = watch
-        self._token_texts = token_texts
+        self._stop_text = stop_text
         self._requests: list[_Request] = []
         self._live: dict[int, set[str]] = {}
         """Names of the rows that are not done, of each request that has some."""
@@ -229,12 +251,12 @@ class _Call:
         """Begin with a request beside those that are being decoded."""
         i = len(self._requests)
         rows = [
-            _Row(i, k, sample, self._stop_text(args, prompt))
+            _Row(i, k, sample, self._stop_text(args.sampling, _generated(prompt)))
             for k, prompt in enumerate(args.prompts)
             for sample in range(args.num_samples)
         ]
         total = sum(self._begin(row, args, stops) for row in rows)
-        self._requests.append(_Request(args, rows, total))
+        self._requests.append(_Request(args, rows, total, self._num_prompt_top(args)))
         if not rows:  # a share of an operation may be empty
             self._watch.ended(i, GenerateResult([], []))
 
@@ -259,17 +281,13 @@ class _Call:
                 draw,
                 min(sampling.top_logprobs, self._vocab_size),
                 scores_prompt=args.prompt_logprobs and row.sample == 0,
+                num_prompt_top=self._num_prompt_top(args),
             )
         )
         return sampling.max_tokens - start
 
-    def _stop_text(self, args: Generate, prompt: Prompt) -> StopText | None:
-        if not args.sampling.stop_strings:
-            return None
-        tokens = int32s(prompt.tokens)
-        generated = tokens[len(tokens) - prompt.num_generated :]
-        earlier = "".join(self._token_texts[token] for token in generated)
-        return StopText(args.sampling.stop_strings, earlier)
+    def _num_prompt_top(self, args: Generate) -> int:
+        return min(args.prompt_top_logprobs, self._vocab_size)
 
     def step(self) -> None:
         """Add a token to each row that is in the batch; end what is done or not wanted any more."""
@@ -301,17 +319,17 @@ class _Call:
     def _accept(self, step: Step) -> None:
         row = self._rows[step.name]
         row.tokens += step.tokens
-        row.logprobs += step.logprobs
-        row.top_tokens += step.top_tokens
-        row.top_logprobs += step.top_logprobs
+        row.logprobs += step.scored.logprobs
+        row.top_tokens += step.scored.top_tokens
+        row.top_logprobs += step.scored.top_logprobs
         request = self._requests[row.request]
         request.num_done += len(step.tokens)
-        if step.prompt_logprobs is not None:
-            request.prompt_logprobs[row.prompt] = pack_float32s([0.0, *step.prompt_logprobs])
+        if step.prompt is not None:
+            request.scored[row.prompt] = step.prompt
         row.stop_reason = step.stop_reason
         if row.text is not None:
             for token in step.tokens:
-                if row.text.ends_with(self._token_texts[token]):
+                if row.text.ends_with(token):
                     row.stop_reason = "stop"
         if row.stop_reason:
             self._live[row.request].discard(step.name)

@@ -82,6 +82,18 @@ class Request:
     """The number of likeliest tokens whose log-probabilities are wanted, beside the drawn one's."""
     scores_prompt: bool = False
     """Whether the log-probabilities of the prompt are wanted."""
+    num_prompt_top: int = 0
+    """The number of likeliest tokens of each position of the prompt that are wanted beside them."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of tokens that follow one another, and of the likeliest ones in their
+    places, as far as these were asked for, place by place."""
+
+    logprobs: Sequence[float]
+    top_tokens: Sequence[int]
+    top_logprobs: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -90,14 +102,12 @@ class Step:
 
     name: str
     tokens: Sequence[int]
-    logprobs: Sequence[float]
-    top_tokens: Sequence[int]
-    """The likeliest tokens of each position, where asked for, position by position."""
-    top_logprobs: Sequence[float]
+    scored: Scored
+    """Of the new tokens."""
     stop_reason: str
     """`stop` or `length`; empty: the sequence goes on."""
-    prompt_logprobs: Sequence[float] | None = None
-    """Those of the prompt's tokens but the first; in the first step, where asked for."""
+    prompt: Scored | None = None
+    """Of the prompt's tokens but the first; in the first step, where asked for."""
 
 
 class _RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
@@ -182,7 +192,7 @@ class Engine:
             ignore_eos=True,
             detokenize=False,
             logprobs=request.num_top,
-            prompt_logprobs=0 if request.scores_prompt else None,
+            prompt_logprobs=request.num_prompt_top if request.scores_prompt else None,
             flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra,
@@ -200,19 +210,15 @@ class Engine:
         """Add a token to each sequence that is in the batch."""
         for output in self._engine.step():
             completion = output.outputs[0]
-            # Of each position the drawn token comes first, then the likeliest ones.
-            flat = completion.logprobs
-            top = [*zip(flat.start_indices, flat.end_indices, strict=True)]
             if output.finished:
                 del self._internal[output.request_id]
             yield Step(
                 output.request_id,
                 completion.token_ids,
-                [flat.logprobs[at] for at in flat.start_indices],
-                [flat.token_ids[i] for at, end in top for i in range(at + 1, end)],
-                [flat.logprobs[i] for at, end in top for i in range(at + 1, end)],
+                _scored(completion.logprobs),
                 completion.finish_reason or "",
-                _prompt_logprobs(output),
+                # Nothing precedes the first token.
+                _scored(output.prompt_logprobs, 1) if output.prompt_logprobs else None,
             )
 
     def abort(self, names: Sequence[str]) -> None:
@@ -225,12 +231,16 @@ class Engine:
         assert self._engine.reset_prefix_cache(), "a sequence is being decoded"
 
 
-def _prompt_logprobs(output: Any) -> Sequence[float] | None:
-    if not output.prompt_logprobs:
-        return None
-    # The first place of each position is the prompt's own token.
-    flat = output.prompt_logprobs
-    return [flat.logprobs[at] for at in flat.start_indices[1:]]
+def _scored(flat: Any, first: int = 0) -> Scored:
+    """vLLM's flat log-probabilities from this place on: in each place the token that is there comes
+    first, then the likeliest ones."""
+    places = [*zip(flat.start_indices, flat.end_indices, strict=True)][first:]
+    top = [i for start, end in places for i in range(start + 1, end)]
+    return Scored(
+        [flat.logprobs[start] for start, _ in places],
+        [flat.token_ids[i] for i in top],
+        [flat.logprobs[i] for i in top],
+    )
 
 
 def plan(settings: Settings, shapes: Shapes) -> Placement:
