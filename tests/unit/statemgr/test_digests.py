@@ -12,6 +12,7 @@ import pytest
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of, each_part
 from phaseloom.statemgr.memory.extents import HostMemory
@@ -33,7 +34,7 @@ class World:
 
     def offloaded(self) -> Rank:
         """Its host copy is whole, and nobody has hashed it."""
-        self.residency.register(["token"], KEY, 1, [0], 0)
+        self.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
         rank = self.residency.authenticate("token")
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
         extent = self.memory.reserve(SIZE, "a copy")
@@ -154,7 +155,7 @@ async def _refused(waiting: object) -> str:
 
 def test_copy_that_is_dirty_may_be_sealed_and_demoted_but_not_taken_for_verified() -> None:
     residency = Residency([10])
-    residency.register(["token"], KEY, 1, [0], 0)
+    residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     rank = residency.authenticate("token")
     residency.register_heap(rank, 10, [], 1)
     residency.fill(rank, 3, "")

@@ -13,6 +13,7 @@ import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import TakeSnapshot, WriteCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
@@ -30,7 +31,7 @@ KEY = DeploymentKey("acme", "job", "policy")
 
 async def _offloaded(node: Node, tiering: Tiering) -> Rank:
     """A deployment whose whole state, at 1, is in host memory."""
-    node.residency.register(["token"], KEY, 1, [0], 0)
+    node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     (rank,) = node.residency.current(KEY, 1).ranks
     extent = await tiering.reserve(SIZE, "state")
     slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]

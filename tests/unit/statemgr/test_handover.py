@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.tensors.blockhash import digest_of
@@ -58,7 +59,7 @@ def _filled(node: Node, number: int) -> tuple[int, str]:
 
 
 def _content(node: Node, number: int) -> None:
-    node.residency.register([f"token {number}"], _key(number), 1, [0], 0)
+    node.residency.register(RegisterWpg([f"token {number}"], _key(number), 1, [0], 0))
     (rank,) = node.residency.current(_key(number), 1).ranks
     extent, digest = _filled(node, number)
     node.residency.register_heap(rank, SIZE, [SLOT], extent)

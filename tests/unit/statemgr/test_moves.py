@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.disk.files import StateDirectory
@@ -29,7 +30,7 @@ class World:
     def add(self, name: str) -> SharedCopy:
         """A frozen deployment whose host copy nobody else has."""
         node, key = self.node, DeploymentKey("acme", "job", name)
-        node.residency.register([name], key, 1, [0], 0)
+        node.residency.register(RegisterWpg([name], key, 1, [0], 0))
         (rank,) = node.residency.current(key, 1).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
         extent = node.memory.reserve(SIZE, name, may_freeze=True)

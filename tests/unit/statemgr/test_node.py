@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_rank import Copied, CopyIn, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.disk.files import StateDirectory
@@ -30,7 +31,7 @@ async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_giv
 
     directory = await asyncio.to_thread(StateDirectory, tmp_path)
     node = Node(NodeId("n"), directory, [1], 1 << 20, 10.0)
-    node.residency.register(["token"], KEY, 1, [0], 0)
+    node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     rank = node.residency.authenticate("token")
     here, there = socket.socketpair()
     peer: Peer[StateMessage] = Peer(here, StateMessage, max_fds=0)

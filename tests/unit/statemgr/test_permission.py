@@ -8,6 +8,7 @@ import pytest
 from phaseloom.common.contract.commands import FilesTicket, Ticket
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.transport.tickets import is_genuine, signed
 from phaseloom.statemgr.mesh.permission import Gate, check_reader
 from phaseloom.statemgr.residency.incarnations import Wpg
@@ -84,7 +85,7 @@ def test_refused_ticket_ends_nobody_s() -> None:
 
 def _wpg(key: DeploymentKey, incarnation: int) -> Wpg:
     residency = Residency([1])
-    residency.register(["t"], key, incarnation, [0], 0)
+    residency.register(RegisterWpg(["t"], key, incarnation, [0], 0))
     return residency.current(key, incarnation)
 
 

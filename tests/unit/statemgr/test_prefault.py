@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_rank import Done, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.disk.files import StateDirectory
@@ -32,7 +33,7 @@ async def filling(path: Path) -> AsyncIterator[tuple[Node, Prefault, Rank]]:
     directory = await asyncio.to_thread(StateDirectory, path)
     node = Node(NodeId("n"), directory, [SIZE], 2 * SIZE, 10.0)
     prefault = Prefault(node)
-    node.residency.register(["token"], KEY, 1, [0], 0)
+    node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     (rank,) = node.residency.current(KEY, 1).ranks
     extent = node.memory.reserve(SIZE, "state", may_freeze=True)
     node.residency.register_heap(rank, SIZE, [], extent)

@@ -11,6 +11,7 @@ import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import CommitParts
 from phaseloom.common.tensors.versionparts import part_of
@@ -39,7 +40,9 @@ class World:
     def incarnation(self, incarnation: int) -> Wpg:
         """The next incarnation of the policy."""
         residency = self.node.residency
-        replaced = residency.register([f"token{incarnation}"], POLICY, incarnation, [0], 0)
+        replaced = residency.register(
+            RegisterWpg([f"token{incarnation}"], POLICY, incarnation, [0], 0)
+        )
         if replaced is not None:
             self.node.retire(replaced, "fenced")
         return residency.current(POLICY, incarnation)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.memory.layouts import PAGE_BYTES
 from phaseloom.statemgr.residency.incarnations import (
@@ -29,7 +30,7 @@ def add(residency: Residency, key: DeploymentKey, heap_bytes: int, *devices: int
     """A deployment in host memory, one rank on each device (0 where none is named)."""
     devices = devices or (0,)
     tokens = [f"token {key} {index}" for index in range(len(devices))]
-    residency.register(tokens, key, 1, list(devices), 0)
+    residency.register(RegisterWpg(tokens, key, 1, list(devices), 0))
     for token in tokens:
         rank = residency.authenticate(token)
         residency.check_heap(rank, heap_bytes, [])
@@ -176,31 +177,31 @@ def test_same_registration_again_changes_nothing() -> None:
     residency = Residency([10])
     wpg = add(residency, A, 10)
     token = wpg.ranks[0].token
-    assert residency.register([token], A, 1, [0], 0) is None
+    assert residency.register(RegisterWpg([token], A, 1, [0], 0)) is None
     assert residency.current(A, 1) is wpg
     with pytest.raises(CallerError, match="ALREADY_EXISTS"):
-        residency.register(["another"], A, 1, [0], 0)
+        residency.register(RegisterWpg(["another"], A, 1, [0], 0))
     with pytest.raises(CallerError, match="in use"):
-        residency.register([token], B, 1, [0], 0)
+        residency.register(RegisterWpg([token], B, 1, [0], 0))
     with pytest.raises(CallerError, match="in use"):
-        residency.register(["twice", "twice"], B, 1, [0, 0], 0)
+        residency.register(RegisterWpg(["twice", "twice"], B, 1, [0, 0], 0))
     with pytest.raises(CallerError, match="device 1 of 1"):
-        residency.register(["t"], B, 1, [1], 0)
+        residency.register(RegisterWpg(["t"], B, 1, [1], 0))
     for tokens, devices in ((["t"], [0, 0]), ([], [])):
         with pytest.raises(CallerError, match=f"{len(devices)} devices for {len(tokens)} ranks"):
-            residency.register(tokens, B, 1, devices, 0)
+            residency.register(RegisterWpg(tokens, B, 1, devices, 0))
 
 
 def test_fence_outlives_the_deployment_until_it_is_forgotten() -> None:
     residency = Residency([10])
-    residency.register(["t3"], A, 3, [0], 0)
+    residency.register(RegisterWpg(["t3"], A, 3, [0], 0))
     assert residency.drop(A, 3) is not None
     with pytest.raises(ResourceError, match="fenced"):
-        residency.register(["t2"], A, 2, [0], 0)
+        residency.register(RegisterWpg(["t2"], A, 2, [0], 0))
     with pytest.raises(CallerError, match="NOT_FOUND"):
         residency.current(A, 4)
     residency.forget(A)
-    residency.register(["t1"], A, 1, [0], 0)
+    residency.register(RegisterWpg(["t1"], A, 1, [0], 0))
 
 
 def test_offload_over_a_prepared_seal_is_our_own_bug() -> None:
@@ -238,7 +239,7 @@ def test_extent_of_a_lost_deployment_is_kept_while_it_is_sealed() -> None:
     wpg = add(residency, A, 10)
     residency.prepare_seal(wpg, 0)
     residency.begin_write(wpg, 0)
-    residency.register(["t2"], A, 2, [0], 0)
+    residency.register(RegisterWpg(["t2"], A, 2, [0], 0))
     assert wpg.is_lost
     assert residency.reap(wpg) == []
     residency.validate()
@@ -283,7 +284,7 @@ class AnySequence(RuleBasedStateMachine):
     def register(self, key: DeploymentKey, devices: list[int]) -> None:
         number = self.incarnations[key] = self.incarnations.get(key, 0) + 1
         tokens = [f"{key} {number} {index}" for index in range(len(devices))]
-        replaced = self.residency.register(tokens, key, number, devices, 0)
+        replaced = self.residency.register(RegisterWpg(tokens, key, number, devices, 0))
         if replaced is not None and (replaced.prepared is None):
             self.over(replaced)
         self.live.append(self.residency.authenticate(tokens[0]).wpg)

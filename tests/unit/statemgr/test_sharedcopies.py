@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from phaseloom.common.contract.errors import CallerError, InternalError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step
 from phaseloom.statemgr.residency.residency import Residency
@@ -30,7 +31,7 @@ class World:
 
     def rank(self, tenant: str, job: str = "job") -> Rank:
         key = DeploymentKey(tenant, job, f"d{len(self.ranks)}")
-        self.residency.register([f"t{len(self.ranks)}"], key, 1, [0], 0)
+        self.residency.register(RegisterWpg([f"t{len(self.ranks)}"], key, 1, [0], 0))
         (rank,) = self.residency.current(key, 1).ranks
         self.residency.register_heap(rank, SIZE, [SLOT], 1)
         rank.frozen, rank.extent = True, None

@@ -11,6 +11,7 @@ import pytest
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.contract.state_rank import OpenSlices
 from phaseloom.statemgr.disk.files import StateDirectory
@@ -31,7 +32,7 @@ async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -
     tiering = Tiering(node, 0)
     weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
     slices = Slices(node, weights)
-    node.residency.register(["token"], KEY, 1, [0], 0)
+    node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     wpg = node.residency.current(KEY, 1)
     busy, only_thread = threading.Event(), ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(only_thread)

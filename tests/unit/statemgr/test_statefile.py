@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,8 @@ from phaseloom.statemgr.disk.statefile import (
     Place,
     Section,
     StateHeader,
-    decode_header,
     encode_header,
-    header_bytes,
-    part_offsets,
+    parts_in,
     seal_header,
     section_of,
     superseded_seals,
@@ -45,16 +44,17 @@ def header(content: bytes, seq: int = 3, num_tensors: int = 1) -> StateHeader:
     return StateHeader("seal", KEY, seq, [section])
 
 
+def reading(content: bytes) -> Callable[[int, int], bytes]:
+    return lambda at, length: content[at : at + length]
+
+
 @given(st.integers(0, 300))
 def test_header_comes_back_and_memory_is_aligned(num_tensors: int) -> None:
     block = checksum(b"x")
     written = header(b"x", num_tensors=num_tensors).with_blocks(BLOCK_BYTES, [block])
     encoded = encode_header(written)
     assert len(encoded) % DATA_ALIGNMENT_BYTES == 0
-    length = header_bytes(encoded[:PREFIX_BYTES], "f")
-    payload = encoded[PREFIX_BYTES : PREFIX_BYTES + length]
-    assert decode_header(encoded[:PREFIX_BYTES], payload, "f") == written
-    assert part_offsets(written, length) == [len(encoded)]
+    assert parts_in(reading(encoded), "f") == [Place("f", written, 0, len(encoded))]
 
 
 def test_file_whose_header_nobody_would_read_again_is_not_written(tmp_path: Path) -> None:
@@ -74,12 +74,10 @@ def test_file_whose_header_nobody_would_read_again_is_not_written(tmp_path: Path
 @given(st.data())
 def test_one_flipped_bit_anywhere_is_found(data: st.DataObject) -> None:
     encoded = bytearray(encode_header(header(b"x")))
-    length = header_bytes(bytes(encoded[:PREFIX_BYTES]), "f")
-    place = data.draw(st.integers(0, PREFIX_BYTES + length - 1))
+    place = data.draw(st.integers(0, len(encoded.rstrip(b"\0")) - 1))
     encoded[place] ^= 1 << data.draw(st.integers(0, 7))
-    prefix, payload = bytes(encoded[:PREFIX_BYTES]), bytes(encoded[PREFIX_BYTES:][:length])
     with pytest.raises(ResourceError) as caught:
-        decode_header(prefix, payload, "f")
+        parts_in(reading(bytes(encoded)), "f")
     assert caught.value.info.code is Code.DATA_LOSS
 
 

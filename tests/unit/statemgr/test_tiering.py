@@ -16,7 +16,7 @@ import pytest
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
-from phaseloom.common.contract.state_agent import Prefetch, PrepareSeal, WriteSeal
+from phaseloom.common.contract.state_agent import Prefetch, PrepareSeal, RegisterWpg, WriteSeal
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.disk.disk import Cancelled
@@ -87,7 +87,7 @@ class World:
         key = DeploymentKey("acme", "job", name)
         node = self.node
         token = f"token {name} {incarnation}"
-        replaced = node.residency.register([token], key, incarnation, [0], 0)
+        replaced = node.residency.register(RegisterWpg([token], key, incarnation, [0], 0))
         if replaced is not None:
             node.retire(replaced, "another incarnation has come")
         (rank,) = node.residency.current(key, incarnation).ranks

@@ -385,15 +385,7 @@ class StateManager:
         self._parts.tiering.hint(wpg, body)
 
     async def _register_wpg(self, request: RegisterWpg) -> None:
-        replaced = self._node.residency.register(
-            request.tokens,
-            request.deployment,
-            request.incarnation,
-            request.devices,
-            request.seal_seq,
-            rank_offset=request.rank_offset,
-            num_ranks=request.num_ranks,
-        )
+        replaced = self._node.residency.register(request)
         if replaced is not None:
             self._node.retire(replaced, f"fenced by incarnation {request.incarnation}")
 

@@ -60,6 +60,13 @@ class DeploymentKey(msgspec.Struct, frozen=True, order=True):
         return f"{self.tenant}.{self.job}.{self.deployment}"
 
 
+def check_key(key: DeploymentKey) -> DeploymentKey:
+    """`key` if each of its names can be one. Raises: as `check_name`."""
+    for name in (key.tenant, key.job, key.deployment):
+        check_name(name, "deployment")
+    return key
+
+
 class OperationKey(msgspec.Struct, frozen=True, order=True):
     """Which operation: `slot` is its `seq` in decimal, or `r…` for a reading one without order."""
 

@@ -24,7 +24,7 @@ import aiofiles.os
 from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, check_name
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, check_key, check_name
 from phaseloom.statemgr.checkpoints.marker import MARKER_FILE, Marker, decode_marker, superseded
 from phaseloom.statemgr.disk import files
 from phaseloom.statemgr.disk.files import sync_directory
@@ -47,10 +47,9 @@ class Checkpoints:
                 code=Code.FAILED_PRECONDITION,
                 remedy="configure the state manager's checkpoint_root",
             )
-        path = self.root
-        for part in (key.tenant, key.job, key.deployment):
-            path = path / check_name(part, "deployment")
-        return path / check_name(name, "args.name")
+        check_key(key)
+        place = self.root / key.tenant / key.job / key.deployment
+        return place / check_name(name, "args.name")
 
     async def existing(self, key: DeploymentKey, name: str) -> Path:
         """The directory of a checkpoint that exists. Raises: CallerError: NOT_FOUND, a bad name."""

@@ -80,8 +80,9 @@ class NodeParts:
                     remedy="give the state managers of all nodes of the deployment one "
                     "checkpoint_root, on a file system that they share",
                 )
-            found = find_parts(_of_incarnation(paths, snapshot.incarnation))
-            if not _is_of(found[0].header, snapshot, rank):
+            theirs = [path for path in paths if _is_of(header_of(path), snapshot, rank)]
+            found = find_parts((theirs or paths)[0])
+            if not theirs:
                 raise data_loss(
                     found[0].file, f"it is another snapshot's than that at {snapshot.seq}"
                 )
@@ -113,18 +114,10 @@ class NodeParts:
         ]
 
 
-def _of_incarnation(paths: list[Path], incarnation: int) -> Path:
-    """The newest file of an incarnation; where there is none, the newest of all. Args: paths: the
-    newest first."""
-    for path in paths:
-        header = header_of(path)
-        if header is not None and header.incarnation == incarnation:
-            return path
-    return paths[0]
-
-
-def _is_of(header: StateHeader, snapshot: Snapshot, rank: int) -> bool:
+def _is_of(header: StateHeader | None, snapshot: Snapshot, rank: int) -> bool:
     """Whether a file with this header is the part, from `rank` on, of the state in a snapshot."""
+    if header is None:
+        return False
     is_at = (header.deployment, header.incarnation, header.seq) == (
         snapshot.key,
         snapshot.incarnation,

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
-from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
 from phaseloom.common.tensors.versionparts import check_part
 from phaseloom.statemgr.disk.blockfile import PROBE_PREFIX, BlockFile
 from phaseloom.statemgr.disk.disk import Disk, read_block, read_part, write_state
@@ -80,10 +80,8 @@ class StateDirectory:
 
     def _directory(self, key: DeploymentKey) -> Path:
         """The directory of a deployment. Raises: CallerError: a name is no plain file name."""
-        path = self._root
-        for name in (key.tenant, key.job, key.deployment):
-            path = path / check_name(name, "deployment")
-        return path
+        check_key(key)
+        return self._root / key.tenant / key.job / key.deployment
 
     def scan(self) -> Iterator[tuple[Path, StateHeader]]:
         """Every readable seal and version, with its header, after the leavings of a crash are

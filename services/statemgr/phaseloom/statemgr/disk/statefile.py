@@ -30,6 +30,7 @@ from phaseloom.statemgr.residency.incarnations import Rank
 MAGIC = b"PLSTATE2"
 DATA_ALIGNMENT_BYTES = 4096
 _PREFIX = struct.Struct("<8sI16s")
+PREFIX_BYTES = _PREFIX.size
 _MAX_NAMED = 3
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
@@ -43,6 +44,12 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
     """The digest of the memory; empty: it is not known before the section is written."""
     blocks: bytes = b""
     """The xxh3-64 of each block, 8 bytes each; empty: the section is not written yet."""
+
+    def has_checksums(self, block_bytes: int) -> bool:
+        """Whether there is a checksum for each block of this size."""
+        if block_bytes <= 0:
+            return False
+        return len(self.blocks) == CHECKSUM_BYTES * num_blocks(self.num_bytes, block_bytes)
 
 
 class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -139,39 +146,11 @@ def encode_header(header: StateHeader) -> bytes:
     return start + bytes(-len(start) % DATA_ALIGNMENT_BYTES)
 
 
-def header_bytes(prefix: bytes, file: str) -> int:
-    """The length in bytes of the header that follows a prefix. Raises: ResourceError: DATA_LOSS."""
-    if len(prefix) != _PREFIX.size or not prefix.startswith(MAGIC):
-        raise data_loss(file, "it does not begin as a state file does")
-    length: int = _PREFIX.unpack(prefix)[1]
-    if length > MAX_HEADER_BYTES:
-        raise data_loss(file, f"its header claims {length} bytes")
-    return length
-
-
-def decode_header(prefix: bytes, payload: bytes, file: str) -> StateHeader:
-    """The header of a file, verified. Raises: ResourceError: DATA_LOSS, naming the file."""
-    if header_bytes(prefix, file) != len(payload):
-        raise data_loss(file, "its header is cut short")
-    if xxhash.xxh3_128_digest(payload) != _PREFIX.unpack(prefix)[2]:
-        raise data_loss(file, "the checksum of its header does not match")
-    try:
-        header = msgspec.msgpack.decode(payload, type=StateHeader)
-    except msgspec.DecodeError as error:
-        raise data_loss(file, f"its header cannot be read: {error}") from None
-    if not header.parts:
-        raise data_loss(file, "it has no section")
-    if header.with_blocks(header.block_bytes, [part.blocks for part in header.parts]) != header:
-        raise data_loss(file, "its digest is not that of its blocks")
-    return header
-
-
-def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
-    """The offset in the file at which the memory of each part begins."""
+def _offsets(header: StateHeader, end: int) -> list[int]:
+    """The offset in the file at which the memory of each part begins. Args: end: the header's."""
     offsets = []
-    end = _PREFIX.size + header_num_bytes
     for part in header.parts:
-        offsets.append(end + gap_bytes(end))
+        offsets.append(end + -end % DATA_ALIGNMENT_BYTES)
         end = offsets[-1] + part.num_bytes
     return offsets
 
@@ -181,7 +160,7 @@ def layout_of(header: StateHeader) -> tuple[list[int], int]:
     # As long as the final header: blank checksums take as many bytes as the real ones.
     blank = [bytes(CHECKSUM_BYTES * num_blocks(p.num_bytes, BLOCK_BYTES)) for p in header.parts]
     start = encode_header(header.with_blocks(BLOCK_BYTES, blank))
-    offsets = part_offsets(header, len(start) - PREFIX_BYTES)
+    offsets = _offsets(header, len(start))
     return offsets, offsets[-1] + header.parts[-1].num_bytes
 
 
@@ -191,18 +170,26 @@ def parts_in(read: Callable[[int, int], bytes], name: str) -> list[Place]:
     Args: read: the bytes of the file from an offset on, as many as are asked for or there.
     """
     prefix = read(0, PREFIX_BYTES)
-    length = header_bytes(prefix, name)
-    header = decode_header(prefix, read(PREFIX_BYTES, length), name)
-    offsets = part_offsets(header, length)
+    if len(prefix) != PREFIX_BYTES or not prefix.startswith(MAGIC):
+        raise data_loss(name, "it does not begin as a state file does")
+    _, length, checksum = _PREFIX.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
+        raise data_loss(name, f"its header claims {length} bytes")
+    payload = read(PREFIX_BYTES, length)
+    if len(payload) != length:
+        raise data_loss(name, "its header is cut short")
+    if xxhash.xxh3_128_digest(payload) != checksum:
+        raise data_loss(name, "the checksum of its header does not match")
+    try:
+        header = msgspec.msgpack.decode(payload, type=StateHeader)
+    except msgspec.DecodeError as error:
+        raise data_loss(name, f"its header cannot be read: {error}") from None
+    if not header.parts:
+        raise data_loss(name, "it has no section")
+    if header.with_blocks(header.block_bytes, [part.blocks for part in header.parts]) != header:
+        raise data_loss(name, "its digest is not that of its blocks")
+    offsets = _offsets(header, PREFIX_BYTES + length)
     return [Place(name, header, index, at) for index, at in enumerate(offsets)]
-
-
-def gap_bytes(offset: int) -> int:
-    """The number of zeroes between this offset and the next part."""
-    return -offset % DATA_ALIGNMENT_BYTES
-
-
-PREFIX_BYTES = _PREFIX.size
 
 
 def section_of(rank: Rank, first: Place) -> Section:
@@ -322,8 +309,5 @@ def check_blocks(place: Place) -> None:
     Raises: ResourceError: DATA_LOSS: it has not.
     """
     header, part = place.header, place.part
-    is_whole = header.block_bytes > 0 and len(part.blocks) == CHECKSUM_BYTES * num_blocks(
-        part.num_bytes, header.block_bytes
-    )
-    if not is_whole:
+    if not part.has_checksums(header.block_bytes):
         raise data_loss(place.file, f"section {place.index} has not a checksum for each block")

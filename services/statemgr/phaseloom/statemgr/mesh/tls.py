@@ -19,6 +19,7 @@ import ssl
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,8 +116,6 @@ class Stream:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._sock = sock
         self._fd = sock.fileno()
-        self._is_ended = False
-        """Whether the other end has closed."""
         self._awaits_writing: bool | None = None
         """Whether the last read or write has to wait until the socket is writable (True) or
         readable (False); None: it has nothing to wait for."""
@@ -189,52 +188,36 @@ class Stream:
 
     async def _fill(self, memory: memoryview) -> int:
         """Fill the memory. Returns: the number of bytes that came before the other end closed."""
-        done = 0
-        while done < len(memory) and not self._is_ended:
-            count = self._take(memory[done : done + _INLINE_BYTES])
-            if count == _INLINE_BYTES:
-                count += await in_thread(self._take, memory[done + count :])
-            done += count
-            if done < len(memory) and not self._is_ended:
-                await self._until_ready()
-        return done
-
-    def _take(self, memory: memoryview) -> int:
-        """Read the bytes that are there already. Returns: the number of bytes."""
-        done = 0
-        try:
-            while done < len(memory):
-                count = self._sock.recv_into(memory[done:])
-                if not count:
-                    self._is_ended = True
-                    break
-                done += count
-            self._awaits_writing = None
-        except _BLOCKED as error:
-            self._awaits_writing = isinstance(error, ssl.SSLWantWriteError)
-        return done
+        return await self._move(self._sock.recv_into, memory)
 
     async def _send_all(self, memory: memoryview) -> None:
-        done = 0
-        while done < len(memory):
-            count = self._put(memory[done : done + _INLINE_BYTES])
-            if count == _INLINE_BYTES:
-                count += await in_thread(self._put, memory[done + count :])
-            done += count
-            if done < len(memory):
-                await self._until_ready()
+        # One record at a time: a record that the socket does not take is offered again as it was.
+        await self._move(lambda rest: self._sock.send(rest[:_RECORD_BYTES]), memory)
 
-    def _put(self, memory: memoryview) -> int:
-        """Write the bytes that the socket takes without waiting. Returns: the number of bytes.
+    async def _move(self, step: Callable[[memoryview], int], memory: memoryview) -> int:
+        """Read or write all of the memory, by steps that say how many bytes they moved.
 
-        They are written one record at a time: a record that the socket does not take must be
-        offered again just as it was.
+        Returns: the number of bytes; fewer than all where a step moved none.
         """
         done = 0
+        while done < len(memory):
+            count = self._move_now(step, memory[done : done + _INLINE_BYTES])
+            if count == _INLINE_BYTES:
+                count += await in_thread(partial(self._move_now, step), memory[done + count :])
+            done += count
+            if not count and self._awaits_writing is None:
+                break
+            if done < len(memory):
+                await self._until_ready()
+        return done
+
+    def _move_now(self, step: Callable[[memoryview], int], memory: memoryview) -> int:
+        """Move what can be moved without waiting. Returns: the number of bytes."""
+        done = 0
+        self._awaits_writing = None
         try:
-            while done < len(memory):
-                done += self._sock.send(memory[done : done + _RECORD_BYTES])
-            self._awaits_writing = None
+            while done < len(memory) and (count := step(memory[done:])):
+                done += count
         except _BLOCKED as error:
             self._awaits_writing = isinstance(error, ssl.SSLWantWriteError)
         return done

@@ -354,6 +354,15 @@ class Node:
         while not predicate():
             await self._changed.wait()
 
+    async def until_settled(self, timeout_s: float) -> None:
+        """Wait until this daemon knows what it holds. Raises: ResourceError: not in time."""
+        try:
+            await asyncio.wait_for(self.settled.wait(), timeout_s)
+        except TimeoutError:
+            raise ResourceError(
+                f"{self.name} does not know yet what it holds", remedy="retry, or ask another node"
+            ) from None
+
     def drop_version(self, version: Version | None) -> None:
         """Free a version's memory now, or when its last user is done."""
         if version is not None:

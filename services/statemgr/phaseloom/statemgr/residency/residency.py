@@ -11,12 +11,11 @@ what a seal still needs; all ranks of an incarnation are lost together.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
-from phaseloom.common.contract.ids import DeploymentKey, check_name
-from phaseloom.common.contract.state_agent import DeploymentState
+from phaseloom.common.contract.ids import DeploymentKey, check_key
+from phaseloom.common.contract.state_agent import DeploymentState, RegisterWpg
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.statemgr.memory.layouts import as_table, check_layout, check_size, rounded
@@ -59,31 +58,18 @@ class Residency:
 
     # --- who is here ---
 
-    def register(
-        self,
-        tokens: list[str],
-        key: DeploymentKey,
-        incarnation: int,
-        devices: list[int],
-        seal_seq: int,
-        *,
-        rank_offset: int = 0,
-        num_ranks: int = 0,
-    ) -> Wpg | None:
-        """Register an incarnation, whose ranks will come with these tokens.
+    def register(self, asked: RegisterWpg) -> Wpg | None:
+        """Register an incarnation, whose ranks will come with their tokens.
 
         Registering the same incarnation again changes nothing.
 
-        Args:    tokens: one for each rank, in the order of `devices`.
-                 seal_seq: the seq of the seal to begin from; 0: none.
-                 rank_offset: the rank, among those of all nodes, of the first one here.
-                 num_ranks: ranks on all nodes; 0: those here are all.
         Returns: the older incarnation that it replaces, now lost; None: there was none.
         Raises:  CallerError: a bad name, device or token. ResourceError: ABORTED: the incarnation
                  is fenced.
         """
-        for name in (key.tenant, key.job, key.deployment):
-            check_name(name, "deployment")
+        key, incarnation = asked.deployment, asked.incarnation
+        tokens, devices = asked.tokens, asked.devices
+        check_key(key)
         if not devices or len(tokens) != len(devices):
             raise CallerError(
                 f"{len(devices)} devices for {len(tokens)} ranks",
@@ -111,8 +97,8 @@ class Residency:
         ):
             raise CallerError("empty, or in use", field="tokens", remedy="draw fresh ones")
         replaced = self._remove(known) if known is not None else None
-        wpg = Wpg(key, incarnation, seal_seq)
-        wpg.rank_offset, wpg.num_ranks = rank_offset, num_ranks or len(devices)
+        wpg = Wpg(key, incarnation, asked.seal_seq)
+        wpg.rank_offset, wpg.num_ranks = asked.rank_offset, asked.num_ranks or len(devices)
         for index, (token, device) in enumerate(zip(tokens, devices, strict=True)):
             wpg.ranks.append(Rank(wpg, index, device, token))
             self._tokens[token] = wpg.ranks[-1]
@@ -425,10 +411,7 @@ class Residency:
         wpg.num_users -= 1
 
     def demotable(self, after_s: float | None = None) -> list[Rank]:
-        """The ranks whose own host copies may be demoted, the one that is needed last first.
-
-        Deployments without a prediction come first, the least recently used one before the others.
-        Then come those with a prediction, the latest predicted use first.
+        """The ranks whose own host copies may be demoted, in no order.
 
         Args: after_s: only deployments that are predicted to be used after this time, or not at
               all.
@@ -436,7 +419,6 @@ class Residency:
         wpgs = [wpg for wpg in self.alive() if is_demotable(wpg)]
         if after_s is not None:
             wpgs = [w for w in wpgs if w.next_use_s is None or w.next_use_s > after_s]
-        wpgs.sort(key=lambda wpg: (-_or_never(wpg.next_use_s), wpg.last_used))
         return [
             rank
             for wpg in wpgs
@@ -618,10 +600,6 @@ class Residency:
         budget = self.device_budget_bytes[device]
         if used_bytes + needed_bytes > budget:
             raise _no_room(wpg, device, needed_bytes, used_bytes, budget)
-
-
-def _or_never(next_use_s: float | None) -> float:
-    return math.inf if next_use_s is None else next_use_s
 
 
 def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:

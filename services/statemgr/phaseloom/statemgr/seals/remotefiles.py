@@ -23,11 +23,11 @@ from phaseloom.common.contract.commands import FilesTicket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Slice
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
 from phaseloom.statemgr.disk.blockfile import PAGE_BYTES, MemoryFile
 from phaseloom.statemgr.disk.disk import read_block
 from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts
-from phaseloom.statemgr.disk.statefile import Place, StateHeader, encode_header, num_blocks
+from phaseloom.statemgr.disk.statefile import Place, StateHeader, encode_header
 from phaseloom.statemgr.memory.layouts import rounded
 from phaseloom.statemgr.mesh.tls import Stream
 from phaseloom.statemgr.node.node import Node
@@ -170,10 +170,7 @@ def _check(name: FileName, ranks: tuple[int, int], header: StateHeader) -> None:
     """
     is_meant = name == FileName(header.kind, header.deployment, header.seq, header.part)
     is_blocked = bool(header.parts) and header.block_bytes == BLOCK_BYTES
-    has_checksums = is_blocked and all(
-        len(part.blocks) == CHECKSUM_BYTES * num_blocks(part.num_bytes, BLOCK_BYTES)
-        for part in header.parts
-    )
+    has_checksums = is_blocked and all(part.has_checksums(BLOCK_BYTES) for part in header.parts)
     if not header.is_of(*ranks):
         raise ResourceError(f"its {name} is of other ranks", code=Code.DATA_LOSS)
     if not (is_meant and has_checksums):
@@ -207,7 +204,7 @@ class StateFiles:
 
     async def open_file(self, name: FileName) -> tuple[StateHeader, Served]:
         """The header and the blocks of a file that is here."""
-        await self._until_settled()
+        await self._node.until_settled(self._timeout_s)
         places, read = await self._find(name)
         return places[0].header, _File(places, read)
 
@@ -220,7 +217,7 @@ class StateFiles:
 
     async def keep(self, asked: KeepFiles) -> None:
         """Fetch the files that another node names onto this node's disk."""
-        await self._until_settled()
+        await self._node.until_settled(self._timeout_s)
         await self._keep(asked)
 
     async def _find(self, name: FileName) -> tuple[list[Place], ReadBlock]:
@@ -237,12 +234,6 @@ class StateFiles:
         if not path.exists():
             raise CallerError(f"{name} is not here", code=Code.NOT_FOUND, field="name")
         return path
-
-    async def _until_settled(self) -> None:
-        try:
-            await asyncio.wait_for(self._node.settled.wait(), self._timeout_s)
-        except TimeoutError:
-            raise ResourceError(f"{self._node.name} does not know yet what it holds") from None
 
 
 class _File:

@@ -20,7 +20,7 @@ from phaseloom.common.contract.errors import (
     PhaseloomError,
     ResourceError,
 )
-from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
 from phaseloom.common.contract.state_agent import FetchState, WriteSeal
 from phaseloom.statemgr.disk.files import header_of
 from phaseloom.statemgr.disk.statefile import StateHeader
@@ -48,7 +48,7 @@ class Replicator:
 
     async def fetch(self, request: FetchState) -> None:
         """Fetch the files that a request names, unless they are on this disk or in host memory."""
-        _check_key(request.deployment)
+        check_key(request.deployment)
         await self._fetch_files(self._lacking(request))
         if request.keeps is not None:
             await self._weights.keep(request.keeps, request.sources)
@@ -171,7 +171,7 @@ class Replicator:
     async def keep(self, asked: KeepFiles) -> None:
         """Fetch another node's files, as a replica of them."""
         key = asked.deployment
-        _check_key(key)
+        check_key(key)
         request = FetchState(
             key,
             asked.seal_seq,
@@ -209,9 +209,3 @@ class Replicator:
             wpg.num_ranks,
         )
         await ask_once(endpoint, asked, wire.FilesKept, self._weights.fetcher.home)
-
-
-def _check_key(key: DeploymentKey) -> None:
-    """Check the names of a deployment. Raises: CallerError: one is no plain file name."""
-    for name in (key.tenant, key.job, key.deployment):
-        check_name(name, "deployment")

@@ -281,7 +281,7 @@ class Tiering:
         2. Host copies, the one that is needed last first.
         3. Versions for which ranks or a disk must be waited for; left out for a hint (`after_s`).
         """
-        copies = sorted(self._demotable(after_s), key=_need)
+        copies = self._demotable(after_s)
         last = self.versions.unread(at_once=False) if after_s is None else []
         return [*self.versions.unread(at_once=True), *copies, *last]
 
@@ -299,7 +299,7 @@ class Tiering:
         return going
 
     def _demotable(self, after_s: float | None = None) -> list[HostCopy]:
-        """The host copies that can be demoted now.
+        """The host copies that can be demoted now, the one that is needed last first.
 
         A copy that is being moved is left out. So is one whose memory has another holder: where a
         weights version shares the memory, it goes with the version.
@@ -308,7 +308,7 @@ class Tiering:
         shared = node.shared_copies.demotable(after_s)
         copies: list[HostCopy] = [*node.residency.demotable(after_s)]
         copies += [c for c in shared if c.extent and node.memory[c.extent].num_holders == 1]
-        return [copy for copy in copies if copy not in self._moves]
+        return sorted((copy for copy in copies if copy not in self._moves), key=_need)
 
     async def _send_down(self, victim: Victim) -> None:
         """Demote a host copy, or free a version's memory."""

@@ -75,7 +75,7 @@ class Weights:
         Raises: ResourceError: DATA_LOSS: the copy was bad and is dropped, and no source has a good
                 one.
         """
-        await self._until_settled()
+        await self._node.until_settled(self.fetcher.home.timeout_s)
         async with self._node.change():
             await self.fetcher.get(key, sources or [], ticket, is_suspect=True)
 
@@ -155,7 +155,7 @@ class Weights:
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
         """The digests of the parts of a version that this node can give away, by part."""
-        await self._until_settled()
+        await self._node.until_settled(self.fetcher.home.timeout_s)
         if self._node.versions.find(key) is None:
             self.fetcher.suspects.check(key)
         _, *parts = self._node.versions.pieces(key)
@@ -212,7 +212,7 @@ class Weights:
         Raises: CallerError: NOT_FOUND. ResourceError: the file is bad, or the daemon does not know
                 yet what it holds.
         """
-        await self._until_settled()
+        await self._node.until_settled(self.fetcher.home.timeout_s)
         self._check_readable(key)
         known = self._node.versions.find(key)
         if known is None or not known.is_committed:
@@ -231,15 +231,6 @@ class Weights:
             raise not_here(key)
         with self._node.using(version):
             yield version
-
-    async def _until_settled(self) -> None:
-        node = self._node
-        try:
-            await asyncio.wait_for(node.settled.wait(), self.fetcher.home.timeout_s)
-        except TimeoutError:
-            raise ResourceError(
-                f"{node.name} does not know yet what it holds", remedy="retry, or ask another node"
-            ) from None
 
     async def drop(self, keys: list[VersionKey]) -> None:
         """Drop versions that nobody needs any more, with their parts, from memory and disk."""
