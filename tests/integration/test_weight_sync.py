@@ -18,12 +18,14 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
+from phaseloom.statemgr.seals.remotefiles import StateFiles
+from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.fetching import ask
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, Served
-from phaseloom.statemgr.transfer.serving import Files, Server, Versions
 from phaseloom.statemgr.transfer.tensorslices import all_of, batch_bytes, batches
+from phaseloom.statemgr.versions.weights import Weights
 from phaseloom.worker.state.copying import hashed
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.readversions import load_version
@@ -157,9 +159,8 @@ async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
     listener.setblocking(False)
     with listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        serving = Server(
-            *(Gate(SECRET), 0.1, cast("Versions", Fetching()), cast("Files", None)), node="node0"
-        )
+        weights, files = cast("Weights", Fetching()), cast("StateFiles", None)
+        serving = Server(Gate(SECRET), 0.1, weights, files, node="node0")
         server = tls.Server(identity(), 10.0, serving.session)
         running = asyncio.create_task(server.serve(listener))
         opening = wire.OpenVersion(KEY, ticket(KEY), [], relay="")

@@ -10,10 +10,10 @@ from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.remotefiles import StateFiles
+from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.fetching import Home
-from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.transfer.wire import KeepFiles
 from phaseloom.statemgr.versions.fetch import VersionFetcher

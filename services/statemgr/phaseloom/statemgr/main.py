@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import resource
+import shutil
 import socket
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.observability import metrics
@@ -19,7 +22,6 @@ from phaseloom.common.observability.metrics import Reading
 from phaseloom.common.process import lifecycle
 from phaseloom.common.process.config import load
 from phaseloom.common.transport import framing
-from phaseloom.statemgr import capacity
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
@@ -32,12 +34,12 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.remotefiles import StateFiles
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.sharing.sharedcopies import bases_of
 from phaseloom.statemgr.sharing.sharing import Sharing
 from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.fetching import Home
-from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.slices import Slices
@@ -115,7 +117,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     # An extent has up to two descriptors, and a node that fetches four streams.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    capacity.check_host(config.host_memory_bytes)
+    _check_host(config.host_memory_bytes)
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
     node = _node(config, directory)
     sharing = Sharing(node)
@@ -191,7 +193,7 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     directory = node.directory
     disk = directory.disk.path
     log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
-    nvme_bytes = capacity.nvme_budget(Path(config.directory), config.nvme_bytes)
+    nvme_bytes = _nvme_budget(Path(config.directory), config.nvme_bytes)
     spare_bytes = int(config.host_spare * config.host_memory_bytes)
     tiering = Tiering(node, nvme_bytes, spare_bytes)
     exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
@@ -291,6 +293,45 @@ def _checkpoints(
     staging = Staging(node, tiering)
     exporter = Exporter(files, checkpoints, staging, file_bytes=config.checkpoint_file_bytes)
     return exporter, Loader(files.disk, checkpoints, staging)
+
+
+def _check_host(budget_bytes: int) -> None:
+    """Check the budget of host memory.
+
+    Raises: CallerError: RESOURCE_EXHAUSTED: it is more than the machine's memory.
+    """
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if budget_bytes > there:
+        raise _too_much("host_memory_bytes", budget_bytes, there, "bytes of memory")
+
+
+def _nvme_budget(directory: Path, budget_bytes: int | None) -> int:
+    """The budget of host copies on NVMe in bytes; the size of the disk where none is configured.
+
+    Args:    directory: the state directory, which exists unless it could not be made.
+    Returns: 0 where the directory cannot be read.
+    Raises:  CallerError: RESOURCE_EXHAUSTED: the budget is more than the whole disk.
+    """
+    try:
+        disk = shutil.disk_usage(directory)
+    except OSError:
+        # Every write there will fail by itself, saying why.
+        return 0
+    if budget_bytes is None:
+        return disk.total
+    if budget_bytes > disk.total:
+        raise _too_much("nvme_bytes", budget_bytes, disk.total, f"bytes at {directory}")
+    return budget_bytes
+
+
+def _too_much(field: str, configured: int, there: int, what: str) -> CallerError:
+    return CallerError(
+        f"{field} is {configured}: this machine has {there} {what}",
+        code=Code.RESOURCE_EXHAUSTED,
+        field=field,
+        remedy=f"set it to {there} or less",
+        details={"configured_bytes": str(configured), "there_bytes": str(there)},
+    )
 
 
 def main() -> None:

@@ -76,6 +76,7 @@ from phaseloom.statemgr.tiering.switching import switch_in, switch_out
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.slices import Slices
+from phaseloom.statemgr.versions.versions import not_here
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -205,10 +206,13 @@ class StateManager:
                 raise _denied(
                     f"{rank} is not the first here, which alone makes versions and checkpoints"
                 )
-            call = self._rank_calls.get(type(body), _not_for_a_rank)
-            answer = await call(rank, body)
+            if type(body) not in self._rank_calls:
+                raise _unexpected("a rank", body)
+            answer = await self._rank_calls[type(body)](rank, body)
         else:
-            answer = await self._agent_calls.get(type(body), _not_for_an_agent)(body)
+            if type(body) not in self._agent_calls:
+                raise _unexpected("an agent", body)
+            answer = await self._agent_calls[type(body)](body)
         if isinstance(answer, tuple):
             return answer
         return answer or Done(), ()
@@ -354,9 +358,7 @@ class StateManager:
         if version is None or not version.is_committed:
             close_fds(fds)
             metrics.count(metrics.NOT_ON_DEVICE)
-            raise CallerError(
-                f"version {body.version} is not here", code=Code.NOT_FOUND, field="version"
-            )
+            raise not_here(body.version)
         if not self._node.device_copies.keep(rank, version.key, version.num_bytes, fds):
             metrics.count(metrics.NOT_ON_DEVICE)
         return Done()
@@ -437,9 +439,5 @@ def _denied(why: str) -> CallerError:
     return CallerError(why, code=Code.PERMISSION_DENIED)
 
 
-async def _not_for_an_agent(body: StateMessage) -> None:
-    raise CallerError(f"an agent does not send {type(body).__name__}", field="type")
-
-
-async def _not_for_a_rank(rank: Rank, body: StateMessage) -> None:
-    raise CallerError(f"a rank does not send {type(body).__name__}", field="type")
+def _unexpected(who: str, body: StateMessage) -> CallerError:
+    return CallerError(f"{who} does not send {type(body).__name__}", field="type")

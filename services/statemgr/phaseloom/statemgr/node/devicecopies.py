@@ -64,8 +64,7 @@ class DeviceCopies:
             log.info("version %s has no room on device %d beside its policy", key, rank.device)
             close_fds(fds)
             return False
-        while self.used_bytes(rank.device) + num_bytes > room:
-            self._drop_oldest(rank.device)
+        self._drop_oldest(rank.device, until_bytes=room - num_bytes)
         self._copies[key] = DeviceCopy(rank.device, num_bytes, fds[0])
         return True
 
@@ -82,9 +81,7 @@ class DeviceCopies:
         """
         budget = self._residency.device_budget_bytes[rank.device]
         taken = self._residency.device_used_bytes(rank.device) + rank.device_bytes
-        while taken + self.used_bytes(rank.device) > budget:
-            if not self._drop_oldest(rank.device):
-                break
+        self._drop_oldest(rank.device, until_bytes=budget - taken)
 
     def used_bytes(self, device: int) -> int:
         return sum(copy.num_bytes for copy in self._copies.values() if copy.device == device)
@@ -98,10 +95,9 @@ class DeviceCopies:
         for key in [*self._copies]:
             self.drop(key)
 
-    def _drop_oldest(self, device: int) -> bool:
-        """Drop the oldest copy on a device; False: there is none."""
-        for key, copy in self._copies.items():
-            if copy.device == device:
-                self.drop(key)
-                return True
-        return False
+    def _drop_oldest(self, device: int, until_bytes: int) -> None:
+        """Drop the oldest copies on a device until the others take no more than these bytes."""
+        for key in [key for key, copy in self._copies.items() if copy.device == device]:
+            if self.used_bytes(device) <= until_bytes:
+                break
+            self.drop(key)

@@ -94,6 +94,15 @@ class InvalidTransition(InternalError):
     """The shell reported a step that the table does not have; carries the deployment's history."""
 
 
+def following(what: Rank | SharedCopy, step: Step) -> State:
+    """The state that follows by a step. Raises: InvalidTransition: the table does not have it."""
+    state = TRANSITIONS.get((what.state, step))
+    if state is None:
+        before = f"; before: {'; '.join(what.history)}" if isinstance(what, Rank) else ""
+        raise InvalidTransition(f"{what} is {what.state}: no {step!r} from there{before}")
+    return state
+
+
 @dataclass(slots=True)
 class PreparedSeal:
     """A seal whose host copies are kept from being overwritten until they are on disk."""

@@ -23,13 +23,12 @@ from phaseloom.statemgr.residency.incarnations import (
     OFFLOADED,
     ON_DEVICE,
     ON_NVME,
-    TRANSITIONS,
-    InvalidTransition,
     PreparedSeal,
     Rank,
     State,
     Step,
     Wpg,
+    following,
     is_demotable,
 )
 
@@ -278,9 +277,7 @@ class Residency:
         check_size(host_bytes, "host_bytes")
         check_size(scratch_bytes, "scratch_bytes")
         check_layout(tensors, extent_bytes(heap_bytes, host_bytes))
-        budget = self.device_budget_bytes[rank.device]
-        if heap_bytes + scratch_bytes > budget:
-            raise _no_room(rank.wpg, rank.device, heap_bytes + scratch_bytes, 0, budget)
+        self._check_room(rank.wpg, rank.device, heap_bytes + scratch_bytes, 0)
 
     def register_heap(
         self,
@@ -389,13 +386,9 @@ class Residency:
                 from the rank's state.
         """
         _check_alive(rank.wpg)
-        following = TRANSITIONS.get((rank.state, step))
-        if following is None:
-            raise InvalidTransition(
-                f"{rank} is {rank.state}: no {step!r} from there; before: {'; '.join(rank.history)}"
-            )
-        rank.history.append(f"{rank.state} → {following} ({step})")
-        rank.state = following
+        state = following(rank, step)
+        rank.history.append(f"{rank.state} → {state} ({step})")
+        rank.state = state
 
     # --- NVMe ---
 
@@ -599,7 +592,17 @@ class Residency:
     def _check_room(self, wpg: Wpg, device: int, needed_bytes: int, used_bytes: int) -> None:
         budget = self.device_budget_bytes[device]
         if used_bytes + needed_bytes > budget:
-            raise _no_room(wpg, device, needed_bytes, used_bytes, budget)
+            raise ResourceError(
+                f"{wpg} needs {needed_bytes} bytes of device {device}: {used_bytes} of {budget} "
+                f"are in use",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="displace what is resident, or place it on a larger device",
+                details={
+                    "needed_bytes": str(needed_bytes),
+                    "used_bytes": str(used_bytes),
+                    "budget_bytes": str(budget),
+                },
+            )
 
 
 def _fenced(key: DeploymentKey, incarnation: int, newest: int) -> ResourceError:
@@ -616,19 +619,3 @@ def _check_alive(wpg: Wpg) -> None:
 
 def _listed(devices: list[int]) -> str:
     return ", ".join(str(device) for device in sorted(set(devices)))
-
-
-def _no_room(
-    wpg: Wpg, device: int, needed_bytes: int, used_bytes: int, budget_bytes: int
-) -> ResourceError:
-    return ResourceError(
-        f"{wpg} needs {needed_bytes} bytes of device {device}: {used_bytes} of {budget_bytes} "
-        f"are in use",
-        code=Code.RESOURCE_EXHAUSTED,
-        remedy="displace what is resident, or place it on a larger device",
-        details={
-            "needed_bytes": str(needed_bytes),
-            "used_bytes": str(used_bytes),
-            "budget_bytes": str(budget_bytes),
-        },
-    )

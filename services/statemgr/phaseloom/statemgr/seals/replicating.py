@@ -73,16 +73,13 @@ class Replicator:
         if request.seal_seq:
             await self._have(FileName("seal", key, request.seal_seq), request)
         for seq in request.versions:
-            await self._have_unless_released(FileName("version", key, seq), request)
-
-    async def _have_unless_released(self, name: FileName, request: FetchState) -> None:
-        """Fetch a version, unless no node has it: it may have been released everywhere by now."""
-        try:
-            await self._have_version(name, request)
-        except ResourceError as error:
-            if error.info.code is not Code.DATA_LOSS:
-                raise
-            log.warning("%s", error)
+            try:
+                await self._have_version(FileName("version", key, seq), request)
+            except ResourceError as error:
+                if error.info.code is not Code.DATA_LOSS:
+                    raise
+                # No node has it: it may have been released everywhere by now.
+                log.warning("%s", error)
 
     async def _have_version(self, name: FileName, request: FetchState) -> None:
         """Fetch a version: first the parts that a source has, then the manifest, so that where a

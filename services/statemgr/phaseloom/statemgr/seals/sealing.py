@@ -33,7 +33,6 @@ from phaseloom.statemgr.seals.hostseals import HostSeal
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 
@@ -231,17 +230,13 @@ class Sealer:
         for seq in seqs:
             pieces = self._node.versions.pieces(VersionKey(wpg.key, seq))
             # The manifest last: where a manifest is on disk, the parts are, too.
-            for piece in reversed(pieces):
-                if not is_kept:
-                    await self._persist(piece)
-
-    async def _persist(self, piece: Version) -> None:
-        try:
-            await self._tiering.versions.persist(piece)
-        except ResourceError as error:
-            if error.info.code is Code.DATA_LOSS:
-                await self._verify_version(piece.key)
-            raise
+            for piece in [] if is_kept else reversed(pieces):
+                try:
+                    await self._tiering.versions.persist(piece)
+                except ResourceError as error:
+                    if error.info.code is Code.DATA_LOSS:
+                        await self._verify_version(piece.key)
+                    raise
 
     async def remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
         kept = {seal.seq for seal in self._node.seals.of(key)}

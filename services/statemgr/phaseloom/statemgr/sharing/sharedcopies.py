@@ -22,12 +22,11 @@ from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_agent import SharedCopyState
 from phaseloom.statemgr.residency.incarnations import (
     ON_NVME,
-    TRANSITIONS,
-    InvalidTransition,
     Rank,
     SharedCopy,
     State,
     Step,
+    following,
     is_demotable,
 )
 
@@ -155,14 +154,8 @@ class SharedCopies:
         return list(self._copies.values())
 
     def step(self, copy: SharedCopy, step: Step) -> None:
-        """Take a step of the transition table.
-
-        Raises: InvalidTransition: the table does not have the step from the copy's state.
-        """
-        following = TRANSITIONS.get((copy.state, step))
-        if following is None:
-            raise InvalidTransition(f"{copy} is {copy.state}: no {step!r} from there")
-        copy.state = following
+        """Take a step of the transition table. Raises: InvalidTransition: it does not have it."""
+        copy.state = following(copy, step)
 
     def demotable(self, after_s: float | None = None) -> list[SharedCopy]:
         """The shared copies that may be demoted now, in no order.

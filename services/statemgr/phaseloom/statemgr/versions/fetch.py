@@ -24,7 +24,7 @@ from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_once, 
 from phaseloom.statemgr.transfer.served import Incoming
 from phaseloom.statemgr.transfer.tensorslices import all_of, batches
 from phaseloom.statemgr.versions.suspects import Suspects, lost
-from phaseloom.statemgr.versions.versions import Version
+from phaseloom.statemgr.versions.versions import Version, not_here
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,3 @@ class VersionFetcher:
                 log.warning("version %s from %s: %s", key, endpoint, error)
                 errors.append(error)
         raise undelivered(f"version {key}", errors)
-
-
-def not_here(key: VersionKey) -> CallerError:
-    return CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")

@@ -139,7 +139,7 @@ class Versions:
         """
         found = self._versions.get(key)
         if found is None or not found.is_committed:
-            raise CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="versions")
+            raise not_here(key)
         parts = [each for each in self.parts_of(key) if each.is_committed and not each.key.is_copy]
         return [found, *parts]
 
@@ -272,3 +272,7 @@ class Versions:
         extent, version.extent = version.extent, None
         self._leaving.discard(version)
         return extent
+
+
+def not_here(key: VersionKey) -> CallerError:
+    return CallerError(f"version {key} is not here", code=Code.NOT_FOUND, field="version")

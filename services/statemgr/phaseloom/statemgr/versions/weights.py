@@ -25,8 +25,8 @@ from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import ask_once
 from phaseloom.statemgr.transfer.served import Fetched, OpenPart, OpenParts, Served
-from phaseloom.statemgr.versions.fetch import VersionFetcher, not_here
-from phaseloom.statemgr.versions.versions import Version
+from phaseloom.statemgr.versions.fetch import VersionFetcher
+from phaseloom.statemgr.versions.versions import Version, not_here
 
 log = logging.getLogger(__name__)
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Protocol, TypeVar
+from contextlib import AsyncExitStack
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
 import xxhash
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
+from phaseloom.statemgr.seals.remotefiles import StateFiles
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
 from phaseloom.statemgr.transfer.served import Found, OpenPart, OpenParts, Served
@@ -35,42 +34,13 @@ from phaseloom.statemgr.transfer.tensorslices import (
     in_requests,
 )
 from phaseloom.statemgr.versions.versions import Version
+from phaseloom.statemgr.versions.weights import Weights
 
 _MAX_PARTS = 4096
 _WORDS_PER_TIMEOUT = 3
 """The number of times within its timeout that a client hears that the server is still at work."""
 
 T = TypeVar("T")
-
-
-class Versions(Protocol):
-    """The weights versions that are served. All methods raise CallerError (NOT_FOUND) and
-    ResourceError."""
-
-    def open_part(self, key: VersionKey) -> AbstractAsyncContextManager[OpenPart]:
-        """A part, or a whole version, that is here."""
-
-    def open_fetched(self, key: VersionKey) -> AbstractAsyncContextManager[Served]:
-        """The content that this node has fetched, or is fetching, under this key."""
-
-    async def digests_of(self, key: VersionKey) -> dict[str, str]:
-        """The digests of the parts of a version that are here."""
-
-    async def verify(self, key: VersionKey) -> None:
-        """Verify the copy of a version or part that is here, because a reader found it bad."""
-
-
-class Files(Protocol):
-    """The state files that are served. All methods raise PhaseloomError."""
-
-    async def open_file(self, name: wire.FileName) -> tuple[StateHeader, Served]:
-        """The header and the blocks of a file that is here."""
-
-    async def parts_of(self, name: wire.FileName) -> list[str]:
-        """The parts of a weights version that are on this node's disk; empty for other files."""
-
-    async def keep(self, asked: wire.KeepFiles) -> None:
-        """Fetch the files that are asked for onto this node's disk."""
 
 
 class Server:
@@ -80,15 +50,15 @@ class Server:
         self,
         gate: Gate,
         timeout_s: float,
-        versions: Versions,
-        files: Files,
+        weights: Weights,
+        files: StateFiles,
         *,
         node: str,
         site: str = "",
     ) -> None:
         self._gate = gate
         self._timeout_s = timeout_s
-        self._versions = versions
+        self._weights = weights
         self._files = files
         self._node = node
         self._site = site
@@ -108,7 +78,7 @@ class Server:
                     await self._serve_version(stream, first)
                 case wire.DescribeVersion():
                     self._gate.check(first.ticket, first.version.whole, stream.node)
-                    async with self._versions.open_part(first.version) as part:
+                    async with self._weights.open_part(first.version) as part:
                         await self._send(stream, _described(part.version))
                 case wire.DescribeFile() | wire.OpenFile():
                     self._gate.check_files(first.ticket, first.name.deployment, stream.node)
@@ -125,13 +95,13 @@ class Server:
     async def _serve_version(self, stream: Stream, asked: wire.OpenVersion) -> None:
         if asked.relay is not None:
             key = msgspec.structs.replace(asked.version, part=asked.relay)
-            async with self._versions.open_fetched(key) as fetched:
+            async with self._weights.open_fetched(key) as fetched:
                 await self._send(stream, wire.Opened({}))
                 await self._answer_all(stream, fetched, {}, asked.peer)
         elif asked.parts:
             await self._serve_parts(stream, asked)
         else:
-            digests = await self._versions.digests_of(asked.version)
+            digests = await self._weights.digests_of(asked.version)
             await self._send(stream, wire.Opened(digests))
 
     async def _serve_parts(self, stream: Stream, asked: wire.OpenVersion) -> None:
@@ -141,7 +111,7 @@ class Server:
             parts = OpenParts()
             for part in sorted(set(asked.parts)):
                 key = msgspec.structs.replace(asked.version, part=part)
-                parts[part] = await stack.enter_async_context(self._versions.open_part(key))
+                parts[part] = await stack.enter_async_context(self._weights.open_part(key))
             is_far = asked.site not in {"", self._site}
             digests = {name: part.version.digest for name, part in parts.items()}
             await self._send(stream, wire.Opened(digests, is_far))
@@ -230,7 +200,7 @@ class Server:
             code=Code.DATA_LOSS,
         )
         try:
-            await self._while_waiting(stream, self._versions.verify(part.version.key))
+            await self._while_waiting(stream, self._weights.verify(part.version.key))
         except PhaseloomError as error:
             if error.info.code in {Code.DATA_LOSS, Code.UNAVAILABLE}:
                 raise
