@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
@@ -18,7 +19,8 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
-from phaseloom.statemgr.seals.remotefiles import StateFiles
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
@@ -159,8 +161,9 @@ async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
     listener.setblocking(False)
     with listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        weights, files = cast("Weights", Fetching()), cast("StateFiles", None)
-        serving = Server(Gate(SECRET), 0.1, weights, files, node="node0")
+        node = cast("Node", SimpleNamespace(name="node0", directory=None))
+        weights, replicator = cast("Weights", Fetching()), cast("Replicator", None)
+        serving = Server(Gate(SECRET), 0.1, node, weights, replicator)
         server = tls.Server(identity(), 10.0, serving.session)
         running = asyncio.create_task(server.serve(listener))
         opening = wire.OpenVersion(KEY, ticket(KEY), [], relay="")

@@ -9,13 +9,13 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.remotefiles import StateFiles
+from phaseloom.statemgr.seals.replicating import Replicator
+from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.tensorslices import Box
-from phaseloom.statemgr.transfer.wire import KeepFiles
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
@@ -26,10 +26,6 @@ SITE = "west"
 BOX = (Box("w", [0], [64]), 64)
 
 
-async def _never(asked: KeepFiles) -> None:
-    raise AssertionError(f"nobody asks for {asked}")
-
-
 async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Path) -> None:
     """There may be hundreds of thousands of boxes in each."""
     directory = StateDirectory(tmp_path)
@@ -37,8 +33,8 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node.settled.set()
     tiering = Tiering(node, 0)
     weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
-    files = StateFiles(node, 10.0, _never)
-    server = Server(Gate("secret"), 10.0, weights, files, node=node.name)
+    replicator = Replicator(node, Sealer(node, tiering, weights.verify), weights)
+    server = Server(Gate("secret"), 10.0, node, weights, replicator)
 
     async def assignment(key: VersionKey) -> Assignment:
         async with weights.open_part(key) as part:

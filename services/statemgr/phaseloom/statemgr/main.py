@@ -31,7 +31,6 @@ from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.remotefiles import StateFiles
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.serving import Server
@@ -209,9 +208,8 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     publishing = Publishing(node, tiering, weights)
     slices = Slices(node, weights)
     replicator = Replicator(node, sealer, weights)
-    files = StateFiles(node, timeout_s, replicator.keep)
     gate = Gate(config.secret)
-    server = Server(gate, timeout_s, weights, files, node=config.node, site=config.site)
+    server = Server(gate, timeout_s, node, weights, replicator, site=config.site)
     parts = Parts(
         *(node, sealer, publishing, weights, slices, tiering),
         *(exporter, loader, replicator, disk),
@@ -330,7 +328,7 @@ def _too_much(field: str, configured: int, there: int, what: str) -> CallerError
         code=Code.RESOURCE_EXHAUSTED,
         field=field,
         remedy=f"set it to {there} or less",
-        details={"configured_bytes": str(configured), "there_bytes": str(there)},
+        details={"configured_bytes": configured, "there_bytes": there},
     )
 
 

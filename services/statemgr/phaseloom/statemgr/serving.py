@@ -22,7 +22,9 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
+from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.remotefiles import StateFiles
+from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
 from phaseloom.statemgr.transfer.served import Found, OpenPart, OpenParts, Served
@@ -50,17 +52,18 @@ class Server:
         self,
         gate: Gate,
         timeout_s: float,
+        node: Node,
         weights: Weights,
-        files: StateFiles,
+        replicator: Replicator,
         *,
-        node: str,
         site: str = "",
     ) -> None:
         self._gate = gate
         self._timeout_s = timeout_s
-        self._weights = weights
-        self._files = files
         self._node = node
+        self._weights = weights
+        self._replicator = replicator
+        self._files = StateFiles(node)
         self._site = site
         self._assignments: WeakKeyDictionary[Version, defaultdict[str, Assignment]]
         self._assignments = WeakKeyDictionary()
@@ -82,10 +85,12 @@ class Server:
                         await self._send(stream, _described(part.version))
                 case wire.DescribeFile() | wire.OpenFile():
                     self._gate.check_files(first.ticket, first.name.deployment, stream.node)
+                    await self._node.until_settled(self._timeout_s)
                     await self._serve_file(stream, first)
                 case wire.KeepFiles():
-                    self._gate.check_files(first.ticket, first.deployment, self._node)
-                    keeping = self._files.keep(first)
+                    self._gate.check_files(first.ticket, first.deployment, self._node.name)
+                    await self._node.until_settled(self._timeout_s)
+                    keeping = self._replicator.keep(first)
                     # A client that has left asks again, or does not need it.
                     await self._while_waiting(stream, keeping, may_cancel=True)
                     await self._send(stream, wire.FilesKept())

@@ -10,6 +10,7 @@ On the bus an error is an `ErrorInfo`; `to_exception` and `PhaseloomError.info` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
@@ -63,10 +64,11 @@ class PhaseloomError(Exception):
         code: Code | None = None,
         field: str = "",
         remedy: str = "",
-        details: dict[str, str] | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         message = _shortened(message)
-        self.info = ErrorInfo(code or self.default_code, message, field, remedy, details or {})
+        told = {name: str(value) for name, value in (details or {}).items()}
+        self.info = ErrorInfo(code or self.default_code, message, field, remedy, told)
         where = f" (field {field})" if field else ""
         hint = f"; {remedy}" if remedy else ""
         super().__init__(f"{self.info.code}: {message}{where}{hint}")

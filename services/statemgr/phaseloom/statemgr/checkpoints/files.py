@@ -21,7 +21,6 @@ from pathlib import Path
 
 import aiofiles
 import aiofiles.os
-from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, check_key, check_name
@@ -29,7 +28,6 @@ from phaseloom.statemgr.checkpoints.marker import MARKER_FILE, Marker, decode_ma
 from phaseloom.statemgr.disk import files
 from phaseloom.statemgr.disk.files import sync_directory
 
-_OPERATION_DIGITS = 16
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -134,25 +132,6 @@ class Checkpoints:
             for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
                 shutil.rmtree(draft, ignore_errors=True)
 
-    def part(self, key: DeploymentKey, name: str, operation: str, rank: int) -> Path:
-        """The path of the file with the states of this node's ranks, from `rank` on, for a
-        checkpoint that another node writes for this operation."""
-        left = f".{name}.{_digits(operation)}-{rank:d}.{self.node}.part"
-        return self.directory(key, name).with_name(left)
-
-    def parts_of(self, key: DeploymentKey, name: str, operation: str, rank: int) -> list[Path]:
-        """The files with the states of the ranks from `rank` on that nodes have left for an
-        operation's checkpoint, newest first: there are several where the ranks moved."""
-        place = self.directory(key, name).parent
-        found = place.glob(f".{name}.{_digits(operation)}-{rank:d}.*.part")
-        return sorted(found, key=_written_ns, reverse=True)
-
-    def parts_left(self, key: DeploymentKey) -> list[Path]:
-        """The files that this node has left for checkpoints that other nodes write."""
-        if self.root is None:
-            return []
-        return sorted(self.directory(key, "any").parent.glob(f".*.{self.node}.part"))
-
     def _draft(self, key: DeploymentKey, name: str) -> Path:
         return self.directory(key, name).with_name(f".{name}.{self.node}.draft")
 
@@ -183,18 +162,6 @@ async def _readable_marker(directory: Path) -> Marker | None:
         return await marker_of(directory)
     except (OSError, ValueError):
         return None
-
-
-def _written_ns(path: Path) -> int:
-    """The time of a file's last change, in ns; 0: the file has gone meanwhile."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _digits(operation: str) -> str:
-    return blake3(operation.encode()).hexdigest()[:_OPERATION_DIGITS]
 
 
 def name_taken(name: str) -> CallerError:

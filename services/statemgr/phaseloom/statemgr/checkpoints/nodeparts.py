@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey
@@ -29,6 +30,8 @@ from phaseloom.statemgr.disk.statefile import (
     data_loss,
     seal_header,
 )
+
+_OPERATION_DIGITS = 16
 
 
 class NodeParts:
@@ -95,23 +98,40 @@ class NodeParts:
 
     def forget(self, key: DeploymentKey) -> None:
         """Remove the parts that this node has left for checkpoints of a deployment that is gone."""
-        self._directory.discard(*self._checkpoints.parts_left(key))
+        if self._checkpoints.root is not None:
+            place = self._checkpoints.directory(key, "any").parent
+            self._directory.discard(*place.glob(f".*.{self._checkpoints.node}.part"))
 
     def _own(self, snapshot: Snapshot) -> Path:
-        return self._checkpoints.part(
-            snapshot.key, snapshot.name, snapshot.operation, snapshot.rank_offset
-        )
+        """The path of the file with the states of this node's ranks."""
+        directory = self._checkpoints.directory(snapshot.key, snapshot.name)
+        begin = _beginning(snapshot, snapshot.rank_offset)
+        return directory.with_name(f"{begin}.{self._checkpoints.node}.part")
 
     def _others(self, snapshot: Snapshot) -> list[tuple[int, list[Path]]]:
-        """The files of each other node by its first rank; each node has as many ranks."""
-        return [
-            (
-                rank,
-                self._checkpoints.parts_of(snapshot.key, snapshot.name, snapshot.operation, rank),
-            )
-            for rank in range(0, snapshot.num_ranks, len(snapshot.parts))
-            if rank != snapshot.rank_offset
-        ]
+        """The files of each other node by its first rank, newest first; each node has as many
+        ranks. A node may find several files, where the ranks moved."""
+        place = self._checkpoints.directory(snapshot.key, snapshot.name).parent
+        found = []
+        for rank in range(0, snapshot.num_ranks, len(snapshot.parts)):
+            if rank != snapshot.rank_offset:
+                paths = place.glob(f"{_beginning(snapshot, rank)}.*.part")
+                found.append((rank, sorted(paths, key=_written_ns, reverse=True)))
+        return found
+
+
+def _beginning(snapshot: Snapshot, rank: int) -> str:
+    """The beginning of the name of the file with the states of a node's ranks, from `rank` on."""
+    digits = blake3(snapshot.operation.encode()).hexdigest()[:_OPERATION_DIGITS]
+    return f".{snapshot.name}.{digits}-{rank:d}"
+
+
+def _written_ns(path: Path) -> int:
+    """The time of a file's last change, in ns; 0: the file has gone meanwhile."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _is_of(header: StateHeader | None, snapshot: Snapshot, rank: int) -> bool:

@@ -316,6 +316,6 @@ def _data_loss(path: Path, why: str, **details: int) -> ResourceError:
         f"{path.name} of checkpoint {path.parent.name!r}: {why}",
         code=Code.DATA_LOSS,
         field="args.name",
-        details={"file": str(path), **{name: str(value) for name, value in details.items()}},
+        details={"file": path, **details},
         remedy="load another checkpoint",
     )

@@ -215,5 +215,5 @@ def _changed(key: DeploymentKey, state: StagedState, start: int) -> ResourceErro
         "host memory since it was made",
         code=Code.DATA_LOSS,
         remedy="save again; if it comes again, the node's memory fails",
-        details={"deployment": str(key), "rank": str(state.rank), "offset": str(start)},
+        details={"deployment": key, "rank": state.rank, "offset": start},
     )

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -233,7 +233,7 @@ class Draft:
             file.close()
 
     def _typed(self) -> AbstractContextManager[None]:
-        details = {"file": str(self._path), "num_bytes": str(self._header.num_bytes)}
+        details = {"file": self._path, "num_bytes": self._header.num_bytes}
         remedy = "free space on the node's state directory"
         return writing(str(self._path), remedy, remedy, details)
 
@@ -248,7 +248,7 @@ def _is_file(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(
-    what: str, if_full: str, if_not: str, details: dict[str, str] | None = None
+    what: str, if_full: str, if_not: str, details: Mapping[str, object] | None = None
 ) -> Iterator[None]:
     """Turn an OSError of a write into a typed error.
 

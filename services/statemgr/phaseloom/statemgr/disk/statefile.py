@@ -220,11 +220,8 @@ def section_of(rank: Rank, first: Place) -> Section:
         code=Code.FAILED_PRECONDITION,
         remedy="restore with the model, backend and layout that made the seal",
         details={
-            "file": file,
-            "sealed_ranks": str(len(parts)),
-            "ranks": str(num_ranks),
-            "sealed_bytes": str(sum(sealed_bytes)),
-            "heap_bytes": str(heap_bytes),
+            **{"file": file, "sealed_ranks": len(parts), "ranks": num_ranks},
+            **{"sealed_bytes": sum(sealed_bytes), "heap_bytes": heap_bytes},
         },
     )
 
@@ -240,7 +237,7 @@ def superseded_seals(seqs: list[int], written: int, committed: int) -> list[int]
     return [seq for seq in sorted(seqs) if seq not in {written, before, committed}]
 
 
-def data_loss(file: str, why: str, **details: str) -> ResourceError:
+def data_loss(file: str, why: str, **details: object) -> ResourceError:
     return ResourceError(
         f"{file}: {why}",
         code=Code.DATA_LOSS,
@@ -285,10 +282,10 @@ class Place:
             self.file,
             f"{self.header.deployment} rank {self.index}, bytes {start} to {end} of its section "
             f"({named}): {why}",
-            deployment=str(self.header.deployment),
-            section=str(self.index),
-            offset=str(start),
-            file_offset=str(self.offset + start),
+            deployment=self.header.deployment,
+            section=self.index,
+            offset=start,
+            file_offset=self.offset + start,
         )
 
 

@@ -15,7 +15,7 @@ import os
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.tensors.hugepages import map_file, place_file
-from phaseloom.statemgr.memory.layouts import rounded
+from phaseloom.statemgr.memory.layouts import exhausted, rounded
 
 MAX_IDLE_PER_POOL = 2
 """Idle extents kept in one pool; older ones are given up."""
@@ -285,11 +285,7 @@ class HostMemory:
                 "are in use",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="raise the node's host memory budget, or finish jobs that use it",
-                details={
-                    "needed_bytes": str(size),
-                    "used_bytes": str(used_bytes),
-                    "budget_bytes": str(self.budget_bytes),
-                },
+                details=exhausted(size, used_bytes, self.budget_bytes),
             )
         while self.used_bytes + size > self.budget_bytes:
             self._give_up(next(iter(self._idle)))

@@ -57,17 +57,18 @@ class Layouts:
                 code=Code.RESOURCE_EXHAUSTED,
                 field="tensors",
                 remedy="have fewer tensors on one rank, or publish all versions in one layout",
-                details={
-                    "needed_bytes": str(table.memory_bytes),
-                    "used_bytes": str(used),
-                    "limit": str(limit),
-                },
+                details={"needed_bytes": table.memory_bytes, "used_bytes": used, "limit": limit},
             )
 
 
 def rounded(num_bytes: int) -> int:
     """`num_bytes` rounded up to whole pages, in bytes; at least one page."""
     return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+def exhausted(needed_bytes: int, used_bytes: int, budget_bytes: int) -> dict[str, int]:
+    """The numbers of a refusal for want of memory."""
+    return {"needed_bytes": needed_bytes, "used_bytes": used_bytes, "budget_bytes": budget_bytes}
 
 
 def as_table(tensors: TensorTable | list[TensorSlot]) -> TensorTable:

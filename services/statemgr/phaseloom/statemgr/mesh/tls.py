@@ -17,7 +17,7 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -279,11 +279,8 @@ async def connect(endpoint: str, identity: Identity, timeout_s: float) -> Stream
     try:
         async with asyncio.timeout(timeout_s):
             stream = await _connected(host, int(port), identity)
-            try:
+            with closed_on_failure(stream):
                 msgspec.msgpack.decode(await stream.receive(_MAX_WELCOME_BYTES), type=Welcome)
-            except BaseException:
-                stream.close()
-                raise
     except (OSError, TimeoutError, msgspec.DecodeError) as error:
         raise explained(error, endpoint, timeout_s) from error
     return stream
@@ -295,21 +292,24 @@ async def _connected(host: str, port: int, identity: Identity) -> Stream:
         host, port, type=socket.SOCK_STREAM
     )
     sock = socket.socket(family, kind, proto)
-    try:
+    with closed_on_failure(sock):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await loop.sock_connect(sock, address)
-        wrapped = identity.client.wrap_socket(sock, do_handshake_on_connect=False)
-    except BaseException:
-        sock.close()
-        raise
-    stream = Stream(wrapped)
-    try:
+        stream = Stream(identity.client.wrap_socket(sock, do_handshake_on_connect=False))
+    with closed_on_failure(stream):
         await stream._handshake()
-    except BaseException:
-        stream.close()
-        raise
     return stream
+
+
+@contextlib.contextmanager
+def closed_on_failure(opened: Stream | socket.socket) -> Iterator[None]:
+    """Close what was opened where the block fails."""
+    try:
+        yield
+    except BaseException:
+        opened.close()
+        raise
 
 
 def explained(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomError:

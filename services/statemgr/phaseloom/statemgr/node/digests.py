@@ -107,7 +107,7 @@ def bad_copy(rank: Rank, why: str) -> ResourceError:
         f"the host copy of {rank} is bad: {why}",
         code=Code.DATA_LOSS,
         remedy="start a new incarnation, from its last seal",
-        details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
+        details={"deployment": rank.wpg.key, "rank": rank.index},
     )
 
 

@@ -18,7 +18,7 @@ from phaseloom.common.contract.ids import DeploymentKey, check_key
 from phaseloom.common.contract.state_agent import DeploymentState, RegisterWpg
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
-from phaseloom.statemgr.memory.layouts import as_table, check_layout, check_size, rounded
+from phaseloom.statemgr.memory.layouts import as_table, check_layout, check_size, exhausted, rounded
 from phaseloom.statemgr.residency.incarnations import (
     OFFLOADED,
     ON_DEVICE,
@@ -597,11 +597,7 @@ class Residency:
                 f"are in use",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="displace what is resident, or place it on a larger device",
-                details={
-                    "needed_bytes": str(needed_bytes),
-                    "used_bytes": str(used_bytes),
-                    "budget_bytes": str(budget),
-                },
+                details=exhausted(needed_bytes, used_bytes, budget),
             )
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import mmap
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from phaseloom.statemgr.transfer.tensorslices import (
     Piece,
     box_of,
 )
-from phaseloom.statemgr.transfer.wire import FileName, KeepFiles
+from phaseloom.statemgr.transfer.wire import FileName
 
 log = logging.getLogger(__name__)
 
@@ -193,18 +193,14 @@ ReadBlock = Callable[[Place, int, memoryview], int]
 
 
 class StateFiles:
-    def __init__(
-        self, node: Node, timeout_s: float, keep: Callable[[KeepFiles], Awaitable[None]]
-    ) -> None:
-        """Args: keep: fetches the files that another node names onto this node's disk."""
+    """This node's state files, as other nodes are served them once the node is settled."""
+
+    def __init__(self, node: Node) -> None:
         self._node = node
         self._directory = node.directory
-        self._timeout_s = timeout_s
-        self._keep = keep
 
     async def open_file(self, name: FileName) -> tuple[StateHeader, Served]:
         """The header and the blocks of a file that is here."""
-        await self._node.until_settled(self._timeout_s)
         places, read = await self._find(name)
         return places[0].header, _File(places, read)
 
@@ -214,11 +210,6 @@ class StateFiles:
             return []
         key = VersionKey(name.deployment, name.seq)
         return await asyncio.to_thread(self._directory.parts, key)
-
-    async def keep(self, asked: KeepFiles) -> None:
-        """Fetch the files that another node names onto this node's disk."""
-        await self._node.until_settled(self._timeout_s)
-        await self._keep(asked)
 
     async def _find(self, name: FileName) -> tuple[list[Place], ReadBlock]:
         """The parts of a file, and the function that reads a block of a part."""

@@ -325,7 +325,7 @@ class Tiering:
             f"{info.message}; nothing more can go to NVMe, where {used} of {budget} are in use",
             code=info.code,
             remedy=info.remedy,
-            details=info.details | {"nvme_used_bytes": str(used), "nvme_budget_bytes": str(budget)},
+            details={**info.details, "nvme_used_bytes": used, "nvme_budget_bytes": budget},
         )
 
     def _check_nvme(self, copy: HostCopy) -> None:
@@ -352,17 +352,16 @@ class Tiering:
         is_write_back = move.direction is Direction.WRITE_BACK
         if rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
-        section = Section(rank.extent_bytes, rank.tensors, rank.digest)
-        header = StateHeader("demoted", rank.wpg.key, rank.applied, [section])
+        digest = rank.digest
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         with self._failing(rank, Step.DEMOTE_FAILED, "its host copy is bad"):
             if not rank.is_written_back:
-                header = await self._write(move, header, memory)
+                digest = await self._write(move, memory)
             if not is_write_back:
                 await node.unpin(rank)
         async with node.change() as afterwards:
             node.residency.step(rank, Step.WRITTEN_BACK if is_write_back else Step.DEMOTE_VERIFIED)
-            rank.copied(rank.applied, header.digest)
+            rank.copied(rank.applied, digest)
             rank.is_written_back = is_write_back
             if not is_write_back:
                 afterwards.push_async_callback(self._vacate, rank)
@@ -379,10 +378,8 @@ class Tiering:
         assert isinstance(copy, SharedCopy)
         if copy.extent is None:
             raise ResourceError(f"{copy} is not needed any more")
-        section = Section(copy.num_bytes, copy.tensors, copy.digest)
-        header = StateHeader("shared", copy.owner, copy.applied, [section])
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
-            await self._write(move, header, node.shared_memory(copy))
+            await self._write(move, node.shared_memory(copy))
         self._check_needed(copy)
         async with node.change():
             node.shared_copies.step(copy, Step.DEMOTE_VERIFIED)
@@ -393,11 +390,15 @@ class Tiering:
                 await node.unmap(rank)
             node.vacate_shared(copy)
 
-    async def _write(self, move: Move, header: StateHeader, memory: memoryview) -> StateHeader:
-        path = self.node.file_of(move.what)
-        return await asyncio.to_thread(
-            self._directory.write, path, header, [memory], move.cancelled
-        )
+    async def _write(self, move: Move, memory: memoryview) -> str:
+        """Write the file of a host copy. Returns: the digest of what was written."""
+        copy = move.what
+        is_shared = isinstance(copy, SharedCopy)
+        key = copy.owner if isinstance(copy, SharedCopy) else copy.wpg.key
+        section = Section(copy.extent_bytes, copy.tensors, copy.digest)
+        header = StateHeader("shared" if is_shared else "demoted", key, copy.applied, [section])
+        path, write = self.node.file_of(copy), self._directory.write
+        return (await asyncio.to_thread(write, path, header, [memory], move.cancelled)).digest
 
     async def _promote(self, copy: HostCopy) -> None:
         """Wait until no move of the copy is under way; promote it where it is on NVMe."""

@@ -34,7 +34,14 @@ from phaseloom.common.contract.errors import (
     to_exception,
 )
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.mesh.tls import Identity, Stream, connect, explained, in_thread
+from phaseloom.statemgr.mesh.tls import (
+    Identity,
+    Stream,
+    closed_on_failure,
+    connect,
+    explained,
+    in_thread,
+)
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.served import Incoming
@@ -313,12 +320,9 @@ class Fetch:
     async def _open(self, source: _Source) -> Stream:
         """Open a stream to a source. Raises: CallerError: it refuses, or has other bytes."""
         stream, opened = await self._opened(source.endpoint, source.parts)
-        try:
+        with closed_on_failure(stream):
             for part in source.parts:
                 self.check(part, opened.digests.get(part, ""), source.endpoint)
-        except BaseException:
-            stream.close()
-            raise
         source.is_far = opened.is_far
         self._announce()
         return stream
@@ -454,11 +458,8 @@ class Fetch:
         self, endpoint: str, parts: list[str], session: str | None = None
     ) -> tuple[Stream, wire.Opened]:
         stream = await connect(endpoint, self.home.identity, self.home.timeout_s)
-        try:
+        with closed_on_failure(stream):
             return stream, await self._ask(stream, self.open_with(parts, session), wire.Opened)
-        except BaseException:
-            stream.close()
-            raise
 
     async def _ask(self, stream: Stream, message: wire.First | wire.Ask, answer: type[T]) -> T:
         return await ask(stream, message, answer, self.home.timeout_s)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from phaseloom.common.contract.commands import Ticket
@@ -30,20 +30,6 @@ log = logging.getLogger(__name__)
 
 _NOWHERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS, Code.FAILED_PRECONDITION})
 """The codes that sources answer with where they do not have the version."""
-
-
-@dataclass
-class Coming:
-    """A version, a part, or slices, that are being fetched into host memory."""
-
-    version: Version
-    incoming: Incoming
-    memory: memoryview
-
-    def commit(self, node: Node, digest: str) -> None:
-        """Make the version readable. Raises: ResourceError: ABORTED: it was dropped meanwhile."""
-        self.version.check_kept()
-        node.versions.commit(self.version, digest)
 
 
 class VersionFetcher:
@@ -155,26 +141,34 @@ class VersionFetcher:
         slices = all_of(key.part, described.tensors, size)
         incoming = Incoming(slices, {key.part: digest})
         what = f"version {key}"
-        async with self.coming(key, described.tensors, size, incoming, what) as coming:
-            fetch = self.fetch(coming, ticket, what, digest)
+        async with self.coming(key, described.tensors, size, incoming, what) as version:
+            fetch = self.fetch(version, incoming, ticket, what, digest)
             everything = await asyncio.to_thread(batches, slices)
             fetch = await fetch.fetch_sound(everything, {key.part: sources})
-            coming.commit(self.node, digest)
+            self.node.versions.commit(version, digest)
         log.info(
             "version %s came: %d bytes from its source, %d from peers",
             *(key, fetch.fetched_bytes, fetch.relayed_bytes),
         )
-        return coming.version
+        return version
 
-    def fetch(self, coming: Coming, ticket: Ticket | None, what: str, digest: str = "") -> Fetch:
+    def fetch(
+        self,
+        version: Version,
+        incoming: Incoming,
+        ticket: Ticket | None,
+        what: str,
+        digest: str = "",
+    ) -> Fetch:
         """A fetch of a version or slices into memory. Args: digest: of all of it, if known."""
-        key, home = coming.version.key, self.home
+        key, home = version.key, self.home
 
         def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
             me = Peer(home.endpoint, key.part)
             return wire.OpenVersion(key.whole, ticket, parts, home.site, me, session)
 
-        return Fetch(what, open_with, home, coming.incoming, Memory(coming.memory, digest))
+        memory = Memory(self.node.memory_of(version), digest)
+        return Fetch(what, open_with, home, incoming, memory)
 
     @asynccontextmanager
     async def coming(
@@ -184,7 +178,7 @@ class VersionFetcher:
         num_bytes: int,
         incoming: Incoming,
         what: str,
-    ) -> AsyncIterator[Coming]:
+    ) -> AsyncIterator[Version]:
         """Reserve memory for a version, a part, or slices while they are fetched. If they are not
         committed in the end, they are dropped."""
         node = self.node
@@ -193,7 +187,7 @@ class VersionFetcher:
         self._incoming[version] = incoming
         with node.using(version):
             try:
-                yield Coming(version, incoming, node.memory[extent].view(num_bytes))
+                yield version
             finally:
                 incoming.give_up()
                 if not key.is_copy:

@@ -112,7 +112,7 @@ class Publishing:
                 f"{wpg} has written {number} weights versions, and parts of such, that are here",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy=f"at most {limit} are held: drop what nothing needs",
-                details={"num_versions": str(number), "limit": str(limit)},
+                details={"num_versions": number, "limit": limit},
             )
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
@@ -139,7 +139,6 @@ class Publishing:
                 raise ResourceError(
                     f"version {version.key} does not match its digest", code=Code.DATA_LOSS
                 )
-            version.check_kept()
             node.versions.commit(version, request.digest)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:

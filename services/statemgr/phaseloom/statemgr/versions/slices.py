@@ -27,7 +27,6 @@ from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.transfer.fetching import Fetch
 from phaseloom.statemgr.transfer.served import Incoming, OpenPart
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
-from phaseloom.statemgr.versions.fetch import Coming
 from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights, description_of
 
@@ -71,14 +70,16 @@ class Slices:
         parts = sorted({each.part for each in request.slices} - {""})
         incoming = Incoming(request.slices, await self._weights.committed_digests(key, parts))
         size, what = request.num_bytes, f"slices of version {key}"
-        async with self._fetcher.coming(mine, slots, size, incoming, what) as coming:
-            await self._fill(coming, request, what)
-            coming.commit(self._node, await asyncio.to_thread(digest_of, coming.memory))
-        return coming.version
+        async with self._fetcher.coming(mine, slots, size, incoming, what) as version:
+            fetch = self._fetcher.fetch(version, incoming, request.ticket, what)
+            memory = self._node.memory_of(version)
+            await self._fill(fetch, memory, request)
+            digest = await asyncio.to_thread(digest_of, memory)
+            self._node.versions.commit(version, digest)
+        return version
 
-    async def _fill(self, coming: Coming, request: OpenSlices, what: str) -> None:
+    async def _fill(self, fetch: Fetch, memory: memoryview, request: OpenSlices) -> None:
         """Fill the memory from parts that are on this node, and the rest from other nodes."""
-        fetch = self._fetcher.fetch(coming, request.ticket, what)
         sources = {each.part: each.endpoints for each in request.sources}
         by_part: dict[str, list[Batch]] = {}
         for batch in await asyncio.to_thread(batches, request.slices):
@@ -87,7 +88,7 @@ class Slices:
         here_bytes = 0
         for some in by_part.values():
             try:
-                here_bytes += await self._copy_here(fetch, coming, request, some)
+                here_bytes += await self._copy_here(fetch, memory, request, some)
             except PhaseloomError as error:
                 if error.info.code is not Code.NOT_FOUND:
                     raise
@@ -95,11 +96,11 @@ class Slices:
         fetch = await fetch.fetch_sound(away, sources)
         log.info(
             "%s came: %d bytes from other nodes, %d from here, %d by peers",
-            *(what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes),
+            *(fetch.what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes),
         )
 
     async def _copy_here(
-        self, fetch: Fetch, coming: Coming, request: OpenSlices, some: list[Batch]
+        self, fetch: Fetch, memory: memoryview, request: OpenSlices, some: list[Batch]
     ) -> int:
         """Copy slices of a part that is on this node, and verify the part: nobody does so later.
 
@@ -113,10 +114,10 @@ class Slices:
         for _ in range(_TRIES):
             async with self._weights.open_part(key) as found:
                 fetch.check(part, found.version.digest, "this node")
-                num_bytes = await asyncio.to_thread(_copy, found, some, coming.memory)
+                num_bytes = await asyncio.to_thread(_copy, found, some, memory)
                 if await has_digest(found.memory, found.version.digest):
                     for batch in some:
-                        coming.incoming.add(batch)
+                        fetch.incoming.add(batch)
                     return num_bytes
             await self._weights.verify(key, sources, request.ticket)
         raise ResourceError(f"version {key} goes bad again and again here", code=Code.DATA_LOSS)

@@ -100,5 +100,5 @@ def lost(key: VersionKey, error: PhaseloomError) -> ResourceError:
         f"{part} went bad in host memory, and is to be had nowhere else: {error.info.message}",
         code=Code.DATA_LOSS,
         remedy="publish the weights again, as another version, and sync that",
-        details={"version": str(key.whole), "part": key.part},
+        details={"version": key.whole, "part": key.part},
     )

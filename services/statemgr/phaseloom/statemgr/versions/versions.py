@@ -162,7 +162,9 @@ class Versions:
         """Make a version readable, and immutable. Committing the same content again is harmless.
 
         Raises: CallerError: ALREADY_EXISTS: the version is committed with other bytes.
+                ResourceError: ABORTED: it was dropped meanwhile.
         """
+        version.check_kept()
         assert digest
         assert version.extent is not None or version.is_committed
         if version.is_committed and version.digest != digest:
