@@ -14,7 +14,9 @@ from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of, each_part
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.residency.incarnations import Rank, State, Step
@@ -38,7 +40,7 @@ class World:
         rank = self.residency.authenticate("token")
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
         extent = self.memory.reserve(SIZE, "a copy")
-        self.residency.register_heap(rank, SIZE, slots, extent)
+        self.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of(slots), extent)
         self.residency.fill(rank, 1, "the first")
         self.residency.begin_load(rank)
         self.residency.step(rank, Step.LOAD_VERIFIED)
@@ -157,7 +159,7 @@ def test_copy_that_is_dirty_may_be_sealed_and_demoted_but_not_taken_for_verified
     residency = Residency([10])
     residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     rank = residency.authenticate("token")
-    residency.register_heap(rank, 10, [], 1)
+    residency.register_heap(rank, RegisterHeap(10, b""), TensorTable.of([]), 1)
     residency.fill(rank, 3, "")
     residency.prepare_seal(rank.wpg, 3)
     residency.validate()

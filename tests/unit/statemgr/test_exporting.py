@@ -15,8 +15,9 @@ from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.contract.state_rank import TakeSnapshot, WriteCheckpoint
+from phaseloom.common.contract.state_rank import RegisterHeap, TakeSnapshot, WriteCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.exporting import MAX_OPERATION_CHARS, Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.staging import Staging
@@ -35,7 +36,7 @@ async def _offloaded(node: Node, tiering: Tiering) -> Rank:
     (rank,) = node.residency.current(KEY, 1).ranks
     extent = await tiering.reserve(SIZE, "state")
     slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
-    node.residency.register_heap(rank, SIZE, slots, extent)
+    node.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of(slots), extent)
     node.residency.fill(rank, 1, digest_of(node.memory[extent].view(SIZE)))
     return rank
 

@@ -14,7 +14,7 @@ from typing import Any
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.contract.state_rank import StateMessage
+from phaseloom.common.contract.state_rank import RegisterHeap, StateMessage
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer
@@ -62,7 +62,7 @@ def _content(node: Node, number: int) -> None:
     node.residency.register(RegisterWpg([f"token {number}"], _key(number), 1, [0], 0))
     (rank,) = node.residency.current(_key(number), 1).ranks
     extent, digest = _filled(node, number)
-    node.residency.register_heap(rank, SIZE, [SLOT], extent)
+    node.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of([SLOT]), extent)
     rank.frozen = True
     node.residency.fill(rank, 1, digest)
     sharing.settle_copy(node, rank, 1, digest)

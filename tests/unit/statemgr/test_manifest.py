@@ -9,6 +9,7 @@ from msgspec.structs import asdict
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart, Snapshots
 from phaseloom.statemgr.handover.manifest import (
@@ -74,14 +75,14 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     residency.drop(DeploymentKey("acme", "gone", "policy"), 9)
     residency.register(RegisterWpg(["t0", "t1"], KEY, 3, [0, 1], 5))
     rank = residency.authenticate("t1")
-    residency.register_heap(rank, 24, [SLOT], 4)
+    residency.register_heap(rank, RegisterHeap(24, b""), TensorTable.of([SLOT]), 4)
     residency.fill(rank, 5, "digest")
     table = TensorTable.of([SLOT])
     versions.take_over(Version(VersionKey(KEY, 6), 24, table, "version's digest", 8, 3))
     versions.add_from_disk(VersionKey(KEY, 2), 24, [SLOT], "on disk only")
     residency.register(RegisterWpg(["frozen"], FROZEN, 1, [0], 0))
     frozen = residency.authenticate("frozen")
-    residency.register_heap(frozen, 24, [SLOT], 9)
+    residency.register_heap(frozen, RegisterHeap(24, b""), TensorTable.of([SLOT]), 9)
     frozen.frozen, frozen.model = True, "model"
     residency.fill(frozen, 2, "its digest")
     frozen.extent = None

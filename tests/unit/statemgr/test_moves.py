@@ -11,7 +11,9 @@ from pathlib import Path
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import SharedCopy, State
@@ -34,7 +36,7 @@ class World:
         (rank,) = node.residency.current(key, 1).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
         extent = node.memory.reserve(SIZE, name, may_freeze=True)
-        node.residency.register_heap(rank, SIZE, slots, extent)
+        node.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of(slots), extent)
         rank.frozen = True
         memory = node.memory[extent].view(SIZE)
         memory[:] = name.encode() * SIZE

@@ -13,7 +13,8 @@ import pytest
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.state_agent import RegisterWpg
-from phaseloom.common.contract.state_rank import Done, StateMessage
+from phaseloom.common.contract.state_rank import Done, RegisterHeap, StateMessage
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
@@ -36,7 +37,7 @@ async def filling(path: Path) -> AsyncIterator[tuple[Node, Prefault, Rank]]:
     node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     (rank,) = node.residency.current(KEY, 1).ranks
     extent = node.memory.reserve(SIZE, "state", may_freeze=True)
-    node.residency.register_heap(rank, SIZE, [], extent)
+    node.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of([]), extent)
     async with asyncio.TaskGroup() as tasks:
         prefault.start(tasks)
         yield node, prefault, rank

@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import RegisterWpg
+from phaseloom.common.contract.state_rank import RegisterHeap
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.memory.layouts import PAGE_BYTES
 from phaseloom.statemgr.residency.incarnations import (
@@ -33,8 +35,10 @@ def add(residency: Residency, key: DeploymentKey, heap_bytes: int, *devices: int
     residency.register(RegisterWpg(tokens, key, 1, list(devices), 0))
     for token in tokens:
         rank = residency.authenticate(token)
-        residency.check_heap(rank, heap_bytes, [])
-        residency.register_heap(rank, heap_bytes, [], extent=hash(token))
+        residency.check_heap(rank, RegisterHeap(heap_bytes, b""), TensorTable.of([]))
+        residency.register_heap(
+            rank, RegisterHeap(heap_bytes, b""), TensorTable.of([]), extent=hash(token)
+        )
         residency.fill(rank, 0, "digest")
     return rank.wpg
 
@@ -295,11 +299,13 @@ class AnySequence(RuleBasedStateMachine):
         if rank is None:
             return
         try:
-            self.residency.check_heap(rank, heap_bytes, [])
+            self.residency.check_heap(rank, RegisterHeap(heap_bytes, b""), TensorTable.of([]))
             extent = self.memory.reserve(heap_bytes * PAGE_BYTES // 4, str(rank))
         except ResourceError:
             return
-        self.residency.register_heap(rank, heap_bytes, [], extent)
+        self.residency.register_heap(
+            rank, RegisterHeap(heap_bytes, b""), TensorTable.of([]), extent
+        )
         self.residency.fill(rank, 0, "digest")
 
     @rule(pick=pick, displaces=st.lists(keys), fails=st.booleans())

@@ -10,6 +10,8 @@ from phaseloom.common.contract.errors import CallerError, InternalError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import RegisterHeap
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step
 from phaseloom.statemgr.residency.residency import Residency
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies, bases_of
@@ -33,7 +35,7 @@ class World:
         key = DeploymentKey(tenant, job, f"d{len(self.ranks)}")
         self.residency.register(RegisterWpg([f"t{len(self.ranks)}"], key, 1, [0], 0))
         (rank,) = self.residency.current(key, 1).ranks
-        self.residency.register_heap(rank, SIZE, [SLOT], 1)
+        self.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of([SLOT]), 1)
         rank.frozen, rank.extent = True, None
         self.residency.fill(rank, 1, "digest")
         self.ranks.append(rank)

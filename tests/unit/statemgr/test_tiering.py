@@ -18,7 +18,9 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import Prefetch, PrepareSeal, RegisterWpg, WriteSeal
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.disk import Cancelled
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import Place, StateHeader
@@ -94,7 +96,7 @@ class World:
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
         with self.tiering.using(rank.wpg):
             extent = await self.tiering.reserve(HEAP, name)
-        node.residency.register_heap(rank, HEAP, slots, extent)
+        node.residency.register_heap(rank, RegisterHeap(HEAP, b""), TensorTable.of(slots), extent)
         memory = node.memory[extent].view(HEAP)
         memory[:] = (content or name).encode() * HEAP
         self.wpgs[name], self.digests[name] = rank.wpg, digest_of(memory)

@@ -118,7 +118,14 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     _check_host(config.host_memory_bytes)
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
-    node = _node(config, directory)
+    node = Node(
+        config.node,
+        directory,
+        config.devices,
+        config.host_memory_bytes,
+        config.transfer_timeout_s,
+        frozen_bases=bases_of(config.frozen_bases),
+    )
     sharing = Sharing(node)
     _observe(node)
     parts, session = await _parts(config, node)
@@ -156,17 +163,6 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
         node.device_copies.close()
         node.handles.close()
         node.memory.close()
-
-
-def _node(config: StateManagerConfig, directory: StateDirectory) -> Node:
-    return Node(
-        config.node,
-        directory,
-        config.devices,
-        config.host_memory_bytes,
-        config.transfer_timeout_s,
-        frozen_bases=bases_of(config.frozen_bases),
-    )
 
 
 def _observe(node: Node) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, RegisterHeap
-from phaseloom.statemgr.memory.layouts import check_identity
 from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State
@@ -25,25 +24,18 @@ async def register_heap(
     Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
              DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
     """
-    tensors = node.layouts.read(request.tensors, rank.wpg)
-    node.residency.check_heap(
-        rank, request.heap_bytes, tensors, request.host_bytes, request.scratch_bytes
-    )
-    check_identity(request)
+    table = node.layouts.read(request.tensors, rank.wpg)
+    node.residency.check_heap(rank, request, table)
     # The copies of the deployment's other ranks stay: a switch-in needs all in host memory at once.
     what = f"the host copy of {rank.owner}"
     num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
     reserving = tiering.reserved(num_bytes, what, may_freeze=request.frozen)
     with tiering.using(rank.wpg):
         async with reserving as extent:
-            node.residency.register_heap(
-                rank, request.heap_bytes, tensors, extent, request.host_bytes
-            )
-            rank.pins, rank.scratch_bytes = request.pins, request.scratch_bytes
+            node.residency.register_heap(rank, request, table, extent)
             # A rank whose device pins memory may share a descriptor of device memory later.
             if rank in node.ranks:
                 node.ranks[rank].max_fds = int(rank.pins)
-            rank.frozen, rank.model = request.frozen, request.model
     if rank.wpg.seal_seq:
         await replicator.restore(rank)
     if rank.extent is None:

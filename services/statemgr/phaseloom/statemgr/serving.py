@@ -265,11 +265,16 @@ def _read(
     if shares is None:
         memories = [memory for each in found for memory in each.read()]
         return memories, wire.Given(_digest(memories))
+
+    def sized(fragment: Fragment) -> tuple[Box, int]:
+        number, box = fragment
+        return box, found[number].of(box).num_bytes
+
     memories = list(_read_fragments(found, shares.here))
     elsewhere = [
         wire.Shared(holder, wire.specs_of(some, asked.boxes), _digest(_read_fragments(found, some)))
         for holder, fragments in shares.elsewhere.items()
-        for some in _in_requests(found, fragments, asked.num_bytes)
+        for some in in_requests(fragments, sized, asked.num_bytes)
     ]
     here = wire.specs_of(shares.here, asked.boxes)
     return memories, wire.Given(_digest(memories), wire.Assigned(shares.num_boxes, here, elsewhere))
@@ -285,15 +290,3 @@ def _digest(memories: Iterable[memoryview]) -> str:
     for memory in memories:
         digest.update(memory)
     return digest.hexdigest()
-
-
-def _in_requests(
-    found: Sequence[Found], fragments: list[Fragment], limit_bytes: int
-) -> Iterator[list[Fragment]]:
-    """The fragments in groups, each as large as a client may ask a peer for at once."""
-
-    def box_of(fragment: Fragment) -> tuple[Box, int]:
-        number, box = fragment
-        return box, found[number].of(box).num_bytes
-
-    return in_requests(fragments, box_of, limit_bytes)

@@ -137,7 +137,7 @@ class Staging:
                 )
 
         async with self.tiering.in_host(wpg), self.node.holding(lambda: set(wpg.devices)):
-            self.node.residency.check_sealable(wpg)
+            self.node.residency.check_ready(wpg)
             await on_each_device(wpg.ranks, stage)
 
     # --- Checksums -------------------------------------------------------------------------------

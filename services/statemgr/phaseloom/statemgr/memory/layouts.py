@@ -106,24 +106,18 @@ def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> Non
             raise CallerError(f"ends at {end}, beyond {num_bytes} bytes", field=_where(slot))
 
 
-def check_size(num_bytes: int, field: str) -> None:
-    """Check the size of memory beside the heap.
-
-    Raises: CallerError: it is negative.
-    """
-    if num_bytes < 0:
-        raise CallerError(f"{num_bytes} bytes", field=field, remedy="use zero or more")
-
-
 _MODEL = re.compile(r"([0-9a-f]{64})?")
 
 
-def check_identity(request: RegisterHeap) -> None:
-    """Check the model's hash and the frozen flag of a rank that registers its heap.
+def check_heap(request: RegisterHeap) -> None:
+    """Check the sizes, the model's hash and the frozen flag of a rank that registers its heap.
 
-    Raises: CallerError: the hash is no BLAKE3 in hex, or a frozen heap has state in host memory
-            alone.
+    Raises: CallerError: a size is negative, the hash is no BLAKE3 in hex, or a frozen heap has
+            state in host memory alone.
     """
+    for field in ("host_bytes", "scratch_bytes"):
+        if (num_bytes := getattr(request, field)) < 0:
+            raise CallerError(f"{num_bytes} bytes", field=field, remedy="use zero or more")
     if not _MODEL.fullmatch(request.model):
         raise CallerError("no BLAKE3 in hex", field="model", remedy="give 64 digits, or none")
     if request.frozen and request.host_bytes:

@@ -150,9 +150,8 @@ class Node:
             self.retire(rank.wpg, "its connection ended")
             raise ResourceError(f"{rank} was lost during {type(message).__name__}") from error
         if not isinstance(answer, Copied):
-            answered = type(answer).__name__
-            self.retire(rank.wpg, f"it answered {type(message).__name__} with {answered}")
-            raise ResourceError(f"{rank} broke the protocol and was cut off")
+            asked, answered = type(message).__name__, type(answer).__name__
+            raise self.broken_protocol(rank, f"it answered {asked} with {answered}")
         if not (isinstance(message, CopyOut) and message.whole_at >= 0):
             # With `whole_at` the rank was only asked whether there is anything to copy.
             metrics.count(metrics.TRANSFER_MOVED, rank.heap_bytes, **labels)
@@ -251,6 +250,11 @@ class Node:
             self.drop_version(self.versions.find(key))
         self.memory.drop_pool(pool_of(wpg))
         self.settle(wpg)
+
+    def broken_protocol(self, rank: Rank, why: str) -> ResourceError:
+        """End the incarnation of a rank that broke the protocol. Returns: the error to raise."""
+        self.retire(rank.wpg, why)
+        return ResourceError(f"{rank} broke the protocol and was cut off")
 
     def settle(self, wpg: Wpg) -> None:
         """Free what an incarnation no longer needs, and wake those who wait for a change.

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, check_key
 from phaseloom.common.contract.state_agent import DeploymentState, RegisterWpg
-from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
+from phaseloom.common.contract.state_layout import extent_bytes
+from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
-from phaseloom.statemgr.memory.layouts import as_table, check_layout, check_size, exhausted, rounded
+from phaseloom.statemgr.memory.layouts import check_heap, check_layout, exhausted, rounded
 from phaseloom.statemgr.residency.incarnations import (
     OFFLOADED,
     ON_DEVICE,
@@ -96,8 +97,8 @@ class Residency:
         ):
             raise CallerError("empty, or in use", field="tokens", remedy="draw fresh ones")
         replaced = self._remove(known) if known is not None else None
-        wpg = Wpg(key, incarnation, asked.seal_seq)
-        wpg.rank_offset, wpg.num_ranks = asked.rank_offset, asked.num_ranks or len(devices)
+        wpg = Wpg(key, incarnation, asked.seal_seq, rank_offset=asked.rank_offset)
+        wpg.num_ranks = asked.num_ranks or len(devices)
         for index, (token, device) in enumerate(zip(tokens, devices, strict=True)):
             wpg.ranks.append(Rank(wpg, index, device, token))
             self._tokens[token] = wpg.ranks[-1]
@@ -258,39 +259,29 @@ class Residency:
 
     # --- heaps and switches ---
 
-    def check_heap(
-        self,
-        rank: Rank,
-        heap_bytes: int,
-        tensors: TensorTable | list[TensorSlot],
-        host_bytes: int = 0,
-        scratch_bytes: int = 0,
-    ) -> None:
+    def check_heap(self, rank: Rank, asked: RegisterHeap, table: TensorTable) -> None:
         """Check that a rank may register this heap, with scratch memory beside it.
 
+        Args:   table: the heap's layout.
         Raises: CallerError: the layout is bad, or the rank has registered already.
                 ResourceError: RESOURCE_EXHAUSTED, with the numbers: the heap does not fit on its
                 device even alone.
         """
         if rank.state is not State.AWAITING:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-        check_size(host_bytes, "host_bytes")
-        check_size(scratch_bytes, "scratch_bytes")
-        check_layout(tensors, extent_bytes(heap_bytes, host_bytes))
-        self._check_room(rank.wpg, rank.device, heap_bytes + scratch_bytes, 0)
+        check_heap(asked)
+        check_layout(table, extent_bytes(asked.heap_bytes, asked.host_bytes))
+        device_bytes = asked.heap_bytes + asked.scratch_bytes
+        self._check_room(rank.wpg, rank.device, device_bytes, 0)
 
     def register_heap(
-        self,
-        rank: Rank,
-        heap_bytes: int,
-        tensors: TensorTable | list[TensorSlot],
-        extent: int,
-        host_bytes: int = 0,
+        self, rank: Rank, asked: RegisterHeap, table: TensorTable, extent: int
     ) -> None:
         """Record the heap that an awaited rank has registered, and the extent that it was given."""
         self.step(rank, Step.HEAP_REGISTERED)
-        rank.heap_bytes, rank.table, rank.extent = heap_bytes, as_table(tensors), extent
-        rank.host_bytes = host_bytes
+        rank.heap_bytes, rank.table, rank.extent = asked.heap_bytes, table, extent
+        rank.host_bytes, rank.scratch_bytes = asked.host_bytes, asked.scratch_bytes
+        rank.pins, rank.frozen, rank.model = asked.pins, asked.frozen, asked.model
 
     def fill(self, rank: Rank, applied: int, digest: str) -> None:
         """Record that the rank's extent holds its whole state: the initial one, or a seal's."""
@@ -312,7 +303,7 @@ class Residency:
         """
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
-        self._check_ready(wpg)
+        self.check_ready(wpg)
         offload: list[Rank] = []
         for other in self._named(displaces):
             if not other.on_device:
@@ -342,7 +333,7 @@ class Residency:
         """The ranks to offload; empty where all are offloaded already, in either tier."""
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
-        self._check_ready(wpg, or_in=OFFLOADED)
+        self.check_ready(wpg, or_in=OFFLOADED)
         return wpg.on_device
 
     def begin_load(self, rank: Rank) -> None:
@@ -420,14 +411,6 @@ class Residency:
         ]
 
     # --- seals ---
-
-    def check_sealable(self, wpg: Wpg) -> None:
-        """Check that every rank of the incarnation has a whole state.
-
-        Raises: CallerError: a rank is neither resident nor offloaded to host memory.
-                ResourceError: a rank is gone.
-        """
-        self._check_ready(wpg)
 
     def begin_copy(self, rank: Rank) -> None:
         """Record that the host copy of a rank that stays resident is about to be renewed."""
@@ -583,7 +566,8 @@ class Residency:
             )
         wpg.epoch = epoch
 
-    def _check_ready(self, wpg: Wpg, or_in: frozenset[State] = frozenset()) -> None:
+    def check_ready(self, wpg: Wpg, or_in: frozenset[State] = frozenset()) -> None:
+        """Check that every rank of the incarnation has a whole state in memory, or is `or_in`."""
         _check_alive(wpg)
         for rank in wpg.ranks:
             if rank.state not in {State.HOST, State.RESIDENT, *or_in}:

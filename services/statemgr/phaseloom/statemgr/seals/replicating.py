@@ -53,7 +53,11 @@ class Replicator:
         if request.keeps is not None:
             await self._weights.keep(request.keeps, request.sources)
         if request.holds is not None:
-            await self._fetch_held(request)
+            # Ahead of the version's sync, which fetches it if this fails.
+            try:
+                await self._weights.get(request.holds, request.sources)
+            except PhaseloomError as error:
+                log.info("version %s is not fetched ahead: %s", request.holds.version, error)
 
     def _lacking(self, request: FetchState) -> FetchState:
         """The request without the seal and the versions that are in host memory."""
@@ -127,14 +131,6 @@ class Replicator:
             self._weights.found(header)
         elif version.digest == header.digest:
             version.is_on_disk = True
-
-    async def _fetch_held(self, request: FetchState) -> None:
-        """Fetch a version into host memory ahead of its sync, which fetches it if this fails."""
-        assert request.holds is not None
-        try:
-            await self._weights.get(request.holds, request.sources)
-        except PhaseloomError as error:
-            log.info("version %s is not fetched ahead: %s", request.holds.version, error)
 
     def forget(self, key: DeploymentKey) -> None:
         """Forget a deployment whose job has ended."""

@@ -73,7 +73,7 @@ class Sealer:
             await node.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
             node.residency.end_seal(wpg)
             node.settle(wpg)
-            node.residency.check_sealable(wpg)
+            node.residency.check_ready(wpg)
             try:
                 await on_each_device(wpg.on_device, self._copy)
                 for rank in wpg.ranks:

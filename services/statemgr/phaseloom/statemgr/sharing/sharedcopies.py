@@ -66,12 +66,7 @@ class SharedCopies:
         self._copies: dict[int, SharedCopy] = {}
         self._last = 0
 
-    def add(
-        self,
-        rank: Rank,
-        extent: int,
-        version: VersionKey | None = None,
-    ) -> SharedCopy:
+    def add(self, rank: Rank, extent: int, version: VersionKey | None = None) -> SharedCopy:
         """Record a new shared copy of this rank's state at its `applied` and `digest`.
 
         The copy has no user yet: `attach` the rank next.
@@ -122,10 +117,7 @@ class SharedCopies:
 
     def of_version(self, key: VersionKey, extent: int) -> SharedCopy | None:
         """The shared copy that is the memory of this version."""
-        return next(
-            (c for c in self.all() if c.version == key and c.extent == extent),
-            None,
-        )
+        return next((c for c in self.all() if c.version == key and c.extent == extent), None)
 
     def merge(self, copy: SharedCopy, twin: SharedCopy) -> list[Rank]:
         """Make the users of `copy` users of its twin; returns them."""

@@ -111,26 +111,24 @@ async def copy_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -
     _take_held_version(node, rank)
     rank.is_copying = True
     try:
-        return await _copied_out(node, reserve, rank, release=release)
+        order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
+        copied = await node.ask(rank, order)
+        if copied.changed:
+            return await _copied_out(node, reserve, rank, release=release)
+        if (copied.applied, copied.digest) != (rank.applied, rank.digest):
+            raise node.broken_protocol(rank, "it took its host copy for another one")
+        drop_copy(node, rank)
+        return copied
     finally:
         rank.is_copying = False
 
 
 async def _copied_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -> Copied:
-    order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
-    copied = await node.ask(rank, order)
-    if not copied.changed:
-        if (copied.applied, copied.digest) != (rank.applied, rank.digest):
-            node.retire(rank.wpg, "it took its host copy for another one")
-            raise ResourceError(f"{rank} broke the protocol and was cut off")
-        drop_copy(node, rank)
-        return copied
     extent = await reserve_copy(node, reserve, rank)
     try:
         copied = await node.ask(rank, CopyOut(release), [node.memory[extent].fd])
         if not copied.digest:
-            node.retire(rank.wpg, "it copied out without a digest")
-            raise ResourceError(f"{rank} broke the protocol and was cut off")
+            raise node.broken_protocol(rank, "it copied out without a digest")
         if rank.state is State.LOST:
             raise ResourceError(f"{rank} was lost as it had copied out")
     except PhaseloomError:

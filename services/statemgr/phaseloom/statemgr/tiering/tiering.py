@@ -62,12 +62,7 @@ class Tiering:
     Call `start` with a task group. `stop` cancels the moves that are under way and returns at once.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        nvme_budget_bytes: int,
-        spare_bytes: int = 0,
-    ) -> None:
+    def __init__(self, node: Node, nvme_budget_bytes: int, spare_bytes: int = 0) -> None:
         """Args: spare_bytes: host memory that should be free, or be had without waiting for a disk;
         0: nothing is written back.
         """
