@@ -23,13 +23,7 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.checkpoints.staging import StagedState
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts, header_of
-from phaseloom.statemgr.disk.statefile import (
-    Place,
-    Section,
-    StateHeader,
-    data_loss,
-    seal_header,
-)
+from phaseloom.statemgr.disk.statefile import Place, Section, StateHeader, data_loss, seal_header
 
 _OPERATION_DIGITS = 16
 

@@ -103,7 +103,9 @@ class Handover:
             versions = [each for each in manifest.versions if bool(each.key.part) is is_part]
             await _side_by_side(map(self._restore_version, versions))
         # Only now: a copy that nobody refers to may be the memory of a version all the same.
-        self._drop_unused_copies()
+        for copy in self._copies.values():
+            if not self._node.shared_copies.is_known(copy):
+                self._node.vacate_shared(copy)
         for alive in self._node.residency.alive():
             await self._check_prepared(alive)
         for snapshot in manifest.snapshots:
@@ -188,12 +190,6 @@ class Handover:
             self._copies[copy.number] = copy
         else:
             log.error("%s cannot be taken over", copy)
-
-    def _drop_unused_copies(self) -> None:
-        """Give up the shared copies whose users' incarnations are all lost."""
-        for copy in self._copies.values():
-            if not self._node.shared_copies.is_known(copy):
-                self._node.vacate_shared(copy)
 
     def _restore_seal(self, seal: HostSeal) -> None:
         """Take over a seal that is in host memory; its blocks are verified when it is read."""

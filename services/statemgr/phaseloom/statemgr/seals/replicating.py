@@ -14,12 +14,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from phaseloom.common.contract.errors import (
-    CallerError,
-    Code,
-    PhaseloomError,
-    ResourceError,
-)
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
 from phaseloom.common.contract.state_agent import FetchState, WriteSeal
 from phaseloom.statemgr.disk.files import header_of

@@ -130,7 +130,10 @@ class Sealer:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             write = self._keep if is_kept else self._write
             async with writing:
-                self._check_newest(wpg)
+                current = node.residency.find(wpg.key)
+                if current not in {None, wpg}:
+                    # An older incarnation replaces nothing of a newer.
+                    raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
                 sealed = await write(wpg, request.seq)
         finally:
             node.residency.end_seal(wpg)
@@ -140,15 +143,6 @@ class Sealer:
         await self.remove_superseded(wpg.key, request.seq, request.committed)
         wpg.sealed &= self._seals.get(wpg.key, {}).keys()
         return sealed
-
-    def _check_newest(self, wpg: Wpg) -> None:
-        """Check that the incarnation is the newest here: an older one replaces nothing of a newer.
-
-        Raises: ResourceError: ABORTED: a newer incarnation is here.
-        """
-        current = self._node.residency.find(wpg.key)
-        if current not in {None, wpg}:
-            raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
 
     async def fill(self, rank: Rank) -> None:
         """Fill the extent of a registered heap from the seal that its incarnation starts from.

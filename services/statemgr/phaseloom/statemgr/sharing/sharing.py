@@ -17,12 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from blake3 import blake3
 
-from phaseloom.common.contract.errors import (
-    CallerError,
-    Code,
-    PhaseloomError,
-    ResourceError,
-)
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_rank import Copied, CopyOut
 from phaseloom.statemgr.mesh.permission import check_reader

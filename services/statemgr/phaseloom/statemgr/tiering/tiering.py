@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from typing import TypeVar
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
@@ -146,7 +145,10 @@ class Tiering:
                 file of one is bad and no seal has its bytes: the incarnation is over.
         """
         with self.using(wpg, *others):
-            await self._promote_all(wpg)
+            for rank in wpg.ranks:
+                if rank.shared_copy is not None:
+                    await self._promote(rank.shared_copy)
+                await self._promote(rank)
             try:
                 yield
             finally:
@@ -179,7 +181,6 @@ class Tiering:
             self._used.clear()
             try:
                 while (rank := self._to_write_back()) is not None:
-                    self._check_nvme(rank)
                     await self._down(rank, Direction.WRITE_BACK)
             except PhaseloomError as error:
                 # Write-back tries again when somebody uses host memory next.
@@ -194,12 +195,6 @@ class Tiering:
         ranks = (copy for copy in self._demotable() if isinstance(copy, Rank))
         return next((rank for rank in ranks if not rank.is_written_back), None)
 
-    async def _promote_all(self, wpg: Wpg) -> None:
-        for rank in wpg.ranks:
-            if rank.shared_copy is not None:
-                await self._promote(rank.shared_copy)
-            await self._promote(rank)
-
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
         """Take a prediction of the deployment's next use; promotions begin in the background.
 
@@ -213,7 +208,7 @@ class Tiering:
             if hint.in_s is None:
                 self._moves.withdraw(copy)
             elif copy.state is State.DEMOTED:
-                self._moves.hint(copy, self._work_up(copy, wpg.next_use_s))
+                self._moves.hint(copy, self._work_up(copy))
 
     def sweep(self) -> asyncio.Task[None]:
         """Begin to remove the files of host copies that nobody has any more; returns the task.
@@ -264,7 +259,10 @@ class Tiering:
                 continue
             victim = below[0]
             try:
-                await self._send_down(victim)
+                if isinstance(victim, Version):
+                    await self.versions.leave(victim)
+                else:
+                    await self._down(victim, Direction.DEMOTE)
             except PhaseloomError as error:
                 log.warning("%s stays in host memory: %s", victim, error)
                 failed.add(victim)
@@ -305,14 +303,6 @@ class Tiering:
         copies += [c for c in shared if c.extent and node.memory[c.extent].num_holders == 1]
         return sorted((copy for copy in copies if copy not in self._moves), key=_need)
 
-    async def _send_down(self, victim: Victim) -> None:
-        """Demote a host copy, or free a version's memory."""
-        if isinstance(victim, Version):
-            await self.versions.leave(victim)
-            return
-        self._check_nvme(victim)
-        await self._down(victim, Direction.DEMOTE)
-
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
         info = refusal.info
         used, budget = self.node.nvme_used_bytes(), self.nvme_budget_bytes
@@ -336,6 +326,7 @@ class Tiering:
 
     async def _down(self, copy: HostCopy, direction: Direction) -> None:
         """Demote or write back a host copy."""
+        self._check_nvme(copy)
         # Before the first await: no two callers that look for room choose the same copy.
         self.node.step(copy, Step.DEMOTE_BEGUN)
         work = self._demote_shared if isinstance(copy, SharedCopy) else self._demote_own
@@ -401,10 +392,8 @@ class Tiering:
         if copy.state is State.DEMOTED and self.node.is_needed(copy):
             await self._moves.do(copy, Direction.PROMOTE, self._work_up(copy))
 
-    def _work_up(self, copy: HostCopy, after_s: float | None = None) -> Work:
-        if isinstance(copy, SharedCopy):
-            return partial(self._promote_shared, after_s)
-        return self._promote_own
+    def _work_up(self, copy: HostCopy) -> Work:
+        return self._promote_shared if isinstance(copy, SharedCopy) else self._promote_own
 
     async def _promote_own(self, move: Move) -> None:
         node, rank = self.node, move.what
@@ -430,7 +419,7 @@ class Tiering:
             raise ResourceError("the hint was withdrawn", code=Code.ABORTED)
         self.node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
 
-    async def _promote_shared(self, after_s: float | None, move: Move) -> None:
+    async def _promote_shared(self, move: Move) -> None:
         """Promote a shared copy into a new extent.
 
         Ranks do not notice that it is another extent: each order to copy brings the descriptor.
@@ -438,6 +427,7 @@ class Tiering:
         node, copy = self.node, move.what
         assert isinstance(copy, SharedCopy)
         what = f"the host copy of {copy.owner}"
+        after_s = copy.next_use_s if move.is_hint else None
         extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
         if move.cancelled.is_set() or not node.is_needed(copy):
             node.memory.free(extent)

@@ -45,13 +45,7 @@ from phaseloom.statemgr.mesh.tls import (
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.served import Incoming
-from phaseloom.statemgr.transfer.tensorslices import (
-    MAX_BATCH_BYTES,
-    Batch,
-    Piece,
-    Room,
-    grouped,
-)
+from phaseloom.statemgr.transfer.tensorslices import MAX_BATCH_BYTES, Batch, Piece, Room, grouped
 
 log = logging.getLogger(__name__)
 
