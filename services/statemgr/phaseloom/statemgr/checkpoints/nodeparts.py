@@ -14,7 +14,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code
@@ -56,8 +55,8 @@ class NodeParts:
             sections,
             rank_offset=snapshot.rank_offset,
             num_ranks=snapshot.num_ranks,
+            incarnation=snapshot.incarnation,
         )
-        header = msgspec.structs.replace(header, incarnation=snapshot.incarnation)
         memories = [each.memory for each in ranks]
         self._directory.write(self._own(snapshot), header, memories, cancelled)
 

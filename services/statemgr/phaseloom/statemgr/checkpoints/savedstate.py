@@ -44,6 +44,7 @@ from phaseloom.statemgr.checkpoints.shards import (
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Disk, threads
+from phaseloom.statemgr.disk.statefile import names_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,9 @@ class SavedState:
                 for run in slot_runs(0, slot)
             )
         ctypes.memset(address(memory), 0, len(memory))
-        with buffers_for_chunks() as buffers:
-            for name, pieces in wanted.items():
-                self._fill_from(self._files[name], pieces, buffers)
+        buffers = buffers_for_chunks()
+        for name, pieces in wanted.items():
+            self._fill_from(self._files[name], pieces, buffers)
 
     def _fill_from(
         self,
@@ -265,12 +266,10 @@ class SavedState:
                 self._read_chunk(file, opened, start, (start, stop), buffer)
 
     def _loss(self, file: _File, why: str, start: int, end: int) -> ResourceError:
-        hit = [entry.name for entry in file.entries if entry.offset < end and start < entry.end]
-        if start < min((entry.offset for entry in file.entries), default=file.num_bytes):
-            hit.insert(0, "its header")
-        named = ", ".join(hit[:3])
-        more = f" and {len(hit) - 3} more" if len(hit) > 3 else ""
-        return _data_loss(file.path, f"{named}{more}, bytes {start} to {end}: {why}", offset=start)
+        first = min((entry.offset for entry in file.entries), default=file.num_bytes)
+        header = Entry("its header", "uint8", (first,), 0)
+        named = names_within([header, *file.entries], start, end)
+        return _data_loss(file.path, f"{named}, bytes {start} to {end}: {why}", offset=start)
 
 
 Expected = dict[str, tuple[str, tuple[int, ...]]]

@@ -20,7 +20,6 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,11 +80,8 @@ def write_state(
     weights = [tensor for tensor in tensors if tensor.role is Role.WEIGHT]
     training = [tensor for tensor in tensors if tensor.role is not Role.WEIGHT]
     files: dict[str, FileSums] = {}
-    with (
-        ThreadPoolExecutor(DEPTH + 1, "checkpoint") as threads,
-        buffers_for_chunks() as buffers,
-        writing(),
-    ):
+    buffers = buffers_for_chunks()
+    with ThreadPoolExecutor(DEPTH + 1, "checkpoint") as threads, writing():
         digest = threads.submit(_weights_sha256, weights, memories, cancelled)
         try:
             for stem, group in ((MODEL, weights), (TRAINING, training)):
@@ -242,13 +238,12 @@ def checksums(chunk: memoryview) -> Iterator[bytes]:
         yield bytes(xxhash.xxh3_64_digest(chunk[start : start + BLOCK_BYTES]))
 
 
-@contextmanager
-def buffers_for_chunks() -> Iterator[queue.SimpleQueue[memoryview]]:
+def buffers_for_chunks() -> queue.SimpleQueue[memoryview]:
     """Page-aligned buffers for `DEPTH` chunks; each is freed with the last reference to it."""
     buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
     for _ in range(DEPTH):
         buffers.put(memoryview(mmap.mmap(-1, CHUNK_BYTES)))
-    yield buffers
+    return buffers
 
 
 def address(view: memoryview) -> int:

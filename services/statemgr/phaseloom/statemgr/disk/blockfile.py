@@ -153,10 +153,6 @@ def _probe(directory: Path) -> DiskPath:
     return DiskPath(DiskMethod.DIRECT, PAGE_BYTES, "a direct round trip came back")
 
 
-def way_to(path: DiskPath) -> type[BlockFile]:
-    return DirectFile if path.method is DiskMethod.DIRECT else BlockFile
-
-
 def _why_not_direct(path: Path) -> str:
     """The reason why direct I/O does not work here; empty: the disk takes a page of memory
     directly, and what is written so comes back."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.common.contract.state_agent import DiskPath
+from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
 from phaseloom.common.tensors.hugepages import make_huge
-from phaseloom.statemgr.disk.blockfile import BlockFile, probe, way_to
+from phaseloom.statemgr.disk.blockfile import BlockFile, DirectFile, probe
 from phaseloom.statemgr.disk.statefile import (
     Place,
     StateHeader,
@@ -56,7 +56,7 @@ class Disk:
 
     def __init__(self, directory: Path) -> None:
         self.path: DiskPath = probe(directory)
-        self._open = way_to(self.path)
+        self._open = DirectFile if self.path.method is DiskMethod.DIRECT else BlockFile
 
     def create(self, path: Path, num_bytes: int) -> BlockFile:
         """An empty file with room for `num_bytes` bytes. Raises: OSError: the disk has none."""

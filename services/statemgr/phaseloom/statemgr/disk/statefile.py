@@ -15,7 +15,7 @@ shorter.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -25,6 +25,7 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
+from phaseloom.common.tensors.safetensors import Entry
 from phaseloom.statemgr.residency.incarnations import Rank
 
 MAGIC = b"PLSTATE2"
@@ -116,16 +117,20 @@ def seal_header(
     *,
     rank_offset: int = 0,
     num_ranks: int = 0,
+    incarnation: int = 0,
 ) -> StateHeader:
-    """The header of a seal.
+    """The header of a seal, or of a node's part of a checkpoint.
 
     Args: sections: the sections of this node's ranks, in order. rank_offset: the first of these
           ranks. num_ranks: the number of ranks on all nodes; 0: this node has all of them.
     """
     if num_ranks <= len(sections):
-        return StateHeader("seal", deployment, seq, sections)
+        rank_offset = num_ranks = 0
     return StateHeader(
-        "seal", deployment, seq, sections, rank_offset=rank_offset, num_ranks=num_ranks
+        *("seal", deployment, seq, sections),
+        rank_offset=rank_offset,
+        num_ranks=num_ranks,
+        incarnation=incarnation,
     )
 
 
@@ -289,7 +294,7 @@ class Place:
         )
 
 
-def names_within(tensors: list[TensorSlot], start: int, end: int) -> str:
+def names_within(tensors: Sequence[TensorSlot | Entry], start: int, end: int) -> str:
     """The names of the tensors that overlap these bytes, as text for people."""
     hit = [t for t in tensors if t.offset < end and start < t.offset + t.num_bytes]
     named = ", ".join(slot.name for slot in hit[:_MAX_NAMED]) or "no tensor"

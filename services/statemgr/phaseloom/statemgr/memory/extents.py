@@ -225,20 +225,22 @@ class HostMemory:
 
     def free(self, extent: int) -> None:
         """Give up one holder's share of an extent; the last holder's call frees it."""
-        assert extent not in self._idle
-        self._extents[extent].num_holders -= 1
-        if not self._extents[extent].num_holders:
+        if self._is_left(extent):
             self._give_up(extent)
 
     def park(self, extent: int, pool: str) -> None:
         """Give up one holder's share of an extent; the last holder's call keeps it, touched as it
         is, for the next reservation in `pool`."""
-        assert extent not in self._idle
-        self._extents[extent].num_holders -= 1
-        if not self._extents[extent].num_holders:
+        if self._is_left(extent):
             self._idle[extent] = pool
             for number in self._idle_of(pool)[:-MAX_IDLE_PER_POOL]:
                 self._give_up(number)
+
+    def _is_left(self, extent: int) -> bool:
+        """Count one holder less. Returns: whether it was the last one."""
+        assert extent not in self._idle
+        self._extents[extent].num_holders -= 1
+        return not self._extents[extent].num_holders
 
     def drop_pool(self, pool: str) -> None:
         """Give up all idle extents of `pool`, which may no longer be reused."""

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -104,15 +104,8 @@ class Moves:
         """Whether a move of the host copy is under way."""
         return what in self._moves
 
-    def making_room(self, demotable: Iterable[HostCopy]) -> dict[HostCopy, asyncio.Future[None]]:
-        """The host copies that will make room by themselves, each with its move's end.
-
-        These are the copies on their way down, and those of `demotable` whose move has not ended
-        yet, so that they can be demoted only then.
-        """
-        moves = self._moves
-        going = {what: move.done for what, move in moves.items() if not move.is_up}
-        return going | {what: moves[what].done for what in demotable if what in moves}
+    def under_way(self) -> list[Move]:
+        return list(self._moves.values())
 
     async def do(self, what: HostCopy, direction: Direction, work: Work) -> None:
         """Begin a move and wait for its end; it goes on where the caller is cancelled."""

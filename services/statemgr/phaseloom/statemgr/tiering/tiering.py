@@ -284,11 +284,13 @@ class Tiering:
         These are the ones on their way down, and the copies that may be demoted as soon as their
         promotion has ended.
         """
-        residency, shared = self.node.residency, self.node.shared_copies
-        copies = self._moves.making_room([*residency.demotable(), *shared.demotable()])
+        node = self.node
+        arriving = {*node.residency.demotable(), *node.shared_copies.demotable()}
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
-        going.update({each: end for each, end in copies.items()})
+        for move in self._moves.under_way():
+            if not move.is_up or move.what in arriving:
+                going[move.what] = move.done
         return going
 
     def _demotable(self, after_s: float | None = None) -> list[HostCopy]:

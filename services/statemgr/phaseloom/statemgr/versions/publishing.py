@@ -51,10 +51,7 @@ class Publishing:
         """
         wpg.check_alive()
         node, key = self._node, request.version
-        if key.policy != wpg.key or key.seq < 1:
-            raise CallerError(
-                f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
-            )
+        _check_maker(wpg, key)
         if key.part:
             check_part(key.part, "version.part")
         table = node.layouts.read(request.tensors, wpg)
@@ -149,10 +146,7 @@ class Publishing:
                 wrote here differs from the manifest. ResourceError: no room.
         """
         key = request.version
-        if key.policy != wpg.key or key.seq < 1 or key.part:
-            raise CallerError(
-                f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
-            )
+        _check_maker(wpg, key, is_whole=True)
         async with self._weights.fetcher.lock(key):
             content = encode_manifest(request.manifest)
             version = self._node.versions.find(key)
@@ -206,3 +200,10 @@ class Publishing:
         ]
         for each in [*([version] if version else []), *others]:
             await self._weights.discard(each)
+
+
+def _check_maker(wpg: Wpg, key: VersionKey, *, is_whole: bool = False) -> None:
+    if key.policy != wpg.key or key.seq < 1 or (is_whole and key.part):
+        raise CallerError(
+            f"{wpg} cannot make version {key}", code=Code.PERMISSION_DENIED, field="version"
+        )
