@@ -130,10 +130,7 @@ class SavedState:
             self._fill_from(self._files[name], pieces, buffers)
 
     def _fill_from(
-        self,
-        file: _File,
-        pieces: list[Piece],
-        buffers: queue.SimpleQueue[memoryview],
+        self, file: _File, pieces: list[Piece], buffers: queue.SimpleQueue[memoryview]
     ) -> None:
         chunks = chunks_of(sorted(pieces, key=lambda piece: piece.file_offset))
         with self._opened(file) as opened, threads(DEPTH) as reading:

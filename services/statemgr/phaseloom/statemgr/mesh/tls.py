@@ -362,35 +362,29 @@ class Server:
                 task.add_done_callback(lambda done: self._unproven.pop(done, None))
 
     async def _host(self, sock: socket.socket) -> None:
+        node = ""
         # Logged and counted there: a session keeps no state, so that it can end alone.
-        with contextlib.suppress(InternalError), error_boundary(metrics.UNFORESEEN, "peer"):
-            await self._talk(sock)
-
-    async def _talk(self, sock: socket.socket) -> None:
-        try:
-            sock.setblocking(False)
-            self._configure(sock)
-            stream = Stream(
-                self._identity.server.wrap_socket(
-                    sock, server_side=True, do_handshake_on_connect=False
-                )
-            )
-        except OSError as error:
-            log.warning("a connection could not be taken: %s", error)
-            sock.close()
-            return
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await stream._handshake()
-            self._unproven.pop(_current(), None)
-            async with self._slots:
-                async with asyncio.timeout(self._timeout_s):
-                    await stream.send(Welcome())
-                await self._session(stream)
-        except _FAILURES as error:
-            log.warning("a stream from %s ended: %r", stream.node or "an unknown node", error)
-        finally:
-            stream.close()
+        with (
+            contextlib.closing(sock),
+            contextlib.suppress(InternalError),
+            error_boundary(metrics.UNFORESEEN, "peer"),
+        ):
+            try:
+                sock.setblocking(False)
+                self._configure(sock)
+                wrap = self._identity.server.wrap_socket
+                stream = Stream(wrap(sock, server_side=True, do_handshake_on_connect=False))
+                with contextlib.closing(stream):
+                    async with asyncio.timeout(self._timeout_s):
+                        await stream._handshake()
+                    node = stream.node
+                    self._unproven.pop(_current(), None)
+                    async with self._slots:
+                        async with asyncio.timeout(self._timeout_s):
+                            await stream.send(Welcome())
+                        await self._session(stream)
+            except _FAILURES as error:
+                log.warning("a stream from %s ended: %r", node or "an unknown node", error)
 
     def _configure(self, sock: socket.socket) -> None:
         """Let the kernel find dead clients: a live one may be silent for long."""
