@@ -122,8 +122,8 @@ bench-runtimes: $(VENV)/.test $(VLLM_VENV)/.test
 loadtest: $(VENV)/.test
 	$(BIN)/python -m loadtest load $(ARGS)
 
-## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1", and rollouts on
-##   vLLM with ARGS="--vllm .venv-vllm/bin/python"
+## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1", rollouts on
+##   vLLM with ARGS="--vllm .venv-vllm/bin/python", training with "--megatron .venv-megatron/bin/python"
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
 

@@ -36,6 +36,7 @@ from phaseloom.client import (
     DeploymentSpec,
     Float32s,
     Job,
+    Layout,
     Loss,
     ModelSpec,
     OperationHandle,
@@ -59,12 +60,22 @@ Barrier = Callable[[str], Awaitable[None]]
 
 
 def deployments(
-    settings: Settings, rollout_backend: str = "sampler", kv_cache_bytes: int = 0
+    settings: Settings,
+    *,
+    rollout_backend: str = "sampler",
+    kv_cache_bytes: int = 0,
+    train_backend: str = "fsdp",
+    train_layout: Layout | None = None,
 ) -> list[DeploymentSpec]:
-    """Deployments of the job. Args: kv_cache_bytes: of the sampler on vLLM; 0: some sequences."""
+    """Deployments of the job.
+
+    Args: kv_cache_bytes: of the sampler on vLLM; 0: room for some sequences.
+          train_layout: of the policy; None: on one device.
+    """
     model = ModelSpec(MODEL, init_seed=settings.seed)
+    layout = train_layout or Layout()
     return [
-        DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
+        DeploymentSpec("policy", "train", train_backend, model, trainable=True, layout=layout),
         DeploymentSpec("sampler", "rollout", rollout_backend, model, scratch_bytes=kv_cache_bytes),
         DeploymentSpec("reference", "rollout", "sampler", model),
     ]
@@ -300,6 +311,9 @@ async def main() -> None:
     )
     parser.add_argument("--rollout-backend", choices=("sampler", "vllm"), default="sampler")
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="of vllm, on each device")
+    parser.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp")
+    for axis, ranks in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")):
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{ranks} parallel ranks")
     for name in SETTABLE:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     options = parser.parse_args()
@@ -318,7 +332,13 @@ async def main() -> None:
         try:
             job = await mesh.submit_job(
                 name,
-                deployments(settings, options.rollout_backend, options.kv_cache_bytes),
+                deployments(
+                    settings,
+                    rollout_backend=options.rollout_backend,
+                    kv_cache_bytes=options.kv_cache_bytes,
+                    train_backend=options.train_backend,
+                    train_layout=Layout(dp=options.dp, tp=options.tp, pp=options.pp),
+                ),
                 slo=options.slo,
                 cycle=declared(*options.cycle) if options.cycle else None,
                 may_wait=options.may_wait,

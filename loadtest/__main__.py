@@ -145,6 +145,7 @@ def chaos_test(
     kills: int = 20,
     seed: int = 0,
     vllm: Path | None = None,
+    megatron: Path | None = None,
     stuck_s: float = 120.0,
     file: Path = _RUNS / "chaos.json",
 ) -> int:
@@ -160,14 +161,22 @@ def chaos_test(
         Seed of the order and the moments of the kills.
     vllm
         Python of an environment that has vLLM, which rollouts then run on.
+    megatron
+        Python of an environment that has Megatron-core, which trains the policies then, each on
+        four ranks: two tensor by two pipeline parallel ones.
     stuck_s
         A job that completes nothing for so many seconds counts as stuck.
     file
         Where the report is written.
     """
     console = Console(highlight=False)
-    python = str(vllm.absolute()) if vllm else ""
-    settings = chaos.Settings(kills, seed, vllm=python, stuck_s=stuck_s)
+    settings = chaos.Settings(
+        kills,
+        seed,
+        vllm=str(vllm.absolute()) if vllm else "",
+        megatron=str(megatron.absolute()) if megatron else "",
+        stuck_s=stuck_s,
+    )
     running = chaos.run(settings, _work_directory(file), console.print)
     report = write(uvloop.run(running), file)
     table = Table("victim", "kills", "recovery: median, s", "longest, s")
