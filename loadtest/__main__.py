@@ -16,6 +16,7 @@ from loadtest import (
     chaos,
     hiding,
     load,
+    offpolicy,
     peering,
     pictures,
     publishing,
@@ -105,6 +106,37 @@ def load_test(
         end = report.samples[-1].memory_bytes[name]
         table.add_row(name, f"{end / 2**20:.1f}", f"{grown / 2**20:+.1f}")
     console.print(table)
+
+
+@app.command(name="offpolicy")
+def off_policy(
+    *,
+    task: str = "letter_counting",
+    steps: int = 60,
+    seed: int = 0,
+    file: Path = _RUNS / "offpolicy.json",
+) -> None:
+    """Run the GRPO example in step with its rollouts and ahead of them, at once on one mesh.
+
+    Parameters
+    ----------
+    task
+        Task of all jobs.
+    steps
+        Steps of each job.
+    seed
+        Seed of all jobs.
+    file
+        Where the report is written.
+    """
+    settings = offpolicy.Settings(task, steps, seed)
+    report = write(uvloop.run(offpolicy.run(settings, _work_directory(file))), file)
+    quarters = [f"quarter {i + 1}" for i in range(offpolicy.QUARTERS)]
+    table = Table("rollouts", "held out, before", *quarters, "held out, after", "s")
+    for job in report.jobs:
+        rewards = [job.reward_start, *job.by_quarter, job.reward_end]
+        table.add_row(job.mode, *(f"{r:.2f}" for r in rewards), f"{job.seconds:.0f}")
+    Console().print(table)
 
 
 @app.command
