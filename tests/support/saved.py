@@ -53,5 +53,5 @@ def load_ranks(ranks: Sequence[tuple[list[TensorSlot], int]], directory: Path) -
     memories = [memoryview(bytearray(num_bytes)) for _, num_bytes in ranks]
     for (slots, _), memory in zip(ranks, memories, strict=True):
         memory[:] = b"\xff" * len(memory)
-        saved.fill(slots, memory, threading.Event())
+        saved.fill(slots, memory)
     return memories

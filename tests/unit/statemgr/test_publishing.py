@@ -18,6 +18,7 @@ from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.weights import Weights
@@ -65,7 +66,7 @@ async def world(directory: Path) -> AsyncIterator[World]:
     node = Node(NodeId("n"), files, [1], 2**20, 10.0)
     node.settled.set()
     tiering = Tiering(node, 0)
-    weights = Weights(VersionFetcher(node, tiering, identity(), 10.0))
+    weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
     yield World(node, Publishing(node, tiering, weights))
     node.validate()
     node.handles.close()

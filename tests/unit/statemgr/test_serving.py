@@ -12,6 +12,7 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.remotefiles import StateFiles
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
+from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.transfer.wire import KeepFiles
@@ -35,7 +36,7 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
     node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
     node.settled.set()
     tiering = Tiering(node, 0)
-    weights = Weights(VersionFetcher(node, tiering, identity(), 10.0))
+    weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
     files = StateFiles(node, 10.0, _never)
     server = Server(Gate("secret"), 10.0, weights, files, node=node.name)
 

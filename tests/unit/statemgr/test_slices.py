@@ -16,6 +16,7 @@ from phaseloom.common.contract.state_rank import OpenSlices
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
@@ -28,7 +29,7 @@ async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -
     directory = await asyncio.to_thread(StateDirectory, tmp_path)
     node = Node(NodeId("n"), directory, [0], 2**20, 10.0)
     tiering = Tiering(node, 0)
-    weights = Weights(VersionFetcher(node, tiering, identity(), 10.0))
+    weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
     slices = Slices(node, weights)
     node.residency.register(["token"], KEY, 1, [0], 0)
     wpg = node.residency.current(KEY, 1)

@@ -13,22 +13,25 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, digest_of
+from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.blockfile import PROBE_PREFIX
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import (
     DATA_ALIGNMENT_BYTES,
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
+    Place,
     Section,
     StateHeader,
-    check_restorable,
     decode_header,
     encode_header,
     header_bytes,
     part_offsets,
     seal_header,
+    section_of,
     superseded_seals,
 )
+from phaseloom.statemgr.residency.incarnations import Rank, Wpg
 
 KEY = DeploymentKey("acme", "sums", "policy")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)
@@ -98,13 +101,27 @@ def test_the_seal_written_the_one_before_and_the_committed_one_stay(
     assert superseded_seals(seqs, written, committed) == superseded
 
 
+def a_rank(
+    index: int,
+    num_here: int,
+    num_bytes: int,
+    tensors: list[TensorSlot],
+    offset: int = 0,
+    of: int = 0,
+) -> Rank:
+    wpg = Wpg(KEY, 1, 1, rank_offset=offset, num_ranks=of)
+    wpg.ranks += [Rank(wpg, each, 0, "") for each in range(num_here)]
+    rank = wpg.ranks[index]
+    rank.heap_bytes, rank.table = num_bytes, TensorTable.of(tensors)
+    return rank
+
+
 def test_seal_of_another_layout_is_refused_with_the_numbers() -> None:
     stored = StateHeader("seal", KEY, 1, [Section(64, [SLOT], "x")])
-    part = check_restorable(stored, 0, 1, heap_bytes=64, tensors=[SLOT], file="f")
+    part = section_of(a_rank(0, 1, 64, [SLOT]), Place("f", stored, 0, 0))
     assert part == Section(64, [SLOT], "x")
     two = seal_header(KEY, 1, [Section(64, [SLOT], "x"), Section(128, [SLOT], "y")])
-    part = check_restorable(two, 1, 2, heap_bytes=128, tensors=[SLOT], file="f")
-    assert part.digest == "y"
+    assert section_of(a_rank(1, 2, 128, [SLOT]), Place("f", two, 0, 0)).digest == "y"
     for sealed, rank, num_ranks, heap_bytes, tensors in (
         (stored, 0, 1, 128, [SLOT]),
         (stored, 0, 1, 64, []),
@@ -113,9 +130,7 @@ def test_seal_of_another_layout_is_refused_with_the_numbers() -> None:
         (two, 0, 2, 128, [SLOT]),
     ):
         with pytest.raises(CallerError, match="another layout") as caught:
-            check_restorable(
-                sealed, rank, num_ranks, heap_bytes=heap_bytes, tensors=tensors, file="f"
-            )
+            section_of(a_rank(rank, num_ranks, heap_bytes, tensors), Place("f", sealed, 0, 0))
         info = caught.value.info
         assert info.code is Code.FAILED_PRECONDITION
         assert info.details["sealed_ranks"] == str(len(sealed.parts))
@@ -129,16 +144,8 @@ def test_seal_of_other_nodes_ranks_is_not_restored() -> None:
     name, with as many ranks and as much memory."""
 
     def restored(sealed: StateHeader, rank_offset: int, num_ranks: int) -> Section:
-        return check_restorable(
-            sealed,
-            0,
-            1,
-            heap_bytes=64,
-            tensors=[SLOT],
-            file="f",
-            rank_offset=rank_offset,
-            num_ranks_of_all=num_ranks,
-        )
+        rank = a_rank(0, 1, 64, [SLOT], rank_offset, num_ranks)
+        return section_of(rank, Place("f", sealed, 0, 0))
 
     own = seal_header(KEY, 1, [Section(64, [SLOT], "x")], rank_offset=1, num_ranks=2)
     older = seal_header(KEY, 1, [Section(64, [SLOT], "x")])

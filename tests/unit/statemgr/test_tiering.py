@@ -130,7 +130,7 @@ async def _never(*asked: object) -> None:
 
 
 def sealer_of(w: World) -> Sealer:
-    return Sealer(w.node, w.tiering, verify_version=_never, fetch_again=_never)
+    return Sealer(w.node, w.tiering, _never)
 
 
 @asynccontextmanager

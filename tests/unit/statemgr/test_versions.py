@@ -38,8 +38,8 @@ def test_dropped_version_keeps_its_memory_until_its_last_user_is_done() -> None:
     versions = Versions()
     version = versions.begin(KEY, 64, [], extent=1)
     versions.commit(version, "x")
-    versions.acquire(version)
-    versions.acquire(version)
+    version.users += 1
+    version.users += 1
     assert versions.drop(KEY) == (version, None)
     assert versions.find(KEY) is None
     assert versions.extents() == [1]
@@ -99,7 +99,7 @@ def test_version_that_nobody_uses_leaves_memory_for_the_disk_and_no_other() -> N
     versions.commit(version := _found(versions, key), "digest")
     versions.commit(_found(versions, copy), "digest")
     assert versions.unused() == [version]
-    versions.acquire(version)
+    version.users += 1
     assert versions.unused() == []
     versions.release(version)
     with pytest.raises(AssertionError):

@@ -354,7 +354,7 @@ def check_kvikio(is_installed: bool, *, has_gpu: bool) -> Finding:
     if is_installed:
         return Finding("kvikio", Verdict.OK, "installed")
     if has_gpu:
-        remedy = "pip install 'phaseloom[gds]': state files then go through NVIDIA's own library"
+        remedy = "pip install 'phaseloom[gds]': the GPU check then proves the way past host memory"
         return Finding("kvikio", Verdict.WARNING, "not installed", remedy)
     return Finding("kvikio", Verdict.OK, "not installed; only matters with a GPU")
 

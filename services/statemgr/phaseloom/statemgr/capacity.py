@@ -19,17 +19,6 @@ def check_host(budget_bytes: int) -> None:
         raise _too_much("host_memory_bytes", budget_bytes, there, "bytes of memory")
 
 
-def check_spare(share: float) -> None:
-    """Check the share of host memory to be kept free.
-
-    Raises: CallerError: it is not from 0 to 1.
-    """
-    if not 0 <= share <= 1:
-        raise CallerError(
-            f"host_spare is {share}", field="host_spare", remedy="set it to 0 to 1, as 0.1"
-        )
-
-
 def nvme_budget(directory: Path, budget_bytes: int | None) -> int:
     """The budget of host copies on NVMe in bytes; the size of the disk where none is configured.
 

@@ -8,10 +8,11 @@ import logging
 import resource
 import socket
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Reading
@@ -35,6 +36,7 @@ from phaseloom.statemgr.sharing.sharedcopies import bases_of
 from phaseloom.statemgr.sharing.sharing import Sharing
 from phaseloom.statemgr.shell import Parts, StateManager
 from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.serving import Server
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
@@ -76,7 +78,7 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     checkpoint_file_bytes: int = 5_000_000_000
     """Largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
     file."""
-    host_spare: float = 0.1
+    host_spare: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
     """Share of `host_memory_bytes` that should be free, or be had without waiting for a disk: the
     host copies that are needed last are written to NVMe in the background. 0: none is."""
     nvme_bytes: int | None = None
@@ -114,7 +116,6 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     capacity.check_host(config.host_memory_bytes)
-    capacity.check_spare(config.host_spare)
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
     node = _node(config, directory)
     sharing = Sharing(node)
@@ -195,12 +196,9 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     tiering = Tiering(node, nvme_bytes, spare_bytes)
     exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
-    weights = Weights(VersionFetcher(node, tiering, identity, timeout_s, site=config.site))
-
-    async def fetch_again(key: DeploymentKey, seq: int) -> None:
-        await replicator.fetch_again(key, seq)
-
-    sealer = Sealer(node, tiering, verify_version=weights.verify, fetch_again=fetch_again)
+    home = Home(identity, "", config.site, timeout_s)
+    weights = Weights(VersionFetcher(node, tiering, home))
+    sealer = Sealer(node, tiering, weights.verify)
     for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
         if header.kind == "version":
             weights.found(header)

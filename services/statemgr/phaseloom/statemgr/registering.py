@@ -3,22 +3,20 @@ rank itself. The session shell calls both functions."""
 
 from __future__ import annotations
 
-import asyncio
-
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, RegisterHeap
-from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.memory.layouts import check_identity
+from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State
-from phaseloom.statemgr.seals.sealing import Sealer
+from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 
 async def register_heap(
-    node: Node, tiering: Tiering, sealer: Sealer, rank: Rank, request: RegisterHeap
+    node: Node, tiering: Tiering, replicator: Replicator, rank: Rank, request: RegisterHeap
 ) -> tuple[HeapRegistered, list[int]]:
     """Give a rank its extent, filled from the seal that its incarnation begins from, if any.
 
@@ -33,22 +31,21 @@ async def register_heap(
     )
     check_identity(request)
     # The copies of the deployment's other ranks stay: a switch-in needs all in host memory at once.
+    what = f"the host copy of {rank.owner}"
+    num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
+    reserving = tiering.reserved(num_bytes, what, may_freeze=request.frozen)
     with tiering.using(rank.wpg):
-        what = f"the host copy of {rank.owner}"
-        num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-        extent = await tiering.reserve(num_bytes, what, may_freeze=request.frozen)
-    try:
-        node.residency.register_heap(rank, request.heap_bytes, tensors, extent, request.host_bytes)
-        rank.pins, rank.scratch_bytes = request.pins, request.scratch_bytes
-        # A rank whose device pins memory may share a descriptor of device memory later.
-        if rank in node.ranks:
-            node.ranks[rank].max_fds = int(rank.pins)
-        rank.frozen, rank.model = request.frozen, request.model
-    except PhaseloomError:
-        node.memory.free(extent)
-        raise
+        async with reserving as extent:
+            node.residency.register_heap(
+                rank, request.heap_bytes, tensors, extent, request.host_bytes
+            )
+            rank.pins, rank.scratch_bytes = request.pins, request.scratch_bytes
+            # A rank whose device pins memory may share a descriptor of device memory later.
+            if rank in node.ranks:
+                node.ranks[rank].max_fds = int(rank.pins)
+            rank.frozen, rank.model = request.frozen, request.model
     if rank.wpg.seal_seq:
-        await sealer.restore(rank)
+        await replicator.restore(rank)
     if rank.extent is None:
         raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
     if rank.frozen and rank.state is State.HOST:
@@ -78,7 +75,7 @@ async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: Comm
     assert rank.extent is not None
     extent = node.memory[rank.extent]
     memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
-    if await asyncio.to_thread(digest_of, memory) != request.digest:
+    if not await has_digest(memory, request.digest):
         raise ResourceError(
             f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
         )

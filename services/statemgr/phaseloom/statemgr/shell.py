@@ -201,6 +201,10 @@ class StateManager:
             raise _denied("say hello first")
         await self._node.settled.wait()
         if rank is not None:
+            if rank.index and _is_by_first(body):
+                raise _denied(
+                    f"{rank} is not the first here, which alone makes versions and checkpoints"
+                )
             call = self._rank_calls.get(type(body), _not_for_a_rank)
             answer = await call(rank, body)
         else:
@@ -317,33 +321,22 @@ class StateManager:
         parts, node = self._parts, self._node
         publishing, exporter = parts.publishing, parts.exporter
         return {
-            RegisterHeap: partial(register_heap, node, parts.tiering, parts.sealer),
+            RegisterHeap: partial(register_heap, node, parts.tiering, parts.replicator),
             CommitInitial: partial(commit_initial, node, parts.tiering),
-            CreateVersion: self._create_version,
-            CommitVersion: self._commit_version,
+            CreateVersion: lambda rank, body: publishing.create(rank.wpg, body),
+            CommitVersion: lambda rank, body: publishing.commit(rank.wpg, body),
             CommitParts: lambda rank, body: publishing.commit_parts(rank.wpg, body),
             OpenVersion: self._open_version,
             OpenOnDevice: self._open_on_device,
             OpenSlices: self._open_slices,
             HoldVersion: self._hold_version,
-            TakeSnapshot: _by_first(exporter.take_snapshot),
-            WriteCheckpoint: _by_first(exporter.write),
+            TakeSnapshot: exporter.take_snapshot,
+            WriteCheckpoint: exporter.write,
             ReadCheckpoint: parts.loader.read,
-            PruneCheckpoints: _by_first(exporter.prune),
+            PruneCheckpoints: exporter.prune,
         }
 
     # --- versions ---
-
-    async def _create_version(self, rank: Rank, body: CreateVersion) -> Answer:
-        if not body.version.part:
-            _require_first(rank)
-        rank.wpg.check_alive()
-        return await self._parts.publishing.create(rank.wpg, body)
-
-    async def _commit_version(self, rank: Rank, body: CommitVersion) -> None:
-        if not body.version.part:
-            _require_first(rank)
-        await self._parts.publishing.commit(rank.wpg, body)
 
     async def _open_on_device(self, rank: Rank, body: OpenOnDevice) -> Answer:
         fd = self._node.device_copies.find(rank, body.version)
@@ -372,14 +365,10 @@ class StateManager:
         answer = await self._parts.weights.open(rank.wpg, body)
         version = self._node.versions.find(body.version)
         assert version is not None
-        self._node.versions.acquire(version)
-        try:
-            # A part is never a host copy: a rank that reads one needs memory for its next copy.
-            copied = None if version.key.part else version
-            reserve = self._parts.tiering.reserve_frozen
-            await sharing.make_room(self._node, reserve, rank, copied)
-        finally:
-            self._node.release_version(version)
+        # A part is never a host copy: a rank that reads one needs memory for its next copy.
+        copied = None if version.key.part else version
+        with self._node.using(version):
+            await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank, copied)
         version.check_kept()
         return answer
 
@@ -445,26 +434,11 @@ class StateManager:
         )
 
 
-def _require_first(rank: Rank) -> None:
-    """Raises: CallerError: PERMISSION_DENIED: the rank is not the first one of its deployment
-    here."""
-    if rank.index:
-        raise CallerError(
-            f"{rank} is not the first here, which alone makes whole versions and checkpoints",
-            code=Code.PERMISSION_DENIED,
-        )
-
-
-def _by_first(
-    call: Callable[[Rank, Any], Awaitable[StateMessage | None]],
-) -> Callable[[Rank, Any], Awaitable[StateMessage | None]]:
-    """A call that only the first rank of a deployment here may make."""
-
-    async def checked(rank: Rank, body: Any) -> StateMessage | None:
-        _require_first(rank)
-        return await call(rank, body)
-
-    return checked
+def _is_by_first(body: StateMessage) -> bool:
+    """Whether only the first rank of a deployment here may send the message."""
+    if isinstance(body, CreateVersion | CommitVersion):
+        return not body.version.part
+    return isinstance(body, TakeSnapshot | WriteCheckpoint | PruneCheckpoints)
 
 
 def _denied(why: str) -> CallerError:

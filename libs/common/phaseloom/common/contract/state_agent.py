@@ -262,7 +262,7 @@ class DiskMethod(StrEnum):
     """How bytes go between host memory and a disk."""
 
     KVIKIO = "kvikio"
-    """Through NVIDIA's library."""
+    """Through NVIDIA's library: no daemon of this version takes this way."""
     DIRECT = "direct"
     """Past the page cache."""
     BUFFERED = "buffered"

@@ -270,30 +270,45 @@ def byte_runs(
           there: where the slice starts in the sender's tensor, and that tensor's shape.
           here: the same for the receiver's tensor.
     """
-    inner, dim = item_bytes, len(size)
-    (source_start, source_shape), (target_start, target_shape) = there, here
-    while dim and size[dim - 1] == source_shape[dim - 1] == target_shape[dim - 1]:
+    dim, length = _adjacent(size, item_bytes, there[1], here[1])
+    away, near = (_offsets(size, item_bytes, dim, *each) for each in (there, here))
+    yield from ((source, target, length) for source, target in zip(away, near, strict=True))
+
+
+def box_runs(
+    size: Sequence[int], item_bytes: int, start: Sequence[int], shape: Sequence[int]
+) -> tuple[list[int], int]:
+    """The longest runs of a box's bytes that are adjacent in its tensor, in order.
+
+    Args:    start: where the box starts in the tensor. shape: the tensor's.
+    Returns: the offset of each run in the tensor, and the length of all; in bytes.
+    """
+    dim, length = _adjacent(size, item_bytes, shape)
+    return _offsets(size, item_bytes, dim, start, shape), length
+
+
+def _adjacent(size: Sequence[int], item_bytes: int, *shapes: Sequence[int]) -> tuple[int, int]:
+    """The number of outer dims over which a slice's runs are spread in tensors of these shapes, and
+    the bytes of each run."""
+    length, dim = item_bytes, len(size)
+    while dim and all(size[dim - 1] == shape[dim - 1] for shape in shapes):
         dim -= 1
-        inner *= size[dim]
+        length *= size[dim]
     if dim:
         dim -= 1
-        inner *= size[dim]
-    source_strides = _strides(source_shape, item_bytes)
-    target_strides = _strides(target_shape, item_bytes)
-    source = sum(at * stride for at, stride in zip(source_start, source_strides, strict=True))
-    target = sum(at * stride for at, stride in zip(target_start, target_strides, strict=True))
-    offsets = [(source, target)]
-    for axis in range(dim):
-        offsets = [
-            (away + step * source_strides[axis], near + step * target_strides[axis])
-            for away, near in offsets
-            for step in range(size[axis])
-        ]
-    yield from ((away, near, inner) for away, near in offsets)
+        length *= size[dim]
+    return dim, length
 
 
-def _strides(shape: Index, item_bytes: int) -> list[int]:
+def _offsets(
+    size: Sequence[int], item_bytes: int, dim: int, start: Sequence[int], shape: Sequence[int]
+) -> list[int]:
+    """The offset of each run of a slice that starts there, in bytes; the runs are spread over the
+    first `dim` dims."""
     strides = [item_bytes] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return strides
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    offsets = [sum(at * stride for at, stride in zip(start, strides, strict=True))]
+    for axis in range(dim):
+        offsets = [base + step * strides[axis] for base in offsets for step in range(size[axis])]
+    return offsets

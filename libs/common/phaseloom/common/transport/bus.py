@@ -40,6 +40,7 @@ from phaseloom.common.transport.connection import (
     BusConfig,
     close_client,
     connect,
+    within,
 )
 from phaseloom.common.transport.natsclient import MeshClient, each, hand_over
 
@@ -210,11 +211,11 @@ class Bus:
 
         Without a server the connection is closed at once.
         """
-        try:
-            # A drain that meets the server's death waits for an answer that never comes.
-            async with asyncio.timeout(DRAIN_TIMEOUT_S + 1):
-                await self.client.drain()
-        except (TimeoutError, nats.errors.Error, NatsTimeoutError):
+        # A drain that meets the server's death waits for an answer that never comes, fails, or
+        # takes a cancellation for the end of its work.
+        with suppress(OSError, nats.errors.Error, NatsTimeoutError):
+            await within(DRAIN_TIMEOUT_S + 1, self.client.drain())
+        if not self.client.is_closed:
             await close_client(self.client)
 
     # --- provisioning ---------------------------------------------------------------------------

@@ -6,13 +6,13 @@ A slice is a box of the whole tensor; a replica is the same box on another rank.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.resharding import box_runs
 from phaseloom.common.tensors.safetensors import item_bytes, tensor_bytes
 
 Box = tuple[tuple[int, int], ...]
@@ -137,19 +137,9 @@ def slot_runs(rank: int, slot: TensorSlot) -> Iterator[Run]:
     """The longest runs of bytes of a slice, in the order of the whole tensor."""
     if not math.prod(slot.shape):
         return
-    shape = global_shape(slot)
-    start = slot.start or [0] * len(shape)
-    # From axis `inner` on, the slice has every index of the tensor: these bytes lie together.
-    inner = len(shape)
-    while inner and slot.shape[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    outer = max(inner - 1, 0)
-    item = item_bytes(slot.dtype)
-    strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
-    length = math.prod(slot.shape[outer:]) * item
-    first = sum(at * stride for at, stride in zip(start, strides, strict=True))
-    for number, index in enumerate(itertools.product(*map(range, slot.shape[:outer]))):
-        at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+    start = slot.start or [0] * len(slot.shape)
+    offsets, length = box_runs(slot.shape, item_bytes(slot.dtype), start, global_shape(slot))
+    for number, at in enumerate(offsets):
         yield Run(at, rank, slot.offset + number * length, length)
 
 

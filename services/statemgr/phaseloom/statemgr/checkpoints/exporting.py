@@ -36,6 +36,7 @@ from phaseloom.statemgr.checkpoints.shards import Written, write_state
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.checkpoints.staging import StagedState, Staging, check
 from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.statefile import Place
 from phaseloom.statemgr.residency.incarnations import Rank, Wpg
 
 log = logging.getLogger(__name__)
@@ -214,9 +215,6 @@ class Exporter:
         """Write the files of a snapshot: those of its checkpoint, or this node's part of one.
 
         Returns: the SHA-256 of the weights; empty: this node wrote only its part.
-        Raises:  CallerError: ALREADY_EXISTS: a checkpoint has the name. ResourceError:
-                 RESOURCE_EXHAUSTED: the disk or host memory is full; DATA_LOSS; ABORTED: cancelled.
-                 After an error no half-written file is left.
         """
         async with self._of_other_nodes(snapshot) as others:
             await self._staging.until_proved(snapshot)
@@ -229,32 +227,22 @@ class Exporter:
     @asynccontextmanager
     async def _of_other_nodes(self, snapshot: Snapshot) -> AsyncIterator[list[StagedState]]:
         """The states of other nodes' ranks, which rank 0's node needs to make whole tensors; empty
-        on other nodes.
-
-        Raises: PhaseloomError: a state is not there, or there is no host memory for it.
-        """
-        extents: list[int] = []
-        staged: list[StagedState] = []
-        try:
-            if not snapshot.is_whole and not snapshot.rank_offset:
-                for place in await asyncio.to_thread(self._parts.find, snapshot):
-                    num_bytes = place.part.num_bytes
-                    extent = await self._staging.tiering.reserve(
-                        num_bytes, f"other ranks' part of {snapshot}"
-                    )
-                    self._node.unrecorded.add(extent)
-                    extents.append(extent)
-                    memory = self._node.memory[extent].view(num_bytes)
-                    await asyncio.to_thread(self._directory.read, place, memory)
-                    index = place.header.rank_offset + place.index
-                    staged.append(StagedState(index, place.part.tensors, memory, place.part.blocks))
-            yield staged
-        finally:
-            staged.clear()
-            for extent in extents:
-                self._node.unrecorded.discard(extent)
-                self._node.memory.free(extent)
-            self._node.announce()
+        on other nodes."""
+        places: list[Place] = []
+        if not snapshot.is_whole and not snapshot.rank_offset:
+            places = await asyncio.to_thread(self._parts.find, snapshot)
+        what = f"other ranks' part of {snapshot}"
+        async with self._staging.room((p.part.num_bytes, what) for p in places) as extents:
+            staged = []
+            for place, extent in zip(places, extents, strict=True):
+                part, index = place.part, place.header.rank_offset + place.index
+                memory = self._node.memory[extent].view(part.num_bytes)
+                await asyncio.to_thread(self._directory.read, place, memory)
+                staged.append(StagedState(index, part.tensors, memory, part.blocks))
+            try:
+                yield staged
+            finally:
+                staged.clear()
 
     async def _write_checkpoint(
         self,

@@ -15,8 +15,7 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +23,13 @@ import aiofiles
 import aiofiles.os
 from blake3 import blake3
 
-from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, check_name
 from phaseloom.statemgr.checkpoints.marker import MARKER_FILE, Marker, decode_marker, superseded
+from phaseloom.statemgr.disk import files
 from phaseloom.statemgr.disk.files import sync_directory
 
 _OPERATION_DIGITS = 16
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -79,14 +78,11 @@ class Checkpoints:
         return marker
 
     def begin(self, key: DeploymentKey, name: str) -> Path:
-        """Make an empty draft, and remove an earlier one. Raises: ResourceError: the disk fails."""
+        """Make an empty draft, and remove an earlier one."""
         draft = self._draft(key, name)
         with writing():
             shutil.rmtree(draft, ignore_errors=True)
-            missing = [d for d in draft.parents if not d.exists()]
-            draft.mkdir(parents=True)
-            for made in missing:
-                sync_directory(made.parent)
+            files.make_directory(draft)
         return draft
 
     def commit(self, key: DeploymentKey, name: str, marker: Marker) -> None:
@@ -211,30 +207,13 @@ def name_taken(name: str) -> CallerError:
     )
 
 
-@contextmanager
-def writing() -> Iterator[None]:
-    """Turn an OSError of a write into a typed error.
-
-    Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: the disk fails.
-    """
-    try:
-        yield
-    except OSError as error:
-        what = f"the checkpoint cannot be written: {_in_words(error)}"
-        if error.errno in _FULL:
-            raise ResourceError(
-                what,
-                code=Code.RESOURCE_EXHAUSTED,
-                remedy="free space under the checkpoint root, or save with a `keep`",
-            ) from error
-        raise ResourceError(
-            what, remedy="let checkpoint_root be a directory that the state manager may write"
-        ) from error
-
-
-def _in_words(error: OSError) -> str:
-    told = error.strerror or str(error)
-    return f"{error.filename}: {told}" if error.filename else told
+def writing() -> AbstractContextManager[None]:
+    """Turn an OSError of a write into a typed error. Raises: as `disk.files.writing`."""
+    return files.writing(
+        "the checkpoint",
+        "free space under the checkpoint root, or save with a `keep`",
+        "let checkpoint_root be a directory that the state manager may write",
+    )
 
 
 def write_synced(path: Path, content: bytes) -> None:

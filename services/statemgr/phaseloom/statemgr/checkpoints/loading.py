@@ -16,7 +16,6 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.savedstate import SavedState
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.disk import Disk
-from phaseloom.statemgr.disk.files import NEVER
 from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
@@ -45,7 +44,7 @@ class Loader:
                 f"{rank} is not the leader, which alone loads", code=Code.PERMISSION_DENIED
             )
         saved.check_fits(slot for each in wpg.ranks for slot in each.tensors)
-        async with self._staging.room(wpg) as extents:
+        async with self._staging.room_for(wpg) as extents:
             both = zip(wpg.ranks, extents, strict=True)
             memories = {each: self._staging.view(each, extent) for each, extent in both}
             digests = await _filled(saved, memories)
@@ -101,5 +100,5 @@ async def _filled(saved: SavedState, memories: dict[Rank, memoryview]) -> list[s
 
 def _fill(saved: SavedState, rank: Rank, memory: memoryview) -> str:
     """Fill the memory of a rank. Returns: the memory's digest. Blocking: call it in a thread."""
-    saved.fill(rank.tensors, memory, NEVER)
+    saved.fill(rank.tensors, memory)
     return digest_of(memory)

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.checkpoints.staging import StagedState
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts, header_of
 from phaseloom.statemgr.disk.statefile import (
     Place,
     Section,
@@ -45,16 +45,13 @@ class NodeParts:
 
         Args: snapshot: its `parts` may be empty.
         """
-        header = _header_of(self._own(snapshot))
+        header = header_of(self._own(snapshot))
         return header is not None and header.incarnation == snapshot.incarnation
 
     def write(
         self, snapshot: Snapshot, ranks: Sequence[StagedState], cancelled: threading.Event
     ) -> None:
-        """Write this node's part of a checkpoint.
-
-        Raises: ResourceError: the disk is full, or fails; DATA_LOSS; ABORTED: cancelled.
-        """
+        """Write this node's part of a checkpoint."""
         sections = [Section(len(each.memory), each.tensors, each.digest) for each in ranks]
         header = seal_header(
             snapshot.key,
@@ -120,18 +117,10 @@ def _of_incarnation(paths: list[Path], incarnation: int) -> Path:
     """The newest file of an incarnation; where there is none, the newest of all. Args: paths: the
     newest first."""
     for path in paths:
-        header = _header_of(path)
+        header = header_of(path)
         if header is not None and header.incarnation == incarnation:
             return path
     return paths[0]
-
-
-def _header_of(path: Path) -> StateHeader | None:
-    """The header of a state file; None: the file is not there, or bad."""
-    try:
-        return find_parts(path)[0].header
-    except PhaseloomError:
-        return None
 
 
 def _is_of(header: StateHeader, snapshot: Snapshot, rank: int) -> bool:

@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import queue
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +43,7 @@ from phaseloom.statemgr.checkpoints.shards import (
     sums_of,
 )
 from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.disk import Cancelled, Disk
+from phaseloom.statemgr.disk.disk import Disk, threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +106,10 @@ class SavedState:
         if training and self._training:
             _check_same(TRAINING, self._training, training)
 
-    def fill(
-        self, slots: Iterable[TensorSlot], memory: memoryview, cancelled: threading.Event
-    ) -> None:
+    def fill(self, slots: Iterable[TensorSlot], memory: memoryview) -> None:
         """Put a rank's slices where they belong in its memory; all other memory becomes zeroes.
 
         Training state becomes zeroes, too, where the checkpoint has none.
-        Raises: ResourceError: DATA_LOSS, naming file and tensor; ABORTED: cancelled.
         """
         wanted: dict[str, list[Piece]] = {}
         for slot in slots:
@@ -129,24 +124,20 @@ class SavedState:
                 for run in slot_runs(0, slot)
             )
         ctypes.memset(address(memory), 0, len(memory))
-        with ThreadPoolExecutor(DEPTH, "checkpoint") as threads, buffers_for_chunks() as buffers:
+        with buffers_for_chunks() as buffers:
             for name, pieces in wanted.items():
-                self._fill_from(self._files[name], pieces, threads, buffers, cancelled)
+                self._fill_from(self._files[name], pieces, buffers)
 
     def _fill_from(
         self,
         file: _File,
         pieces: list[Piece],
-        threads: ThreadPoolExecutor,
         buffers: queue.SimpleQueue[memoryview],
-        cancelled: threading.Event,
     ) -> None:
         chunks = chunks_of(sorted(pieces, key=lambda piece: piece.file_offset))
-        with self._opened(file) as opened:
+        with self._opened(file) as opened, threads(DEPTH) as reading:
 
             def read(start: int, chunk: list[Piece]) -> None:
-                if cancelled.is_set():
-                    raise Cancelled
                 buffer = buffers.get()
                 try:
                     base = address(buffer)
@@ -157,14 +148,8 @@ class SavedState:
                 finally:
                     buffers.put(buffer)
 
-            reads = [threads.submit(read, start, chunk) for start, chunk in chunks]
-            try:
-                for each in reads:
-                    each.result()
-            finally:
-                for each in reads:
-                    each.cancel()
-                wait(reads)
+            for each in [reading.submit(read, start, chunk) for start, chunk in chunks]:
+                each.result()
 
     def _read_chunk(
         self,

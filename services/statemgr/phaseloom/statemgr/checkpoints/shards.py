@@ -75,9 +75,6 @@ def write_state(
 
     Args:   ranks: the slots that each rank holds, and the rank's memory. file_bytes: the most bytes
             of a file, unless one tensor is larger. companions: files to copy beside the tensors.
-    Raises: CallerError: the slices do not make whole tensors; NOT_FOUND: a companion is not there.
-            ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: the disk fails;
-            ABORTED: cancelled; DATA_LOSS: a companion is not as it was registered.
     """
     tensors = assemble([slots for slots, _ in ranks])
     memories = [memory for _, memory in ranks]

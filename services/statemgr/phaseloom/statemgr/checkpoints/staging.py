@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
@@ -21,20 +21,18 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import StageState, TakeSnapshot
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined, digest_of
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.disk.files import NEVER
 from phaseloom.statemgr.disk.statefile import names_within
-from phaseloom.statemgr.node.digests import checksums_of
+from phaseloom.statemgr.memory.extents import copy
+from phaseloom.statemgr.node.digests import bad_copy, checksums_of, has_digest
 from phaseloom.statemgr.node.node import Node, pool_of
 from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
-
-_STEP_BYTES = 4 * 1024 * 1024
-"""The bytes that are copied in one step: each step holds the interpreter."""
 
 
 class Staging:
@@ -56,19 +54,21 @@ class Staging:
         self._stopped.set()
 
     @asynccontextmanager
-    async def room(self, wpg: Wpg) -> AsyncIterator[list[int]]:
-        """A list with an extent for each rank's state. On leaving, the extents that are still in
-        the list are given up.
+    async def room(
+        self, sizes: Iterable[tuple[int, str]], wpg: Wpg | None = None
+    ) -> AsyncIterator[list[int]]:
+        """A list with an extent for each state. On leaving, the extents that are still in the list
+        are given up.
 
-        Raises: ResourceError: no host memory, with the numbers.
+        Args: sizes: the bytes of each state, and the name of its memory in a refusal. wpg: the
+              incarnation whose states they are, which finds parked memory again.
         """
+        pool = "" if wpg is None else pool_of(wpg)
         extents: list[int] = []
         try:
-            for rank in wpg.ranks:
-                what = f"a copy of {rank.owner} for a checkpoint"
-                extent = await self.tiering.reserve(rank.extent_bytes, what, pool_of(wpg))
-                self.node.unrecorded.add(extent)
-                extents.append(extent)
+            for num_bytes, what in sizes:
+                extents.append(await self.tiering.reserve(num_bytes, what, pool))
+                self.node.unrecorded.add(extents[-1])
             yield extents
         finally:
             for extent in extents:
@@ -76,16 +76,17 @@ class Staging:
                 self._give_up(extent, wpg)
             self.node.announce()
 
+    def room_for(self, wpg: Wpg) -> AbstractAsyncContextManager[list[int]]:
+        """Room for the states of an incarnation's ranks."""
+        what = "a copy of {} for a checkpoint"
+        return self.room(((r.extent_bytes, what.format(r.owner)) for r in wpg.ranks), wpg)
+
     def view(self, rank: Rank, extent: int) -> memoryview:
         return self.node.memory[extent].view(rank.extent_bytes)
 
     async def snapshot(self, wpg: Wpg, request: TakeSnapshot) -> Snapshot:
-        """Copy every rank's state; the checksums are then taken in the background.
-
-        Raises: CallerError: FAILED_PRECONDITION: another seq was applied last. ResourceError: no
-                host memory, with the numbers; a rank is lost; DATA_LOSS: a host copy is bad.
-        """
-        async with self.room(wpg) as extents:
+        """Copy every rank's state; the checksums are then taken in the background."""
+        async with self.room_for(wpg) as extents:
             await self._copy_all(wpg, extents, request.seq)
             wpg.check_alive()
             parts = [
@@ -117,15 +118,16 @@ class Staging:
     async def _copy_all(self, wpg: Wpg, extents: list[int], seq: int) -> None:
         targets = dict(zip(wpg.ranks, extents, strict=True))
 
-        async def copy(rank: Rank) -> None:
+        async def stage(rank: Rank) -> None:
             extent = self.node.memory[targets[rank]]
             if rank.state is State.RESIDENT:
                 applied = (await self.node.ask(rank, StageState(), [extent.fd])).applied
             else:
                 applied = rank.applied
                 source, target = self.node.copy_of(rank), extent.view(rank.extent_bytes)
-                await asyncio.to_thread(_copy, source, target)
-                await _check_copied(rank, target)
+                await asyncio.to_thread(copy, target, source)
+                if rank.digest and not await has_digest(target, rank.digest):
+                    raise bad_copy(rank, "it is not what its digest says")
             if applied != seq:
                 raise CallerError(
                     f"{rank} has applied {applied}, not {seq}",
@@ -136,12 +138,12 @@ class Staging:
 
         async with self.tiering.in_host(wpg), self.node.holding(lambda: set(wpg.devices)):
             self.node.residency.check_sealable(wpg)
-            await on_each_device(wpg.ranks, copy)
+            await on_each_device(wpg.ranks, stage)
 
     # --- Checksums -------------------------------------------------------------------------------
 
     async def until_proved(self, snapshot: Snapshot) -> None:
-        """Wait for the snapshot's checksums. Raises: PhaseloomError: they cannot be taken."""
+        """Wait for the snapshot's checksums."""
         if not snapshot.has_checksums:
             # The daemon that made it may have been killed before they were in.
             under_way = self._under_way.get(snapshot)
@@ -174,25 +176,6 @@ class Staging:
         finally:
             memories.clear()
             del self._under_way[snapshot]
-
-
-async def _check_copied(rank: Rank, target: memoryview) -> None:
-    """Verify a copy of a rank's host copy by the rank's digest, where it has one.
-
-    Raises: ResourceError: DATA_LOSS: the copied bytes do not match the digest.
-    """
-    if rank.digest and await asyncio.to_thread(digest_of, target) != rank.digest:
-        raise ResourceError(
-            f"the host copy of {rank} is bad: it is not what its digest says",
-            code=Code.DATA_LOSS,
-            remedy="start a new incarnation, from its last seal",
-            details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
-        )
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    for start in range(0, len(source), _STEP_BYTES):
-        target[start : start + _STEP_BYTES] = source[start : start + _STEP_BYTES]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ which method is used, never the list of what is installed.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
-import importlib.util
 import mmap
 import os
 import sys
@@ -135,35 +134,6 @@ class DirectFile(BlockFile):
         return done
 
 
-class KvikioFile(BlockFile):
-    """A file that is read and written by kvikio, which splits a block over its own threads."""
-
-    def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
-        """Open a file as `BlockFile` does. Raises: OSError; whatever kvikio raises."""
-        from kvikio import CuFile
-
-        super().__init__(path, writable=writable, num_bytes=num_bytes)
-        try:
-            self._file = CuFile(os.fspath(path), "r+" if writable else "r")
-        except BaseException:
-            super().close()
-            raise
-
-    def write(self, block: memoryview, offset: int) -> None:
-        done = self._file.write(block, size=len(block), file_offset=offset)
-        super().write(block[done:], offset + done)
-
-    def read(self, block: memoryview, offset: int) -> int:
-        # kvikio refuses to read across the end of a file.
-        there = max(0, min(len(block), os.fstat(self._fd).st_size - offset))
-        done: int = self._file.read(block[:there], size=there, file_offset=offset) if there else 0
-        return done + super().read(block[done:], offset + done)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 def probe(directory: Path) -> DiskPath:
     """The fastest method that works in a directory. Raises nothing: where nothing can be written
     now, each later write fails by itself."""
@@ -177,65 +147,19 @@ def probe(directory: Path) -> DiskPath:
 def _probe(directory: Path) -> DiskPath:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=PROBE_PREFIX) as scratch:
-        why_no_kvikio = _why_not_kvikio(Path(scratch))
-        if not why_no_kvikio:
-            return DiskPath(DiskMethod.KVIKIO, PAGE_BYTES, "a round trip through kvikio came back")
         why_not_direct = _why_not_direct(Path(scratch) / "direct")
-        if not why_not_direct:
-            return DiskPath(DiskMethod.DIRECT, PAGE_BYTES, why_no_kvikio)
-        return DiskPath(DiskMethod.BUFFERED, 1, f"{why_no_kvikio}; direct I/O: {why_not_direct}")
+    if why_not_direct:
+        return DiskPath(DiskMethod.BUFFERED, 1, f"direct I/O: {why_not_direct}")
+    return DiskPath(DiskMethod.DIRECT, PAGE_BYTES, "a direct round trip came back")
 
 
 def way_to(path: DiskPath) -> type[BlockFile]:
-    match path.method:
-        case DiskMethod.KVIKIO:
-            return KvikioFile
-        case DiskMethod.DIRECT:
-            return DirectFile
-        case DiskMethod.BUFFERED:
-            return BlockFile
-
-
-def _why_not_kvikio(scratch: Path) -> str:
-    """The reason why kvikio does not work here; empty: it works. kvikio needs the CUDA driver also
-    for host memory."""
-    if importlib.util.find_spec("kvikio") is None:
-        return "kvikio is not installed"
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return f"kvikio needs the CUDA driver: {error}"
-    try:
-        return "" if _comes_back(KvikioFile, scratch / "kvikio") else "kvikio lost bytes"
-    except Exception as error:  # Any error of a foreign library is a no.
-        return f"kvikio fails: {error}"
-
-
-def _comes_back(open_file: type[BlockFile], path: Path) -> bool:
-    with mmap.mmap(-1, 2 * mmap.PAGESIZE * 4) as memory:
-        view = memoryview(memory)
-        written, read = view[:_PROBE_BYTES], view[4 * mmap.PAGESIZE :][:_PROBE_BYTES]
-        try:
-            written[:] = os.urandom(_PROBE_BYTES)
-            file = open_file(path, writable=True, num_bytes=_PROBE_BYTES)
-            try:
-                file.write(written, 0)
-                file.finish(_PROBE_BYTES)
-            finally:
-                file.close()
-            file = open_file(path, writable=False)
-            try:
-                return file.read(read, 0) == _PROBE_BYTES and read == written
-            finally:
-                file.close()
-        finally:
-            for each in (written, read, view):
-                each.release()
+    return DirectFile if path.method is DiskMethod.DIRECT else BlockFile
 
 
 def _why_not_direct(path: Path) -> str:
     """The reason why direct I/O does not work here; empty: the disk takes a page of memory
-    directly."""
+    directly, and what is written so comes back."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
         try:
@@ -243,7 +167,14 @@ def _why_not_direct(path: Path) -> str:
                 os.pwrite(fd, memory, PAGE_BYTES)
         finally:
             os.close(fd)
-        return "" if _comes_back(DirectFile, path) else "it lost bytes"
+        written, read = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
+        written[:] = os.urandom(_PROBE_BYTES)
+        with contextlib.closing(DirectFile(path, writable=True, num_bytes=_PROBE_BYTES)) as file:
+            file.write(written, 0)
+            file.finish(_PROBE_BYTES)
+        with contextlib.closing(DirectFile(path, writable=False)) as file:
+            came_back = file.read(read, 0) == _PROBE_BYTES and read == written
+        return "" if came_back else "it lost bytes"
     except OSError as error:
         return error.strerror or repr(error)
 

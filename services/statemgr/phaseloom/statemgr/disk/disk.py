@@ -78,8 +78,6 @@ def write_state(
     Args:    name: the file's name, for errors.
              header: where it has a digest for a part, the part's memory must have that digest.
     Returns: the header as written.
-    Raises:  OSError. Cancelled. ResourceError: DATA_LOSS: the memory is not what the header's
-             digest says.
     """
     offsets, _ = layout_of(header)
     blocks = [
@@ -114,10 +112,7 @@ def _write_part(
 
 
 def read_part(file: Readable, place: Place, memory: memoryview, cancelled: threading.Event) -> None:
-    """Fill `memory` with a part of a state file, every block verified.
-
-    Raises: OSError. Cancelled. ResourceError: DATA_LOSS, with the place of the damage.
-    """
+    """Fill `memory` with a part of a state file, every block verified."""
     check_blocks(place)
     make_huge(memory[: place.part.num_bytes])
 
@@ -132,10 +127,7 @@ def read_part(file: Readable, place: Place, memory: memoryview, cancelled: threa
 
 
 def read_block(file: Readable, place: Place, number: int, memory: memoryview) -> int:
-    """Fill the beginning of `memory` with one verified block. Returns: the block's size.
-
-    Raises: as `read_part`.
-    """
+    """Fill the beginning of `memory` with one verified block. Returns: the block's size."""
     check_blocks(place)
     start = number * place.header.block_bytes
     block = memory[: place.block_size(number)]
@@ -182,17 +174,17 @@ def _in_two_steps(
         if cancelled.is_set():
             raise Cancelled
 
-    with _threads(then[0]) as behind, _threads(first[0]) as ahead:
+    with threads(then[0]) as behind, threads(first[0]) as ahead:
         begun = [ahead.submit(begin, start) for start in range(0, num_bytes, block_bytes)]
         return [each.result().result() for each in begun]
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
+def threads(number: int) -> Iterator[ThreadPoolExecutor]:
     """A pool of threads. On leaving, work that has begun is waited for and other work is
     cancelled."""
-    threads = ThreadPoolExecutor(number, "disk")
+    pool = ThreadPoolExecutor(number, "disk")
     try:
-        yield threads
+        yield pool
     finally:
-        threads.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)

@@ -18,6 +18,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
@@ -153,7 +154,6 @@ class StateDirectory:
         """Fill the beginning of `memory` with one verified block of a part.
 
         Returns: the block's size.
-        Raises:  ResourceError: DATA_LOSS, saying where.
         """
         with self._opened(place) as file:
             return read_block(file, place, block, memory)
@@ -186,12 +186,6 @@ class StateDirectory:
                 if any(known.match(path.name) for known in (_NAME, _DEMOTED)):
                     self.remove(path)
 
-    def make_directory(self, directory: Path) -> None:
-        missing = [d for d in (directory, *directory.parents) if not d.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
-        for made in missing:
-            sync_directory(made.parent)
-
 
 class Draft:
     """A state file under a temporary name. Blocking: call it in a thread.
@@ -210,7 +204,7 @@ class Draft:
         self._file: BlockFile | None = None
         try:
             with self._typed():
-                directory.make_directory(path.parent)
+                make_directory(path.parent)
                 self._file = directory.disk.create(self._partial, self._end)
         except ResourceError:
             self.abandon()
@@ -240,12 +234,10 @@ class Draft:
             file, self._file = self._file, None
             file.close()
 
-    @contextlib.contextmanager
-    def _typed(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise _unwritable(self._path, self._header, error) from error
+    def _typed(self) -> AbstractContextManager[None]:
+        details = {"file": str(self._path), "num_bytes": str(self._header.num_bytes)}
+        remedy = "free space on the node's state directory"
+        return writing(str(self._path), remedy, remedy, details)
 
 
 def _is_file(path: Path) -> bool:
@@ -256,13 +248,27 @@ def _is_file(path: Path) -> bool:
     return False
 
 
-def _unwritable(path: Path, header: StateHeader, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"{path} cannot be written: {error.strerror}",
-        code=Code.RESOURCE_EXHAUSTED if error.errno in _FULL else Code.UNAVAILABLE,
-        details={"file": str(path), "num_bytes": str(header.num_bytes)},
-        remedy="free space on the node's state directory",
-    )
+@contextlib.contextmanager
+def writing(
+    what: str, if_full: str, if_not: str, details: dict[str, str] | None = None
+) -> Iterator[None]:
+    """Turn an OSError of a write into a typed error.
+
+    Args:   if_full, if_not: what to do where the disk is full, and where it fails otherwise.
+    Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: it fails otherwise.
+    """
+    try:
+        yield
+    except OSError as error:
+        told = error.strerror or str(error)
+        is_full = error.errno in _FULL
+        where = f"{error.filename}: " if error.filename else ""
+        raise ResourceError(
+            f"{what} cannot be written: {where}{told}",
+            code=Code.RESOURCE_EXHAUSTED if is_full else Code.UNAVAILABLE,
+            details=details,
+            remedy=if_full if is_full else if_not,
+        ) from error
 
 
 def find_parts(path: Path) -> list[Place]:
@@ -279,6 +285,22 @@ def find_parts(path: Path) -> list[Place]:
             return parts_in(read, str(path))
     except OSError as error:
         raise data_loss(str(path), error.strerror or repr(error)) from error
+
+
+def header_of(path: Path) -> StateHeader | None:
+    """The header of a state file; None: the file is not there, or its header is bad."""
+    try:
+        return find_parts(path)[0].header
+    except PhaseloomError:
+        return None
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it, each on the disk. Raises: OSError."""
+    missing = [d for d in (directory, *directory.parents) if not d.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_directory(made.parent)
 
 
 def sync_directory(directory: Path) -> None:

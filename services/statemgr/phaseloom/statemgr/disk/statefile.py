@@ -25,6 +25,7 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
+from phaseloom.statemgr.residency.incarnations import Rank
 
 MAGIC = b"PLSTATE2"
 DATA_ALIGNMENT_BYTES = 4096
@@ -176,10 +177,7 @@ def part_offsets(header: StateHeader, header_num_bytes: int) -> list[int]:
 
 
 def layout_of(header: StateHeader) -> tuple[list[int], int]:
-    """The offset at which each part of a file begins, and the offset at which the last one ends.
-
-    Raises: ResourceError: RESOURCE_EXHAUSTED: the header is longer than a reader accepts.
-    """
+    """The offset at which each part of a file begins, and the offset at which the last one ends."""
     # As long as the final header: blank checksums take as many bytes as the real ones.
     blank = [bytes(CHECKSUM_BYTES * num_blocks(p.num_bytes, BLOCK_BYTES)) for p in header.parts]
     start = encode_header(header.with_blocks(BLOCK_BYTES, blank))
@@ -207,39 +205,30 @@ def gap_bytes(offset: int) -> int:
 PREFIX_BYTES = _PREFIX.size
 
 
-def check_restorable(
-    header: StateHeader,
-    rank: int,
-    num_ranks: int,
-    *,
-    heap_bytes: int,
-    tensors: list[TensorSlot],
-    file: str,
-    rank_offset: int = 0,
-    num_ranks_of_all: int = 0,
-) -> Section:
-    """The part of a seal that a rank's heap is filled from.
+def section_of(rank: Rank, first: Place) -> Section:
+    """The section of a seal that a rank's memory is filled from.
 
-    Args:   rank: the number of the rank among the `num_ranks` ranks of this node.
-            rank_offset: the number of this node's first rank among the ranks of all nodes.
+    Args:   first: the place of the seal's first section.
     Raises: ResourceError: DATA_LOSS: the file is of another node's ranks. CallerError:
             FAILED_PRECONDITION, with the numbers: the deployment has another layout than the
             sealed one.
     """
-    if not header.is_of(rank_offset, num_ranks_of_all):
+    header, file, wpg = first.header, first.file, rank.wpg
+    if not header.is_of(wpg.rank_offset, wpg.num_ranks):
         raise data_loss(
             file,
             f"it holds ranks from {header.rank_offset} on, of {header.num_ranks}; here are those "
-            f"from {rank_offset} on, of {num_ranks_of_all}",
+            f"from {wpg.rank_offset} on, of {wpg.num_ranks}",
         )
+    num_ranks, heap_bytes, tensors = len(wpg.ranks), rank.extent_bytes, rank.tensors
     parts = header.parts
-    part = parts[rank] if len(parts) == num_ranks else None
+    part = parts[rank.index] if len(parts) == num_ranks else None
     if part is not None and (part.num_bytes, part.tensors) == (heap_bytes, tensors):
         return part
     sealed_bytes = [part.num_bytes for part in parts]
     raise CallerError(
         f"{file} holds another layout: {len(parts)} ranks with heaps of {sealed_bytes} bytes; "
-        f"this is rank {rank} of {num_ranks} with a heap of {heap_bytes} bytes and "
+        f"this is rank {rank.index} of {num_ranks} with a heap of {heap_bytes} bytes and "
         f"{len(tensors)} tensors",
         code=Code.FAILED_PRECONDITION,
         remedy="restore with the model, backend and layout that made the seal",

@@ -22,7 +22,6 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RankResume, StateMessage
-from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.handover.manifest import (
@@ -33,6 +32,7 @@ from phaseloom.statemgr.handover.manifest import (
     decode_manifest,
     newest_record,
 )
+from phaseloom.statemgr.node.digests import bad_copy, has_digest
 from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import (
@@ -155,12 +155,9 @@ class Handover:
             entry.extent, num_bytes, name, is_vacated=is_below
         ):
             return False
-        self._node.residency.restore(
-            rank, entry.heap_bytes, entry.table, entry.extent, entry.host_bytes
-        )
-        rank.state, rank.applied = entry.state, entry.applied
-        rank.digest, rank.is_dirty = entry.digest, entry.is_dirty
-        rank.pins, rank.frozen, rank.model = entry.pins, entry.frozen, entry.model
+        for name in entry.__struct_fields__:
+            if name != "shared_copy":
+                setattr(rank, name, getattr(entry, name))
         if copy is not None:
             shared_copies = self._node.shared_copies
             if not shared_copies.is_known(copy):
@@ -179,7 +176,7 @@ class Handover:
         extent = copy.extent
         name = str(copy)
         if is_above and extent and self._take_extent(extent, copy.num_bytes, name):
-            if await _has(self._node.shared_memory(copy), copy.digest):
+            if await has_digest(self._node.shared_memory(copy), copy.digest):
                 copy.state = State.HOST
                 copy.is_immutable = memory[extent].is_frozen
                 self._copies[copy.number] = copy
@@ -223,11 +220,11 @@ class Handover:
         self._node.snapshots[snapshot.key, snapshot.operation] = snapshot
 
     def _take_extent(
-        self, extent: int, num_bytes: int | None, name: str, *, is_vacated: bool = False
+        self, extent: int, num_bytes: int, name: str, *, is_vacated: bool = False
     ) -> bool:
         """Take over the memory of an extent, or one share more of it where it is taken already.
 
-        Args:    num_bytes: the size that it must have; None: any size.
+        Args:    num_bytes: the size that it must have.
                  is_vacated: whether the extent's bytes are on NVMe.
         Returns: False: the memory was not handed over, or is not what the manifest says.
         """
@@ -238,8 +235,6 @@ class Handover:
         if fd is None:
             log.error("the memory for %s was not handed over", name)
             return False
-        if num_bytes is None:
-            num_bytes = os.fstat(fd).st_size
         try:
             self._node.memory.take_over(extent, fd, num_bytes, name, is_vacated=is_vacated)
         except ResourceError as error:
@@ -266,7 +261,7 @@ class Handover:
             return False
         if entry.digest:
             memory = node.memory[entry.extent].view(entry.num_bytes)
-            is_good = await asyncio.to_thread(digest_of, memory) == entry.digest
+            is_good = await has_digest(memory, entry.digest)
         else:
             # The version is not committed: its writer goes on, or is lost and the version with it.
             is_good = node.residency.is_alive(entry.key.policy, entry.incarnation)
@@ -285,15 +280,10 @@ class Handover:
         for rank in wpg.ranks:
             # Snapshots of host-only state were not kept, and the rank may have worked on there.
             is_known = rank.is_dirty or rank.shared_copy is not None
-            is_kept = is_known or await self._is_whole(rank, rank.digest)
+            is_kept = is_known or await has_digest(self._node.copy_of(rank), rank.digest)
             if rank.host_bytes or not is_kept:
                 self._node.residency.end_seal(wpg)
                 return
-
-    async def _is_whole(self, rank: Rank, digest: str) -> bool:
-        assert rank.extent is not None
-        memory = self._node.memory[rank.extent].view(rank.extent_bytes)
-        return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest
 
     async def resume(self, message: RankResume) -> Rank:
         """Take a rank back, which says where its state is.
@@ -321,8 +311,7 @@ class Handover:
             digest = message.digest or rank.digest
             tier = await self._tier_of(rank, digest)
             if tier is None:
-                self._lose(rank.wpg, "its host copy cannot be verified")
-                raise ResourceError(f"the host copy of {rank} is bad", code=Code.DATA_LOSS)
+                raise self._bad_copy(rank)
             rank.copied(message.applied, digest)
             node.residency.resume(rank, tier)
             node.digests.begin([rank])
@@ -345,14 +334,17 @@ class Handover:
             sharing.drop_copy(node, rank)
             state = State.RESIDENT if message.resident else State.HOST
         else:
-            self._lose(rank.wpg, "its host copy cannot be verified")
-            raise ResourceError(f"the host copy of {rank} is bad", code=Code.DATA_LOSS)
+            raise self._bad_copy(rank)
         node.residency.resume(rank, state)
+
+    def _bad_copy(self, rank: Rank) -> ResourceError:
+        self._lose(rank.wpg, "its host copy cannot be verified")
+        return bad_copy(rank, "it cannot be verified")
 
     async def _has_copied(self, rank: Rank, digest: str) -> bool:
         if rank.extent is None:
             return False
-        return await _has(self._node.memory[rank.extent].readable(rank.extent_bytes), digest)
+        return await has_digest(self._node.memory[rank.extent].readable(rank.extent_bytes), digest)
 
     def _occupy(self, rank: Rank) -> None:
         """Give the host copy of a resident rank its memory again, where it was on NVMe.
@@ -378,7 +370,7 @@ class Handover:
         A kill in the middle of a demotion leaves it whole in one of the two.
         """
         is_below = rank.state in ON_NVME
-        if not is_below and (not digest or await self._is_whole(rank, digest)):
+        if not is_below and (not digest or await has_digest(self._node.copy_of(rank), digest)):
             # Without a digest the copy is dirty: the rank has copied it out, and it is not hashed.
             return State.HOST
         if not await asyncio.to_thread(self._tiering.is_demoted, rank, digest):
@@ -428,7 +420,3 @@ async def _side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
     async with asyncio.TaskGroup() as tasks:
         for work in works:
             tasks.create_task(work)
-
-
-async def _has(memory: memoryview, digest: str) -> bool:
-    return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest

@@ -181,10 +181,7 @@ class HostMemory:
         self.used_bytes -= vacated.num_bytes
 
     def occupy(self, extent: int, what: str) -> None:
-        """Take memory for a vacated extent again.
-
-        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
-        """
+        """Take memory for a vacated extent again."""
         vacated = self._extents[extent]
         assert vacated.is_vacated
         self._make_room(vacated.num_bytes, what)

@@ -11,7 +11,7 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.transport.tickets import is_genuine
 from phaseloom.statemgr.residency.incarnations import Wpg
 
-_MAX_DEPLOYMENTS = 4096
+_MAX_DEPLOYMENTS = 8192
 _REMEDY = "send the sync_weights again: its permit brings a ticket for this version and node"
 _FILES_REMEDY = "the scheduler's next command brings another one"
 
@@ -22,11 +22,9 @@ class Gate:
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
-        self._readers: OrderedDict[DeploymentKey, int] = OrderedDict()
-        """The newest incarnation seen of each reader of versions, in order of the last check."""
-        self._owners: OrderedDict[DeploymentKey, int] = OrderedDict()
-        """The newest incarnation seen of each deployment whose files were asked for, in the order
-        of the last check."""
+        self._newest: OrderedDict[tuple[type, DeploymentKey], int] = OrderedDict()
+        """The newest incarnation seen of each deployment, as a reader of versions and as the one
+        whose files were asked for, in order of the last check."""
 
     def check(self, ticket: Ticket | None, version: VersionKey, node: str) -> None:
         """Check that a ticket lets a node read a version.
@@ -36,13 +34,12 @@ class Gate:
         """
         if ticket is None:
             raise _denied(f"node {node!r} asks for version {version} without a ticket")
-        self._check_genuine(ticket, node, _REMEDY)
+        why = ""
         if ticket.version != version:
-            raise _denied(f"a ticket for version {ticket.version}, not {version}")
-        if ticket.reader.job_key != version.policy.job_key:
-            raise _denied(f"{ticket.reader} is of another job than version {version}")
-        _check_node(ticket, node, _REMEDY)
-        _check_incarnation(self._readers, ticket.reader, ticket.incarnation, _REMEDY)
+            why = f"a ticket for version {ticket.version}, not {version}"
+        elif ticket.reader.job_key != version.policy.job_key:
+            why = f"{ticket.reader} is of another job than version {version}"
+        self._check(ticket, ticket.reader, node, why, _REMEDY)
 
     def check_files(self, ticket: FilesTicket, deployment: DeploymentKey, node: str) -> None:
         """Check that a ticket lets a node have a deployment's state files.
@@ -50,17 +47,27 @@ class Gate:
         Args:   node: the node that is to get the files.
         Raises: CallerError: PERMISSION_DENIED, and why.
         """
-        self._check_genuine(ticket, node, _FILES_REMEDY)
-        if ticket.deployment != deployment:
-            raise _denied(f"a ticket for {ticket.deployment}, not {deployment}", _FILES_REMEDY)
-        _check_node(ticket, node, _FILES_REMEDY)
-        _check_incarnation(self._owners, deployment, ticket.incarnation, _FILES_REMEDY)
+        is_same = ticket.deployment == deployment
+        why = "" if is_same else f"a ticket for {ticket.deployment}, not {deployment}"
+        self._check(ticket, deployment, node, why, _FILES_REMEDY)
 
-    def _check_genuine(self, ticket: Ticket | FilesTicket, node: str, remedy: str) -> None:
+    def _check(
+        self, ticket: Ticket | FilesTicket, key: DeploymentKey, node: str, why: str, remedy: str
+    ) -> None:
+        """Check what all tickets have in common. Args: why: why a genuine one is refused, if so."""
+        newest = self._newest.get((type(ticket), key), 0)
         if not is_genuine(ticket, self._secret):
-            raise _denied(
-                f"the ticket of node {node!r} is not signed by this mesh's scheduler", remedy
-            )
+            why = f"the ticket of node {node!r} is not signed by this mesh's scheduler"
+        elif not why and node not in ticket.nodes:
+            why = f"a ticket of node {' and '.join(ticket.nodes)} shown by node {node!r}"
+        elif not why and ticket.incarnation < newest:
+            why = f"a ticket of incarnation {ticket.incarnation} of {key}, which is at {newest}"
+        if why:
+            raise _denied(why, remedy)
+        self._newest[type(ticket), key] = ticket.incarnation
+        self._newest.move_to_end((type(ticket), key))
+        while len(self._newest) > _MAX_DEPLOYMENTS:
+            self._newest.popitem(last=False)
 
 
 def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
@@ -81,26 +88,6 @@ def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
         raise _denied(
             f"a ticket of {ticket.reader} incarnation {ticket.incarnation} shown by {wpg}"
         )
-
-
-def _check_node(ticket: Ticket | FilesTicket, node: str, remedy: str) -> None:
-    if node not in ticket.nodes:
-        raise _denied(
-            f"a ticket of node {' and '.join(ticket.nodes)} shown by node {node!r}", remedy
-        )
-
-
-def _check_incarnation(
-    newest: OrderedDict[DeploymentKey, int], key: DeploymentKey, incarnation: int, remedy: str
-) -> None:
-    if incarnation < newest.get(key, 0):
-        raise _denied(
-            f"a ticket of incarnation {incarnation} of {key}, which is at {newest[key]}", remedy
-        )
-    newest[key] = incarnation
-    newest.move_to_end(key)
-    while len(newest) > _MAX_DEPLOYMENTS:
-        newest.popitem(last=False)
 
 
 def _denied(why: str, remedy: str = _REMEDY) -> CallerError:

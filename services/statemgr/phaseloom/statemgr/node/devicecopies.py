@@ -70,10 +70,7 @@ class DeviceCopies:
         return True
 
     def find(self, rank: Rank, key: VersionKey) -> int | None:
-        """The descriptor of a version's device memory; None: there is none on the rank's device.
-
-        Raises: CallerError: PERMISSION_DENIED: the version belongs to another job.
-        """
+        """The descriptor of a version's device memory; None: there is none on the rank's device."""
         check_reader(rank.wpg, key, None)
         copy = self._copies.get(key)
         return copy.fd if copy is not None and copy.device == rank.device else None

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 
-from phaseloom.common.contract.errors import ResourceError
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.residency.residency import Residency
@@ -94,6 +94,21 @@ class Digests:
             del self._under_way[rank]
             ended.set_result(None)
             self.begin([rank])
+
+
+async def has_digest(memory: memoryview, digest: str) -> bool:
+    """Whether the memory has this digest; an empty digest is that of no memory."""
+    return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest
+
+
+def bad_copy(rank: Rank, why: str) -> ResourceError:
+    """The error where the host copy of a rank is bad."""
+    return ResourceError(
+        f"the host copy of {rank} is bad: {why}",
+        code=Code.DATA_LOSS,
+        remedy="start a new incarnation, from its last seal",
+        details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
+    )
 
 
 def checksums_of(memory: memoryview, stopped: threading.Event) -> bytes:

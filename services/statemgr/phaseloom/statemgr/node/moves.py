@@ -115,10 +115,7 @@ class Moves:
         return going | {what: moves[what].done for what in demotable if what in moves}
 
     async def do(self, what: HostCopy, direction: Direction, work: Work) -> None:
-        """Begin a move and wait for its end; it goes on where the caller is cancelled.
-
-        Raises: PhaseloomError: the move's failure.
-        """
+        """Begin a move and wait for its end; it goes on where the caller is cancelled."""
         await asyncio.shield(self._begin(Move(what, direction), work).done)
 
     async def settled(self, what: HostCopy) -> None:

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
@@ -160,10 +160,7 @@ class Node:
 
     async def unpin(self, rank: Rank) -> None:
         """Have a rank unpin its extent's pages, which are about to be given back; no-op for a rank
-        that does not pin them.
-
-        Raises: ResourceError: the rank is gone, or does not unpin them in time.
-        """
+        that does not pin them."""
         if rank.pins:
             await self._answer(rank, Unpin(), self._transfer_timeout_s)
 
@@ -280,6 +277,11 @@ class Node:
         assert copy.extent is not None
         return self.memory[copy.extent].readable(copy.num_bytes)
 
+    def memory_of(self, version: Version) -> memoryview:
+        """The bytes of a version, which must be in host memory."""
+        assert version.extent is not None
+        return self.memory[version.extent].view(version.num_bytes)
+
     def image_of(self, seal: HostSeal) -> memoryview:
         """The bytes of a seal in host memory, which are those of a state file."""
         return self.memory[seal.extent].view(seal.num_bytes)
@@ -303,11 +305,7 @@ class Node:
         return copy.state is not State.LOST
 
     def step(self, copy: HostCopy, step: Step) -> None:
-        """Take a step of the transition table with a rank or a shared copy.
-
-        Raises: ResourceError: the rank is lost. InvalidTransition: the table does not have the
-                step from the copy's state.
-        """
+        """Take a step of the transition table with a rank or a shared copy."""
         if isinstance(copy, SharedCopy):
             self.shared_copies.step(copy, step)
         else:
@@ -364,12 +362,19 @@ class Node:
             if dropped is not None and dropped[1] is not None:
                 self._recycle(version, dropped[1])
 
-    def release_version(self, version: Version) -> None:
-        """End a use of a version that `versions.acquire` began; after the last use a dropped
-        version's memory is parked or freed."""
-        extent = self.versions.release(version)
-        if extent is not None:
-            self._recycle(version, extent)
+    @contextmanager
+    def using(self, version: Version) -> Iterator[None]:
+        """Keep a version's memory within the block, also where the version is dropped meanwhile.
+
+        After the last use a dropped version's memory is parked or freed.
+        """
+        version.users += 1
+        try:
+            yield
+        finally:
+            extent = self.versions.release(version)
+            if extent is not None:
+                self._recycle(version, extent)
 
     def _recycle(self, version: Version, extent: int) -> None:
         """Park a version's extent where it may be reused, or else free it.

@@ -212,29 +212,14 @@ class Residency:
         self._fences[key] = max(incarnation, self._fences.get(key, 0))
 
     def take_over(self, wpg: Wpg) -> None:
-        """Take over an incarnation of the daemon before; `restore` each rank that had memory."""
+        """Take over an incarnation of the daemon before; the caller restores its ranks' fields."""
         assert wpg.key not in self._wpgs
         self.fence(wpg.key, wpg.incarnation)
         self._wpgs[wpg.key] = wpg
         self._tokens.update({rank.token: rank for rank in wpg.ranks})
 
-    def restore(
-        self,
-        rank: Rank,
-        heap_bytes: int,
-        tensors: TensorTable | list[TensorSlot],
-        extent: int | None,
-        host_bytes: int = 0,
-    ) -> None:
-        """Record the heap and the extent that a rank had; `resume` tells where its state is."""
-        rank.heap_bytes, rank.table, rank.extent = heap_bytes, as_table(tensors), extent
-        rank.host_bytes = host_bytes
-
     def resume(self, rank: Rank, state: State) -> None:
-        """Record where the state of a rank is that has come back.
-
-        Raises: ResourceError: the rank is lost.
-        """
+        """Record where the state of a rank is that has come back."""
         _check_alive(rank.wpg)
         rank.history.append(f"{rank.state} → {state} (resumed)")
         rank.state = state
@@ -321,7 +306,8 @@ class Residency:
     ) -> None:
         """Record the heap that an awaited rank has registered, and the extent that it was given."""
         self.step(rank, Step.HEAP_REGISTERED)
-        self.restore(rank, heap_bytes, tensors, extent, host_bytes)
+        rank.heap_bytes, rank.table, rank.extent = heap_bytes, as_table(tensors), extent
+        rank.host_bytes = host_bytes
 
     def fill(self, rank: Rank, applied: int, digest: str) -> None:
         """Record that the rank's extent holds its whole state: the initial one, or a seal's."""
@@ -370,21 +356,14 @@ class Residency:
         return SwitchPlan(wpg, offload, load)
 
     def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> list[Rank]:
-        """The ranks to offload; empty where all are offloaded already, in either tier.
-
-        Raises: the errors of `plan_switch_in`, but for those of room.
-        """
+        """The ranks to offload; empty where all are offloaded already, in either tier."""
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
         self._check_ready(wpg, or_in=OFFLOADED)
         return wpg.on_device
 
     def begin_load(self, rank: Rank) -> None:
-        """Record that the load of a rank begins.
-
-        Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room on the device; or the rank is
-                lost.
-        """
+        """Record that the load of a rank begins."""
         if rank.state is State.HOST:
             used_bytes = self.device_used_bytes(rank.device)
             self._check_room(rank.wpg, rank.device, rank.device_bytes, used_bytes)
@@ -407,7 +386,6 @@ class Residency:
         """Record that a rank is offloaded, and its host copy whole.
 
         Args:   digest: that of the host copy; empty: it is yet to be taken.
-        Raises: ResourceError: the rank is lost.
         """
         self.step(rank, Step.OFFLOAD_VERIFIED)
         rank.copied(applied, digest)
@@ -477,10 +455,7 @@ class Residency:
         self._check_ready(wpg)
 
     def begin_copy(self, rank: Rank) -> None:
-        """Record that the host copy of a rank is about to be renewed while the rank stays resident.
-
-        Raises: ResourceError: the rank is lost.
-        """
+        """Record that the host copy of a rank that stays resident is about to be renewed."""
         _check_alive(rank.wpg)
         assert rank.state is State.RESIDENT
         assert rank.wpg.prepared is None
@@ -491,7 +466,6 @@ class Residency:
         """Record that the host copy of a resident rank is renewed.
 
         Args:   digest: that of the host copy; empty: it is yet to be taken.
-        Raises: ResourceError: the rank is lost.
         """
         _check_alive(rank.wpg)
         rank.copied(applied, digest)

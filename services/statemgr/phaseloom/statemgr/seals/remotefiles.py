@@ -24,16 +24,24 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, checksum
-from phaseloom.statemgr.disk.blockfile import MemoryFile
+from phaseloom.statemgr.disk.blockfile import PAGE_BYTES, MemoryFile
 from phaseloom.statemgr.disk.disk import read_block
 from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import Place, StateHeader, encode_header, num_blocks
+from phaseloom.statemgr.memory.layouts import rounded
 from phaseloom.statemgr.mesh.tls import Stream
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, LocalError, ask_once
 from phaseloom.statemgr.transfer.served import Incoming, Served
-from phaseloom.statemgr.transfer.tensorslices import Batch, Box, Piece, box_of
+from phaseloom.statemgr.transfer.tensorslices import (
+    MAX_BATCH_BOXES,
+    MAX_BATCH_BYTES,
+    Batch,
+    Box,
+    Piece,
+    box_of,
+)
 from phaseloom.statemgr.transfer.wire import FileName, KeepFiles
 
 log = logging.getLogger(__name__)
@@ -104,10 +112,7 @@ class RemoteFile:
 
     async def describe(self, ranks: tuple[int, int] = (0, 0)) -> wire.FileDescription:
         """The description of the file by the first source with a good answer. All sources are asked
-        again and again for one timeout.
-
-        Raises: as `fetch`.
-        """
+        again and again for one timeout."""
         asked = wire.DescribeFile(self.name, self.ticket)
         started_s = time.monotonic()
         while True:
@@ -201,11 +206,7 @@ class StateFiles:
         self._keep = keep
 
     async def open_file(self, name: FileName) -> tuple[StateHeader, Served]:
-        """The header and the blocks of a file that is here.
-
-        Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS: the file is bad; UNAVAILABLE: the
-                daemon does not know yet what it holds.
-        """
+        """The header and the blocks of a file that is here."""
         await self._until_settled()
         places, read = await self._find(name)
         return places[0].header, _File(places, read)
@@ -218,10 +219,7 @@ class StateFiles:
         return await asyncio.to_thread(self._directory.parts, key)
 
     async def keep(self, asked: KeepFiles) -> None:
-        """Fetch the files that another node names onto this node's disk.
-
-        Raises: PhaseloomError: they could not be fetched.
-        """
+        """Fetch the files that another node names onto this node's disk."""
         await self._until_settled()
         await self._keep(asked)
 
@@ -253,7 +251,10 @@ class _File:
     def __init__(self, places: list[Place], read: ReadBlock) -> None:
         self._places = {str(place.index): place for place in places}
         self._read = read
-        self._buffer = _page_buffer(places[0].header.block_bytes)
+        self._buffer = _page_buffer(MAX_BATCH_BYTES + MAX_BATCH_BOXES * PAGE_BYTES)
+        """Memory for the blocks of one request, each at a page of its own."""
+        self._taken = 0
+        """The bytes of the buffer that the request's blocks have taken so far."""
 
     def find(self, part: str, box: Box) -> _Block:
         place = self._places.get(box.name)
@@ -264,17 +265,23 @@ class _File:
             raise CallerError(
                 f"there is no block at {box.start} of section {box.name}", field="boxes"
             )
-        return _Block(place, number, self._read, self._buffer)
+        return _Block(self, place, number)
 
     async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
-        """Return at once: all of the file is here."""
+        """Return at once: all of the file is here. The blocks of the request before are sent."""
+        self._taken = 0
+
+    def read(self, block: _Block) -> memoryview:
+        memory = self._buffer[self._taken : self._taken + block.num_bytes]
+        self._taken += rounded(block.num_bytes)
+        self._read(block.place, block.number, memory)
+        return memory
 
 
 class _Block(NamedTuple):
+    file: _File
     place: Place
     number: int
-    read_block: ReadBlock
-    buffer: memoryview
 
     @property
     def num_bytes(self) -> int:
@@ -284,7 +291,7 @@ class _Block(NamedTuple):
         raise CallerError("blocks of a file are not split", field="boxes")
 
     def read(self) -> list[memoryview]:
-        return [self.buffer[: self.read_block(self.place, self.number, self.buffer)]]
+        return [self.file.read(self)]
 
 
 def _page_buffer(num_bytes: int) -> memoryview:

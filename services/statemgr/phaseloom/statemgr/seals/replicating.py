@@ -22,9 +22,10 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_agent import FetchState, WriteSeal
-from phaseloom.statemgr.disk.files import find_parts
+from phaseloom.statemgr.disk.files import header_of
 from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.residency.incarnations import Rank
 from phaseloom.statemgr.seals.remotefiles import RemoteFile, path_of
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.transfer import wire
@@ -46,10 +47,7 @@ class Replicator:
         """The last request for each deployment that named sources, which may have its files."""
 
     async def fetch(self, request: FetchState) -> None:
-        """Fetch the files that a request names, unless they are on this disk or in host memory.
-
-        Raises: ResourceError: as `RemoteFile.fetch`.
-        """
+        """Fetch the files that a request names, unless they are on this disk or in host memory."""
         _check_key(request.deployment)
         await self._fetch_files(self._lacking(request))
         if request.keeps is not None:
@@ -111,11 +109,8 @@ class Replicator:
         Args: ranks: as in `StateHeader.is_of`.
         """
         path = path_of(self._directory, name)
-        try:
-            places = await asyncio.to_thread(find_parts, path)
-        except PhaseloomError:
-            return False
-        return places[0].header.is_of(*ranks)
+        header = await asyncio.to_thread(header_of, path)
+        return header is not None and header.is_of(*ranks)
 
     async def _fetch_file(self, name: FileName, request: FetchState) -> None:
         if request.ticket is None or not request.sources:
@@ -148,18 +143,33 @@ class Replicator:
         """Forget a deployment whose job has ended."""
         self._elsewhere.pop(key, None)
 
-    async def fetch_again(self, key: DeploymentKey, seq: int) -> None:
-        """Fetch every block of a seal that is bad here, for any block may be.
+    async def restore(self, rank: Rank) -> None:
+        """Fill the extent of a registered heap from the seal that its incarnation starts from.
 
-        Raises: PhaseloomError: no other node has a good one.
+        Where the seal here is bad, it is fetched again from another node: every block, for any may
+        be bad.
+        Raises: as `Sealer.fill`.
         """
-        nowhere = FetchState(key, seq, [], [])
-        await self._fetch_file(FileName("seal", key, seq), self._elsewhere.get(key, nowhere))
+        key, seq = rank.wpg.key, rank.wpg.seal_seq
+        try:
+            await self._sealer.fill(rank)
+        except ResourceError as error:
+            if error.info.code is not Code.DATA_LOSS:
+                raise
+            log.error("%s; fetching it from another node", error)
+            try:
+                known = self._elsewhere.get(key, FetchState(key, seq, [], []))
+                await self._fetch_file(FileName("seal", key, seq), known)
+            except PhaseloomError as second:
+                log.error("%s", second)
+                raise error from second
+            self._sealer.drop_kept(key, seq)
+            await self._sealer.fill(rank)
 
     # --- copies for other nodes ------------------------------------------------------------------
 
     async def keep(self, asked: KeepFiles) -> None:
-        """Fetch another node's files, as a replica of them. Raises: ResourceError: as `fetch`."""
+        """Fetch another node's files, as a replica of them."""
         key = asked.deployment
         _check_key(key)
         request = FetchState(

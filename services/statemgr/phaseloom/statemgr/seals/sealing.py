@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from weakref import WeakValueDictionary
 
-from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
@@ -21,9 +21,9 @@ from phaseloom.statemgr.disk.statefile import (
     Place,
     Section,
     StateHeader,
-    check_restorable,
     layout_of,
     seal_header,
+    section_of,
     superseded_seals,
 )
 from phaseloom.statemgr.memory.extents import copy, joined
@@ -40,21 +40,13 @@ log = logging.getLogger(__name__)
 
 class Sealer:
     def __init__(
-        self,
-        node: Node,
-        tiering: Tiering,
-        *,
-        verify_version: Callable[[VersionKey], Awaitable[None]],
-        fetch_again: Callable[[DeploymentKey, int], Awaitable[None]],
+        self, node: Node, tiering: Tiering, verify_version: Callable[[VersionKey], Awaitable[None]]
     ) -> None:
         """Args: verify_version: drops the copy of a version here if it is bad; raises
         PhaseloomError where the version is lost.
-        fetch_again: replaces a seal that is bad here by another node's copy; raises
-        PhaseloomError where there is none.
         """
         self._node = node
         self._verify_version = verify_version
-        self._fetch_again = fetch_again
         self._tiering = tiering
         self._directory = node.directory
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
@@ -105,18 +97,14 @@ class Sealer:
 
     async def _snapshot(self, rank: Rank) -> None:
         """Copy the state of a rank that lives in host memory alone: the rank changes that state
-        while the seal is written.
-
-        Raises: ResourceError: no room for the copy, or the rank is lost.
-        """
+        while the seal is written."""
         if not rank.host_bytes:
             return
         what = f"the seal of {rank.owner}'s state in host memory"
-        snapshot = await self._tiering.reserve(rank.host_bytes, what)
-        if rank.extent is None:
-            self._node.memory.free(snapshot)
-            raise ResourceError(f"{rank} is lost")
-        rank.snapshot = snapshot
+        async with self._tiering.reserved(rank.host_bytes, what) as snapshot:
+            if rank.extent is None:
+                raise ResourceError(f"{rank} is lost")
+            rank.snapshot = snapshot
         start, memory = host_start(rank.heap_bytes), self._node.memory
         source = memory[rank.extent].view(rank.extent_bytes)[start:]
         await asyncio.to_thread(copy, memory[snapshot].view(rank.host_bytes), source)
@@ -163,28 +151,11 @@ class Sealer:
         if current not in {None, wpg}:
             raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
 
-    async def restore(self, rank: Rank) -> None:
+    async def fill(self, rank: Rank) -> None:
         """Fill the extent of a registered heap from the seal that its incarnation starts from.
 
-        Where the seal here is bad, it is fetched again from another node.
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: the seal has another layout.
         """
-        wpg = rank.wpg
-        try:
-            await self._fill(rank)
-        except ResourceError as error:
-            if error.info.code is not Code.DATA_LOSS:
-                raise
-            log.error("%s; fetching it from another node", error)
-            try:
-                await self._fetch_again(wpg.key, wpg.seal_seq)
-            except PhaseloomError as second:
-                log.error("%s", second)
-                raise error from second
-            self._drop_kept(wpg.key, wpg.seal_seq)
-            await self._fill(rank)
-
-    async def _fill(self, rank: Rank) -> None:
         wpg = rank.wpg
         kept = self._node.seals.get((wpg.key, wpg.seal_seq))
         if kept is not None:
@@ -195,7 +166,7 @@ class Sealer:
             path = self._directory.seal(wpg.key, wpg.seal_seq)
             places = await asyncio.to_thread(find_parts, path)
             read = self._directory.read
-        part = _section_of(rank, places[0])
+        part = section_of(rank, places[0])
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(read, places[rank.index], memory)
@@ -213,7 +184,7 @@ class Sealer:
         """Delete the seals and all state files of a deployment, of whichever incarnation."""
         self._seals.pop(key, None)
         for kept in self._node.seals.of(key):
-            self._drop_kept(key, kept.seq)
+            self.drop_kept(key, kept.seq)
         await asyncio.to_thread(self._directory.clear, key)
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
@@ -230,25 +201,18 @@ class Sealer:
         node = self._node
         header = _header(wpg, seq)
         _, num_bytes = layout_of(header)
-        extent = await self._tiering.reserve(num_bytes, f"seal {seq} of {wpg.key}")
-        kept = HostSeal(wpg.key, seq, extent, num_bytes)
-        node.unrecorded.add(extent)
-        try:
+        async with self._tiering.reserved(num_bytes, f"seal {seq} of {wpg.key}") as extent:
+            kept = HostSeal(wpg.key, seq, extent, num_bytes)
             memories = [self._sealed(rank) for rank in wpg.ranks]
             image = MemoryFile(node.image_of(kept))
             written = await asyncio.to_thread(
                 write_state, image, kept.name, header, memories, NEVER
             )
-        except BaseException:
-            node.memory.free(extent)
-            raise
-        finally:
-            node.unrecorded.discard(extent)
-        self._drop_kept(wpg.key, seq)
-        node.seals[wpg.key, seq] = kept
+            self.drop_kept(wpg.key, seq)
+            node.seals[wpg.key, seq] = kept
         return Sealed("", written.digest, written.num_bytes)
 
-    def _drop_kept(self, key: DeploymentKey, seq: int) -> None:
+    def drop_kept(self, key: DeploymentKey, seq: int) -> None:
         kept = self._node.seals.pop((key, seq), None)
         if kept is not None:
             self._node.memory.free(kept.extent)
@@ -284,7 +248,7 @@ class Sealer:
         known = kept | self._seals.get(key, {}).keys()
         for seq in superseded_seals(list(known), written, committed):
             self._seals.get(key, {}).pop(seq, None)
-            self._drop_kept(key, seq)
+            self.drop_kept(key, seq)
             path = self._directory.seal(key, seq)
             try:
                 await asyncio.to_thread(self._directory.remove, path)
@@ -296,7 +260,10 @@ class Sealer:
         incarnation may differ in bits."""
         if seq != wpg.seal_seq and seq not in wpg.sealed:
             return None
-        return self._seals.get(wpg.key, {}).get(seq) or self._find_kept(wpg.key, seq)
+        known = self._seals.get(wpg.key, {}).get(seq)
+        # Where there is none, the daemon before may have kept it in host memory.
+        header = None if known else self._kept_header(wpg.key, seq)
+        return Sealed("", header.digest, header.num_bytes) if header else known
 
     def is_kept(self, key: DeploymentKey, seq: int, ranks: tuple[int, int]) -> bool:
         """Whether a seal is in host memory; its blocks are verified when they are read.
@@ -310,13 +277,6 @@ class Sealer:
             return False
         return header is not None and header.is_of(*ranks)
 
-    def _find_kept(self, key: DeploymentKey, seq: int) -> Sealed | None:
-        """A seal in host memory that the previous daemon wrote."""
-        header = self._kept_header(key, seq)
-        if header is None:
-            return None
-        return Sealed("", header.digest, header.num_bytes)
-
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
         """The header of a seal in host memory. Raises: ResourceError: DATA_LOSS: it is bad."""
         kept = self._node.seals.get((key, seq))
@@ -328,20 +288,3 @@ class Sealer:
 def _header(wpg: Wpg, seq: int) -> StateHeader:
     sections = [Section(rank.extent_bytes, rank.tensors, rank.digest) for rank in wpg.ranks]
     return seal_header(wpg.key, seq, sections, rank_offset=wpg.rank_offset, num_ranks=wpg.num_ranks)
-
-
-def _section_of(rank: Rank, first: Place) -> Section:
-    """The section of a seal that belongs to a rank. Args: first: the place of the first section.
-
-    Raises: PhaseloomError: the seal is of another layout, or of other ranks.
-    """
-    return check_restorable(
-        first.header,
-        rank.index,
-        len(rank.wpg.ranks),
-        heap_bytes=rank.extent_bytes,
-        tensors=rank.tensors,
-        file=first.file,
-        rank_offset=rank.wpg.rank_offset,
-        num_ranks_of_all=rank.wpg.num_ranks,
-    )

@@ -25,8 +25,8 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_rank import Copied, CopyOut
-from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.mesh.permission import check_reader
+from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import ON_NVME, Rank, SharedCopy, State
 from phaseloom.statemgr.versions.versions import Version
@@ -52,7 +52,6 @@ async def make_room(
 
     Args:   version: the version that the heap becomes. Where the rank can take the version's
                 memory for its host copy, nothing is reserved.
-    Raises: the errors of `reserve_copy`, before anything is written.
     """
     if rank.shared_copy is None or (version is not None and _is_copy_of(version, rank)):
         return
@@ -108,8 +107,6 @@ async def copy_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -
 
     The rank is first asked whether its heap has changed since its host copy; only then is memory
     reserved, and the heap copied.
-
-    Raises: ResourceError: there is no memory for a new copy; or an error of `Node.ask`.
     """
     _take_held_version(node, rank)
     rank.is_copying = True
@@ -253,7 +250,7 @@ class Sharing:
             memory = self._node.shared_memory(copy)
             known = await asyncio.to_thread(_hash, memory, self._stopped)
             # The digest is a rank's word: it is verified before other ranks depend on the copy.
-            if known and await asyncio.to_thread(digest_of, memory) != copy.digest:
+            if known and not await has_digest(memory, copy.digest):
                 for wpg in copy.wpgs:
                     self._node.retire(wpg, "its host copy is not what its digest says")
             else:

@@ -19,8 +19,9 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import Switched, SwitchIn, SwitchOut
 from phaseloom.common.contract.state_rank import CopyIn, CopyOut
 from phaseloom.common.observability import telemetry
+from phaseloom.statemgr.node.digests import bad_copy
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Rank, State, Step
+from phaseloom.statemgr.residency.incarnations import Rank, State, Step, Wpg
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 
@@ -57,54 +58,46 @@ async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched
     ):
         plan = node.residency.plan_switch_in(key, incarnation, request.epoch, request.displaces)
         trace = telemetry.extract({"traceparent": request.traceparent})
-        offloaded: Moved = {}
-        loaded: Moved = {}
-        started = time.monotonic()
-        try:
-            await _offload(tiering, plan.offload, trace, offloaded)
-            ended = time.monotonic()
-            await _load(tiering, plan.load, trace, loaded)
-        except PhaseloomError as error:
-            log.warning("switch to %s failed, undoing it: %s", wpg, error)
-            await _undo(tiering, offloaded, loaded, trace)
-            raise
-        finally:
-            node.digests.begin(plan.offload)
-        return Switched(
-            offload_s=ended - started,
-            load_s=time.monotonic() - ended,
-            bytes_out=sum(rank.heap_bytes for rank in plan.offload),
-            bytes_in=sum(rank.heap_bytes for rank in plan.load),
-            displaced=list(dict.fromkeys(rank.wpg.key for rank in plan.offload)),
-            copy_s=_longest(offloaded) + _longest(loaded),
-        )
+        return await _switch(tiering, wpg, plan.offload, plan.load, trace)
 
 
 async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switched:
-    """Offload a deployment without loading another; a deployment on NVMe stays there.
-
-    Raises: the errors of `switch_in`.
-    """
+    """Offload a deployment without loading another; a deployment on NVMe stays there."""
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
     own = set(wpg.devices)
     with tiering.using(wpg):
         async with node.holding(lambda: own):
             ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
-            if not ranks:
-                return Switched(0.0, 0.0, 0, 0, [])
-            offloaded: Moved = {}
-            started = time.monotonic()
-            try:
-                await _offload(tiering, ranks, Context(), offloaded)
-            except PhaseloomError:
-                await _undo(tiering, offloaded, {}, Context())
-                raise
-            finally:
-                node.digests.begin(ranks)
-            num_bytes = sum(rank.heap_bytes for rank in ranks)
-            took_s = time.monotonic() - started
-            return Switched(took_s, 0.0, num_bytes, 0, [wpg.key], _longest(offloaded))
+            return await _switch(tiering, wpg, ranks, [], Context())
+
+
+async def _switch(
+    tiering: Tiering, wpg: Wpg, offload: list[Rank], load: list[Rank], trace: Context
+) -> Switched:
+    """Offload the one ranks, then load the others, or leave all of them where they were."""
+    node = tiering.node
+    offloaded: Moved = {}
+    loaded: Moved = {}
+    started = time.monotonic()
+    try:
+        await _offload(tiering, offload, trace, offloaded)
+        ended = time.monotonic()
+        await _load(tiering, load, trace, loaded)
+    except PhaseloomError as error:
+        log.warning("switch of %s failed, undoing it: %s", wpg, error)
+        await _undo(tiering, offloaded, loaded, trace)
+        raise
+    finally:
+        node.digests.begin(offload)
+    return Switched(
+        offload_s=ended - started,
+        load_s=time.monotonic() - ended,
+        bytes_out=sum(rank.heap_bytes for rank in offload),
+        bytes_in=sum(rank.heap_bytes for rank in load),
+        displaced=list(dict.fromkeys(rank.wpg.key for rank in offload)),
+        copy_s=_longest(offloaded) + _longest(loaded),
+    )
 
 
 async def _offload(tiering: Tiering, ranks: list[Rank], trace: Context, done: Moved) -> None:
@@ -213,14 +206,8 @@ def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
 
     No load of a bad copy can succeed, so the next incarnations begin from their seals.
     """
-    why = f"its host copy is bad: {error.info.message}"
-    node.lose(rank.shared_copy or rank, why)
-    return ResourceError(
-        f"the host copy of {rank} is bad: {error.info.message}",
-        code=Code.DATA_LOSS,
-        remedy="start a new incarnation, from its last seal",
-        details={"deployment": str(rank.wpg.key), "rank": str(rank.index)},
-    )
+    node.lose(rank.shared_copy or rank, f"its host copy is bad: {error.info.message}")
+    return bad_copy(rank, error.info.message)
 
 
 async def _undo(tiering: Tiering, offloaded: Moved, loaded: Moved, trace: Context) -> None:

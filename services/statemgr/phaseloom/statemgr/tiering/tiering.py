@@ -30,7 +30,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
-from phaseloom.statemgr.disk.files import find_parts
+from phaseloom.statemgr.disk.files import find_parts, header_of
 from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.statemgr.memory.layouts import rounded
@@ -120,6 +120,22 @@ class Tiering:
         return await self._with_room(
             lambda: memory.reserve(num_bytes, what, pool, may_freeze=may_freeze), after_s
         )
+
+    @asynccontextmanager
+    async def reserved(
+        self, num_bytes: int, what: str, pool: str = "", *, may_freeze: bool = False
+    ) -> AsyncIterator[int]:
+        """Reserve an extent for a record that is made by the end of the block; where the block
+        fails, the extent is freed."""
+        extent = await self.reserve(num_bytes, what, pool, may_freeze=may_freeze)
+        self.node.unrecorded.add(extent)
+        try:
+            yield extent
+        except BaseException:
+            self.node.memory.free(extent)
+            raise
+        finally:
+            self.node.unrecorded.discard(extent)
 
     async def reserve_frozen(self, num_bytes: int, what: str) -> int:
         """Reserve an extent, as `reserve` does, that can be made immutable later."""
@@ -221,9 +237,8 @@ class Tiering:
 
         Blocking: call it in a thread.
         """
-        try:
-            header = find_parts(self.node.file_of(copy))[0].header
-        except PhaseloomError:
+        header = header_of(self.node.file_of(copy))
+        if header is None:
             return False
         is_same = (header.digest, header.num_bytes) == (digest, copy.extent_bytes)
         if isinstance(copy, Rank):
@@ -296,10 +311,7 @@ class Tiering:
         return [copy for copy in copies if copy not in self._moves]
 
     async def _send_down(self, victim: Victim) -> None:
-        """Demote a host copy, or free a version's memory.
-
-        Raises: PhaseloomError: the victim stays in host memory.
-        """
+        """Demote a host copy, or free a version's memory."""
         if isinstance(victim, Version):
             await self.versions.leave(victim)
             return
@@ -328,10 +340,7 @@ class Tiering:
             )
 
     async def _down(self, copy: HostCopy, direction: Direction) -> None:
-        """Demote or write back a host copy.
-
-        Raises: PhaseloomError: the copy stays in host memory.
-        """
+        """Demote or write back a host copy."""
         # Before the first await: no two callers that look for room choose the same copy.
         self.node.step(copy, Step.DEMOTE_BEGUN)
         work = self._demote_shared if isinstance(copy, SharedCopy) else self._demote_own
@@ -391,10 +400,7 @@ class Tiering:
         )
 
     async def _promote(self, copy: HostCopy) -> None:
-        """Wait until no move of the copy is under way; promote it where it is on NVMe.
-
-        Raises: the errors of `in_host`.
-        """
+        """Wait until no move of the copy is under way; promote it where it is on NVMe."""
         await self._moves.settled(copy)
         if copy.state is State.DEMOTED and self.node.is_needed(copy):
             await self._moves.do(copy, Direction.PROMOTE, self._work_up(copy))

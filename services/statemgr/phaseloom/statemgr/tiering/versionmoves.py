@@ -28,15 +28,11 @@ class VersionMoves:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._directory = node.directory
-        self._under_way: dict[Version, asyncio.Future[None]] = {}
-        self._writing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
-        """One lock a version: a seal and a lack of memory may want it on disk at once."""
-
-    @property
-    def under_way(self) -> dict[Version, asyncio.Future[None]]:
+        self.under_way: dict[Version, asyncio.Future[None]] = {}
         """The versions that are leaving memory, each with a future that is done when its move has
         ended, whether it left or stays after all."""
-        return self._under_way
+        self._writing: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
+        """One lock a version: a seal and a lack of memory may want it on disk at once."""
 
     def unread(self, *, at_once: bool) -> list[Version]:
         """The versions that may leave host memory, as far as is known here; the oldest first.
@@ -47,7 +43,7 @@ class VersionMoves:
         return [
             version
             for version in self._node.versions.unused()
-            if version not in self._under_way
+            if version not in self.under_way
             and version.extent is not None
             and self._node.memory[version.extent].num_holders == 1
             and at_once == (version.is_on_disk and not _alive(version))
@@ -58,14 +54,13 @@ class VersionMoves:
 
         Raises: ResourceError: the version stays in memory.
         """
-        ended = self._under_way[version] = asyncio.get_running_loop().create_future()
-        self._node.versions.acquire(version)
+        ended = self.under_way[version] = asyncio.get_running_loop().create_future()
         try:
-            await self._until_unmapped(version)
-            await self.persist(version)
+            with self._node.using(version):
+                await self._until_unmapped(version)
+                await self.persist(version)
         finally:
-            self._node.release_version(version)
-            del self._under_way[version]
+            del self.under_way[version]
             ended.set_result(None)
         if version.is_dropped:
             return
@@ -76,10 +71,7 @@ class VersionMoves:
         log.info("version %s is on disk only: host memory is short", version.key)
 
     async def persist(self, version: Version) -> None:
-        """Write a version to disk, unless it is there already.
-
-        Raises: ResourceError: the disk is full; DATA_LOSS: the version's memory is bad.
-        """
+        """Write a version to disk, unless it is there already."""
         lock = self._writing.setdefault(version.key, asyncio.Lock())
         async with lock:
             if not version.is_on_disk and not version.is_dropped:
@@ -87,17 +79,13 @@ class VersionMoves:
 
     async def _write(self, version: Version) -> None:
         node, key = self._node, version.key
-        assert version.extent is not None
         section = Section(version.num_bytes, version.tensors, version.digest)
         header = StateHeader("version", key.policy, key.seq, [section], part=key.part)
-        memory = node.memory[version.extent].view(version.num_bytes)
+        memory = node.memory_of(version)
         path = self._directory.version(key)
-        node.versions.acquire(version)
-        try:
+        with node.using(version):
             await asyncio.to_thread(self._directory.write, path, header, [memory])
             version.is_on_disk = True
-        finally:
-            node.release_version(version)
         if version.is_dropped:
             await asyncio.to_thread(self._directory.remove, path)
 

@@ -212,7 +212,7 @@ class Fetch:
         """Fetch the batches, and once more where the fetched bytes are bad: by then the source that
         sent them has dropped its copy.
 
-        Returns: the fetch by which the batches came. Raises: as `fetch_all`.
+        Returns: the fetch by which the batches came.
         """
         try:
             await self.fetch_all(batches, sources)
@@ -464,7 +464,7 @@ class Fetch:
         return await ask(stream, message, answer, self.home.timeout_s)
 
     async def _receive(self, stream: Stream, batch: Batch, expected: str) -> None:
-        """Receive a batch and verify its checksum. Raises: as `Sink.receive`."""
+        """Receive a batch and verify its checksum."""
         if await self.sink.receive(stream, batch, self.home.timeout_s) != expected:
             raise ResourceError("bytes do not match their checksum", code=Code.DATA_LOSS)
 

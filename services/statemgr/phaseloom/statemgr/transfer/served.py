@@ -71,10 +71,7 @@ class Place(NamedTuple):
         return self._replace(box=box)
 
     def read(self) -> list[memoryview]:
-        """The runs of the box in place where they are long, else a copy of them end to end.
-
-        Raises: CallerError: the tensor has no such box.
-        """
+        """The runs of the box in place where they are long, else a copy of them end to end."""
         tensor = self.tensor
         offsets, length = runs(tensor, self.box)
         source = self.memory[tensor.offset : tensor.offset + tensor.num_bytes]

@@ -20,7 +20,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot
-from phaseloom.common.tensors.resharding import item_bytes
+from phaseloom.common.tensors.resharding import box_runs, item_bytes
 from phaseloom.statemgr.memory.layouts import check_layout
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
@@ -348,28 +348,9 @@ def bytes_of(tensor: TensorSlot, box: Box) -> int:
 
 
 def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
-    """The runs of adjacent bytes of a box, in order: (offsets from the tensor's beginning, length).
-
-    Raises: CallerError: as `bytes_of`.
-    """
+    """The runs of adjacent bytes of a box, in order: (offsets in the tensor, length)."""
     bytes_of(tensor, box)
-    shape, item = tensor.shape, item_bytes(tensor.dtype)
-    strides = [item] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    inner, dim = item, len(shape)
-    while dim and box.size[dim - 1] == shape[dim - 1]:
-        dim -= 1
-        inner *= box.size[dim]
-    if dim:
-        dim -= 1
-        inner *= box.size[dim]
-    offsets = [sum(at * stride for at, stride in zip(box.start, strides, strict=True))]
-    for axis in range(dim):
-        offsets = [
-            base + step * strides[axis] for base in offsets for step in range(box.size[axis])
-        ]
-    return offsets, inner
+    return box_runs(box.size, item_bytes(tensor.dtype), box.start, tensor.shape)
 
 
 def _boxes(whole: Slice, limit: int) -> Iterator[Box]:

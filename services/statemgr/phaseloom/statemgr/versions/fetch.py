@@ -6,17 +6,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from phaseloom.common.contract.commands import Ticket
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.memory.layouts import check_layout
-from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
@@ -48,20 +47,11 @@ class Coming:
 
 
 class VersionFetcher:
-    def __init__(
-        self,
-        node: Node,
-        tiering: Tiering,
-        identity: Identity,
-        peer_timeout_s: float,
-        *,
-        site: str = "",
-    ) -> None:
+    def __init__(self, node: Node, tiering: Tiering, home: Home) -> None:
+        """Args: home: this state manager, wherever it serves: the node knows the address."""
         self.node = node
         self.tiering = tiering
-        self._identity = identity
-        self._peer_timeout_s = peer_timeout_s
-        self._site = site
+        self._home = home
         self.suspects = Suspects(node)
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
         """The slices of each version that is being fetched, and of each fetched copy of slices."""
@@ -73,8 +63,7 @@ class VersionFetcher:
 
     @property
     def home(self) -> Home:
-        node = self.node
-        return Home(self._identity, node.endpoint, self._site, self._peer_timeout_s)
+        return replace(self._home, endpoint=self.node.endpoint)
 
     def incoming(self, version: Version) -> Incoming | None:
         """The slices of a version and which bytes of them have come, where the version is being
@@ -143,21 +132,17 @@ class VersionFetcher:
         """Read a version from disk into an extent of its own."""
         node, key = self.node, version.key
         path = node.directory.version(key)
-        extent = await self.tiering.reserve(version.num_bytes, f"version {key}", str(key.policy))
-        if version.is_dropped:
-            node.memory.free(extent)
-            raise ResourceError(f"version {key} was dropped", code=Code.ABORTED)
-        version.extent = extent
-        node.versions.acquire(version)
-        try:
-            place = (await asyncio.to_thread(find_parts, path))[0]
-            memory = node.memory[extent].view(version.num_bytes)
-            await asyncio.to_thread(node.directory.read, place, memory)
-        except PhaseloomError:
-            node.drop_version(version)
-            raise
-        finally:
-            node.release_version(version)
+        what, pool = f"version {key}", str(key.policy)
+        async with self.tiering.reserved(version.num_bytes, what, pool) as extent:
+            version.check_kept()
+            version.extent = extent
+        with node.using(version):
+            try:
+                place = (await asyncio.to_thread(find_parts, path))[0]
+                await asyncio.to_thread(node.directory.read, place, node.memory_of(version))
+            except PhaseloomError:
+                node.drop_version(version)
+                raise
         version.check_kept()
 
     async def _fetch(
@@ -201,30 +186,21 @@ class VersionFetcher:
         what: str,
     ) -> AsyncIterator[Coming]:
         """Reserve memory for a version, a part, or slices while they are fetched. If they are not
-        committed in the end, they are dropped.
-
-        Raises: ResourceError: RESOURCE_EXHAUSTED: no host memory. CallerError: ALREADY_EXISTS: the
-                version is here.
-        """
+        committed in the end, they are dropped."""
         node = self.node
-        extent = await self.tiering.reserve(num_bytes, what, str(key.policy))
-        try:
+        async with self.tiering.reserved(num_bytes, what, str(key.policy)) as extent:
             version = node.versions.begin(key, num_bytes, tensors, extent)
-        except CallerError:
-            node.memory.free(extent)
-            raise
-        node.versions.acquire(version)
         self._incoming[version] = incoming
-        try:
-            yield Coming(version, incoming, node.memory[extent].view(num_bytes))
-        finally:
-            incoming.give_up()
-            if not key.is_copy:
-                # Committed parts are served as such.
-                del self._incoming[version]
-            if not version.is_committed and not version.is_dropped:
-                node.drop_version(version)
-            node.release_version(version)
+        with node.using(version):
+            try:
+                yield Coming(version, incoming, node.memory[extent].view(num_bytes))
+            finally:
+                incoming.give_up()
+                if not key.is_copy:
+                    # Committed parts are served as such.
+                    del self._incoming[version]
+                if not version.is_committed and not version.is_dropped:
+                    node.drop_version(version)
 
     async def _described(
         self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str

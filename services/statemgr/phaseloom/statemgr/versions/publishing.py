@@ -6,9 +6,7 @@ own; the version itself is the manifest that names the parts, and is committed l
 
 from __future__ import annotations
 
-import asyncio
-
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot, VersionParts
 from phaseloom.common.contract.state_rank import (
@@ -26,6 +24,7 @@ from phaseloom.common.tensors.versionparts import (
     part_of,
 )
 from phaseloom.statemgr.memory.layouts import check_layout
+from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node, pool_of
 from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
@@ -50,6 +49,7 @@ class Publishing:
                 ResourceError: RESOURCE_EXHAUSTED, with the numbers; ABORTED: the version is being
                 fetched, or the incarnation is over.
         """
+        wpg.check_alive()
         node, key = self._node, request.version
         if key.policy != wpg.key or key.seq < 1:
             raise CallerError(
@@ -70,9 +70,10 @@ class Publishing:
         if version is not None:
             return description_of(version, tensors=b""), []
         self._check_number(wpg)
-        version, extent = await self._begin(wpg, key, request.num_bytes, table, pool_of(wpg))
+        version = await self._begin(wpg, key, request.num_bytes, table, pool_of(wpg))
         node.versions.opened(version, wpg)
-        return description_of(version, tensors=b""), [node.memory[extent].fd]
+        assert version.extent is not None
+        return description_of(version, tensors=b""), [node.memory[version.extent].fd]
 
     async def _begin(
         self,
@@ -81,20 +82,12 @@ class Publishing:
         num_bytes: int,
         tensors: TensorTable | list[TensorSlot],
         pool: str = "",
-    ) -> tuple[Version, int]:
-        """Begin a version that is to be written. Returns: the version and its extent.
-
-        Raises: ResourceError: no room; the incarnation is over. CallerError: ALREADY_EXISTS.
-        """
-        node = self._node
-        extent = await self._tiering.reserve(num_bytes, f"version {key}", pool)
-        try:
+    ) -> Version:
+        """Begin a version that is to be written."""
+        async with self._tiering.reserved(num_bytes, f"version {key}", pool) as extent:
             wpg.check_alive()
-            version = node.versions.begin(key, num_bytes, tensors, extent, wpg.incarnation)
-        except PhaseloomError:
-            node.memory.free(extent)
-            raise
-        return version, extent
+            versions = self._node.versions
+            return versions.begin(key, num_bytes, tensors, extent, wpg.incarnation)
 
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
         """Drop parts of earlier versions that were never committed as a whole, and this part where
@@ -141,18 +134,13 @@ class Publishing:
             # The answer was lost; by now it may be on disk only, or being read from there.
             node.versions.commit(version, request.digest)
             return
-        assert version.extent is not None
-        node.versions.acquire(version)
-        try:
-            memory = node.memory[version.extent].view(version.num_bytes)
-            if await asyncio.to_thread(digest_of, memory) != request.digest:
+        with node.using(version):
+            if not await has_digest(node.memory_of(version), request.digest):
                 raise ResourceError(
                     f"version {version.key} does not match its digest", code=Code.DATA_LOSS
                 )
             version.check_kept()
             node.versions.commit(version, request.digest)
-        finally:
-            node.release_version(version)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
         """Commit a version whose parts are committed, here and elsewhere. Idempotent.
@@ -174,8 +162,8 @@ class Publishing:
                 await self._discard_earlier(wpg, key, request.manifest)
                 self._check_number(wpg)
                 slots = manifest_slots(len(content))
-                version, extent = await self._begin(wpg, key, len(content), slots)
-                self._node.memory[extent].view(len(content))[:] = content
+                version = await self._begin(wpg, key, len(content), slots)
+                self._node.memory_of(version)[:] = content
                 self._node.versions.commit(version, digest_of(memoryview(content)))
             return description_of(version, tensors=b"")
 

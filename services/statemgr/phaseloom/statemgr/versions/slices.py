@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -22,6 +21,7 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.mesh.permission import check_reader
+from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.transfer.fetching import Fetch
@@ -41,7 +41,6 @@ class Slices:
         self._node = node
         self._weights = weights
         self._fetcher = weights.fetcher
-        self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
 
     async def open(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
         """Memory with exactly the slices that a rank asks for.
@@ -57,8 +56,7 @@ class Slices:
         # Tens of thousands of slices: others are answered meanwhile.
         slots, name = await asyncio.to_thread(_described, request)
         mine = part_of(key, name)
-        lock = self._locks.setdefault(mine, asyncio.Lock())
-        async with lock:
+        async with self._fetcher.lock(mine):
             version = self._node.versions.find(mine)
             if version is not None and request.is_suspect:
                 is_bad = await self._fetcher.suspects.drop_if_bad(version)
@@ -116,7 +114,7 @@ class Slices:
             async with self._weights.open_part(key) as found:
                 fetch.check(part, found.version.digest, "this node")
                 num_bytes = await asyncio.to_thread(_copy, found, some, coming.memory)
-                if await asyncio.to_thread(digest_of, found.memory) == found.version.digest:
+                if await has_digest(found.memory, found.version.digest):
                     for batch in some:
                         coming.incoming.add(batch)
                     return num_bytes
@@ -136,10 +134,7 @@ def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
 
 
 def _described(request: OpenSlices) -> tuple[TensorTable, str]:
-    """The layout of the reader's memory, and the name of the copy of slices.
-
-    Raises: CallerError: a bad slice.
-    """
+    """The layout of the reader's memory, and the name of the copy of slices."""
     slots = slots_of(request.slices, request.num_bytes)
     return TensorTable.of(slots), _name_of(request)
 

@@ -15,7 +15,7 @@ import logging
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.versions.versions import Version
 
@@ -33,15 +33,12 @@ class Suspects:
         """Verify the bytes of a committed version in host memory, and drop them if they are bad.
 
         Returns: whether they were bad; the version is then on this node's disk only, if at all.
-        Raises:  ResourceError: ABORTED: the version was dropped meanwhile.
         """
         node, extent = self._node, version.extent
         if extent is None:
             return False
-        node.versions.acquire(version)
-        try:
-            memory = node.memory[extent].view(version.num_bytes)
-            is_good = await asyncio.to_thread(digest_of, memory) == version.digest
+        with node.using(version):
+            is_good = await has_digest(node.memory_of(version), version.digest)
             version.check_kept()
             if is_good:
                 return False
@@ -55,8 +52,6 @@ class Suspects:
                 )
             for wpg in {wpg for each in host_copies for wpg in each.wpgs}:
                 node.retire(wpg, f"its host copy is the memory of {version}, which is bad")
-        finally:
-            node.release_version(version)
         return True
 
     async def rebuild(self, version: Version) -> None:

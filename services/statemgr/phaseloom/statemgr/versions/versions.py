@@ -198,9 +198,6 @@ class Versions:
         assert extent is not None
         return extent
 
-    def acquire(self, version: Version) -> None:
-        version.users += 1
-
     def release(self, version: Version) -> int | None:
         """Count one user less. Returns: the extent to park, if this was the last user of a dropped
         version."""

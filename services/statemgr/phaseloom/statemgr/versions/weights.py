@@ -80,7 +80,7 @@ class Weights:
             await self.fetcher.get(key, sources or [], ticket, is_suspect=True)
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
-        """Fetch a version into host memory with all of its parts. Raises: as `open`."""
+        """Fetch a version into host memory with all of its parts."""
         key = ticket.version
         check_name(key.policy.deployment, "ticket.version.policy")
         version = await self.fetcher.get(key, sources, ticket)
@@ -109,7 +109,7 @@ class Weights:
 
     def _digests_in(self, manifest: Version) -> dict[str, str]:
         """The digest of each part, by name. Raises: ResourceError: DATA_LOSS: a bad manifest."""
-        found = decode_manifest(self._memory(manifest), manifest.key)
+        found = decode_manifest(self._node.memory_of(manifest), manifest.key)
         return {part.part: part.digest for part in found.parts}
 
     async def _holders(
@@ -154,10 +154,7 @@ class Weights:
             return error
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
-        """The digests of the parts of a version that this node can give away, by part.
-
-        Raises: CallerError: NOT_FOUND: none of it is here. ResourceError: as `_check_readable`.
-        """
+        """The digests of the parts of a version that this node can give away, by part."""
         await self._until_settled()
         if self._node.versions.find(key) is None:
             self.fetcher.suspects.check(key)
@@ -180,8 +177,7 @@ class Weights:
             )
 
     async def keep(self, ticket: Ticket, sources: list[str]) -> None:
-        """Fetch a version and write it to this node's disk. Raises: as `open`; ResourceError: the
-        disk is full or fails."""
+        """Fetch a version and write it to this node's disk."""
         await self.get(ticket, sources)
         # The manifest last: where a manifest is on disk, the parts are, too.
         for piece in reversed(self._node.versions.pieces(ticket.version)):
@@ -190,21 +186,14 @@ class Weights:
 
     @asynccontextmanager
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
-        """Open a part, or a whole version, that is here; it stays in memory while it is open.
-
-        Raises: CallerError: NOT_FOUND. ResourceError: the file is bad, or the daemon does not know
-                yet what it holds.
-        """
+        """Open a part, or a whole version, that is here; it stays in memory while it is open."""
         async with self.held(key) as version:
-            yield OpenPart.of(version, self._memory(version))
+            yield OpenPart.of(version, self._node.memory_of(version))
 
     @asynccontextmanager
     async def open_fetched(self, key: VersionKey) -> AsyncIterator[Served]:
         """Open a version, a part or slices that this node has fetched or is fetching; the memory
-        stays while peers take from it.
-
-        Raises: CallerError: NOT_FOUND.
-        """
+        stays while peers take from it."""
         version = self._node.versions.find(key)
         incoming = self.fetcher.incoming(version) if version is not None else None
         if incoming is None and not key.is_copy:
@@ -214,11 +203,7 @@ class Weights:
         if incoming is None:
             raise not_here(key)
         async with self._used(key) as version:
-            yield Fetched(incoming, self._memory(version))
-
-    def _memory(self, version: Version) -> memoryview:
-        assert version.extent is not None
-        return self._node.memory[version.extent].view(version.num_bytes)
+            yield Fetched(incoming, self._node.memory_of(version))
 
     @asynccontextmanager
     async def held(self, key: VersionKey) -> AsyncIterator[Version]:
@@ -244,11 +229,8 @@ class Weights:
         if version is None:
             # Dropped while it was being fetched.
             raise not_here(key)
-        self._node.versions.acquire(version)
-        try:
+        with self._node.using(version):
             yield version
-        finally:
-            self._node.release_version(version)
 
     async def _until_settled(self) -> None:
         node = self._node

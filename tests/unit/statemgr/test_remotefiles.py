@@ -1,0 +1,41 @@
+"""Blocks of state files, as they are served to other nodes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.disk.statefile import Section, StateHeader
+from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.seals.remotefiles import StateFiles
+from phaseloom.statemgr.transfer.tensorslices import Box
+from phaseloom.statemgr.transfer.wire import FileName, KeepFiles
+
+KEY = DeploymentKey("acme", "job", "policy")
+
+
+async def _never(asked: KeepFiles) -> None:
+    raise AssertionError(f"nobody asks for {asked}")
+
+
+async def test_blocks_of_one_request_come_each_as_it_is(tmp_path: Path) -> None:
+    """A client may ask for the blocks of several small sections at once, and then for others."""
+    directory = StateDirectory(tmp_path)
+    contents = [os.urandom(num_bytes) for num_bytes in (5000, 64, 4096)]
+    sections = [Section(len(content), [], "") for content in contents]
+    memories = [memoryview(bytearray(content)) for content in contents]
+    directory.write(directory.seal(KEY, 3), StateHeader("seal", KEY, 3, sections), memories)
+    node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
+    node.settled.set()
+    _, served = await StateFiles(node, 10.0, _never).open_file(FileName("seal", KEY, 3))
+    for numbers in ((0, 1, 2), (2, 0)):
+        boxes = [Box(str(number), [0], [len(contents[number])]) for number in numbers]
+        found = [served.find("", box) for box in boxes]
+        await served.until_here("", boxes)
+        views = [each.read() for each in found]
+        came = [b"".join(view) for view in views]
+        assert came == [contents[number] for number in numbers]
+    node.handles.close()
+    node.memory.close()
