@@ -50,7 +50,7 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron lint bench bench-peers bench-state bench-hidden bench-runtimes loadtest chaos gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron lint bench bench-peers bench-state bench-hidden bench-runtimes bench-offpolicy loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -118,12 +118,16 @@ bench-hidden: $(VENV)/.test
 bench-runtimes: $(VENV)/.test $(VLLM_VENV)/.test
 	$(BIN)/python -m loadtest runtimes $(VLLM_VENV)/bin/python $(ARGS)
 
+## bench-offpolicy: rewards of the GRPO example in step with its rollouts, ahead of them, in flight
+bench-offpolicy: $(VENV)/.test
+	$(BIN)/python -m loadtest offpolicy $(ARGS)
+
 ## loadtest: 100 jobs, 100,000 operations; ARGS="--jobs 10 --ops 200" for less
 loadtest: $(VENV)/.test
 	$(BIN)/python -m loadtest load $(ARGS)
 
-## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1", and rollouts on
-##   vLLM with ARGS="--vllm .venv-vllm/bin/python"
+## chaos: the two example jobs under kill -9 of everything; ARGS="--kills 200 --seed 1", rollouts on
+##   vLLM with ARGS="--vllm .venv-vllm/bin/python", training with "--megatron .venv-megatron/bin/python"
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
 

@@ -19,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
@@ -35,12 +36,16 @@ from phaseloom.client import (
     Datum,
     DeploymentSpec,
     Float32s,
+    GenerateResult,
     Job,
+    Layout,
     Loss,
     ModelSpec,
     OperationHandle,
     PhaseloomError,
     Prompt,
+    PublishWeightsResult,
+    RolloutResult,
     SamplingParams,
     SaveStateResult,
     Segment,
@@ -51,7 +56,15 @@ from phaseloom.client import (
 )
 
 BEFORE_WARM_UP = -1
-SETTABLE = ("steps", "prompts", "micro_batches", "warmup_steps", "seed", "checkpoint_every")
+SETTABLE = (
+    "steps",
+    "prompts",
+    "micro_batches",
+    "warmup_steps",
+    "seed",
+    "checkpoint_every",
+    "ahead",
+)
 """The settings that options of the command line can change."""
 
 Report = Callable[..., None]
@@ -59,12 +72,22 @@ Barrier = Callable[[str], Awaitable[None]]
 
 
 def deployments(
-    settings: Settings, rollout_backend: str = "sampler", kv_cache_bytes: int = 0
+    settings: Settings,
+    *,
+    rollout_backend: str = "sampler",
+    kv_cache_bytes: int = 0,
+    train_backend: str = "fsdp",
+    train_layout: Layout | None = None,
 ) -> list[DeploymentSpec]:
-    """Deployments of the job. Args: kv_cache_bytes: of the sampler on vLLM; 0: some sequences."""
+    """Deployments of the job.
+
+    Args: kv_cache_bytes: of the sampler on vLLM; 0: room for some sequences.
+          train_layout: of the policy; None: on one device.
+    """
     model = ModelSpec(MODEL, init_seed=settings.seed)
+    layout = train_layout or Layout()
     return [
-        DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
+        DeploymentSpec("policy", "train", train_backend, model, trainable=True, layout=layout),
         DeploymentSpec("sampler", "rollout", rollout_backend, model, scratch_bytes=kv_cache_bytes),
         DeploymentSpec("reference", "rollout", "sampler", model),
     ]
@@ -162,11 +185,28 @@ async def train(  # noqa: PLR0915 - one story, told in its order
         sampler.sync_weights(published)
         prompts(list(islice(problems, settings.prompts * memory.step)), rng)
 
-    # GRPO. The first rollout; every later one is submitted behind the update before it.
+    # GRPO. The first rollouts; every later one is submitted behind an update, `ahead` steps before
+    # it is trained on. Its log-probabilities are those that its tokens were drawn with, so the loss
+    # weighs by how far the policy has moved since.
     adam = AdamParams(settings.learning_rate, grad_clip_norm=settings.grad_clip)
-    asked = list(islice(problems, settings.prompts))
-    rollout = sampler.generate(prompts(asked, rng), sampling, settings.group)
+    ask = sampler.rollout if settings.in_flight else sampler.generate
+    ahead: deque[tuple[list[Problem], Awaitable[GenerateResult | RolloutResult]]] = deque()
+
+    def roll_out(step: int) -> None:
+        if step <= settings.steps:
+            asked = list(islice(problems, settings.prompts))
+            ahead.append((asked, ask(prompts(asked, rng), sampling, settings.group)))
+
+    async def renew(published: OperationHandle[PublishWeightsResult]) -> None:
+        if settings.in_flight:
+            await sampler.update_weights(published)
+        else:
+            sampler.sync_weights(published)
+
+    for number in range(settings.ahead + 1):
+        roll_out(memory.step + 1 + number)
     for number in range(memory.step + 1, settings.steps + 1):
+        asked, rollout = ahead.popleft()
         groups = (await rollout).sequences
         rewards = [[task.reward(asked[i], answer(s)) for s in g] for i, g in enumerate(groups)]
         # A group whose answers are equally good teaches nothing: train on those that differ most.
@@ -188,9 +228,8 @@ async def train(  # noqa: PLR0915 - one story, told in its order
             memory.step = number
             update.append(save(job, memory))
         if number < settings.steps:
-            sampler.sync_weights(published)
-            asked = list(islice(problems, settings.prompts))
-            rollout = sampler.generate(prompts(asked, rng), sampling, settings.group)
+            await renew(published)
+            roll_out(number + 1 + settings.ahead)
         for operation in update:
             await operation
         report("step", step=number, reward=statistics.fmean(chain.from_iterable(rewards)))
@@ -298,12 +337,19 @@ async def main() -> None:
         default=True,
         help="for a place; else it is refused where there is none now",
     )
+    parser.add_argument(
+        "--in-flight", action="store_true", help="rollouts go on with new weights while they run"
+    )
     parser.add_argument("--rollout-backend", choices=("sampler", "vllm"), default="sampler")
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="of vllm, on each device")
+    parser.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp")
+    for axis, ranks in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")):
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"{ranks} parallel ranks")
     for name in SETTABLE:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     options = parser.parse_args()
     given = {name: getattr(options, name) for name in SETTABLE}
+    given["in_flight"] = options.in_flight or None
     settings = replace(
         SETTINGS[options.task], **{name: v for name, v in given.items() if v is not None}
     )
@@ -318,7 +364,13 @@ async def main() -> None:
         try:
             job = await mesh.submit_job(
                 name,
-                deployments(settings, options.rollout_backend, options.kv_cache_bytes),
+                deployments(
+                    settings,
+                    rollout_backend=options.rollout_backend,
+                    kv_cache_bytes=options.kv_cache_bytes,
+                    train_backend=options.train_backend,
+                    train_layout=Layout(dp=options.dp, tp=options.tp, pp=options.pp),
+                ),
                 slo=options.slo,
                 cycle=declared(*options.cycle) if options.cycle else None,
                 may_wait=options.may_wait,

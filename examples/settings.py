@@ -31,6 +31,12 @@ class Settings:
     """The weight of the drift from the reference, in nats a token."""
     grad_clip: float = 1.0
     loss: Loss = Loss.PPO
+    ahead: int = 0
+    """The steps by which rollouts are ahead of training. 0: each is drawn with the newest weights;
+    1: one-step off-policy, training and the next rollout run at the same time."""
+    in_flight: bool = False
+    """Whether rollouts take new weights while they run, from their next token on. With it two runs
+    are not the same."""
     eval_prompts: int = 256
     checkpoint_every: int = 0
     """The number of steps between two checkpoints, from which a new controller can go on; 0: there

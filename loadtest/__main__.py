@@ -16,6 +16,7 @@ from loadtest import (
     chaos,
     hiding,
     load,
+    offpolicy,
     peering,
     pictures,
     publishing,
@@ -107,6 +108,37 @@ def load_test(
     console.print(table)
 
 
+@app.command(name="offpolicy")
+def off_policy(
+    *,
+    task: str = "letter_counting",
+    steps: int = 60,
+    seed: int = 0,
+    file: Path = _RUNS / "offpolicy.json",
+) -> None:
+    """Run the GRPO example in step with its rollouts and ahead of them, at once on one mesh.
+
+    Parameters
+    ----------
+    task
+        Task of all jobs.
+    steps
+        Steps of each job.
+    seed
+        Seed of all jobs.
+    file
+        Where the report is written.
+    """
+    settings = offpolicy.Settings(task, steps, seed)
+    report = write(uvloop.run(offpolicy.run(settings, _work_directory(file))), file)
+    quarters = [f"quarter {i + 1}" for i in range(offpolicy.QUARTERS)]
+    table = Table("rollouts", "held out, before", *quarters, "held out, after", "s")
+    for job in report.jobs:
+        rewards = [job.reward_start, *job.by_quarter, job.reward_end]
+        table.add_row(job.mode, *(f"{r:.2f}" for r in rewards), f"{job.seconds:.0f}")
+    Console().print(table)
+
+
 @app.command
 def peers(
     python: Path, *, rounds: int = 5, operations: int = 1000, file: Path = _RUNS / "peers.json"
@@ -145,6 +177,7 @@ def chaos_test(
     kills: int = 20,
     seed: int = 0,
     vllm: Path | None = None,
+    megatron: Path | None = None,
     stuck_s: float = 120.0,
     file: Path = _RUNS / "chaos.json",
 ) -> int:
@@ -160,14 +193,22 @@ def chaos_test(
         Seed of the order and the moments of the kills.
     vllm
         Python of an environment that has vLLM, which rollouts then run on.
+    megatron
+        Python of an environment that has Megatron-core, which trains the policies then, each on
+        four ranks: two tensor by two pipeline parallel ones.
     stuck_s
         A job that completes nothing for so many seconds counts as stuck.
     file
         Where the report is written.
     """
     console = Console(highlight=False)
-    python = str(vllm.absolute()) if vllm else ""
-    settings = chaos.Settings(kills, seed, vllm=python, stuck_s=stuck_s)
+    settings = chaos.Settings(
+        kills,
+        seed,
+        vllm=str(vllm.absolute()) if vllm else "",
+        megatron=str(megatron.absolute()) if megatron else "",
+        stuck_s=stuck_s,
+    )
     running = chaos.run(settings, _work_directory(file), console.print)
     report = write(uvloop.run(running), file)
     table = Table("victim", "kills", "recovery: median, s", "longest, s")

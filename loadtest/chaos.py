@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+from msgspec.structs import replace
 
 from loadtest.processes import children
 from loadtest.records import Machine, describe
@@ -77,6 +78,9 @@ class Settings(msgspec.Struct, frozen=True):
     """The longest time that jobs run on between a recovery and the next kill; it is random."""
     vllm: str = ""
     """Python of an environment that has vLLM, which rollouts then run on; empty: on `sampler`."""
+    megatron: str = ""
+    """Python of an environment that has Megatron-core, which trains the policies then, each over
+    two tensor by two pipeline parallel ranks; empty: `fsdp` does, on one rank."""
     stuck_s: float = 120.0
     """A job that completes nothing for so long counts as stuck."""
 
@@ -350,6 +354,8 @@ async def _mesh(settings: Settings, directory: Path) -> AsyncIterator[_Run]:
     if settings.vllm:
         python = Path(settings.vllm)
         mesh_config, program = with_vllm(mesh_config, program, python, TINY_KV_CACHE_BYTES)
+    if settings.megatron:
+        mesh_config, program = _with_megatron(mesh_config, program, Path(settings.megatron))
     async with Mesh(mesh_config, directory) as mesh:
         await mesh.ready()
         bus = await Bus.open(mesh.credentials.bus, "chaos")
@@ -363,6 +369,19 @@ async def _mesh(settings: Settings, directory: Path) -> AsyncIterator[_Run]:
                     await lifecycle.end([following])
         finally:
             await bus.close()
+
+
+def _with_megatron(mesh: MeshConfig, program: Program, python: Path) -> tuple[MeshConfig, Program]:
+    """The same with policies on the four devices of each training node."""
+    interpreters = {"megatron": str(python.absolute())}
+    nodes = [
+        replace(node, devices=[*node.devices] * 4, interpreters=interpreters)
+        if node.pool == "train"
+        else node
+        for node in mesh.nodes
+    ]
+    words = ["--train-backend", "megatron", "--tp", "2", "--pp", "2"]
+    return replace(mesh, nodes=nodes), Program(program.script, [*program.arguments, *words])
 
 
 def _leaf(error: BaseException) -> BaseException:

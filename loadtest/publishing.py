@@ -18,6 +18,7 @@ import msgspec
 from loadtest.chaos import ChaosReport
 from loadtest.hiding import HidingReport
 from loadtest.load import LoadReport
+from loadtest.offpolicy import QUARTERS, OffPolicyReport
 from loadtest.peering import PeerReport
 from loadtest.records import Machine, Records
 from phaseloom.simulator.scenarios import SCENARIOS
@@ -164,6 +165,21 @@ def chaos_table(report: ChaosReport) -> str:
     return f"{told}\n\n{table}"
 
 
+def off_policy_table(report: OffPolicyReport) -> str:
+    quarters = [f"quarter {i + 1}" for i in range(QUARTERS)]
+    columns = ("rollouts", "held out, before", *quarters, "held out, after")
+    rows = [
+        (job.mode, *(f"{r:.2f}" for r in [job.reward_start, *job.by_quarter, job.reward_end]))
+        for job in report.jobs
+    ]
+    settings = report.settings
+    told = (
+        f"Mean rewards of `{settings.task}` over {settings.steps} steps, on held-out problems "
+        "before and after, and of the rollouts in each quarter of the steps."
+    )
+    return f"{told}\n\n{_table(report.machine, columns, rows)}"
+
+
 def hidden_table(report: HidingReport) -> str:
     settings = report.settings
     idle = ", ".join(f"{device} {share:.0%}" for device, share in report.idle_share.items())
@@ -205,6 +221,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "state": ("state.json", "state.md", Records, bench_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
+    "offpolicy": ("offpolicy.json", "rollouts.md", OffPolicyReport, off_policy_table),
 }
 """The file in the runs, the page, the type and the table of each published name, which is the name
 in docs/measured and in the markers."""

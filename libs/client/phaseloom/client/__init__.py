@@ -20,6 +20,7 @@ from phaseloom.client.job import Deployment, Job
 from phaseloom.client.mesh import Mesh, MeshJob, connect
 from phaseloom.client.operations import OperationHandle
 from phaseloom.client.phases import Phase, phase, runtime_hook
+from phaseloom.client.rollouts import Rollout, RolloutResult, VersionRun
 from phaseloom.common.contract.api import Checkpoint, Explanation, JobStatus
 from phaseloom.common.contract.arrays import Float32s, float32s, int32s
 from phaseloom.common.contract.errors import (
@@ -96,6 +97,8 @@ __all__ = [
     "Prompt",
     "PublishWeightsResult",
     "ResourceError",
+    "Rollout",
+    "RolloutResult",
     "RuntimeEvent",
     "RuntimeHook",
     "SamplingParams",
@@ -103,6 +106,7 @@ __all__ = [
     "Segment",
     "Sequence",
     "SyncWeightsResult",
+    "VersionRun",
     "connect",
     "continued",
     "float32s",

@@ -6,8 +6,9 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from phaseloom.client.batches import split_batch, split_prompts
+from phaseloom.client.batches import pack_prompt, split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
+from phaseloom.client.rollouts import Rollout, Rollouts
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
@@ -33,6 +34,7 @@ class Deployment:
         self._session = session
         self._next_seq = next_seq
         self._outbox = outbox
+        self._rollouts = Rollouts(self.generate, outbox.start)
 
     def generate(
         self,
@@ -69,6 +71,34 @@ class Deployment:
             ops.GenerateResult,
             timeout_s,
         )
+
+    def rollout(
+        self,
+        prompts: Iterable[ops.Prompt],
+        sampling: ops.SamplingParams,
+        num_samples: int = 1,
+    ) -> Rollout:
+        """Sample continuations as `generate` does, without holding up `update_weights`.
+
+        Where an update comes while it runs, its samples go on with the new weights from their next
+        token, and the result says which version drew which tokens. Which token that is depends on
+        the moment, so such a rollout is not the same twice.
+        """
+        packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+        return self._rollouts.begin(packed, sampling, num_samples)
+
+    async def update_weights(
+        self, published: OperationHandle[ops.PublishWeightsResult]
+    ) -> ops.SyncWeightsResult:
+        """Sync a version as soon as it is published; rollouts go on until then, and after that
+        with the new weights. What `generate` has submitted is waited for.
+
+        Raises: PhaseloomError: the version cannot be published or synced.
+        """
+        await published
+        synced = self.sync_weights(published)
+        await self._rollouts.interrupt()
+        return await synced
 
     def forward(
         self, batch: Iterable[ops.Datum], *, after: Awaited = (), timeout_s: float = 0.0
@@ -130,6 +160,7 @@ class Deployment:
         """Replace the weights by a published version, once it is published."""
         source = published.ref
         args = ops.SyncWeights(policy=source.deployment, version=source.seq)
+        self._rollouts.version = source.seq
         return self._submit([args], [source, *after], ops.SyncWeightsResult, timeout_s)
 
     def save_state(
@@ -160,6 +191,7 @@ class Deployment:
         self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[ops.LoadStateResult]:
         """Replace the whole state by a checkpoint of this job."""
+        self._rollouts.version = 0
         return self._submit([ops.LoadState(name)], after, ops.LoadStateResult, timeout_s)
 
     def _submit(

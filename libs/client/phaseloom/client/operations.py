@@ -184,7 +184,8 @@ class Outbox:
         self.hooks = hooks or Hooks()
         self._client = client
         self._job = job
-        self._start = start
+        self.start = start
+        """Runs something in the background, as long as the connection lasts."""
         self._answer_timeout_s = answer_timeout_s
         self._window = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._open: dict[str, Part] = {}
@@ -225,7 +226,7 @@ class Outbox:
     def submit(self, part: Part) -> None:
         self._open[out_subject(part.key)] = part
         self._unstored_bytes += len(part.payload)
-        self._start(self._deliver(part, len(part.payload)))
+        self.start(self._deliver(part, len(part.payload)))
 
     def end(self, error: PhaseloomError) -> None:
         """End the session: take no more operations, and fail the open ones with this error."""
