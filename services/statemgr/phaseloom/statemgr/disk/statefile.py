@@ -123,15 +123,12 @@ def seal_header(
 
     Args: sections: the sections of this node's ranks, in order. rank_offset: the first of these
           ranks. num_ranks: the number of ranks on all nodes; 0: this node has all of them.
+          incarnation: the one that was copied; 0: that of a seal is not told.
     """
+    header = StateHeader("seal", deployment, seq, sections, incarnation=incarnation)
     if num_ranks <= len(sections):
-        rank_offset = num_ranks = 0
-    return StateHeader(
-        *("seal", deployment, seq, sections),
-        rank_offset=rank_offset,
-        num_ranks=num_ranks,
-        incarnation=incarnation,
-    )
+        return header
+    return msgspec.structs.replace(header, rank_offset=rank_offset, num_ranks=num_ranks)
 
 
 def encode_header(header: StateHeader) -> bytes:
@@ -225,8 +222,11 @@ def section_of(rank: Rank, first: Place) -> Section:
         code=Code.FAILED_PRECONDITION,
         remedy="restore with the model, backend and layout that made the seal",
         details={
-            **{"file": file, "sealed_ranks": len(parts), "ranks": num_ranks},
-            **{"sealed_bytes": sum(sealed_bytes), "heap_bytes": heap_bytes},
+            "file": file,
+            "sealed_ranks": len(parts),
+            "ranks": num_ranks,
+            "sealed_bytes": sum(sealed_bytes),
+            "heap_bytes": heap_bytes,
         },
     )
 
