@@ -50,9 +50,10 @@ async def measure(settings: Settings, python: Path, directory: Path, file: Path)
     for backend, size in (("fsdp", settings.small), ("sampler", settings.large)):
         spec = models.spec(backend, *size)
         figures += await switching.measure(spec, directory / backend, settings.rounds)
-    for tp in sorted({1, settings.tp}):
-        sync = syncing.Sync(*settings.large, python, tp)
-        figures += await syncing.measure(sync, directory / f"sync-tp{tp}", settings.rounds)
+    for tp, crosses_nodes in ((1, False), (settings.tp, False), (settings.tp, True)):
+        sync = syncing.Sync(*settings.large, python, tp, crosses_nodes)
+        name = f"sync-{tp}-{crosses_nodes}"
+        figures += await syncing.measure(sync, directory / name, settings.rounds)
     figures += await _measure_vllm(settings, python, directory)
     return record(figures, describe("torch", "transformers"), file)
 

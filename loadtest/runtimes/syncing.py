@@ -1,5 +1,8 @@
 """A weight sync from two ranks of `fsdp` to `vllm` on a whole mesh, beside plain copies.
 
+Policy and sampler are on one node first, where the version is memory that both map, then on two, so
+that the version crosses TCP between their state managers.
+
 The time is that of `publish_weights` and `sync_weights`, submitted together, as the controller sees
 it: two operations' round trips, the shards' way into a weights version, digests, and the version's
 way into the sampler's heap. The bytes have to be copied twice, into the version and out of it.
@@ -40,6 +43,8 @@ class Sync:
     """The interpreter that has vLLM."""
     tp: int = 1
     """The tensor-parallel ranks of the sampler."""
+    crosses_nodes: bool = False
+    """Whether the sampler is on a node of its own."""
 
 
 async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Record]:
@@ -48,18 +53,25 @@ async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Record]:
     # Weights, gradients and moments, in float32, and some room for alignment.
     per_trainer = 5 * num_bytes // _TRAINERS
     per_sampler = 2 * num_bytes // sync.tp + models.SCRATCH_BYTES
+    devices = {policy.pool: [per_trainer] * _TRAINERS}
+    if sync.crosses_nodes:
+        devices[sampler.pool] = [per_sampler] * sync.tp
+    else:
+        sampler = replace(sampler, pool=policy.pool)
+        devices = {policy.pool: [max(per_trainer, per_sampler)] * (_TRAINERS + sync.tp)}
     nodes = [
-        NodeConfig("train-0", "train", [per_trainer] * _TRAINERS, host_memory_bytes=8 * num_bytes),
         NodeConfig(
-            "rollout-0",
-            "rollout",
-            [per_sampler] * sync.tp,
-            host_memory_bytes=8 * num_bytes,
+            f"{pool}-0",
+            pool,
+            sizes,
+            host_memory_bytes=16 * num_bytes,
             interpreters={"vllm": str(sync.python.absolute())},
-        ),
+        )
+        for pool, sizes in devices.items()
     ]
     mesh_config = MeshConfig(nodes=nodes, tenants=[_TENANT], routers=1)
     name = f"sync_fsdp_dp{_TRAINERS}_to_vllm_tp{sync.tp}_{num_bytes / 2**20:.0f}_mib"
+    name += "_over_tcp" if sync.crosses_nodes else ""
     pairs = Pairs(name, num_bytes, "two plain copies, into the version and out of it", "")
     source, target = (Extent(num_bytes, f"bench: {side}") for side in ("source", "target"))
     plain, into = filled(source, num_bytes), filled(target, num_bytes)

@@ -210,6 +210,8 @@ async def test_rollout_ends_with_its_job(short_dir: Path) -> None:
         with pytest.raises(client.CallerError):
             sampler.rollout([Prompt([2**31])], SAMPLING)
         await job.finish()
-        with pytest.raises(client.ResourceError) as raised:
+        # A router may see the operation after the job's end: then it is refused, else ended.
+        with pytest.raises(client.PhaseloomError) as raised:
             await rollout
-        assert raised.value.info.code is client.Code.ABORTED
+        codes = (client.Code.ABORTED, client.Code.FAILED_PRECONDITION)
+        assert raised.value.info.code in codes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,6 +126,10 @@ class Kept:
 
     def submit(self, part: Part) -> None:
         self.parts.append(part)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nothing runs in the background here."""
+        raise AssertionError(work)
 
 
 def submitted() -> tuple[Awaitable[Any], list[Part]]:

@@ -24,7 +24,6 @@ from phaseloom.common.tensors.versionparts import (
     part_of,
 )
 from phaseloom.statemgr.memory.layouts import check_layout
-from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node, pool_of
 from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
@@ -113,11 +112,13 @@ class Publishing:
             )
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
-        """Verify the version that a rank has written; it is immutable from now on. Idempotent.
+        """Take the version that a rank has written; it is immutable from now on. Idempotent.
+
+        Its bytes are not read here: the rank has hashed them as it wrote them, and whoever reads
+        them, on this node or for another, verifies them first.
 
         Raises: CallerError: NOT_FOUND: the policy is not writing the version; ALREADY_EXISTS: it is
-                committed with other bytes. ResourceError: DATA_LOSS: the extent is not what the
-                digest says; ABORTED: the version was dropped meanwhile.
+                committed with other bytes.
         """
         node = self._node
         version = node.versions.find(request.version)
@@ -127,16 +128,7 @@ class Publishing:
                 code=Code.NOT_FOUND,
                 field="version",
             )
-        if version.is_committed:
-            # The answer was lost; by now it may be on disk only, or being read from there.
-            node.versions.commit(version, request.digest)
-            return
-        with node.using(version):
-            if not await has_digest(node.memory_of(version), request.digest):
-                raise ResourceError(
-                    f"version {version.key} does not match its digest", code=Code.DATA_LOSS
-                )
-            node.versions.commit(version, request.digest)
+        node.versions.commit(version, request.digest)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
         """Commit a version whose parts are committed, here and elsewhere. Idempotent.

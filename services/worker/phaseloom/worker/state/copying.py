@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import mmap
 import os
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import xxhash
 
@@ -31,6 +33,10 @@ _PART_BYTES = 64 * 1024 * 1024
 """Bytes of one memmove: so many that it writes past the cache."""
 _MAX_MAPPED_VERSIONS = 3
 """Mappings of this many versions are kept for reuse; each keeps its extent's memory alive."""
+
+
+Span = TypeVar("Span", tuple[int, int], tuple[int, int, int])
+"""[start, end) of a memory, and maybe something about it."""
 
 
 class Mapping:
@@ -182,11 +188,39 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
 
     So equal weights have equal digests, whatever the extent held before.
 
+    Args:    pairs: slots of the heap, and places in the version, which follow one another.
     Returns: the digest of the version.
     """
-    scatter(heap, target, pairs)
-    clear_gaps(target, pairs)
-    return hashed(target)
+    heap_address, address = _address(heap), _address(target)
+    copied = [(to, to + num_bytes, start - to) for start, to, num_bytes in runs(pairs)]
+    gaps = [*_gaps(pairs, len(target))]
+    copied_ends, gap_ends = [end for _, end, _ in copied], [end for _, end in gaps]
+
+    def fill(at: int, until: int) -> None:
+        for start, end, shift in _within(copied, copied_ends, at, until):
+            first, last = max(at, start), min(until, end)
+            ctypes.memmove(address + first, heap_address + first + shift, last - first)
+        for start, end in _within(gaps, gap_ends, at, until):
+            first, last = max(at, start), min(until, end)
+            target[first:last] = bytes(last - first)
+
+    def block(start: int, end: int) -> bytes:
+        taken = xxhash.xxh3_64()
+        for at in range(start, end, _CHUNK_BYTES):
+            until = min(at + _CHUNK_BYTES, end)
+            fill(at, until)
+            taken.update(target[at:until])
+        return bytes(taken.digest())
+
+    return combined(b"".join(each_part(len(target), BLOCK_BYTES, block)))
+
+
+def _within(spans: list[Span], ends: list[int], at: int, until: int) -> Iterator[Span]:
+    """The spans that have something in [at, until). They are sorted, and have these ends."""
+    for number in range(bisect_right(ends, at), len(spans)):
+        if spans[number][0] >= until:
+            return
+        yield spans[number]
 
 
 def clear(target: memoryview) -> None:
@@ -196,12 +230,19 @@ def clear(target: memoryview) -> None:
 
 def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -> None:
     """Write zeroes between the tensors of a version, which are the second of each pair."""
-    end = 0
+    for start, end in _gaps(pairs, len(target)):
+        target[start:end] = bytes(end - start)
+
+
+def _gaps(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterator[tuple[int, int]]:
+    """What no tensor of a version of this size has, as [start, end)."""
+    filled = 0
     for _, place in pairs:
-        if place.offset > end:
-            target[end : place.offset] = bytes(place.offset - end)
-        end = place.offset + place.num_bytes
-    target[end:] = bytes(len(target) - end)
+        if place.offset > filled:
+            yield filled, place.offset
+        filled = place.offset + place.num_bytes
+    if num_bytes > filled:
+        yield filled, num_bytes
 
 
 def verify(source: memoryview, described: VersionExtent) -> None:
