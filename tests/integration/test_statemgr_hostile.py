@@ -73,6 +73,7 @@ async def _serving(directory: Path, *, peer_timeout_s: float = 10.0) -> AsyncIte
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = policy.run(1)
         await policy.client.versions.create(KEY, policy.slots)
+        await fetch(await d.endpoint(), KEY)  # who reads it first has it opened and verified
         before = await d.agent.status()
         yield d
         after = await d.agent.status()  # fails where its records contradict themselves
