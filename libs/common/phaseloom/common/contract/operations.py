@@ -126,6 +126,9 @@ class ForwardBackward(Message, frozen=True):
     loss: Loss
     clip_low: float = 0.8
     clip_high: float = 1.2
+    logprobs: bool = False
+    """Whether to answer the targets' log-probabilities too, as `forward` does, of the weights that
+    the gradients are of. It costs a forward pass and changes no gradient."""
 
 
 class OptimStep(Message, frozen=True):
@@ -248,6 +251,8 @@ class ForwardResult(Message, frozen=True):
 class ForwardBackwardResult(Message, frozen=True):
     metrics: dict[str, float]
     """`loss:sum`, `num_tokens:sum` (positions with a nonzero weight or advantage), …"""
+    logprobs: list[Float32s] = []
+    """One (T,) array a datum, where asked for."""
 
 
 class OptimStepResult(Message, frozen=True):
