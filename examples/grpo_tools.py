@@ -57,7 +57,7 @@ class Settings:
     warmup_steps: int = 150
     warmup_batch: int = 64
     warmup_rate: float = 1e-3
-    learning_rate: float = 1e-4
+    learning_rate: float = 3e-4
     grad_clip: float = 1.0
     eval_questions: int = 128
     seed: int = 0

@@ -192,11 +192,23 @@ class Deployment:
         return self._submit([args], after, ops.SaveStateResult, timeout_s)
 
     def load_state(
-        self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
+        self,
+        name: str,
+        *,
+        source: str = "",
+        optimizer: bool = True,
+        after: Awaited = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[ops.LoadStateResult]:
-        """Replace the whole state by a checkpoint of this job."""
+        """Replace the whole state by a checkpoint.
+
+        Args: source: the `<job>/<deployment>` of this tenant that saved it, where it was another;
+                  it must have the same model, and may have another layout or backend.
+              optimizer: whether to load the optimizer's state too; else it starts afresh.
+        """
         self._rollouts.version = 0
-        return self._submit([ops.LoadState(name)], after, ops.LoadStateResult, timeout_s)
+        args = ops.LoadState(name, source, optimizer)
+        return self._submit([args], after, ops.LoadStateResult, timeout_s)
 
     def _submit(
         self,

@@ -161,9 +161,15 @@ class SaveState(Message, frozen=True):
 
 
 class LoadState(Message, frozen=True):
-    """Mutating. Replaces the whole state by a checkpoint of the same job."""
+    """Mutating. Replaces the whole state by a checkpoint of the tenant."""
 
     name: str
+    source: str = ""
+    """The `<job>/<deployment>` that saved it, of the same model; empty: this deployment. A
+    checkpoint of another deployment must stay until this one has saved or sealed its state."""
+    optimizer: bool = True
+    """Whether to load gradients and the optimizer's state too, where the checkpoint has them; else
+    they start afresh."""
 
 
 class PublishWeights(Message, frozen=True):
