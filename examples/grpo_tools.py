@@ -51,10 +51,10 @@ _SAMPLING = SamplingParams(MAX_TURN_TOKENS, stop_token_ids=[STOP])
 @dataclass(frozen=True)
 class Settings:
     steps: int = 30
-    questions: int = 16
+    questions: int = 24
     """The questions of a step; each is tried `group` times."""
     group: int = 8
-    warmup_steps: int = 150
+    warmup_steps: int = 100
     warmup_batch: int = 64
     warmup_rate: float = 1e-3
     learning_rate: float = 3e-4

@@ -141,6 +141,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     checkpoint_root: str = ""
     """The directory of checkpoints, which later runs can load too. Empty: one in the run's own
     directory."""
+    gateway_port: int = 0
+    """The port of this machine at which a gateway serves the Tinker API and OpenAI's; 0: none. A
+    tenant's API key is `tml-` and its password."""
     metrics: bool = False
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
@@ -201,6 +204,8 @@ def child_specs(
     }
     specs = [*_schedulers(config, secret), *_routers(config)]
     specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
+    if config.gateway_port:
+        specs.append(_gateway(config, credentials))
     for node in config.nodes:
         specs += _node(node, config, run_dir, sockets, secret)
     return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
@@ -240,6 +245,20 @@ def _routers(config: MeshConfig) -> list[ChildSpec]:
         }
         specs.append(ChildSpec(name, "phaseloom.router.main", _section("ROUTER", settings)))
     return specs
+
+
+def api_key(password: str) -> str:
+    """The API key of a tenant at the gateway."""
+    return f"tml-{password}"
+
+
+def _gateway(config: MeshConfig, credentials: Credentials) -> ChildSpec:
+    settings = {
+        "PORT": config.gateway_port,
+        "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
+        "PASSWORDS": credentials.tenants,
+    }
+    return ChildSpec("gateway", "phaseloom.gateway.main", _section("GATEWAY", settings))
 
 
 def _node(

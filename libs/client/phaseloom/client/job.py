@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from phaseloom.client.batches import pack_prompt, split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
@@ -209,6 +209,26 @@ class Deployment:
         self._rollouts.version = 0
         args = ops.LoadState(name, source, optimizer)
         return self._submit([args], after, ops.LoadStateResult, timeout_s)
+
+    def submit(
+        self, seq: int, id: str, args: ops.Args, *, after: Awaited = (), timeout_s: float = 0.0
+    ) -> OperationHandle[Any]:
+        """Submit an operation under a number of your own, for callers that number theirs.
+
+        Operations run in the order of their numbers, whichever is submitted first: a number that is
+        never submitted holds up those behind it. The same operation again, from a later session of
+        the job, has the same outcome. The result has its arrays packed; `int32s` and `float32s`
+        unpack them.
+
+        Args: id: names the operation: the same again for the same, and for no other.
+        """
+        payload = encode(ops.Operation(id, self._session, args, _refs(after), timeout_s))
+        self._outbox.check_room(len(payload))
+        self._next_seq = max(self._next_seq, seq + 1)
+        key = OperationKey(self._job.tenant, self._job.job, self.name, str(seq))
+        part = Part(key, id, ops.kind_of(args), payload)
+        self._outbox.submit(part)
+        return OperationHandle([part], lambda results: results[0], self._outbox)
 
     def _submit(
         self,

@@ -1,0 +1,1 @@
+"""The Tinker API, as its SDK speaks it."""
