@@ -38,7 +38,7 @@ def sampled(client: Any, num_tokens: int = 6, **more: Any) -> list[int]:
     params = types.SamplingParams(max_tokens=num_tokens, temperature=0.0, **more)
     prompt = types.ModelInput.from_ints(TOKENS[:2])
     drawn = client.sample(prompt=prompt, num_samples=1, sampling_params=params).result()
-    return list(drawn.sequences[0].tokens)
+    return [*(drawn.sequences[0].tokens or [])]
 
 
 def failure(call: Any) -> str:
@@ -74,7 +74,7 @@ def whole() -> dict[str, Any]:
         num_samples=3,
         sampling_params=types.SamplingParams(max_tokens=4, temperature=1.0, seed=7),
     ).result()
-    said["drawn"] = [[*each.tokens] for each in drawn.sequences]
+    said["drawn"] = [[*(each.tokens or [])] for each in drawn.sequences]
 
     path = client.save_weights_for_sampler("a.name").result().path
     said["named"] = sampled(service.create_sampling_client(model_path=path))
@@ -114,7 +114,7 @@ def whole() -> dict[str, Any]:
         each.tinker_path for each in rest.list_checkpoints(client.model_id).result().checkpoints
     ]
     said["unknown_model"] = failure(
-        lambda: service.create_lora_training_client(base_model="none", rank=8)
+        lambda: service.create_lora_training_client(base_model="none", rank=8).get_info()
     )
     said["unknown_path"] = failure(
         lambda: sampled(service.create_sampling_client(model_path=path + "x"))
@@ -122,7 +122,51 @@ def whole() -> dict[str, Any]:
     return said
 
 
-PARTS = {"whole": whole}
+def steps() -> dict[str, Any]:
+    """Sixty pairs of calls, all on their way before the first is answered."""
+    client = tinker.ServiceClient().create_lora_training_client(base_model="tiny", rank=8)
+    print("begun", file=sys.stderr, flush=True)
+    pairs = [
+        (client.forward_backward([LESSON], "cross_entropy"), client.optim_step(STEP))
+        for _ in range(60)
+    ]
+    losses = []
+    for trained, stepped in pairs:
+        losses.append(trained.result().metrics["loss:sum"])
+        stepped.result()
+        print(f"step {len(losses)}", file=sys.stderr, flush=True)
+    return {"losses": losses, "sampled": sampled(client.save_weights_and_get_sampling_client())}
+
+
+def reward() -> dict[str, Any]:
+    """Policy gradients on a reward: how often a sample has the token 3."""
+    service = tinker.ServiceClient()
+    client = service.create_lora_training_client(base_model="tiny", rank=8)
+    prompt = types.ModelInput.from_ints(TOKENS[:2])
+    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1)
+    rewards = []
+    for _ in range(12):
+        sampler = client.save_weights_and_get_sampling_client()
+        drawn = sampler.sample(prompt=prompt, num_samples=32, sampling_params=params).result()
+        scores = [sum(token == 3 for token in each.tokens) / 6 for each in drawn.sequences]
+        mean = sum(scores) / len(scores)
+        rewards.append(mean)
+        batch = []
+        for each, score in zip(drawn.sequences, scores, strict=True):
+            tokens = [*TOKENS[:2], *(each.tokens or [])]
+            inputs: Any = {
+                "target_tokens": tokens[1:],
+                "logprobs": [0.0, *(each.logprobs or [])],
+                "advantages": [0.0] + [score - mean] * (len(tokens) - 2),
+            }
+            text = types.ModelInput.from_ints(tokens[:-1])
+            batch.append(types.Datum(model_input=text, loss_fn_inputs=inputs))
+        client.forward_backward(batch, "importance_sampling")
+        client.optim_step(STEP).result()
+    return {"rewards": rewards}
+
+
+PARTS = {"whole": whole, "steps": steps, "reward": reward}
 
 if __name__ == "__main__":
     json.dump(PARTS[sys.argv[1]](), sys.stdout)

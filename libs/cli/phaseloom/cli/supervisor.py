@@ -496,7 +496,8 @@ class Mesh:
         await asyncio.shield(self._supervising)
 
     async def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        """Wait until every node is in the decision log, and the scheduler and a router answer.
+        """Wait until every node is in the decision log, and the scheduler, a router and the gateway
+        answer.
 
         Raises: ResourceError: that took longer than the timeout; the message says what is missing.
         """
@@ -509,6 +510,9 @@ class Mesh:
                     ("router", "result.get", ResultRequest("none", "none", "1")),
                 ):
                     group.create_task(self._answers(call, encode(request), service, missing))
+                if self.config.gateway_port:
+                    missing.add("gateway")
+                    group.create_task(self._listens(self.config.gateway_port, missing))
         except TimeoutError:
             raise ResourceError(
                 f"the mesh is not up after {timeout_s:.0f} s: no {', '.join(sorted(missing))}",
@@ -593,6 +597,16 @@ class Mesh:
                     missing.update(wanted & {f"node {entry.event.node}"})
                 if not missing & wanted:
                     return
+
+    async def _listens(self, port: int, missing: set[str]) -> None:
+        while "gateway" in missing:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                await asyncio.sleep(_ANSWER_PAUSE_S)
+            else:
+                writer.close()
+                missing.discard("gateway")
 
     async def _answers(self, call: str, request: bytes, service: str, missing: set[str]) -> None:
         """Wait for any answer of a service, an error too: what is asked for does not exist."""

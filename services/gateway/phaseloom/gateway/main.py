@@ -12,13 +12,12 @@ from phaseloom.client import CallerError, connect
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
-from phaseloom.gateway import openai
+from phaseloom.gateway import openai, tinker
 from phaseloom.gateway.futures import Futures
 from phaseloom.gateway.http import TENANTS
 from phaseloom.gateway.models import Backends, Models
 from phaseloom.gateway.records import Book
 from phaseloom.gateway.tenants import Tenant, Tenants
-from phaseloom.gateway.tinker.routes import routes as tinker_routes
 
 _MAX_BODY_BYTES = 64 * 2**20
 _END_S = 2.0
@@ -90,7 +89,7 @@ async def serve(stop: asyncio.Event) -> None:
 async def _listen(settings: GatewayConfig, tenants: Tenants, stop: asyncio.Event) -> None:
     app = web.Application(client_max_size=_MAX_BODY_BYTES)
     app[TENANTS] = tenants
-    app.add_routes(tinker_routes)
+    app.add_routes(tinker.routes)
     app.add_routes(openai.routes)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S)
     await runner.setup()

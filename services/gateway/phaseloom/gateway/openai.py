@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class Complete(_Asked, frozen=True, kw_only=True):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any
+    """A text, tokens, or several of one of these."""
     logprobs: int | None = None
     echo: bool = False
 
@@ -220,10 +221,16 @@ async def chat(request: web.Request) -> web.StreamResponse:
     return await _sent(request, asked, answer)
 
 
-def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> Iterable[Any]:
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return prompt
-    return [prompt]
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """Raises: CallerError: they are none."""
+    kinds: tuple[Any, ...] = (str | list[int], list[str], list[list[int]])
+    for kind in kinds:
+        with suppress(msgspec.ValidationError):
+            found: Any = msgspec.convert(prompt, kind)
+            return [found] if kind is kinds[0] else [*found]
+    raise CallerError(
+        "a prompt is a text, a list of tokens, or a list of one of these", field="prompt"
+    )
 
 
 def _tops(call: Call, sequence: Sequence) -> list[dict[str, float]]:

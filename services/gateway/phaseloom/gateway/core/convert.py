@@ -13,19 +13,20 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from phaseloom.client import (
+from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.operations import (
     AdamParams,
-    CallerError,
     Datum,
+    Forward,
+    ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
     GenerateResult,
     Loss,
     SamplingParams,
 )
-from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
-from phaseloom.common.contract.operations import Forward, ForwardBackward
-from phaseloom.gateway.tinker import wire
+from phaseloom.gateway.core import wire
 
 _CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 _ARRAYS = {"weights", "logprobs", "advantages"}

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from phaseloom.client import CallerError, Code, OperationHandle, PhaseloomError, Prompt
 from phaseloom.common.contract import operations as ops
+from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise
 from phaseloom.gateway.http import answers, body_of, tenant_of
 from phaseloom.gateway.models import POLICY, SAMPLER, TrainedModel
@@ -34,7 +35,6 @@ from phaseloom.gateway.records import (
 )
 from phaseloom.gateway.sampling import source_of
 from phaseloom.gateway.tenants import Tenant
-from phaseloom.gateway.tinker import convert
 
 PREFIX = "/api/v1"
 LONG_POLL_S = 30.0

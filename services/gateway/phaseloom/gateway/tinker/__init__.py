@@ -1,1 +1,0 @@
-"""The Tinker API, as its SDK speaks it."""
