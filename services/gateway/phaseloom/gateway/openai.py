@@ -229,7 +229,9 @@ def _prompts(prompt: object) -> list[str | list[int]]:
             found: Any = msgspec.convert(prompt, kind)
             return [found] if kind is kinds[0] else [*found]
     raise CallerError(
-        "a prompt is a text, a list of tokens, or a list of one of these", field="prompt"
+        "a prompt is a text, a list of tokens, or a list of one of these",
+        field="prompt",
+        remedy="give one of these",
     )
 
 

@@ -73,7 +73,11 @@ class ModelTokenizer:
                 **{"add_generation_prompt": True, **self._special, **values}, messages=messages
             )
         except (TemplateError, TypeError) as error:
-            raise CallerError(f"the chat template refuses: {error}", field="messages") from error
+            raise CallerError(
+                f"the chat template refuses: {error}",
+                field="messages",
+                remedy="give the roles and fields that the model's template knows",
+            ) from error
         return self.encode(text)
 
 

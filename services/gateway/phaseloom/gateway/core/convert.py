@@ -39,7 +39,11 @@ def read_request(content: bytes) -> Any:
     try:
         request.ParseFromString(content)
     except DecodeError as error:
-        raise CallerError(f"the body is no ForwardBackwardRequest: {error}") from error
+        raise CallerError(
+            f"the body is no ForwardBackwardRequest: {error}",
+            field="body",
+            remedy="use an SDK from 0.25 on",
+        ) from error
     return request
 
 
@@ -84,7 +88,11 @@ def _datum(request: Any, index: int) -> Datum:
     }
     targets = arrays.pop("target_tokens", None)
     if targets is None:
-        raise CallerError("target_tokens are missing", field=f"{field}.loss_fn_inputs")
+        raise CallerError(
+            "target_tokens are missing",
+            field=f"{field}.loss_fn_inputs",
+            remedy="give the token that each position predicts",
+        )
     if request.forward_only:
         arrays = {}
     elif request.loss_fn == Loss.CROSS_ENTROPY:
@@ -108,7 +116,11 @@ def _text(chunk: Any, field: str) -> bytes:
 
 def _dense(tensor: Any, field: str) -> npt.NDArray[Any]:
     if tensor.WhichOneof("kind") != "dense" or tensor.dtype not in wire.DTYPES:
-        raise CallerError("only dense float32, int32 and int64 tensors can be given", field=field)
+        raise CallerError(
+            "only dense float32, int32 and int64 tensors can be given",
+            field=field,
+            remedy="convert it",
+        )
     if len(tensor.shape) > 1:
         raise CallerError(
             f"a tensor of shape {list(tensor.shape)} cannot be given",
@@ -118,7 +130,11 @@ def _dense(tensor: Any, field: str) -> npt.NDArray[Any]:
     try:
         return np.frombuffer(tensor.dense, wire.DTYPES[tensor.dtype])
     except ValueError as error:
-        raise CallerError(f"the tensor's bytes are no array: {error}", field=field) from error
+        raise CallerError(
+            f"the tensor's bytes are no array: {error}",
+            field=field,
+            remedy="give as many bytes as the dtype and the shape say",
+        ) from error
 
 
 def trained_output(
@@ -176,7 +192,11 @@ def adam(params: Mapping[str, float]) -> AdamParams:
     params = {name: value for name, value in params.items() if value is not None}
     known = AdamParams.__struct_fields__
     if unknown := sorted(params.keys() - set(known)):
-        raise CallerError(f"AdamW has no {unknown[0]!r}", field="adam_params")
+        raise CallerError(
+            f"AdamW has no {unknown[0]!r}",
+            field="adam_params",
+            remedy=f"use {', '.join(known)}",
+        )
     defaults = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
     return AdamParams(**{**defaults, **params})
 
@@ -190,7 +210,9 @@ def sampling(params: Mapping[str, Any], prompt_tokens: int, context: int) -> Sam
     room = context - prompt_tokens
     if room < 1:
         raise CallerError(
-            f"a prompt of {prompt_tokens} tokens leaves no room in {context}", field="prompt"
+            f"a prompt of {prompt_tokens} tokens leaves no room in {context}",
+            field="prompt",
+            remedy="shorten it",
         )
     stop = params.get("stop") or []
     stops: Sequence[Any] = [stop] if isinstance(stop, str | int) else stop
@@ -209,8 +231,12 @@ def prompt_tokens(prompt: Mapping[str, Any]) -> list[int]:
     tokens: list[int] = []
     for index, chunk in enumerate(prompt.get("chunks", [])):
         if chunk.get("type") != "encoded_text":
-            raise CallerError("only text can be given", field=f"prompt.chunks[{index}]")
+            raise CallerError(
+                "only text can be given",
+                field=f"prompt.chunks[{index}]",
+                remedy="leave images out",
+            )
         tokens += chunk["tokens"]
     if not tokens:
-        raise CallerError("the prompt is empty", field="prompt")
+        raise CallerError("the prompt is empty", field="prompt", remedy="give a token")
     return tokens
