@@ -167,6 +167,7 @@ STATEMGR_PURE = (
     "disk.statefile",
     "transfer.tensorslices",
     "transfer.assignment",
+    "transfer.delta",
     "handover.manifest",
 )
 """The pure modules of the state manager's features, each of which imports only those above it."""
