@@ -243,6 +243,17 @@ def with_advantages(groups: list[list[Trajectory]], rewards: list[list[float]]) 
     return [each.tried(advantage / total) for each, advantage in chosen]
 
 
+def model_of(settings: Settings) -> ModelSpec:
+    return ModelSpec({**MODEL, "max_position_embeddings": MAX_POSITIONS}, init_seed=settings.seed)
+
+
+def deployments(model: ModelSpec) -> list[DeploymentSpec]:
+    return [
+        DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
+        DeploymentSpec("sampler", "rollout", "sampler", model),
+    ]
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--job", default="tools", help="the job's name")
@@ -259,13 +270,8 @@ async def main() -> None:
         seed=options.seed,
     )
     environment = Environment(seconds=options.tool_seconds, faults=options.tool_faults)
-    model = ModelSpec({**MODEL, "max_position_embeddings": MAX_POSITIONS}, init_seed=settings.seed)
-    deployments = [
-        DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
-        DeploymentSpec("sampler", "rollout", "sampler", model),
-    ]
     async with connect() as mesh:
-        job = await mesh.submit_job(options.job, deployments)
+        job = await mesh.submit_job(options.job, deployments(model_of(settings)))
         report_line("ready", job=job.name, steps=settings.steps)
         failed = True
         try:

@@ -79,8 +79,8 @@ class Environment:
         """
         if turn[:1] not in (SEARCH, CALCULATE):
             return None
-        if self._seconds:
-            await asyncio.sleep(rng.expovariate(1 / self._seconds))
+        # Drawn in any case, so that what a model says does not depend on how slow its tools are.
+        await asyncio.sleep(self._seconds * rng.expovariate(1.0))
         if rng.random() < self._faults:
             raise ToolError(f"{turn!r} was not answered in time")
         return self.reply(turn)
