@@ -14,6 +14,7 @@ from rich.table import Table
 from loadtest import (
     batching,
     chaos,
+    deltasync,
     hiding,
     load,
     offpolicy,
@@ -287,6 +288,43 @@ def hidden_test(
     )
     idle = ", ".join(f"{device} {share:.0%}" for device, share in report.idle_share.items())
     console.print(f"idle: {idle}; waited for, s: {report.unhidden_seconds}")
+
+
+@app.command(name="delta")
+def delta_test(
+    model: Path,
+    *,
+    learning_rates: list[float] | None = None,
+    steps: int = 8,
+    settle_steps: int = 24,
+    rows: int = 8,
+    link_mbit: int = 1000,
+    file: Path = _RUNS / "delta.json",
+) -> None:
+    """Measure weights versions of a fine-tuning run that are sent as deltas, beside whole.
+
+    Parameters
+    ----------
+    model
+        Directory of the model that is trained, in the Hugging Face layout.
+    learning_rates
+        One run each; default: 1e-6, 1e-5 and 1e-4.
+    steps
+        Measured steps of a run.
+    settle_steps
+        Steps before them.
+    rows
+        Solved problems of a step.
+    link_mbit
+        Speed of the link to the nodes that fetch, megabits a second.
+    file
+        Where the report is written.
+    """
+    rates = learning_rates or [1e-6, 1e-5, 1e-4]
+    settings = deltasync.Settings(rates, steps, settle_steps, rows, link_mbit)
+    measuring = deltasync.measure(model, settings, _work_directory(file))
+    report = write(uvloop.run(measuring), file)
+    Console().print(publishing.delta_table(report), soft_wrap=True, markup=False)
 
 
 @app.command(name="runtimes")

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from loadtest.chaos import ChaosReport
+from loadtest.deltasync import DeltaReport, Run, middle
 from loadtest.hiding import HidingReport
 from loadtest.load import LoadReport
 from loadtest.offpolicy import QUARTERS, OffPolicyReport
@@ -201,6 +202,42 @@ def hidden_table(report: HidingReport) -> str:
     return _table(report.machine, ("what", "measured"), facts)
 
 
+def delta_table(report: DeltaReport) -> str:
+    facts: list[tuple[str, Callable[[Run], str]]] = [
+        ("weights that a step changes", lambda run: f"{middle(run, 'changed'):.1%}"),
+        (
+            "blocks of 4 KiB in which it changes any",
+            lambda run: f"{middle(run, 'changed_blocks'):.1%}",
+        ),
+        (
+            "**bytes sent, over those of whole versions**",
+            lambda run: (
+                f"**{middle(run, 'share'):.3f}**, at most "
+                f"{max(each.share for each in run.versions):.3f}"
+            ),
+        ),
+        (
+            f"time at {report.settings.link_mbit} Mbit/s, over that of whole versions",
+            lambda run: f"{middle(run, 'time_ratio'):.2f}",
+        ),
+        (
+            "time between processes of one machine, over that of whole versions",
+            lambda run: f"{middle(run, 'fast_time_ratio'):.2f}",
+        ),
+        (
+            "a seal: blocks of 4 KiB that a step changes",
+            lambda run: f"{run.seal_changed_blocks:.1%}",
+        ),
+        (
+            "a seal: bytes that a delta of it would have, over all",
+            lambda run: f"{run.seal_share:.2f}",
+        ),
+    ]
+    columns = ("learning rate", *(f"{run.learning_rate:g}" for run in report.runs))
+    rows = [(name, *(told(run) for run in report.runs)) for name, told in facts]
+    return _table(report.machine, columns, rows)
+
+
 def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
@@ -219,6 +256,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "peers": ("peers.json", "performance.md", PeerReport, peers_table),
     "chaos": ("chaos.json", "recovery.md", ChaosReport, chaos_table),
     "state": ("state.json", "state.md", Records, bench_table),
+    "delta": ("delta.json", "state.md", DeltaReport, delta_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
     "offpolicy": ("offpolicy.json", "rollouts.md", OffPolicyReport, off_policy_table),

@@ -45,6 +45,7 @@ from phaseloom.worker.state.heap import Heap
 
 _KEY = DeploymentKey("bench", "state", "policy")
 SECRET = "bench"
+NODE = "bench"
 SOCKET = "s"
 _GB = 1e9
 _PATTERN_BYTES = 1024 * 1024
@@ -399,15 +400,20 @@ def _copy_fresh(source: memoryview) -> float:
 
 @asynccontextmanager
 async def daemon(
-    directory: Path, num_bytes: int, *, num_deployments: int = 1
+    directory: Path, num_bytes: int, *, num_deployments: int = 1, authority: Path | None = None
 ) -> AsyncIterator[AgentStateClient]:
-    """A state manager whose only device has room for `num_deployments` deployments."""
-    await asyncio.to_thread(make_certificates, directory, ["bench"])
+    """A state manager whose only device has room for `num_deployments` deployments.
+
+    Args: authority: the directory of the certificates, which state managers that fetch from one
+                     another share; None: this one has its own.
+    """
+    authority = authority or directory
+    await asyncio.to_thread(make_certificates, authority, [NODE])
     settings = {
-        "NODE": "bench",
+        "NODE": NODE,
         "SOCKET": str(directory / SOCKET),
         "SECRET": SECRET,
-        "CERTIFICATES": str(directory_of(directory, "bench")),
+        "CERTIFICATES": str(directory_of(authority, NODE)),
         "DIRECTORY": str(directory / "files"),
         "DEVICES": json.dumps([num_deployments * num_bytes]),
         "HOST_MEMORY_BYTES": str((num_deployments + 2) * num_bytes),

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import chaos, hiding, load
+from loadtest import chaos, deltasync, hiding, load
+from loadtest.publishing import delta_table
 from loadtest.watching import RANKS
 from phaseloom.common.contract import streams
+from tests.support.pretrained import save_model
 
 
 async def test_five_jobs_of_forty_operations_complete_without_a_restart(
@@ -49,6 +51,23 @@ async def test_switches_of_two_jobs_that_share_devices_are_seen_and_accounted_fo
     assert set(report.idle_share) == {"rollout-0", "train-0"}
     unhidden_s = sum(report.unhidden_seconds.values())
     assert report.hidden_seconds + unhidden_s == pytest.approx(report.switch_seconds, abs=0.05)
+
+
+async def test_versions_of_a_run_in_bfloat16_are_sent_whole_and_as_deltas(
+    short_dir: Path,
+) -> None:
+    model = save_model(short_dir / "tiny", max_position_embeddings=1024, hidden_size=256)
+    settings = deltasync.Settings([1e-6, 1e-5], steps=2, settle_steps=1, rows=1)
+
+    report = await deltasync.measure(model, settings, short_dir)
+
+    low, high = report.runs
+    for each in (*low.versions, *high.versions):
+        assert each.delta_bytes < each.whole_bytes
+        assert each.whole_bytes > report.version_bytes
+    assert deltasync.middle(low, "changed") < deltasync.middle(high, "changed") < 0.5
+    assert low.seal_changed_blocks > 0.5
+    assert f"| learning rate | {1e-6:g} | {1e-5:g} |" in delta_table(report)
 
 
 @pytest.mark.slow

@@ -16,15 +16,17 @@ import xxhash
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Slice
+from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer.delta import apply
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches
 from tests.support.meshcerts import identity
 from tests.support.peerfetch import fetch_of, home
 
 KEY = VersionKey(DeploymentKey("acme", "job", "policy"), 3)
 CONTENT = bytes(range(64))
-_OTHER = zlib.compress(b"\1\0" + b"\0" + b"\1\0")
+_OTHER = zlib.compress(b"\1\0" + b"\1\0") + b"\0"
 """A delta that changes one element."""
 
 
@@ -125,3 +127,31 @@ async def _fetched(session: tls.Session, base: bytes | None, *, timeout_s: float
     async with _serving(session) as source:
         await fetch.fetch_all(batches(slices), {"0of1": [source]})
     return bytes(memory)
+
+
+async def test_a_version_that_is_bad_as_a_whole_comes_without_deltas_once_more() -> None:
+    """The checksum beside a delta was right, and that of the version is not."""
+    asked: list[bool] = []
+
+    async def gives_another_version_first(stream: tls.Stream) -> None:
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await stream.send(wire.Opened({"0of1": ""}))
+        payload = await stream.receive(tls.MAX_REQUEST_BYTES)
+        give = msgspec.msgpack.decode(payload, type=wire.Give)
+        asked.append(give.takes_delta)
+        made, sent = (apply(memoryview(bytes(64)), memoryview(_OTHER)), _OTHER)
+        if not give.takes_delta:
+            made, sent = memoryview(CONTENT), CONTENT
+        delta_bytes = len(sent) if give.takes_delta else 0
+        await stream.send(wire.Given(xxhash.xxh3_128_hexdigest(made), delta_bytes=delta_bytes))
+        await stream.send_bytes(memoryview(sent), 10.0)
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+
+    slices = [Slice("0of1", "w", "uint8", [0], [len(CONTENT)], 0, len(CONTENT))]
+    memory = memoryview(bytearray(len(CONTENT)))
+    fetch = fetch_of(KEY, slices, memory, home(), digest=digest_of(memoryview(CONTENT)))
+    fetch.sink.base = memoryview(bytes(64))
+    async with _serving(gives_another_version_first) as source:
+        await fetch.fetch_sound(batches(slices), {"0of1": [source]})
+    assert bytes(memory) == CONTENT
+    assert asked == [True, False]

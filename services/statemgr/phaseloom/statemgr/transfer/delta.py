@@ -2,10 +2,11 @@
 
 Pure. A step with a small learning rate leaves most weights in bfloat16 as they are, and changes the
 others by little; the changed ones are scattered, so that nearly every block of some KiB has one. So
-a delta has for each block of 256 elements of two bytes, whatever the dtype of the tensors is, how
-many have changed, then their places in the blocks, then their old value XOR their new one. The
-delta is deflated. Applied to the base version's bytes it gives the new bytes, exactly; a checksum
-of those, which travels beside the delta, proves that both ends had the same base.
+a delta has, deflated, how many of each block of 256 elements have changed, and the old value XOR
+the new one of these; then, as they are, their places in the blocks. An element is two bytes,
+whatever the dtype of the tensors is. Applied to the base version's bytes a delta gives the new
+bytes, exactly; a checksum of those, which travels beside it, proves that both ends had the same
+base.
 
 The module computes with numpy, which is imported with the first delta. Where numpy is not installed
 (`is_available`), nothing is sent as a delta.
@@ -27,8 +28,8 @@ _BLOCK = 256
 """Elements in one block: a place in it is one byte."""
 _ELEMENT_BYTES = 2
 _STRATEGY = zlib.Z_HUFFMAN_ONLY
-"""What deflate saves is in the bytes that are frequent: few XORs differ. It finds no repeats, and
-takes a third more time to look for them."""
+"""Deflate saves what is in the frequent XORs. It would find few repeats, and take a third more time
+to look for them."""
 
 
 class DeltaError(Exception):
@@ -53,7 +54,7 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
     assert len(base) == len(content)
     old, new = _elements(base), _elements(content)
     is_changed = old != new
-    # A place takes a byte that hardly deflates.
+    # A place is a byte.
     if np.count_nonzero(is_changed) > limit_bytes:
         return None
     changed = np.flatnonzero(is_changed)
@@ -61,9 +62,9 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
     places = (changed % _BLOCK).astype(np.uint8)
     xors = old[changed] ^ new[changed]
     tail = bytes(content[len(content) // _ELEMENT_BYTES * _ELEMENT_BYTES :])
-    body = b"".join([counts.astype("<u2").tobytes(), places.tobytes(), xors.tobytes(), tail])
     deflating = zlib.compressobj(1, strategy=_STRATEGY)
-    delta = deflating.compress(body) + deflating.flush()
+    body = deflating.compress(b"".join([counts.astype("<u2").tobytes(), xors.tobytes(), tail]))
+    delta = b"".join([body, deflating.flush(), places.tobytes()])
     return delta if len(delta) <= limit_bytes else None
 
 
@@ -76,17 +77,17 @@ def apply(base: memoryview, delta: memoryview) -> memoryview:
 
     num_blocks, num_elements = _num_blocks(len(base)), len(base) // _ELEMENT_BYTES
     num_tail = len(base) % _ELEMENT_BYTES
-    # A delta that changes everything; what inflates to more is none.
-    most = 2 * num_blocks + (1 + _ELEMENT_BYTES) * num_elements + num_tail
-    body = _inflated(delta, most)
+    # What inflates to more changes more than everything.
+    most = 2 * num_blocks + _ELEMENT_BYTES * num_elements + num_tail
+    body, rest = _inflated(delta, most)
     if len(body) < 2 * num_blocks:
         raise DeltaError(f"a delta of {len(body)} bytes for {num_blocks} blocks")
     counts = np.frombuffer(body, "<u2", num_blocks)
     total = int(counts.sum())
-    if len(body) != 2 * num_blocks + (1 + _ELEMENT_BYTES) * total + num_tail:
-        raise DeltaError(f"{total} changed elements in a delta of {len(body)} bytes")
-    places = np.frombuffer(body, np.uint8, total, 2 * num_blocks)
-    xors = np.frombuffer(body, "<u2", total, 2 * num_blocks + total)
+    if len(body) != 2 * num_blocks + _ELEMENT_BYTES * total + num_tail or len(rest) != total:
+        raise DeltaError(f"{total} changed elements, and {len(rest)} places")
+    places = np.frombuffer(rest, np.uint8)
+    xors = np.frombuffer(body, "<u2", total, 2 * num_blocks)
     changed = np.repeat(np.arange(num_blocks) * _BLOCK, counts) + places
     if total and changed.max() >= num_elements:
         raise DeltaError(f"element {changed.max()} of {num_elements}")
@@ -113,12 +114,13 @@ def _elements(memory: memoryview) -> NDArray[np.uint16]:
     return np.frombuffer(memory, "<u2", len(memory) // _ELEMENT_BYTES)
 
 
-def _inflated(delta: memoryview, most: int) -> bytes:
+def _inflated(delta: memoryview, most: int) -> tuple[bytes, bytes]:
+    """What the delta begins with, inflated, and what follows that."""
     inflating = zlib.decompressobj()
     try:
         body = inflating.decompress(delta, most + 1)
     except zlib.error as error:
         raise DeltaError(str(error)) from error
-    if not inflating.eof or inflating.unused_data or len(body) > most:
+    if not inflating.eof or len(body) > most:
         raise DeltaError(f"it inflates to something else than {most} bytes at most")
-    return body
+    return body, inflating.unused_data
