@@ -51,7 +51,7 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron lint bench bench-peers bench-state bench-hidden bench-delta bench-runtimes bench-offpolicy loadtest chaos gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron lint bench bench-peers bench-state bench-hidden bench-delta bench-runtimes bench-gateway bench-offpolicy loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -122,6 +122,10 @@ bench-delta: $(VENV)/.test $(SMOLLM2)
 ## bench-runtimes: the backends beside plain torch, vLLM alone and plain copies; ARGS="--rounds 9"
 bench-runtimes: $(VENV)/.test $(VLLM_VENV)/.test
 	$(BIN)/python -m loadtest runtimes $(VLLM_VENV)/bin/python $(ARGS)
+
+## bench-gateway: calls through the Tinker SDK and the gateway, beside those of our client
+bench-gateway: $(VENV)/.test
+	$(BIN)/python -m loadtest gateway $(ARGS)
 
 ## bench-offpolicy: rewards of the GRPO example in step with its rollouts, ahead of them, in flight
 bench-offpolicy: $(VENV)/.test

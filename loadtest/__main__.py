@@ -15,6 +15,7 @@ from loadtest import (
     batching,
     chaos,
     deltasync,
+    gatewaybench,
     hiding,
     load,
     offpolicy,
@@ -138,6 +139,28 @@ def off_policy(
         rewards = [job.reward_start, *job.by_quarter, job.reward_end]
         table.add_row(job.mode, *(f"{r:.2f}" for r in rewards), f"{job.seconds:.0f}")
     Console().print(table)
+
+
+@app.command
+def gateway(
+    *, rounds: int = 7, calls: int = 30, large: int = 20_000, file: Path = _RUNS / "gateway.json"
+) -> None:
+    """Measure calls through the Tinker SDK and the gateway beside those of our client.
+
+    Parameters
+    ----------
+    rounds
+        How often the two take turns.
+    calls
+        Calls of each kind in a round, one at a time.
+    large
+        Datums of the large batch, of 50 tokens each.
+    file
+        Where the report is written.
+    """
+    settings = gatewaybench.Settings(rounds, calls, large)
+    report = write(uvloop.run(gatewaybench.run(settings, _work_directory(file))), file)
+    Console().print(publishing.gateway_table(report))
 
 
 @app.command

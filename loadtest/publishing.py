@@ -17,6 +17,7 @@ import msgspec
 
 from loadtest.chaos import ChaosReport
 from loadtest.deltasync import DeltaReport, Run, middle
+from loadtest.gatewaybench import GatewayReport
 from loadtest.hiding import HidingReport
 from loadtest.load import LoadReport
 from loadtest.offpolicy import QUARTERS, OffPolicyReport
@@ -238,6 +239,23 @@ def delta_table(report: DeltaReport) -> str:
     return _table(report.machine, columns, rows)
 
 
+def gateway_table(report: GatewayReport) -> str:
+    through, own = report.gateway, report.client
+
+    def row(name: str, theirs: float, ours: float, unit: float = 1e3) -> tuple[str, ...]:
+        digits = 1 if unit == 1e3 else 2
+        cells = (f"{unit * theirs:.{digits}f}", f"{unit * ours:.{digits}f}")
+        return (name, *cells, f"{theirs / ours:.2f}")
+
+    tokens = report.settings.large * 50
+    rows = [row(f"{name}, ms", s, own.seconds[name]) for name, s in through.seconds.items()]
+    rows.append(row("256 samples in flight, s", through.in_flight_s, own.in_flight_s, 1.0))
+    name = f"forward_backward of {tokens:,} tokens, s"
+    rows.append(row(name, through.large_s, own.large_s, 1.0))
+    head = ("medians", "Tinker SDK and gateway", "our client", "ratio")
+    return _table(report.machine, head, rows)
+
+
 def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
@@ -257,6 +275,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "chaos": ("chaos.json", "recovery.md", ChaosReport, chaos_table),
     "state": ("state.json", "state.md", Records, bench_table),
     "delta": ("delta.json", "state.md", DeltaReport, delta_table),
+    "gateway": ("gateway.json", "gateway.md", GatewayReport, gateway_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
     "offpolicy": ("offpolicy.json", "rollouts.md", OffPolicyReport, off_policy_table),
