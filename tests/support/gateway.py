@@ -41,14 +41,16 @@ class Served:
     def key(self, tenant: str = TENANT) -> str:
         return api_key(self.mesh.credentials.tenants[tenant])
 
-    async def start_sdk(self, part: str) -> asyncio.subprocess.Process:
-        """A program that uses the Tinker SDK; it says on stderr how far it is."""
+    async def start_sdk(
+        self, *words: str, python: Path = Path(sys.executable), cwd: Path | None = None
+    ) -> asyncio.subprocess.Process:
+        """A program that uses the Tinker SDK. Args: words: the program's, for the interpreter."""
         return await asyncio.create_subprocess_exec(
-            sys.executable,
+            str(python),
             "-W",
             "ignore",
-            str(SDK_CHILD),
-            part,
+            *words,
+            cwd=cwd,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={
@@ -62,28 +64,33 @@ class Served:
             },
         )
 
-    async def sdk(self, part: str) -> dict[str, Any]:
-        return await ended(await self.start_sdk(part))
+    async def sdk(self, part: str, python: Path = Path(sys.executable)) -> dict[str, Any]:
+        """What a part of `sdk_child.py` tells in the end; on stderr it says how far it is."""
+        return await told(await self.start_sdk(str(SDK_CHILD), part, python=python))
 
 
-async def ended(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    """What the program told in the end."""
+async def ended(process: asyncio.subprocess.Process) -> bytes:
+    """What the program has written on stdout."""
     said, complaints = await process.communicate()
     assert process.returncode == 0, complaints.decode()[-4000:]
-    told: dict[str, Any] = msgspec.json.decode(said)
-    return told
+    return said
+
+
+async def told(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    """The JSON object that the program told in the end."""
+    answer: dict[str, Any] = msgspec.json.decode(await ended(process))
+    return answer
 
 
 @asynccontextmanager
-async def serving(directory: Path) -> AsyncIterator[Served]:
-    """A mesh with a gateway and the registered model `tiny`, which has a chat template."""
+async def serving(directory: Path, **models: Path) -> AsyncIterator[Served]:
+    """A mesh with a gateway, the registered model `tiny`, which has a chat template, and others."""
     model = await asyncio.to_thread(save_model, directory / "model", torch.float32)
     (model / "chat_template.jinja").write_text(TEMPLATE)
+    names = {name: str(path) for name, path in {"tiny": model, **models}.items()}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
-    config = MeshConfig(
-        nodes=_NODES, tenants=[TENANT, OTHER], models={"tiny": str(model)}, gateway_port=port
-    )
+    config = MeshConfig(nodes=_NODES, tenants=[TENANT, OTHER], models=names, gateway_port=port)
     async with Mesh(config, directory / "run") as mesh:
         await mesh.ready()
         yield Served(mesh, port)

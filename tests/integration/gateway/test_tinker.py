@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.gateway import OTHER, ended, serving
+from tests.support.gateway import OTHER, SDK_CHILD, serving, told
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -52,7 +52,7 @@ async def test_reward_rises_through_the_sdk(short_dir: Path) -> None:
 async def test_losses_are_the_same_bits_whoever_is_killed(short_dir: Path) -> None:
     async with serving(short_dir) as served:
         quiet = await served.sdk("steps")
-        disturbed = await served.start_sdk("steps")
+        disturbed = await served.start_sdk(str(SDK_CHILD), "steps")
         assert disturbed.stderr is not None
         victims = {"begun": "gateway", "step 8": "worker-train-0", "step 20": "router-0"}
         victims |= {"step 25": "gateway", "step 35": "scheduler", "step 45": "gateway"}
@@ -61,7 +61,7 @@ async def test_losses_are_the_same_bits_whoever_is_killed(short_dir: Path) -> No
                 for pid in served.mesh.pids(service):
                     os.kill(pid, signal.SIGKILL)
         assert not victims, "the program ended before all were killed"
-        assert await ended(disturbed) == quiet
+        assert await told(disturbed) == quiet
 
 
 async def test_nothing_of_a_tenant_is_another_tenants(short_dir: Path) -> None:

@@ -1,0 +1,95 @@
+"""What others have written against the Tinker API, unmodified, in environments of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.gateway import ended, serving
+from tests.support.tinymodel import config
+
+pytestmark = [pytest.mark.sdks, pytest.mark.timeout(600)]
+OLD = Path(os.environ.get("OLD_SDK_PYTHON", ".venv-tinker-old/bin/python")).absolute()
+COOKBOOK = Path(os.environ.get("COOKBOOK_PYTHON", ".venv-cookbook/bin/python")).absolute()
+_NUM_CHATS = 128
+
+
+@pytest.mark.skipif(not OLD.exists(), reason="make test-sdks installs it")
+async def test_oldest_sdk_does_what_the_newest_does(short_dir: Path) -> None:
+    async with serving(short_dir) as served:
+        old, new = await served.sdk("whole", OLD), await served.sdk("whole")
+    for name in ("losses", "sampled", "named", "earlier", "loaded", "went_on", "drawn", "ppo"):
+        assert old[name] == new[name], name
+
+
+def save_bytes_model(directory: Path) -> Path:
+    """A tiny model whose tokens are bytes, so that it reads any text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    values = config(vocab_size=len(letters) + 1, max_position_embeddings=512)
+    factory: Any = AutoModelForCausalLM
+    torch.manual_seed(2)
+    settings = AutoConfig.for_model(values.pop("model_type"), **values)
+    factory.from_config(settings, dtype=torch.float32).save_pretrained(directory)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    return directory
+
+
+@pytest.mark.skipif(not COOKBOOK.exists(), reason="make test-sdks installs it")
+async def test_recipes_of_the_cookbook_run(short_dir: Path) -> None:
+    """Reinforcement learning on arithmetic, gone on with, and supervised learning on a file."""
+    # The cookbook takes a model's name for its tokenizer's directory.
+    model = await asyncio.to_thread(save_bytes_model, short_dir / "bytes")
+    chats = short_dir / "chats.jsonl"
+    with chats.open("w") as file:
+        for number in range(_NUM_CHATS):
+            asked = {"role": "user", "content": f"Say {number}."}
+            answer = {"role": "assistant", "content": f"{number}"}
+            file.write(json.dumps({"messages": [asked, answer]}) + "\n")
+    async with serving(short_dir, bytes=model) as served:
+
+        async def recipe(name: str, **options: object) -> list[dict[str, Any]]:
+            """Run a recipe. Returns: what it has logged of its steps."""
+            values = {"model_name": "bytes", "renderer_name": "role_colon", **options}
+            values |= {"base_url": served.url, "eval_every": 0, "log_path": name}
+            words = [f"{key}={value}" for key, value in values.items()]
+            module = f"tinker_cookbook.recipes.{name}.train"
+            await ended(
+                await served.start_sdk("-m", module, *words, python=COOKBOOK, cwd=short_dir)
+            )
+            lines = (short_dir / name / "metrics.jsonl").read_text().splitlines()
+            return [json.loads(line) for line in lines]
+
+        rl = {"env": "arithmetic", "group_size": 4, "groups_per_batch": 8, "max_tokens": 8}
+        rl |= {"save_every": 1}
+        first = await recipe("math_rl", **rl, max_steps=2, behavior_if_log_dir_exists="delete")
+        both = await recipe("math_rl", **rl, max_steps=3, behavior_if_log_dir_exists="resume")
+        assert [step["step"] for step in first] == [0, 1]
+        assert [step["step"] for step in both] == [0, 1, 2]
+        assert all(abs(step["optim/kl_sample_train_v2"]) < 1e-6 for step in both)
+        tuned = await recipe(
+            "chat_sl",
+            dataset=chats,
+            batch_size=32,
+            max_length=128,
+            num_epochs=1,
+            learning_rate=1e-2,
+            save_every=0,
+            behavior_if_log_dir_exists="delete",
+        )
+        losses = [step["train_mean_nll"] for step in tuned if "train_mean_nll" in step]
+        assert losses[-1] < 0.9 * losses[0]
