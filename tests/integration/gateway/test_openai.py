@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -74,6 +75,18 @@ async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
             logprobs = [each.logprob for each in choice.logprobs.content]
             assert logprobs == client.float32s(sequence.logprobs)
             assert len(choice.logprobs.content[0].top_logprobs) == 2
+
+        headers = {"Authorization": f"Bearer {served.key()}"}
+        params = {"n": 2, "seed": 11, "max_tokens": 6, "temperature": 0.8, "top_k": 5}
+        asked = {"model": "tiny", "token_ids": PROMPT, "sampling_params": params}
+        async with (
+            aiohttp.ClientSession(served.url, headers=headers) as http,
+            http.post("/inference/v1/generate", json=asked) as response,
+        ):
+            for choice, sequence in zip((await response.json())["choices"], expected, strict=True):
+                assert choice["token_ids"] == client.int32s(sequence.tokens)
+                values = [each["logprob"] for each in choice["logprobs"]["content"]]
+                assert values == client.float32s(sequence.logprobs)
 
         stream = await api.chat.completions.create(messages=MESSAGES, stream=True, **common)
         streamed: dict[int, str] = {}

@@ -78,6 +78,20 @@ class Chat(_Asked, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class TokenSampling(_Asked, frozen=True, kw_only=True):
+    """The `sampling_params` of a request for tokens."""
+
+    model: str = ""
+    logprobs: int | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    model: str
+    token_ids: list[int]
+    sampling_params: TokenSampling = TokenSampling()
+    request_id: str = ""
+
+
 @dataclass(frozen=True)
 class Drawn:
     """The samples of one prompt."""
@@ -219,6 +233,31 @@ async def chat(request: web.Request) -> web.StreamResponse:
     if asked.return_token_ids:
         answer["prompt_token_ids"] = tokens
     return await _sent(request, asked, answer)
+
+
+@routes.post("/inference/v1/generate")
+@told
+async def tokens(request: web.Request) -> web.StreamResponse:
+    """Tokens in, tokens out, as vLLM has it and agent frameworks ask for it."""
+    tenant, asked = tenant_of(request), await body_of(request, Tokens)
+    params = asked.sampling_params
+    call = Call(tenant, await source_of(tenant, asked.model), params)
+    limit = params.max_tokens or _DEFAULT_TOKENS
+    drawn = await call.draw(asked.token_ids, limit, params.logprobs or 0)
+    choices = []
+    for index, sequence in enumerate(drawn.sequences):
+        both = zip(int32s(sequence.tokens), float32s(sequence.logprobs), strict=True)
+        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in both]
+        choices.append(
+            {
+                "index": index,
+                "token_ids": int32s(sequence.tokens),
+                "finish_reason": sequence.stop_reason,
+                "logprobs": {"content": content},
+            }
+        )
+    name = asked.request_id or uuid.uuid4().hex
+    return web.json_response({"request_id": name, "choices": choices})
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
