@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from tests.support.gateway import OTHER, SDK_CHILD, serving, told
+from tests.support.jobs import tenant
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -134,3 +135,32 @@ async def test_calls_out_of_order_run_in_order(short_dir: Path) -> None:
         assert "metrics" in await post("retrieve_future", **first)
         assert (await waiting)["path"] == f"tinker://{model['model_id']}/weights/after"
         assert await post("save_weights", **model, seq_id=2, path="after") == second
+
+
+async def test_models_of_a_program_that_is_gone_are_ended(short_dir: Path) -> None:
+    async with (
+        serving(short_dir, session_s=2.0) as served,
+        tenant(served.mesh) as mesh,
+        aiohttp.ClientSession(served.url, headers={"X-API-Key": served.key()}) as http,
+    ):
+
+        async def post(call: str, **body: Any) -> tuple[int, dict[str, Any]]:
+            async with http.post(f"/api/v1/{call}", json=body) as answer:
+                return answer.status, await answer.json()
+
+        _, session = await post("create_session")
+        _, promise = await post("create_model", **session, model_seq_id=0, base_model="tiny")
+        making = asyncio.create_task(post("retrieve_future", **promise))
+        while not making.done():
+            assert (await post("session_heartbeat", **session))[0] == 200
+            await asyncio.sleep(0.1)
+        _, made = await making
+        job = f"tinker-{session['session_id']}-0"
+        while (await mesh.status(job)).state == "active":
+            await asyncio.sleep(0.1)
+        assert (await mesh.status(job)).state == "done"
+        assert (await post("session_heartbeat", **session))[0] == 410
+        status, refused = await post(
+            "optim_step", model_id=made["model_id"], seq_id=1, adam_params={"learning_rate": 1.0}
+        )
+        assert (status, "is done" in refused["detail"]) == (400, True), refused

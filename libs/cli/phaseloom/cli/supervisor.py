@@ -144,6 +144,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     gateway_port: int = 0
     """The port of this machine at which a gateway serves the Tinker API and OpenAI's; 0: none. A
     tenant's API key is `tml-` and its password."""
+    gateway_session_s: float = 600.0
+    """How long a session of the Tinker SDK may be silent before its models are ended."""
     metrics: bool = False
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
@@ -257,6 +259,7 @@ def _gateway(config: MeshConfig, credentials: Credentials) -> ChildSpec:
         "PORT": config.gateway_port,
         "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
         "PASSWORDS": credentials.tenants,
+        "SESSION_S": config.gateway_session_s,
     }
     return ChildSpec("gateway", "phaseloom.gateway.main", _section("GATEWAY", settings))
 

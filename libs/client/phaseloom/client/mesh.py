@@ -89,6 +89,12 @@ class MeshJob(Job):
         """The pools whose phase is open as far as the mesh knows."""
         self._declaring = asyncio.Lock()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this session is over: another one began, the job ended, or the mesh was away for
+        too long. Then `Mesh.attach` begins another."""
+        return self._outbox.is_closed
+
     async def status(self) -> api.JobStatus:
         return await self._mesh.status(self.name)
 

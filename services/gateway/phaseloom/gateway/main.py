@@ -42,6 +42,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     rollout_backend: str = "sampler"
     scratch_bytes: int = 0
     """Of each sampler, on its device: vLLM's KV cache."""
+    session_s: float = 600.0
+    """A session of the Tinker SDK that is not heard of for so long is over, and its models are
+    ended; the SDK sends a heartbeat every 10 s."""
 
     @property
     def backends(self) -> Backends:
@@ -81,7 +84,12 @@ async def serve(stop: asyncio.Event) -> None:
                 mesh = await connections.enter_async_context(connecting)
                 models = Models(mesh, settings.backends)
                 tenants.append(Tenant(name, models, Futures(), book, bus))
-            await _listen(settings, Tenants(settings.keys, tenants), stop)
+            ending = tinker.end_silent_sessions(tenants, settings.session_s)
+            watching = asyncio.create_task(ending)
+            try:
+                await _listen(settings, Tenants(settings.keys, tenants), stop)
+            finally:
+                await lifecycle.end([watching])
     finally:
         await bus.close()
 

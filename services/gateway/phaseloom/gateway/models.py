@@ -171,6 +171,10 @@ class Models:
         async def attach() -> TrainedModel:
             return TrainedModel(await self._mesh.attach(job))
 
+        known = self._trained.get(job)
+        is_made = known is not None and known.done() and not known.exception()
+        if known is not None and is_made and known.result().job.is_closed:
+            del self._trained[job]
         return await _once(self._trained, job, attach)
 
     async def base_sampler(self, base: str) -> VersionedSampler:

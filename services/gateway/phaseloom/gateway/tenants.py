@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phaseloom.client import CallerError, Code
 from phaseloom.common.contract.codec import decode
@@ -24,6 +24,8 @@ class Tenant:
     futures: Futures
     book: Book
     bus: Bus
+    beats: dict[str, float] = field(default_factory=dict)
+    """When each session was heard of last, on the monotonic clock."""
 
     async def bases(self) -> list[RegisteredModel]:
         """The models that can be trained and sampled."""

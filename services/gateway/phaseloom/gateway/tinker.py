@@ -8,16 +8,18 @@ it had, also of a gateway that was started anew.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+import nats.errors
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -35,6 +37,8 @@ from phaseloom.gateway.records import (
 )
 from phaseloom.gateway.sampling import source_of
 from phaseloom.gateway.tenants import Tenant
+
+log = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
 LONG_POLL_S = 30.0
@@ -174,6 +178,7 @@ async def create_session(request: web.Request) -> web.Response:
     await body_of(request, CreateSession)
     session = SessionRecord(tenant.name, uuid.uuid4().hex)
     await tenant.book.put(session)
+    tenant.beats[session.id] = time.monotonic()
     return web.json_response({"type": "create_session", "session_id": session.id})
 
 
@@ -183,20 +188,40 @@ async def heartbeat(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OfSession)
     if tenant.book.find(SessionRecord, tenant.name, asked.session_id) is None:
         return web.json_response({"detail": "the session is over"}, status=410)
+    tenant.beats[asked.session_id] = time.monotonic()
     return web.json_response({"type": "session_heartbeat"})
 
 
 @routes.post(PREFIX + "/sessions/{session}/finish")
 @told
 async def finish_session(request: web.Request) -> web.Response:
-    """End the session's models. Checkpoints stay."""
     tenant, session = tenant_of(request), request.match_info["session"]
-    record = tenant.book.get(SessionRecord, tenant.name, session)
-    for model in tenant.book.all(ModelRecord, tenant.name):
-        if model.id.startswith(f"{session}:"):
-            await _finish(tenant, model)
-    await tenant.book.drop(record)
+    await _end_session(tenant, tenant.book.get(SessionRecord, tenant.name, session))
     return web.json_response({})
+
+
+async def _end_session(tenant: Tenant, session: SessionRecord) -> None:
+    """End a session and its models. Checkpoints stay."""
+    for model in tenant.book.all(ModelRecord, tenant.name):
+        if model.id.startswith(f"{session.id}:"):
+            await _finish(tenant, model)
+    await tenant.book.drop(session)
+    tenant.beats.pop(session.id, None)
+
+
+async def end_silent_sessions(tenants: Iterable[Tenant], silent_s: float) -> None:
+    """End sessions that are not heard of for so long, for ever: their programs are gone, and their
+    models would keep their places on the mesh. A session of an earlier gateway counts from now."""
+    while True:
+        now = time.monotonic()
+        for tenant in tenants:
+            for session in tenant.book.all(SessionRecord, tenant.name):
+                if now - tenant.beats.setdefault(session.id, now) > silent_s:
+                    try:
+                        await _end_session(tenant, session)
+                    except (PhaseloomError, nats.errors.Error) as error:
+                        log.warning("session %s is not ended yet: %s", session.id, error)
+        await asyncio.sleep(silent_s / 4)
 
 
 # --- Models ---------------------------------------------------------------------------------------
