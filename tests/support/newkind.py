@@ -95,7 +95,6 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
     def optim_step(
 ''',
         ),
-        ("from typing import TypeVar\n", "from typing import Any, TypeVar\n"),
     ],
 }
 """File → (the place, what stands there afterwards)."""

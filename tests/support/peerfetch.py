@@ -32,7 +32,7 @@ def fetch_of(
 
     def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
         me = Peer(at.endpoint, "mine")
-        return wire.OpenVersion(key, shown or ticket(key), parts, at.site, me, session)
+        return wire.OpenVersion(key, shown or ticket(key), parts, at.site, me, relay=session)
 
     what = f"slices of version {key}"
     return Fetch(what, open_with, at, Incoming(slices, {}), Memory(memory, digest))

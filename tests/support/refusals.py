@@ -61,6 +61,7 @@ AREAS = {
     "libs/cli": "Running a mesh (command line)",
     "libs/simulator": "Simulation (simulator)",
     "services/profiler": "Profiles (profiler)",
+    "services/gateway": "Front doors (gateway)",
     "services/statemgr": "State (state manager)",
 }
 """Folder → heading; the first that a file is under."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import xxhash
 
+from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.statemgr.mesh import tls
@@ -21,6 +24,8 @@ from tests.support.peerfetch import fetch_of, home
 
 KEY = VersionKey(DeploymentKey("acme", "job", "policy"), 3)
 CONTENT = bytes(range(64))
+_OTHER = zlib.compress(b"\1\0" + b"\0" + b"\1\0")
+"""A delta that changes one element."""
 
 
 async def _gives_all(stream: tls.Stream) -> None:
@@ -73,3 +78,50 @@ async def test_nobody_writes_any_more_when_a_fetch_that_was_cancelled_has_ended(
         await asyncio.wait([fetching])
         assert fetching.cancelled()
         assert bytes(memory) == CONTENT
+
+
+@pytest.mark.parametrize("garbage", [b"garbage", _OTHER, b"x" * 64])
+async def test_what_comes_as_a_bad_delta_is_asked_for_whole_on_the_same_stream(
+    garbage: bytes,
+) -> None:
+    asked: list[wire.Ask] = []
+
+    async def gives_a_bad_delta_first(stream: tls.Stream) -> None:
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await stream.send(wire.Opened({"0of1": ""}))
+        for sent, delta_bytes in ((garbage, len(garbage)), (CONTENT, 0)):
+            payload = await stream.receive(tls.MAX_REQUEST_BYTES)
+            asked.append(msgspec.msgpack.decode(payload, type=wire.Ask))
+            digest = xxhash.xxh3_128_hexdigest(CONTENT)
+            await stream.send(wire.Given(digest, delta_bytes=delta_bytes))
+            await stream.send_bytes(memoryview(sent), 10.0)
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+
+    assert await _fetched(gives_a_bad_delta_first, bytes(64)) == CONTENT
+    assert [ask.takes_delta for ask in asked if isinstance(ask, wire.Give)] == [True, False]
+
+
+@pytest.mark.parametrize(("base", "delta_bytes"), [(None, 8), (bytes(64), 65), (bytes(64), -1)])
+async def test_a_source_that_sends_a_delta_unasked_or_a_large_one_is_left(
+    base: bytes | None, delta_bytes: int
+) -> None:
+    async def gives_a_delta(stream: tls.Stream) -> None:
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await stream.send(wire.Opened({"0of1": ""}))
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await stream.send(wire.Given("", delta_bytes=delta_bytes))
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+
+    with pytest.raises(ResourceError, match=f"a delta of {delta_bytes} bytes"):
+        await _fetched(gives_a_delta, base, timeout_s=0.2)
+
+
+async def _fetched(session: tls.Session, base: bytes | None, *, timeout_s: float = 10.0) -> bytes:
+    """What came of `CONTENT` from one source, where the reader has this base."""
+    slices = [Slice("0of1", "w", "uint8", [0], [len(CONTENT)], 0, len(CONTENT))]
+    memory = memoryview(bytearray(len(CONTENT)))
+    fetch = fetch_of(KEY, slices, memory, home(timeout_s=timeout_s))
+    fetch.sink.base = None if base is None else memoryview(base)
+    async with _serving(session) as source:
+        await fetch.fetch_all(batches(slices), {"0of1": [source]})
+    return bytes(memory)

@@ -183,3 +183,29 @@ def test_parts_may_leave_host_memory_and_manifests_stay() -> None:
     versions.commit(versions.begin(part_of(KEY, "slices-x"), 64, [], extent=7), "slices")
     assert [each.key for each in versions.unused()] == PARTS
     assert not versions.is_above(KEY), "who knows which parts belong here"
+
+
+def test_a_base_is_an_earlier_version_in_memory_with_the_same_layout() -> None:
+    versions = Versions()
+
+    def add(seq: int, part: str = "", num_bytes: int = 64, *, is_committed: bool = True) -> Version:
+        key = VersionKey(KEY.policy, seq, part)
+        number = len(versions.known())
+        version = versions.begin(key, num_bytes, [slot("w", 0, num_bytes)], extent=number)
+        if is_committed:
+            versions.commit(version, "digest")
+        return version
+
+    old, older, part = add(4), add(2), add(4, "0of2")
+    add(5, num_bytes=32)
+    add(6, is_committed=False)
+    add(7).is_bad = True
+    on_disk = add(8)
+    on_disk.is_on_disk = True
+    versions.leave_memory(on_disk)
+    new = add(10, is_committed=False)
+    add(12)
+    assert versions.bases_of(new) == [old, older]
+    assert versions.bases_of(add(10, "0of2", is_committed=False)) == [part]
+    versions.drop(old.key)
+    assert versions.bases_of(new) == [older]

@@ -141,6 +141,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     checkpoint_root: str = ""
     """The directory of checkpoints, which later runs can load too. Empty: one in the run's own
     directory."""
+    gateway_port: int = 0
+    """The port of this machine at which a gateway serves the Tinker API and OpenAI's; 0: none. A
+    tenant's API key is `tml-` and its password."""
     metrics: bool = False
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
@@ -201,6 +204,8 @@ def child_specs(
     }
     specs = [*_schedulers(config, secret), *_routers(config)]
     specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
+    if config.gateway_port:
+        specs.append(_gateway(config, credentials))
     for node in config.nodes:
         specs += _node(node, config, run_dir, sockets, secret)
     return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
@@ -240,6 +245,20 @@ def _routers(config: MeshConfig) -> list[ChildSpec]:
         }
         specs.append(ChildSpec(name, "phaseloom.router.main", _section("ROUTER", settings)))
     return specs
+
+
+def api_key(password: str) -> str:
+    """The API key of a tenant at the gateway."""
+    return f"tml-{password}"
+
+
+def _gateway(config: MeshConfig, credentials: Credentials) -> ChildSpec:
+    settings = {
+        "PORT": config.gateway_port,
+        "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
+        "PASSWORDS": credentials.tenants,
+    }
+    return ChildSpec("gateway", "phaseloom.gateway.main", _section("GATEWAY", settings))
 
 
 def _node(
@@ -477,7 +496,8 @@ class Mesh:
         await asyncio.shield(self._supervising)
 
     async def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        """Wait until every node is in the decision log, and the scheduler and a router answer.
+        """Wait until every node is in the decision log, and the scheduler, a router and the gateway
+        answer.
 
         Raises: ResourceError: that took longer than the timeout; the message says what is missing.
         """
@@ -490,6 +510,9 @@ class Mesh:
                     ("router", "result.get", ResultRequest("none", "none", "1")),
                 ):
                     group.create_task(self._answers(call, encode(request), service, missing))
+                if self.config.gateway_port:
+                    missing.add("gateway")
+                    group.create_task(self._listens(self.config.gateway_port, missing))
         except TimeoutError:
             raise ResourceError(
                 f"the mesh is not up after {timeout_s:.0f} s: no {', '.join(sorted(missing))}",
@@ -574,6 +597,16 @@ class Mesh:
                     missing.update(wanted & {f"node {entry.event.node}"})
                 if not missing & wanted:
                     return
+
+    async def _listens(self, port: int, missing: set[str]) -> None:
+        while "gateway" in missing:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                await asyncio.sleep(_ANSWER_PAUSE_S)
+            else:
+                writer.close()
+                missing.discard("gateway")
 
     async def _answers(self, call: str, request: bytes, service: str, missing: set[str]) -> None:
         """Wait for any answer of a service, an error too: what is asked for does not exist."""

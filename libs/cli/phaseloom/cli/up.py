@@ -12,7 +12,7 @@ import uvloop
 from msgspec.structs import replace
 
 from phaseloom.cli.rundir import new_run_dir
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh, MeshConfig, api_key
 from phaseloom.common.process import config
 from phaseloom.scheduler.core.policies.registry import check_policies
 
@@ -25,6 +25,7 @@ def up(
     runs: Path = Path("runs"),
     placement: str | None = None,
     ordering: str | None = None,
+    gateway: int = 0,
 ) -> None:
     """Run a nats-server and every service on this machine until Ctrl-C, for your own controllers.
 
@@ -40,6 +41,8 @@ def up(
         Policy that decides which nodes a job is pinned to, and with whom. It overrides the file's.
     ordering
         Policy that decides which ready operation a device runs next. It overrides the file's.
+    gateway
+        Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
@@ -47,6 +50,7 @@ def up(
     settings = config.load(MeshConfig, "mesh", file=mesh_file)
     settings.check()
     settings = with_policies(settings, placement, ordering)
+    settings = replace(settings, gateway_port=gateway or settings.gateway_port)
     uvloop.run(_up(settings, new_run_dir(runs)))
 
 
@@ -84,10 +88,26 @@ def greeting(mesh: Mesh) -> str:
             f"the mesh is up: {nodes}; logs in {mesh.run_dir / 'logs'}",
             "connect a controller with",
             *blocks,
+            *_gateway(mesh),
             *_metrics(mesh),
             "Ctrl-C stops everything",
         ]
     )
+
+
+def _gateway(mesh: Mesh) -> list[str]:
+    port = mesh.config.gateway_port
+    if not port:
+        return []
+    keys = [
+        f"export TINKER_API_KEY={api_key(password)}  # tenant {tenant}; OPENAI_API_KEY is the same"
+        for tenant, password in mesh.credentials.tenants.items()
+    ]
+    return [
+        "or the Tinker SDK, or an OpenAI client, with",
+        f"export TINKER_BASE_URL=http://127.0.0.1:{port} OPENAI_BASE_URL=http://127.0.0.1:{port}/v1",
+        *keys,
+    ]
 
 
 def _metrics(mesh: Mesh) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from phaseloom.client.batches import pack_prompt, split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
@@ -116,14 +116,18 @@ class Deployment:
         *,
         clip_low: float = 0.8,
         clip_high: float = 1.2,
+        logprobs: bool = False,
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.ForwardBackwardResult]:
-        """Add the gradients of a loss over the batch; the result has the loss's metrics."""
+        """Add the gradients of a loss over the batch; the result has the loss's metrics.
+
+        Args: logprobs: whether it has the targets' log-probabilities, too, as `forward` has.
+        """
         kind = ops.Loss(loss)
         parts = split_batch(batch)
         return self._submit(
-            [ops.ForwardBackward(part, kind, clip_low, clip_high) for part in parts],
+            [ops.ForwardBackward(part, kind, clip_low, clip_high, logprobs) for part in parts],
             after,
             ops.ForwardBackwardResult,
             timeout_s,
@@ -188,11 +192,43 @@ class Deployment:
         return self._submit([args], after, ops.SaveStateResult, timeout_s)
 
     def load_state(
-        self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
+        self,
+        name: str,
+        *,
+        source: str = "",
+        optimizer: bool = True,
+        after: Awaited = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[ops.LoadStateResult]:
-        """Replace the whole state by a checkpoint of this job."""
+        """Replace the whole state by a checkpoint.
+
+        Args: source: the `<job>/<deployment>` of this tenant that saved it, where it was another;
+                  it must have the same model, and may have another layout or backend.
+              optimizer: whether to load the optimizer's state too; else it starts afresh.
+        """
         self._rollouts.version = 0
-        return self._submit([ops.LoadState(name)], after, ops.LoadStateResult, timeout_s)
+        args = ops.LoadState(name, source, optimizer)
+        return self._submit([args], after, ops.LoadStateResult, timeout_s)
+
+    def submit(
+        self, seq: int, id: str, args: ops.Args, *, after: Awaited = (), timeout_s: float = 0.0
+    ) -> OperationHandle[Any]:
+        """Submit an operation under a number of your own, for callers that number theirs.
+
+        Operations run in the order of their numbers, whichever is submitted first: a number that is
+        never submitted holds up those behind it. The same operation again, from a later session of
+        the job, has the same outcome. The result has its arrays packed; `int32s` and `float32s`
+        unpack them.
+
+        Args: id: names the operation: the same again for the same, and for no other.
+        """
+        payload = encode(ops.Operation(id, self._session, args, _refs(after), timeout_s))
+        self._outbox.check_room(len(payload))
+        self._next_seq = max(self._next_seq, seq + 1)
+        key = OperationKey(self._job.tenant, self._job.job, self.name, str(seq))
+        part = Part(key, id, ops.kind_of(args), payload)
+        self._outbox.submit(part)
+        return OperationHandle([part], lambda results: results[0], self._outbox)
 
     def _submit(
         self,

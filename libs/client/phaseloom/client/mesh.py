@@ -32,6 +32,7 @@ from phaseloom.common.contract.errors import (
     to_exception,
 )
 from phaseloom.common.contract.ids import JobKey, check_name
+from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import Cycle, DeploymentSpec, Durability, JobSpec
 from phaseloom.common.contract.streams import PREFIX
 from phaseloom.common.observability import telemetry
@@ -94,6 +95,26 @@ class MeshJob(Job):
     async def explain(self, operation: OperationHandle[object]) -> api.Explanation:
         """Why an operation of this job waits, and when it should start."""
         return await operation.explain()
+
+    async def outcome(self, deployment: str, seq: int) -> Completion:
+        """Wait for the outcome of an operation of this job, which an earlier session may have
+        submitted. Its arrays are packed.
+
+        Raises: CallerError: NOT_FOUND: nothing has the number.
+        """
+        request = api.ResultRequest(self.name, deployment, str(seq))
+        pause_s = _FIRST_PAUSE_S
+        while (reply := await self._mesh.result(request)).completion is None:
+            if reply.stored_id is None:
+                raise CallerError(
+                    f"nothing of {self.name}.{deployment} has the number {seq}",
+                    code=Code.NOT_FOUND,
+                    field="seq",
+                    remedy="it was not submitted, or too long ago",
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        return reply.completion
 
     async def finish(self, *, failed: bool = False) -> None:
         """End the job. Its models are dropped, checkpoints stay, open operations end as ABORTED."""
@@ -247,6 +268,9 @@ class Mesh:
 
     async def status(self, name: str) -> api.JobStatus:
         return await self._call("job.status", api.JobRequest(name), api.JobStatus)
+
+    async def result(self, request: api.ResultRequest) -> api.ResultReply:
+        return await self._call("result.get", request, api.ResultReply)
 
     async def finish(self, name: str, *, failed: bool = False) -> None:
         await self._call("job.finish", api.JobRequest(name, failed), api.JobStatus)

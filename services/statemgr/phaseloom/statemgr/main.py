@@ -93,6 +93,9 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     site: str = ""
     """Name of the group of nodes that fast links join. A weights version crosses to each other site
     once, and the nodes there pass it on among themselves. Empty: every node fetches for itself."""
+    delta_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
+    """Largest share of a batch of a weights version that a delta of an earlier version may have to
+    be sent in its place. 0: versions are always sent whole."""
     frozen_bases: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """Models that never change, whose bytes tenants may share: a name → the BLAKE3 of each rank's
     content, in hex as `phaseloom state --json` shows it. All other bytes are shared within a tenant
@@ -205,7 +208,11 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     slices = Slices(node, weights)
     replicator = Replicator(node, sealer, weights)
     gate = Gate(config.secret)
-    server = Server(gate, timeout_s, node, weights, replicator, site=config.site)
+    server = Server(
+        *(gate, timeout_s, node, weights, replicator),
+        site=config.site,
+        delta_share=config.delta_share,
+    )
     parts = Parts(
         *(node, sealer, publishing, weights, slices, tiering),
         *(exporter, loader, replicator, disk),

@@ -3,7 +3,9 @@
 The bytes are gathered from memory, or read from disk, as they are sent. The content that a stream
 opened stays while the stream lasts. Each byte crosses once to another site: the server assigns it
 to one node there, and tells the other nodes that node's name and the checksum (`assignment.py`). A
-node also serves to its peers what it has fetched, or is fetching, for its own ranks.
+node also serves to its peers what it has fetched, or is fetching, for its own ranks. Where client
+and server both have an earlier version, a batch that differs little is sent as a delta
+(`transfer/delta.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.remotefiles import StateFiles
 from phaseloom.statemgr.seals.replicating import Replicator
-from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer import delta, wire
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
 from phaseloom.statemgr.transfer.served import Found, OpenPart, OpenParts, Served
 from phaseloom.statemgr.transfer.tensorslices import (
@@ -57,7 +59,9 @@ class Server:
         replicator: Replicator,
         *,
         site: str = "",
+        delta_share: float = 0.0,
     ) -> None:
+        """Args: delta_share: the largest share of a batch that a delta of it may have."""
         self._gate = gate
         self._timeout_s = timeout_s
         self._node = node
@@ -65,6 +69,7 @@ class Server:
         self._replicator = replicator
         self._files = StateFiles(node)
         self._site = site
+        self._delta_share = delta_share if delta.is_available() else 0.0
         self._assignments: WeakKeyDictionary[Version, defaultdict[str, Assignment]]
         self._assignments = WeakKeyDictionary()
         """The assignments of each part, by site; they go with the part."""
@@ -117,6 +122,10 @@ class Server:
             for part in sorted(set(asked.parts)):
                 key = msgspec.structs.replace(asked.version, part=part)
                 parts[part] = await stack.enter_async_context(self._weights.open_part(key))
+                base = asked.base if self._delta_share else None
+                if base is not None and (earlier := self._base(parts[part].version, base)):
+                    stack.enter_context(self._node.using(earlier))
+                    parts.bases[part] = OpenPart.of(earlier, self._node.memory_of(earlier))
             is_far = asked.site not in {"", self._site}
             digests = {name: part.version.digest for name, part in parts.items()}
             await self._send(stream, wire.Opened(digests, is_far))
@@ -132,6 +141,13 @@ class Server:
             return
         await self._send(stream, wire.Opened({"": header.digest}))
         await self._answer_all(stream, content, {}, Peer("", ""))
+
+    def _base(self, version: Version, base: wire.BaseVersion) -> Version | None:
+        """The version, or part, that a client has as its base, where it is in memory here too."""
+        key = msgspec.structs.replace(version.key, seq=base.seq)
+        found = self._node.versions.bases_of(version)
+        digest = base.digests.get(key.part)
+        return next((each for each in found if each.key == key and each.digest == digest), None)
 
     def _assignment(self, part: OpenPart, site: str) -> Assignment:
         return self._assignments.setdefault(part.version, defaultdict(Assignment))[site]
@@ -186,7 +202,14 @@ class Server:
         if assignment is not None:
             boxes = [(box, each.num_bytes) for box, each in zip(asked.boxes, found, strict=True)]
             shares = assignment.ask(boxes, asked.num_bytes, asked.failed, peer)
-        return await asyncio.to_thread(_read, asked, found, shares)
+        memories, given = await asyncio.to_thread(_read, asked, found, shares)
+        base = content.bases.get(asked.part) if isinstance(content, OpenParts) else None
+        if base is None or not asked.takes_delta:
+            return memories, given
+        sent = asked.boxes
+        if shares is not None:
+            sent = [box for _, box in shares.here]
+        return await asyncio.to_thread(_as_delta, memories, given, base, sent, self._delta_share)
 
     async def _confirm(self, stream: Stream, content: Served, name: str) -> None:
         """Check that a part still is what was committed, after its bytes were sent.
@@ -278,6 +301,27 @@ def _read(
     ]
     here = wire.specs_of(shares.here, asked.boxes)
     return memories, wire.Given(_digest(memories), wire.Assigned(shares.num_boxes, here, elsewhere))
+
+
+def _as_delta(
+    memories: list[memoryview],
+    given: wire.Given,
+    base: OpenPart,
+    boxes: Sequence[Box],
+    share: float,
+) -> tuple[list[memoryview], wire.Given]:
+    """The same bytes as a delta of those of the base, where that has at most this share of them.
+
+    This takes long: run it in a thread.
+    """
+    earlier = [memory for box in boxes for memory in base.find(box).read()]
+    if not earlier:
+        return memories, given
+    content = delta.joined(memories)
+    found = delta.encode(delta.joined(earlier), content, int(share * len(content)))
+    if found is None:
+        return memories, given
+    return [memoryview(found)], msgspec.structs.replace(given, delta_bytes=len(found))
 
 
 def _read_fragments(found: Sequence[Found], fragments: Iterable[Fragment]) -> Iterator[memoryview]:

@@ -177,6 +177,23 @@ def test_forward_gives_plain_logprobs_whatever_else_is_in_the_batch(
             )
 
 
+def test_forward_backward_answers_logprobs_and_the_gradients_stay_the_same_bits(
+    policy: tuple[Backend, Heap],
+) -> None:
+    backend, heap = policy
+    data = batch(loss=Loss.PPO)
+    backend.forward_backward(ForwardBackward(data, Loss.PPO))
+    without = tensors(backend, heap, Role.GRADIENT)
+    backend.zero_gradients()
+    answer = backend.forward_backward(ForwardBackward(data, Loss.PPO, logprobs=True))
+    for name, gradient in tensors(backend, heap, Role.GRADIENT).items():
+        assert torch.equal(gradient, without[name])
+    scored = backend.forward(Forward([Datum(each.tokens, each.targets) for each in data]))
+    assert len(answer.logprobs) == len(data)
+    assert answer.logprobs == scored.logprobs
+    assert backend.forward_backward(ForwardBackward(data, Loss.PPO)).logprobs == []
+
+
 def test_forward_sees_new_weights_after_each_step(policy: tuple[Backend, Heap]) -> None:
     """FSDP2 keeps unsharded copies around; a stale one would give the old log-probabilities."""
     backend, _ = policy

@@ -14,7 +14,7 @@ import math
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.ids import SEQ_END, OperationKey, check_name
+from phaseloom.common.contract.ids import SEQ_END, OperationKey, check_name, saved_by
 
 MAX_SAMPLES = 65_536
 MAX_NEW_TOKENS = 1 << 20
@@ -85,6 +85,7 @@ def check_save_state(key: OperationKey, args: ops.SaveState) -> None:
 
 def check_load_state(key: OperationKey, args: ops.LoadState) -> None:
     check_name(args.name, "args.name")
+    saved_by(key.deployment_key, args.source)
 
 
 def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:

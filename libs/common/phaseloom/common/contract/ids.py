@@ -67,6 +67,20 @@ def check_key(key: DeploymentKey) -> DeploymentKey:
     return key
 
 
+def saved_by(own: DeploymentKey, source: str) -> DeploymentKey:
+    """The deployment that saved a checkpoint.
+
+    Args:   own: the deployment that loads it. source: `<job>/<deployment>`; empty: `own`.
+    Raises: CallerError: the source is no such pair.
+    """
+    if not source:
+        return own
+    job, _, deployment = source.partition("/")
+    for name in (job, deployment):
+        check_name(name, "args.source")
+    return DeploymentKey(own.tenant, job, deployment)
+
+
 class OperationKey(msgspec.Struct, frozen=True, order=True):
     """Which operation: `slot` is its `seq` in decimal, or `r…` for a reading one without order."""
 

@@ -182,7 +182,7 @@ def batch_tokens(args: ops.Forward | ops.ForwardBackward) -> list[int]:
     return [length(datum.tokens) for datum in args.batch]
 
 
-def scored_bytes(args: ops.Forward, content_type: str) -> int:
+def scored_bytes(args: ops.Forward | ops.ForwardBackward, content_type: str) -> int:
     return sum(num * FLOAT_BYTES[content_type] + _ARRAY_BYTES for num in batch_tokens(args))
 
 
@@ -275,7 +275,14 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
         check=checks.check_forward_backward,
         items="batch",
         item_tokens=batch_tokens,
-        merge=lambda parts: ops.ForwardBackwardResult(merge_metrics([p.metrics for p in parts])),
+        result_bytes=lambda args, form: scored_bytes(args, form) if args.logprobs else 0,
+        merge=lambda parts: ops.ForwardBackwardResult(
+            merge_metrics([part.metrics for part in parts]),
+            joined(part.logprobs for part in parts),
+        ),
+        as_lists=lambda result: ops.ForwardBackwardResult(
+            result.metrics, [float32s(each) for each in result.logprobs]
+        ),
     ),
     Kind(
         args=ops.OptimStep,

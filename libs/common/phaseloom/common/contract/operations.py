@@ -126,6 +126,9 @@ class ForwardBackward(Message, frozen=True):
     loss: Loss
     clip_low: float = 0.8
     clip_high: float = 1.2
+    logprobs: bool = False
+    """Whether to answer the targets' log-probabilities too, as `forward` does, of the weights that
+    the gradients are of. It costs a forward pass and changes no gradient."""
 
 
 class OptimStep(Message, frozen=True):
@@ -158,9 +161,15 @@ class SaveState(Message, frozen=True):
 
 
 class LoadState(Message, frozen=True):
-    """Mutating. Replaces the whole state by a checkpoint of the same job."""
+    """Mutating. Replaces the whole state by a checkpoint of the tenant."""
 
     name: str
+    source: str = ""
+    """The `<job>/<deployment>` that saved it, of the same model; empty: this deployment. A
+    checkpoint of another deployment must stay until this one has saved or sealed its state."""
+    optimizer: bool = True
+    """Whether to load gradients and the optimizer's state too, where the checkpoint has them; else
+    they start afresh."""
 
 
 class PublishWeights(Message, frozen=True):
@@ -248,6 +257,8 @@ class ForwardResult(Message, frozen=True):
 class ForwardBackwardResult(Message, frozen=True):
     metrics: dict[str, float]
     """`loss:sum`, `num_tokens:sum` (positions with a nonzero weight or advantage), …"""
+    logprobs: list[Float32s] = []
+    """One (T,) array a datum, where asked for."""
 
 
 class OptimStepResult(Message, frozen=True):

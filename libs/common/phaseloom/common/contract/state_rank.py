@@ -226,6 +226,10 @@ class ReadCheckpoint(Message, frozen=True):
     """
 
     name: str
+    source: str = ""
+    """As of `LoadState`."""
+    optimizer: bool = True
+    """As of `LoadState`."""
 
 
 class CheckpointRead(Message, frozen=True):

@@ -48,6 +48,8 @@ class Bucket(StrEnum):
     """WPG leader → router. Each job's last checkpoint with a controller's blob."""
     MODELS = "models"
     """operator → scheduler. The registered models by name: a `RegisteredModel`."""
+    GATEWAY = "gateway"
+    """gateway. What it must know after a restart: models, samplers and checkpoints by name."""
 
 
 def ops_stream(tenant: str) -> str:
@@ -219,4 +221,5 @@ def buckets() -> list[KeyValueConfig]:
         KeyValueConfig(bucket=Bucket.PROFILES, history=1, direct=True),
         KeyValueConfig(bucket=Bucket.CHECKPOINTS, history=1, direct=True),
         KeyValueConfig(bucket=Bucket.MODELS, history=1, direct=True),
+        KeyValueConfig(bucket=Bucket.GATEWAY, history=1, direct=True),
     ]

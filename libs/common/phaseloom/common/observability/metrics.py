@@ -276,6 +276,16 @@ CHECKPOINT_DURATION = _statemgr.histogram(
     "node",
     "Writing a checkpoint to disk from its snapshot, the fsync included",
 )
+VERSION_RECEIVED = _statemgr.counter(
+    "version.received",
+    "By",
+    "form",
+    "Bytes of weights versions and their slices that came from other nodes, as they were sent; "
+    "form is `whole`, or `delta` of an earlier version",
+)
+VERSION_REBUILT = _statemgr.counter(
+    "version.rebuilt", "By", "", "Bytes of weights versions that those deltas made"
+)
 NOT_ON_DEVICE = _statemgr.counter(
     "version.unshared",
     "{version}",

@@ -55,6 +55,8 @@ _CONSUMER_BOUND_PAUSE_S = 0.05
 _PROVISION_PAUSE_S = 0.2
 _REQUEST_TIMEOUT_S = 10.0
 _ORDERED_HEARTBEAT_S = 0.5
+_IDLE_HEARTBEAT_S = 2.0
+"""How often the server looks again at a consumer that had nothing to deliver, and says so."""
 _BATCH = 256
 _ANSWER_BYTES = 16 * 2**20
 """Most bytes of one answer with many stored messages. Without this limit the server sends more than
@@ -486,6 +488,10 @@ class Bus:
                 ack_policy=api.AckPolicy.EXPLICIT,
                 ack_wait=ack_wait_s,
                 max_ack_pending=max_ack_pending,
+                # Once in a great while (nats-server 2.15.1) a consumer that had `max_ack_pending`
+                # messages out sleeps on when they are acknowledged, until the next one is
+                # published. A heartbeat wakes it, too.
+                idle_heartbeat=_IDLE_HEARTBEAT_S,
             )
             if shared:
                 # Two replicas may both find no consumer and make it. The server takes the second
@@ -507,7 +513,12 @@ class Bus:
             except NatsTimeoutError:  # the server went away with the request
                 log.warning("no consumer %s yet: the server did not answer", durable)
             else:
-                hand_over(subscription, handler)
+
+                def take(message: Msg) -> None:
+                    if message.reply:  # a heartbeat has none
+                        handler(message)
+
+                hand_over(subscription, take)
                 return subscription
 
     async def get_stored(self, stream: str, subject: str) -> Stored | None:

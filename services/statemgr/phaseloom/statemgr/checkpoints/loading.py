@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.contract.ids import saved_by
 from phaseloom.common.contract.state_rank import CheckpointRead, LoadStaged, ReadCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.checkpoints.files import Checkpoints
@@ -34,8 +35,9 @@ class Loader:
         """Load a checkpoint: for a rank that has no state yet into that rank, else, asked by the
         leader, into all ranks. Raises: as `ReadCheckpoint` says."""
         wpg = rank.wpg
-        directory = await self._checkpoints.existing(wpg.key, request.name)
-        saved = await SavedState.open(self._disk, directory)
+        key = saved_by(wpg.key, request.source)
+        directory = await self._checkpoints.existing(key, request.name)
+        saved = await SavedState.open(self._disk, directory, has_training=request.optimizer)
         sha256 = saved.marker.result.weights_sha256 if saved.marker is not None else ""
         if rank.state is State.FILLING:
             return CheckpointRead(sha256, await self._fill(rank, saved))

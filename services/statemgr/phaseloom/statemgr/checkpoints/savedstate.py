@@ -63,25 +63,28 @@ class SavedState:
     """
 
     @classmethod
-    async def open(cls, disk: Disk, directory: Path) -> SavedState:
+    async def open(cls, disk: Disk, directory: Path, *, has_training: bool = True) -> SavedState:
         """Open a checkpoint.
 
+        Args:   has_training: whether to look for training state; else there is none.
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: it holds no model.
         """
         try:
             marker = await marker_of(directory)
         except (OSError, ValueError) as error:
             raise _data_loss(directory / MARKER_FILE, str(error)) from error
-        return await asyncio.to_thread(cls, disk, directory, marker)
+        return await asyncio.to_thread(cls, disk, directory, marker, has_training=has_training)
 
-    def __init__(self, disk: Disk, directory: Path, marker: Marker | None) -> None:
+    def __init__(
+        self, disk: Disk, directory: Path, marker: Marker | None, *, has_training: bool
+    ) -> None:
         """Args: marker: the checkpoint's marker; None: it has none. Raises: as `open`."""
         self._disk = disk
         self._directory = directory
         self.marker = marker
         self._files: dict[str, _File] = {}
         self._weights = self._tensors(MODEL)
-        self._training = self._tensors(TRAINING)
+        self._training = self._tensors(TRAINING) if has_training else {}
         if not self._weights:
             raise CallerError(
                 f"checkpoint {directory.name!r} holds no model",

@@ -134,6 +134,9 @@ class RemoteFile:
 class _Disk:
     """A sink that writes to this node's disk, one block at a time."""
 
+    base: memoryview | None = None
+    """Always None: a file is never sent as a delta."""
+
     def __init__(self, draft: Draft, places: list[Place]) -> None:
         self._draft = draft
         self._places = places
@@ -141,7 +144,10 @@ class _Disk:
         self._free: list[memoryview] = []
         """Buffers that no stream uses."""
 
-    async def receive(self, stream: Stream, batch: Batch, timeout_s: float) -> str:
+    async def receive(
+        self, stream: Stream, batch: Batch, timeout_s: float, delta_bytes: int = 0
+    ) -> str:
+        assert not delta_bytes, "nobody asked for a delta"
         ((_, box),) = batch.pieces
         place, block = self._places[int(box.name)], box.start[0] // self._block_bytes
         buffer = self._free.pop() if self._free else _page_buffer(self._block_bytes)

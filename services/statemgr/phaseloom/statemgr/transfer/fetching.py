@@ -44,6 +44,7 @@ from phaseloom.statemgr.mesh.tls import (
 )
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
+from phaseloom.statemgr.transfer.delta import DeltaError, apply, joined
 from phaseloom.statemgr.transfer.served import Incoming
 from phaseloom.statemgr.transfer.tensorslices import MAX_BATCH_BYTES, Batch, Piece, Room, grouped
 
@@ -93,11 +94,18 @@ class LocalError(Exception):
 class Sink(Protocol):
     """The place that the bytes of a fetch go to."""
 
-    async def receive(self, stream: Stream, batch: Batch, timeout_s: float) -> str:
+    base: memoryview | None
+    """The bytes of an earlier version, laid out as those that are fetched: batches may come as
+    deltas of them. None: there is no such version."""
+
+    async def receive(
+        self, stream: Stream, batch: Batch, timeout_s: float, delta_bytes: int = 0
+    ) -> str:
         """Take a batch from the stream, to where it belongs. Returns: its xxh3-128.
 
+        Args:   delta_bytes: the size of the delta that comes in the batch's place; 0: none does.
         Raises: OSError, TimeoutError: the stream broke. LocalError: the bytes cannot be put there.
-                ResourceError: DATA_LOSS: the batch is bad.
+                ResourceError: DATA_LOSS: the batch is bad. DeltaError: the delta does not fit.
         """
 
     async def is_sound(self) -> bool | None:
@@ -111,11 +119,18 @@ class Memory:
     memory: memoryview
     digest: str = ""
     """The digest that the memory must have once all has come; empty: it is not known."""
+    base: memoryview | None = None
 
-    async def receive(self, stream: Stream, batch: Batch, timeout_s: float) -> str:
+    async def receive(
+        self, stream: Stream, batch: Batch, timeout_s: float, delta_bytes: int = 0
+    ) -> str:
         digest = xxhash.xxh3_128()
         # Narrow slices have hundreds of thousands of spans: others are served meanwhile.
         spans = await asyncio.to_thread(lambda: batch.spans)
+        if delta_bytes:
+            delta = memoryview(bytearray(delta_bytes))
+            await stream.receive_into(delta, timeout_s)
+            return await in_thread(partial(self._apply, batch, delta), self.memory[:])
         if batch.num_bytes >= _FEW_BYTES * len(spans):
             for span in spans:
                 await stream.receive_into(self.memory[span], timeout_s, digest.update)
@@ -124,6 +139,17 @@ class Memory:
             await stream.receive_into(content, timeout_s, digest.update)
             await in_thread(partial(batch.put, self.memory), content)
         return digest.hexdigest()
+
+    def _apply(self, batch: Batch, delta: memoryview, memory: memoryview) -> str:
+        """Put what a delta makes of the base where it belongs. This takes long: run it in a thread.
+
+        Returns: the xxh3-128 of the batch. Raises: DeltaError.
+        """
+        if self.base is None:
+            raise DeltaError("the base is given up")
+        content = apply(joined([self.base[span] for span in batch.spans]), delta)
+        batch.put(memory, content)
+        return xxhash.xxh3_128_hexdigest(content)
 
     async def is_sound(self) -> bool | None:
         if not self.digest:
@@ -152,6 +178,10 @@ class Fetch:
     """Bytes that came from sources."""
     relayed_bytes: int = field(default=0, init=False)
     """Bytes that came from peers."""
+    delta_bytes: int = field(default=0, init=False)
+    """The size of the deltas that came from sources."""
+    rebuilt_bytes: int = field(default=0, init=False)
+    """Bytes, of those from sources, that the deltas made of the base."""
     _queues: dict[str, deque[Batch]] = field(default_factory=dict, init=False)
     """The batches that are still to be asked of a source, by part."""
     _batch_bytes: int = field(default=0, init=False)
@@ -222,6 +252,7 @@ class Fetch:
             if error.info.code is not Code.DATA_LOSS:
                 raise
             log.warning("%s; once more", error)
+            self.sink.base = None
             for batch in batches:
                 self.incoming.forget(batch)
             again = replace(self)
@@ -326,17 +357,30 @@ class Fetch:
         try:
             most = self._batch_bytes if source.is_far else MAX_BATCH_BYTES
             num_bytes = min(batch.num_bytes, most)
-            give = wire.Give(batch.part, batch.boxes, num_bytes, sorted(self._broken))
+            takes_delta = self.sink.base is not None
+            failed = sorted(self._broken)
+            give = wire.Give(batch.part, batch.boxes, num_bytes, failed, takes_delta)
             given = await self._ask(stream, give, wire.Given)
             if given.assigned is not None:
                 batch = self._split(batch, given.assigned)
+            if not 0 <= given.delta_bytes <= (batch.num_bytes if takes_delta else 0):
+                raise ConnectionError(f"it sends a delta of {given.delta_bytes} bytes")
             source.delivered.add(batch.part)
-            await self._receive(stream, batch, given.digest)
+            await self._receive(stream, batch, given.digest, given.delta_bytes)
+        except DeltaError as error:
+            # The base is bad, here or at the source: the rest comes whole, also from this source.
+            log.warning("%s from %s: %s; it comes whole", self.what, source.endpoint, error)
+            self.sink.base = None
+            self._put_back(batch)
+            return
         except BaseException:
             self._put_back(batch)
             raise
         source.came()
         self.fetched_bytes += batch.num_bytes
+        if given.delta_bytes:
+            self.delta_bytes += given.delta_bytes
+            self.rebuilt_bytes += batch.num_bytes
         self._came(batch)
 
     def _split(self, batch: Batch, assigned: wire.Assigned) -> Batch:
@@ -458,10 +502,19 @@ class Fetch:
     async def _ask(self, stream: Stream, message: wire.First | wire.Ask, answer: type[T]) -> T:
         return await ask(stream, message, answer, self.home.timeout_s)
 
-    async def _receive(self, stream: Stream, batch: Batch, expected: str) -> None:
-        """Receive a batch and verify its checksum."""
-        if await self.sink.receive(stream, batch, self.home.timeout_s) != expected:
-            raise ResourceError("bytes do not match their checksum", code=Code.DATA_LOSS)
+    async def _receive(
+        self, stream: Stream, batch: Batch, expected: str, delta_bytes: int = 0
+    ) -> None:
+        """Receive a batch and verify its checksum.
+
+        Raises: ResourceError: DATA_LOSS: the batch is bad. DeltaError: it came as a delta, and is.
+        """
+        timeout_s = self.home.timeout_s
+        if await self.sink.receive(stream, batch, timeout_s, delta_bytes) == expected:
+            return
+        if delta_bytes:
+            raise DeltaError("a delta makes other bytes")
+        raise ResourceError("bytes do not match their checksum", code=Code.DATA_LOSS)
 
     def _came(self, batch: Batch) -> None:
         self.incoming.add(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -105,6 +105,12 @@ class OpenPart:
 
 class OpenParts(dict[str, OpenPart]):
     """The open parts of a version, by name."""
+
+    def __init__(self, parts: Mapping[str, OpenPart] | None = None) -> None:
+        super().__init__(parts or {})
+        self.bases: dict[str, OpenPart] = {}
+        """The same parts of an earlier version that the client has too, by name, as far as they are
+        here; each has the layout of the part in this version."""
 
     def find(self, part: str, box: Box) -> Place:
         found = self.get(part)

@@ -34,6 +34,14 @@ MAX_REPLY_BYTES = MAX_HEADER_BYTES + 4096
 # --- First requests of a stream ------------------------------------------------------------------
 
 
+class BaseVersion(msgspec.Struct, frozen=True, array_like=True):
+    """An earlier version of the same policy, of which the client has what it asks for now."""
+
+    seq: int
+    digests: dict[str, str]
+    """The digests of its parts, by part, in the layout of the parts that are asked for."""
+
+
 class OpenVersion(msgspec.Struct, frozen=True, tag=True):
     """Asks for a stream that carries slices of a version's parts."""
 
@@ -45,6 +53,8 @@ class OpenVersion(msgspec.Struct, frozen=True, tag=True):
     """The site of the client's node; empty: the node has none."""
     peer: Peer = Peer("", "")
     """The client, as a peer that others may fetch from."""
+    base: BaseVersion | None = None
+    """The version that the server may send deltas of; None: the client has none."""
     relay: str | None = None
     """The session of a fetch of the server, where the client asks for bytes that the server has
     fetched in that session or is about to fetch. None: the client asks for parts that the server
@@ -120,6 +130,8 @@ class Give(msgspec.Struct, frozen=True, tag=True):
     apart from the first box."""
     failed: list[Peer] = []
     """Peers that did not deliver what they were assigned."""
+    takes_delta: bool = False
+    """Whether the bytes may come as a delta of the base version that the stream was opened with."""
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
@@ -186,11 +198,15 @@ class Assigned(msgspec.Struct, frozen=True, array_like=True):
 
 class Given(msgspec.Struct, frozen=True, tag=True):
     """Comes before the bytes, which follow end to end, each box in the order of its tensor: all
-    boxes that were asked for or, where there is `assigned`, its `here`."""
+    boxes that were asked for or, where there is `assigned`, its `here`. A delta of these bytes may
+    follow in their place."""
 
     digest: str
-    """The xxh3-128 of the bytes that follow."""
+    """The xxh3-128 of the bytes of these boxes."""
     assigned: Assigned | None = None
+    delta_bytes: int = 0
+    """The number of bytes that follow, where they are a delta (`delta.py`) of the boxes' bytes in
+    the base version; 0: the boxes' own bytes follow."""
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):

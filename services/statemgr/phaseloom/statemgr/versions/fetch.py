@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -13,6 +13,7 @@ from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.observability import metrics
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.memory.layouts import check_layout
@@ -20,6 +21,7 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
+from phaseloom.statemgr.transfer.delta import is_available
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_once, undelivered
 from phaseloom.statemgr.transfer.served import Incoming
 from phaseloom.statemgr.transfer.tensorslices import all_of, batches
@@ -142,16 +144,17 @@ class VersionFetcher:
         incoming = Incoming(slices, {key.part: digest})
         what = f"version {key}"
         async with self.coming(key, described.tensors, size, incoming, what) as version:
-            fetch = self.fetch(version, incoming, ticket, what, digest)
             everything = await asyncio.to_thread(batches, slices)
-            fetch = await fetch.fetch_sound(everything, {key.part: sources})
+            with self.fetch(version, incoming, ticket, what, digest) as first:
+                fetch = await first.fetch_sound(everything, {key.part: sources})
             self.node.versions.commit(version, digest)
         log.info(
-            "version %s came: %d bytes from its source, %d from peers",
-            *(key, fetch.fetched_bytes, fetch.relayed_bytes),
+            "version %s came: %d bytes from its source, %d from peers; %s",
+            *(key, fetch.fetched_bytes, fetch.relayed_bytes, counted(fetch)),
         )
         return version
 
+    @contextmanager
     def fetch(
         self,
         version: Version,
@@ -159,16 +162,43 @@ class VersionFetcher:
         ticket: Ticket | None,
         what: str,
         digest: str = "",
-    ) -> Fetch:
-        """A fetch of a version or slices into memory. Args: digest: of all of it, if known."""
+    ) -> Iterator[Fetch]:
+        """A fetch of a version or slices into memory. An earlier version of the same layout stays
+        within the block: sources may send deltas of it.
+
+        Args: digest: of all of it, if known.
+        """
         key, home = version.key, self.home
-
-        def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
-            me = Peer(home.endpoint, key.part)
-            return wire.OpenVersion(key.whole, ticket, parts, home.site, me, session)
-
         memory = Memory(self.node.memory_of(version), digest)
-        return Fetch(what, open_with, home, incoming, memory)
+        with ExitStack() as stack:
+            base = self._base(version)
+            if base is not None:
+                earlier, _ = base
+                stack.enter_context(self.node.using(earlier))
+                memory.base = self.node.memory_of(earlier)
+
+            def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
+                me = Peer(home.endpoint, key.part)
+                named = base[1] if base is not None else None
+                return wire.OpenVersion(key.whole, ticket, parts, home.site, me, named, session)
+
+            try:
+                yield Fetch(what, open_with, home, incoming, memory)
+            finally:
+                memory.base = None
+
+    def _base(self, version: Version) -> tuple[Version, wire.BaseVersion] | None:
+        """The newest earlier version, or copy of the same slices, that deltas may be of."""
+        if not is_available():
+            return None
+        for earlier in self.node.versions.bases_of(version):
+            digests = {earlier.key.part: earlier.digest}
+            if earlier.key.is_copy:
+                incoming = self._incoming.get(earlier)
+                digests = incoming.digests if incoming is not None else {}
+            if digests:
+                return earlier, wire.BaseVersion(earlier.key.seq, dict(digests))
+        return None
 
     @asynccontextmanager
     async def coming(
@@ -219,3 +249,15 @@ class VersionFetcher:
                 log.warning("version %s from %s: %s", key, endpoint, error)
                 errors.append(error)
         raise undelivered(f"version {key}", errors)
+
+
+def counted(fetch: Fetch) -> str:
+    """Count what came from other nodes by the form in which it was sent.
+
+    Returns: how much came as deltas, for the log.
+    """
+    whole_bytes = fetch.fetched_bytes - fetch.rebuilt_bytes + fetch.relayed_bytes
+    metrics.count(metrics.VERSION_RECEIVED, whole_bytes, form="whole")
+    metrics.count(metrics.VERSION_RECEIVED, fetch.delta_bytes, form="delta")
+    metrics.count(metrics.VERSION_REBUILT, fetch.rebuilt_bytes)
+    return f"{fetch.rebuilt_bytes} of them as deltas of {fetch.delta_bytes} bytes"

@@ -27,6 +27,7 @@ from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.transfer.fetching import Fetch
 from phaseloom.statemgr.transfer.served import Incoming, OpenPart
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
+from phaseloom.statemgr.versions.fetch import counted
 from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights, description_of
 
@@ -71,9 +72,9 @@ class Slices:
         incoming = Incoming(request.slices, await self._weights.committed_digests(key, parts))
         size, what = request.num_bytes, f"slices of version {key}"
         async with self._fetcher.coming(mine, slots, size, incoming, what) as version:
-            fetch = self._fetcher.fetch(version, incoming, request.ticket, what)
             memory = self._node.memory_of(version)
-            await self._fill(fetch, memory, request)
+            with self._fetcher.fetch(version, incoming, request.ticket, what) as fetch:
+                await self._fill(fetch, memory, request)
             digest = await asyncio.to_thread(digest_of, memory)
             self._node.versions.commit(version, digest)
         return version
@@ -95,8 +96,8 @@ class Slices:
                 away += some
         fetch = await fetch.fetch_sound(away, sources)
         log.info(
-            "%s came: %d bytes from other nodes, %d from here, %d by peers",
-            *(fetch.what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes),
+            "%s came: %d bytes from other nodes, %d from here, %d by peers; %s",
+            *(fetch.what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes, counted(fetch)),
         )
 
     async def _copy_here(

@@ -143,6 +143,22 @@ class Versions:
         parts = [each for each in self.parts_of(key) if each.is_committed and not each.key.is_copy]
         return [found, *parts]
 
+    def bases_of(self, version: Version) -> list[Version]:
+        """The earlier versions of the policy that are in memory in the layout of this one, the
+        newest first; of a part, or of a copy of slices, the same part or slices of them."""
+        key = version.key
+        found = [
+            earlier
+            for other, earlier in self._versions.items()
+            if (other.policy, other.part) == (key.policy, key.part)
+            and other.seq < key.seq
+            and earlier.is_committed
+            and earlier.extent is not None
+            and not earlier.is_bad
+            and (earlier.num_bytes, earlier.table) == (version.num_bytes, version.table)
+        ]
+        return sorted(found, key=lambda earlier: earlier.key.seq, reverse=True)
+
     def stale_parts(self, policy: object, seq: int) -> list[Version]:
         """The parts here of versions before `seq` that were never committed as a whole."""
         return [

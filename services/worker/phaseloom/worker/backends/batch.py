@@ -97,6 +97,13 @@ def forward_batch(args: Forward, vocab_size: int) -> Batch:
     return _tokens_and_targets(args.batch, vocab_size)
 
 
+def asked_logprobs(args: ForwardBackward) -> Forward | None:
+    """The `forward` whose answer a `forward_backward` has too. Returns: None: it was not asked."""
+    if not args.logprobs:
+        return None
+    return Forward([Datum(datum.tokens, datum.targets) for datum in args.batch])
+
+
 def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
     """A `forward_backward`'s data. Raises: CallerError: naming the field that is at fault."""
     if args.loss in (Loss.PPO, Loss.CISPO) and not 0 <= args.clip_low <= args.clip_high:

@@ -45,7 +45,13 @@ from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
-from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.batch import (
+    Batch,
+    asked_logprobs,
+    check_some,
+    forward_batch,
+    loss_batch,
+)
 from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.gathering import weights_digest
@@ -185,7 +191,11 @@ class FsdpBackend(Member):
         is_finite = math.isfinite(loss) and math.isfinite(training.gradients.sum().item())
         if largest(not is_finite, self._ranks):
             raise not_finite(loss)
-        return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})
+        asked = asked_logprobs(args)
+        return ForwardBackwardResult(
+            {"loss:sum": loss, "num_tokens:sum": float(num_tokens)},
+            self.forward(asked).logprobs if asked else [],
+        )
 
     def check_optim_step(self, args: OptimStep) -> None:
         self._trained()

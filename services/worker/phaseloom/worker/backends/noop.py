@@ -33,6 +33,7 @@ from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
+from phaseloom.worker.backends.batch import asked_logprobs
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.state.devicememory import DeviceMemory
@@ -105,7 +106,11 @@ class NoopBackend:
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         self._take("forward_backward")
-        return ForwardBackwardResult({"loss:sum": 0.0, "num_tokens:sum": 0.0})
+        asked = asked_logprobs(args)
+        return ForwardBackwardResult(
+            {"loss:sum": 0.0, "num_tokens:sum": 0.0},
+            [bytes(4 * length(datum.targets)) for datum in asked.batch] if asked else [],
+        )
 
     def check_optim_step(self, args: OptimStep) -> None:
         """Accept everything: nothing is computed."""

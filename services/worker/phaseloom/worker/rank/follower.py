@@ -125,7 +125,7 @@ class Follower:
     async def _load(self, args: LoadState) -> None:
         """Have this node's state manager read the checkpoint. Raises: PhaseloomError."""
         if self.settings.is_first_here:
-            await self.state.read_checkpoint(args.name)
+            await self.state.read_checkpoint(args.name, args.source, optimizer=args.optimizer)
 
     async def _prepare(
         self, args: PublishWeights | SyncWeights, permit: Permit

@@ -251,10 +251,13 @@ class StateOperations:
         Raises: Refused: nothing was changed. Anything else: it failed half-way.
         """
         try:
-            expected = await self.state.read_checkpoint(args.name)
+            expected = await self.state.read_checkpoint(
+                args.name, args.source, optimizer=args.optimizer
+            )
         except PhaseloomError as error:
             raise Refused(error.info) from error
-        self._loaded.add(args.name)
+        if not args.source:
+            self._loaded.add(args.name)
         # The state is replaced here already: where another node fails, nobody has the old one.
         await self._on_all_nodes(asyncio.sleep(0), call)
         loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), share_of(call))

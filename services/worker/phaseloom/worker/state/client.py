@@ -243,17 +243,18 @@ class RankStateClient:
         message = WriteCheckpoint(operation, name, config, keep, companions)
         return (await self._link.ask(message, CheckpointWritten)).weights_sha256
 
-    async def read_checkpoint(self, name: str) -> str:
+    async def read_checkpoint(self, name: str, source: str = "", *, optimizer: bool = True) -> str:
         """Replace the state of all ranks by a checkpoint's; called by the leader.
 
         Whatever is raised, nothing was changed, or the ranks are cut off.
 
+        Args:    source, optimizer: as of `LoadState`.
         Returns: the SHA-256 of its weights; empty where the checkpoint does not say.
         Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: it is of another model. ResourceError:
                 DATA_LOSS; no host memory.
         """
-        read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
-        return read.weights_sha256
+        message = ReadCheckpoint(name, source, optimizer)
+        return (await self._link.ask(message, CheckpointRead)).weights_sha256
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:
         await self._link.ask(PruneCheckpoints(keep, needed), Done)

@@ -43,7 +43,13 @@ from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.architectures import has_windows
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
-from phaseloom.worker.backends.batch import Batch, check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.batch import (
+    Batch,
+    asked_logprobs,
+    check_some,
+    forward_batch,
+    loss_batch,
+)
 from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.experts import file_shapes, file_tensors
 from phaseloom.worker.backends.gathering import owned, weights_digest
@@ -203,7 +209,11 @@ class MegatronBackend(Member):
         if largest(not is_finite, self._ranks):
             raise not_finite(loss)
         num_tokens = sum(each.index_N.size for each in packed)
-        return ForwardBackwardResult({"loss:sum": loss, "num_tokens:sum": float(num_tokens)})
+        asked = asked_logprobs(args)
+        return ForwardBackwardResult(
+            {"loss:sum": loss, "num_tokens:sum": float(num_tokens)},
+            self.forward(asked).logprobs if asked else [],
+        )
 
     def check_optim_step(self, args: OptimStep) -> None:
         self._trained()

@@ -1,0 +1,75 @@
+"""Promises: what was asked for, by a name that the same request has again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from phaseloom.client import CallerError, OperationHandle, PhaseloomError
+
+log = logging.getLogger(__name__)
+
+Answer = bytes | dict[str, Any]
+"""A protobuf message, or a JSON object."""
+
+_MAX_KEPT = 10_000
+
+
+@dataclass
+class Promise:
+    task: asyncio.Task[Answer]
+    handle: OperationHandle[Any] | None = None
+    """The operation that it waits for, which the mesh can explain."""
+
+    async def why(self) -> str:
+        """Why it waits, in the scheduler's words."""
+        if self.handle is None:
+            return "waits for a place on the mesh"
+        try:
+            told = await self.handle.explain()
+        except PhaseloomError as error:
+            return str(error)
+        return "; ".join(filter(None, (told.state, *told.waits_for, told.why)))
+
+
+class Futures:
+    """The promises of a tenant. Those that are kept longest are forgotten first."""
+
+    def __init__(self) -> None:
+        self._promises: dict[str, Promise] = {}
+
+    def find(self, name: str) -> Promise | None:
+        return self._promises.get(name)
+
+    def promise(
+        self,
+        name: str,
+        work: Callable[[], Coroutine[Any, Any, Answer]],
+        handle: OperationHandle[Any] | None = None,
+    ) -> Promise:
+        """Begin what has this name, unless it was begun."""
+        if name not in self._promises:
+            self._promises[name] = Promise(asyncio.create_task(_answer(work)), handle)
+            for old in [*self._promises][: max(len(self._promises) - _MAX_KEPT, 0)]:
+                if self._promises[old].task.done():
+                    del self._promises[old]
+        return self._promises[name]
+
+
+async def _answer(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+    """The answer, or the error as the SDK reads it."""
+    try:
+        return await work()
+    except PhaseloomError as error:
+        return failed(error)
+    except Exception:
+        log.exception("a promise failed")
+        return {"error": "the gateway failed; its log says why", "category": "server"}
+
+
+def failed(error: PhaseloomError) -> dict[str, Any]:
+    category = "user" if isinstance(error, CallerError) else "server"
+    return {"error": str(error), "category": category}

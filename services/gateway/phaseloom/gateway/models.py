@@ -1,0 +1,200 @@
+"""Models of a tenant as jobs of the mesh: those that are trained, and samplers of fixed weights.
+
+A trained model is a job with two deployments. The SDK numbers the calls of a model from 1, and the
+mesh numbers the operations of `policy` alike. So order, retries and results after a restart are the
+mesh's, and nothing of the kind is kept here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from phaseloom.client import (
+    CallerError,
+    Code,
+    Deployment,
+    DeploymentSpec,
+    GenerateResult,
+    Mesh,
+    MeshJob,
+    ModelSpec,
+    OperationHandle,
+    Prompt,
+    PublishWeightsResult,
+    SamplingParams,
+)
+from phaseloom.common.contract.specs import Batching
+
+_T = TypeVar("_T")
+
+POLICY = "policy"
+SAMPLER = "sampler"
+
+
+class Version(NamedTuple):
+    """Weights to sample from: a checkpoint."""
+
+    name: str
+    source: str = ""
+    """The `<job>/<deployment>` that saved it; empty: the sampler itself."""
+
+
+BASE = Version("base")
+"""A base's sampler before anything was loaded."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What runs the deployments of a gateway's jobs."""
+
+    train: str = "fsdp"
+    rollout: str = "sampler"
+    train_pool: str = "train"
+    rollout_pool: str = "rollout"
+    scratch_bytes: int = 0
+    """Of each sampler, on its device: vLLM's KV cache."""
+
+    def policy(self, base: str) -> DeploymentSpec:
+        model = ModelSpec(registered=base)
+        return DeploymentSpec(POLICY, self.train_pool, self.train, model, trainable=True)
+
+    def sampler(self, base: str) -> DeploymentSpec:
+        return DeploymentSpec(
+            SAMPLER,
+            self.rollout_pool,
+            self.rollout,
+            ModelSpec(registered=base),
+            batching=Batching.SHARED,
+            scratch_bytes=self.scratch_bytes,
+        )
+
+
+class VersionedSampler:
+    """A sampler that is given the weights of whoever asks next.
+
+    Its checkpoints are the versions. Those who ask for the weights that it holds share its batches;
+    another version is loaded behind what was asked for before.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._holds: Version | None = None
+        """The version that it holds; None: it is not known."""
+        self._lock = asyncio.Lock()
+
+    async def generate(
+        self,
+        version: Version,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        num_samples: int,
+        *,
+        prompt_logprobs: bool = False,
+    ) -> OperationHandle[GenerateResult]:
+        """Submit a `generate` with a version's weights.
+
+        Raises: CallerError: NOT_FOUND: the version is gone.
+        """
+        async with self._lock:
+            if self._holds != version:
+                self._holds = None
+                await self._deployment.load_state(
+                    version.name, source=version.source, optimizer=False
+                )
+                self._holds = version
+            return self._deployment.generate(
+                [prompt], sampling, num_samples, prompt_logprobs=prompt_logprobs
+            )
+
+    async def take(
+        self, published: OperationHandle[PublishWeightsResult], version: str, keep: int
+    ) -> None:
+        """Take published weights, and keep them as a version. Args: keep: see `save_state`."""
+        await published
+        async with self._lock:
+            self._holds = None
+            await self._deployment.sync_weights(published)
+            self._holds = Version(version)
+            saved = self._deployment.save_state(version, keep=keep)
+        await saved
+
+    async def keep(self, version: str) -> None:
+        """Keep the weights that it begins with as a version."""
+        async with self._lock:
+            await self._deployment.save_state(version)
+            self._holds = Version(version)
+
+
+class TrainedModel:
+    """A model that is trained, in this session of its job."""
+
+    def __init__(self, job: MeshJob) -> None:
+        self.job = job
+        self.policy: Deployment = job.deployment(POLICY)
+        self.sampler = VersionedSampler(job.deployment(SAMPLER))
+
+
+class Models:
+    """The models of a tenant that this gateway has a session of."""
+
+    def __init__(self, mesh: Mesh, backends: Backends) -> None:
+        self._mesh = mesh
+        self._backends = backends
+        self._trained: dict[str, asyncio.Task[TrainedModel]] = {}
+        self._bases: dict[str, asyncio.Task[VersionedSampler]] = {}
+
+    async def train(self, job: str, base: str) -> TrainedModel:
+        """Make a model. The same again is the same model. Raises: PhaseloomError: why not."""
+
+        async def make() -> TrainedModel:
+            specs = [self._backends.policy(base), self._backends.sampler(base)]
+            try:
+                made = await self._mesh.submit_job(job, specs)
+            except CallerError as error:
+                if error.info.code is not Code.ALREADY_EXISTS:
+                    raise
+                made = await self._mesh.attach(job)  # an earlier gateway has begun to make it
+            return TrainedModel(made)
+
+        return await _once(self._trained, job, make)
+
+    async def trained(self, job: str) -> TrainedModel:
+        """A model that was made, here or by an earlier gateway.
+
+        Raises: PhaseloomError: its job has ended, or was not made.
+        """
+
+        async def attach() -> TrainedModel:
+            return TrainedModel(await self._mesh.attach(job))
+
+        return await _once(self._trained, job, attach)
+
+    async def base_sampler(self, base: str) -> VersionedSampler:
+        """The tenant's sampler of a base, for versions that no model is training on."""
+
+        async def make() -> VersionedSampler:
+            name = f"base-{uuid.uuid4().hex[:16]}"
+            job = await self._mesh.submit_job(name, [self._backends.sampler(base)])
+            sampler = VersionedSampler(job.deployment(SAMPLER))
+            await sampler.keep(BASE.name)
+            return sampler
+
+        return await _once(self._bases, base, make)
+
+    async def finish(self, job: str) -> None:
+        """End a model's job. Its checkpoints stay."""
+        self._trained.pop(job, None)
+        await self._mesh.finish(job)
+
+
+async def _once(
+    tasks: dict[str, asyncio.Task[_T]], key: str, make: Callable[[], Coroutine[Any, Any, _T]]
+) -> _T:
+    """What `make` makes, made once for all who ask at the same time; again after a failure."""
+    if key not in tasks or (tasks[key].done() and tasks[key].exception() is not None):
+        tasks[key] = asyncio.create_task(make())
+    return await asyncio.shield(tasks[key])

@@ -1,0 +1,68 @@
+"""Sampling from whatever a caller names: a base, a checkpoint's path, a sampling session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phaseloom.client import CallerError, GenerateResult, OperationHandle, Prompt, SamplingParams
+from phaseloom.common.contract.specs import RegisteredModel
+from phaseloom.gateway.models import BASE, Version, VersionedSampler
+from phaseloom.gateway.records import CheckpointRecord, ModelRecord, SamplerRecord
+from phaseloom.gateway.tenants import Tenant
+
+PATHS = "tinker://"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights to sample from."""
+
+    base: RegisteredModel
+    version: Version
+    model: str = ""
+    """The trained model whose own sampler has them; empty: the tenant's sampler of the base."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens of prompt and sample together."""
+        return int(self.base.config["max_position_embeddings"])
+
+    async def generate(
+        self,
+        tenant: Tenant,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        num_samples: int,
+        *,
+        prompt_logprobs: bool = False,
+    ) -> OperationHandle[GenerateResult]:
+        sampler = await self._sampler(tenant)
+        return await sampler.generate(
+            self.version, prompt, sampling, num_samples, prompt_logprobs=prompt_logprobs
+        )
+
+    async def _sampler(self, tenant: Tenant) -> VersionedSampler:
+        if not self.model:
+            return await tenant.models.base_sampler(self.base.name)
+        record = tenant.book.get(ModelRecord, tenant.name, self.model)
+        return (await tenant.models.trained(record.job)).sampler
+
+
+async def source_of(tenant: Tenant, name: str) -> Source:
+    """The weights that a base's name, a checkpoint's path or a sampling session stands for.
+
+    Raises: CallerError: NOT_FOUND: the tenant has none of that name.
+    """
+    session = tenant.book.find(SamplerRecord, tenant.name, name)
+    if session is not None and session.model:
+        return Source(await tenant.base(session.base), Version(session.version), session.model)
+    path = session.path if session is not None else name
+    if path.startswith(PATHS):
+        saved = tenant.book.get(CheckpointRecord, tenant.name, path)
+        return Source(await tenant.base(saved.base), Version(saved.name, saved.source))
+    return Source(await tenant.base(session.base if session is not None else name), BASE)
+
+
+def check_samples(num_samples: int) -> None:
+    if num_samples < 1:
+        raise CallerError(f"{num_samples} samples are none", field="num_samples", remedy="use 1")

@@ -1,0 +1,67 @@
+"""Whose call it is: API keys, and what a gateway holds for each tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from phaseloom.client import CallerError, Code
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.specs import RegisteredModel
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus
+from phaseloom.gateway.futures import Futures
+from phaseloom.gateway.models import Models
+from phaseloom.gateway.records import Book
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A tenant: its models go by a connection of its own, as those of any controller."""
+
+    name: str
+    models: Models
+    futures: Futures
+    book: Book
+    bus: Bus
+
+    async def bases(self) -> list[RegisteredModel]:
+        """The models that can be trained and sampled."""
+        names = sorted(await self.bus.kv_keys(Bucket.MODELS))
+        found = [await self._registered(name) for name in names]
+        return [model for model in found if model is not None]
+
+    async def base(self, name: str) -> RegisteredModel:
+        """Raises: CallerError: NOT_FOUND: no registered model has the name."""
+        found = await self._registered(name)
+        if found is None:
+            known = ", ".join(model.name for model in await self.bases()) or "none"
+            raise CallerError(
+                f"there is no model {name!r}",
+                code=Code.NOT_FOUND,
+                field="model",
+                remedy=f"registered are: {known}; the operator adds one with `phaseloom model add`",
+            )
+        return found
+
+    async def _registered(self, name: str) -> RegisteredModel | None:
+        if not name or set(name) & set(" *>/\\"):
+            return None
+        stored = await self.bus.kv_get(Bucket.MODELS, name)
+        if stored is None:
+            return None
+        model: RegisteredModel = decode(stored.payload, RegisteredModel)
+        return model
+
+
+class Tenants:
+    """The tenants by API key."""
+
+    def __init__(self, keys: Mapping[str, str], tenants: Iterable[Tenant]) -> None:
+        """Args: keys: API key → tenant."""
+        self._keys = keys
+        self._tenants = {tenant.name: tenant for tenant in tenants}
+
+    def of_key(self, key: str) -> Tenant | None:
+        """The tenant of an API key; None: it is nobody's."""
+        return self._tenants.get(self._keys.get(key, ""))

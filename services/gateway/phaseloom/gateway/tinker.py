@@ -1,0 +1,705 @@
+"""The calls of the Tinker API, under `/api/v1`.
+
+A call that takes time answers with a promise at once, which the SDK asks for until it is kept. The
+name of a promise is made of what the SDK numbers, so a call that is made again has the promise that
+it had, also of a gateway that was started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec.structs import replace
+
+from phaseloom.client import CallerError, Code, OperationHandle, PhaseloomError, Prompt
+from phaseloom.common.contract import operations as ops
+from phaseloom.gateway.core import convert
+from phaseloom.gateway.futures import Answer, Promise
+from phaseloom.gateway.http import answers, body_of, tenant_of
+from phaseloom.gateway.models import POLICY, SAMPLER, TrainedModel
+from phaseloom.gateway.records import (
+    CheckpointRecord,
+    ModelRecord,
+    SamplerRecord,
+    SessionRecord,
+)
+from phaseloom.gateway.sampling import source_of
+from phaseloom.gateway.tenants import Tenant
+
+PREFIX = "/api/v1"
+LONG_POLL_S = 30.0
+"""How long a call waits for a promise; the SDK waits 45 s."""
+_PROTOBUF = "application/x-protobuf"
+
+routes = web.RouteTableDef()
+told = answers(lambda status, message, field: {"detail": message, "field": field})
+
+
+class _Loose(msgspec.Struct, frozen=True):
+    """A request; fields that the gateway does not use are not read."""
+
+
+class CreateSession(_Loose, frozen=True):
+    user_metadata: dict[str, Any] | None = None
+
+
+class OfSession(_Loose, frozen=True):
+    session_id: str
+
+
+class LoraConfig(_Loose, frozen=True):
+    rank: int = 1
+
+
+class CreateModel(_Loose, frozen=True):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora_config: LoraConfig | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class OfModel(_Loose, frozen=True):
+    model_id: str
+
+
+class OptimStep(_Loose, frozen=True):
+    model_id: str
+    seq_id: int
+    adam_params: dict[str, Any]
+
+
+class SaveWeights(_Loose, frozen=True):
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class LoadWeights(_Loose, frozen=True):
+    path: str
+    optimizer: bool = False
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class CreateSamplingSession(_Loose, frozen=True):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Sample(_Loose, frozen=True):
+    sampling_session_id: str
+    seq_id: int
+    prompt: dict[str, Any]
+    sampling_params: dict[str, Any]
+    num_samples: int = 1
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+
+
+class RetrieveFuture(_Loose, frozen=True):
+    request_id: str
+
+
+class OfPath(_Loose, frozen=True):
+    tinker_path: str = ""
+    path: str = ""
+
+
+# --- Sessions -------------------------------------------------------------------------------------
+
+
+@routes.post(PREFIX + "/client/config")
+@told
+async def client_config(request: web.Request) -> web.Response:
+    return web.json_response({"pjwt_auth_enabled": False})
+
+
+@routes.post(PREFIX + "/client/dynamic_config")
+@told
+async def dynamic_config(request: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+@routes.post(PREFIX + "/telemetry")
+@told
+async def telemetry(request: web.Request) -> web.Response:
+    """Accepted and dropped: it is meant for others."""
+    return web.json_response({"status": "accepted"})
+
+
+@routes.get(PREFIX + "/healthz")
+@told
+async def health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+@routes.get(PREFIX + "/get_server_capabilities")
+@told
+async def capabilities(request: web.Request) -> web.Response:
+    models = [
+        {
+            "model_name": model.name,
+            "max_context_length": model.config.get("max_position_embeddings"),
+            "trainable": True,
+            "sampleable": True,
+        }
+        for model in await tenant_of(request).bases()
+    ]
+    return web.json_response({"supported_models": models})
+
+
+@routes.post(PREFIX + "/create_session")
+@told
+async def create_session(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    await body_of(request, CreateSession)
+    session = SessionRecord(tenant.name, uuid.uuid4().hex)
+    await tenant.book.put(session)
+    return web.json_response({"type": "create_session", "session_id": session.id})
+
+
+@routes.post(PREFIX + "/session_heartbeat")
+@told
+async def heartbeat(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OfSession)
+    if tenant.book.find(SessionRecord, tenant.name, asked.session_id) is None:
+        return web.json_response({"detail": "the session is over"}, status=410)
+    return web.json_response({"type": "session_heartbeat"})
+
+
+@routes.post(PREFIX + "/sessions/{session}/finish")
+@told
+async def finish_session(request: web.Request) -> web.Response:
+    """End the session's models. Checkpoints stay."""
+    tenant, session = tenant_of(request), request.match_info["session"]
+    record = tenant.book.get(SessionRecord, tenant.name, session)
+    for model in tenant.book.all(ModelRecord, tenant.name):
+        if model.id.startswith(f"{session}:"):
+            await _finish(tenant, model)
+    await tenant.book.drop(record)
+    return web.json_response({})
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+@routes.post(PREFIX + "/create_model")
+@told
+async def create_model(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, CreateModel)
+    await tenant.base(asked.base_model)
+    lora = asked.lora_config or LoraConfig()
+    record = await _new_model(
+        tenant,
+        asked.session_id,
+        asked.model_seq_id,
+        ModelRecord("", "", "", asked.base_model, 0, asked.user_metadata or {}, lora.rank),
+    )
+    return _promised(_creating(tenant, record))
+
+
+async def _new_model(
+    tenant: Tenant,
+    session: str,
+    number: int,
+    like: ModelRecord,
+) -> ModelRecord:
+    """The record of a model; the same again is the same. Args: like: without its names."""
+    tenant.book.get(SessionRecord, tenant.name, session)
+    name = f"{session}:train:{number}"
+    record = tenant.book.find(ModelRecord, tenant.name, name)
+    if record is None:
+        job = f"tinker-{session}-{number}"
+        record = replace(like, tenant=tenant.name, id=name, job=job)
+        await tenant.book.put(record)
+    return record
+
+
+def _creating(tenant: Tenant, record: ModelRecord) -> tuple[str, Promise]:
+    async def create() -> Answer:
+        await tenant.models.train(record.job, record.base)
+        return {"type": "create_model", "model_id": record.id}
+
+    name = f"create {record.id}"
+    return name, tenant.futures.promise(name, create)
+
+
+@routes.post(PREFIX + "/get_info")
+@told
+async def get_info(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OfModel)
+    model = tenant.book.get(ModelRecord, tenant.name, asked.model_id)
+    base = await tenant.base(model.base)
+    return web.json_response(
+        {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_name": base.name,
+            "is_lora": False,
+            "lora_rank": model.rank,
+            "model_data": {
+                "arch": base.config.get("model_type"),
+                "model_name": base.name,
+                "tokenizer_id": base.directory.path,
+            },
+        }
+    )
+
+
+@routes.post(PREFIX + "/unload_model")
+@told
+async def unload_model(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OfModel)
+    model = tenant.book.get(ModelRecord, tenant.name, asked.model_id)
+
+    async def unload() -> Answer:
+        await _finish(tenant, model)
+        return {"type": "unload_model", "model_id": model.id}
+
+    name = f"unload {model.id}"
+    return _promised((name, tenant.futures.promise(name, unload)))
+
+
+async def _finish(tenant: Tenant, model: ModelRecord) -> None:
+    try:
+        await tenant.models.finish(model.job)
+    except CallerError as error:
+        if error.info.code is not Code.NOT_FOUND:
+            raise
+
+
+# --- Operations of a model ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model of a tenant in this gateway's session of its job."""
+
+    tenant: Tenant
+    record: ModelRecord
+    model: TrainedModel
+
+    def name(self, seq: int) -> str:
+        """The name of an operation of the model's policy, on the mesh and as a promise."""
+        return f"{self.record.id}:{seq}"
+
+    def submit(self, seq: int, args: ops.Args) -> OperationHandle[Any]:
+        return self.model.policy.submit(seq + self.record.offset, self.name(seq), args)
+
+    def promise(
+        self, seq: int, args: ops.Args, answer: Callable[[Any], Coroutine[Any, Any, Answer]]
+    ) -> tuple[str, Promise]:
+        """Submit an operation, once. Args: answer: makes its result an answer."""
+        name = self.name(seq)
+        promise = self.tenant.futures.find(name)
+        if promise is None:
+            handle = self.submit(seq, args)
+
+            async def work() -> Answer:
+                return await answer(await handle)
+
+            promise = self.tenant.futures.promise(name, work, handle)
+        return name, promise
+
+
+async def _opened(tenant: Tenant, name: str) -> Opened:
+    record = tenant.book.get(ModelRecord, tenant.name, name)
+    return Opened(tenant, record, await tenant.models.trained(record.job))
+
+
+@routes.post(PREFIX + "/forward_backward")
+@told
+async def forward_backward(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    asked = convert.read_request(await request.read())
+    opened = await _opened(tenant, asked.model_id)
+    refusal: PhaseloomError | None = None
+    args: ops.Args
+    try:
+        args = convert.trained(asked)
+    except CallerError as error:
+        # It keeps its number, or all that follow would wait for it: the mesh refuses an empty one.
+        refusal = error
+        empty = ops.ForwardBackward([], ops.Loss.CROSS_ENTROPY)
+        args = ops.Forward([]) if asked.forward_only else empty
+
+    async def answer(result: Any) -> Answer:
+        if isinstance(result, ops.ForwardResult):
+            return convert.trained_output(result, convert.forward_loss(asked, result))
+        return convert.trained_output(result, result.metrics)
+
+    name, promise = opened.promise(asked.seq_id, args, answer)
+    if refusal is not None:
+
+        async def refuse() -> Answer:
+            raise refusal
+
+        name = f"refused {name}"
+        promise = tenant.futures.promise(name, refuse)
+    return _promised((name, promise))
+
+
+@routes.post(PREFIX + "/optim_step")
+@told
+async def optim_step(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OptimStep)
+    opened = await _opened(tenant, asked.model_id)
+    args = ops.OptimStep(convert.adam(asked.adam_params))
+
+    async def answer(result: ops.OptimStepResult) -> Answer:
+        return {"type": "optim_step", "metrics": result.metrics}
+
+    return _promised(opened.promise(asked.seq_id, args, answer))
+
+
+@routes.post(PREFIX + "/save_weights")
+@told
+async def save_weights(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
+    opened = await _opened(tenant, asked.model_id)
+    path = _path(opened.record, "weights", asked.path or f"{asked.seq_id:06d}")
+    name = _mesh_name(asked.path or "", asked.seq_id)
+    saved = _checkpoint(opened.record, path, POLICY, name, asked.user_metadata)
+
+    async def answer(result: ops.SaveStateResult) -> Answer:
+        await tenant.book.put(saved)
+        return {"type": "save_weights", "path": path}
+
+    args = ops.SaveState(name)
+    return _promised(opened.promise(asked.seq_id, args, answer))
+
+
+@routes.post(PREFIX + "/load_weights")
+@told
+async def load_weights(request: web.Request) -> web.Response:
+    """Load a checkpoint into a model, or into a new one that this makes."""
+    tenant, asked = tenant_of(request), await body_of(request, LoadWeights)
+    saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
+    if asked.session_id is not None and asked.model_seq_id is not None:
+        like = ModelRecord("", "", "", saved.base, 1, asked.user_metadata or {}, saved.rank)
+        record = await _new_model(tenant, asked.session_id, asked.model_seq_id, like)
+    else:
+        record = tenant.book.get(ModelRecord, tenant.name, asked.model_id or "")
+    seq = asked.seq_id or 0
+
+    async def load() -> Answer:
+        model = await tenant.models.train(record.job, record.base)
+        args = ops.LoadState(saved.name, saved.source, asked.optimizer)
+        await Opened(tenant, record, model).submit(seq, args)
+        return {"type": "load_weights", "path": asked.path, "model_id": record.id}
+
+    name = f"{record.id}:{seq}"
+    return _promised((name, tenant.futures.promise(name, load)))
+
+
+# --- Sampling -------------------------------------------------------------------------------------
+
+
+@routes.post(PREFIX + "/save_weights_for_sampler")
+@told
+async def save_weights_for_sampler(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
+    opened = await _opened(tenant, asked.model_id)
+    record, sampler = opened.record, opened.model.sampler
+    name = opened.name(asked.seq_id)
+    known = tenant.futures.find(name)
+    if known is not None:
+        return _promised((name, known))
+    handle = opened.submit(asked.seq_id, ops.PublishWeights())
+    version = _mesh_name(asked.path or "", asked.seq_id)
+
+    async def save() -> Answer:
+        if asked.path is not None:
+            path = _path(record, "sampler_weights", asked.path)
+            await sampler.take(handle, version, keep=0)
+            await tenant.book.put(_checkpoint(record, path, SAMPLER, version, asked.user_metadata))
+            return {"type": "save_weights_for_sampler", "path": path}
+        session = record.id.partition(":")[0]
+        sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
+        await sampler.take(handle, version, keep=_KEPT_VERSIONS)
+        await tenant.book.put(SamplerRecord(tenant.name, sampling, record.base, record.id, version))
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampling}
+
+    return _promised((name, tenant.futures.promise(name, save, handle)))
+
+
+_KEPT_VERSIONS = 4
+"""How many of a model's unnamed samplers can be sampled from: the newest ones."""
+
+
+@routes.post(PREFIX + "/create_sampling_session")
+@told
+async def create_sampling_session(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, CreateSamplingSession)
+    tenant.book.get(SessionRecord, tenant.name, asked.session_id)
+    source = await source_of(tenant, asked.model_path or asked.base_model or "")
+    name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+    await tenant.book.put(
+        SamplerRecord(tenant.name, name, source.base.name, path=asked.model_path or "")
+    )
+    return web.json_response({"type": "create_sampling_session", "sampling_session_id": name})
+
+
+@routes.get(PREFIX + "/samplers/{sampler}")
+@told
+async def get_sampler(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    record = tenant.book.get(SamplerRecord, tenant.name, request.match_info["sampler"])
+    return web.json_response(
+        {"sampler_id": record.id, "base_model": record.base, "model_path": record.path or None}
+    )
+
+
+@routes.post(PREFIX + "/asample")
+@told
+async def sample(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, Sample)
+    source = await source_of(tenant, asked.sampling_session_id)
+    name = f"{asked.sampling_session_id}:{asked.seq_id}"
+    promise = tenant.futures.find(name)
+    if promise is None:
+        tokens = convert.prompt_tokens(asked.prompt)
+        sampling = convert.sampling(asked.sampling_params, len(tokens), source.context)
+        seed = asked.sampling_params.get("seed")
+        prompt = Prompt(tokens, seed=random.getrandbits(62) if seed is None else seed)
+        if asked.topk_prompt_logprobs or asked.topk_sample_logprobs:
+            raise CallerError(
+                "the likeliest tokens beside the drawn ones are not answered here",
+                field="topk_sample_logprobs",
+                remedy="leave it out; /v1/completions has `logprobs`",
+            )
+
+        async def draw() -> Answer:
+            handle = await source.generate(
+                tenant,
+                prompt,
+                sampling,
+                asked.num_samples,
+                prompt_logprobs=bool(asked.prompt_logprobs),
+            )
+            drawing.handle = handle
+            return convert.sampled_output(await handle)
+
+        promise = drawing = tenant.futures.promise(name, draw)
+    sequences = [f"{name}:{index}" for index in range(asked.num_samples)]
+    return _promised((name, promise), sample_sequence_ids=sequences)
+
+
+# --- Promises -------------------------------------------------------------------------------------
+
+
+def _promised(promised: tuple[str, Promise], **more: Any) -> web.Response:
+    return web.json_response({"request_id": promised[0], **more})
+
+
+@routes.post(PREFIX + "/retrieve_future")
+@told
+async def retrieve_future(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, RetrieveFuture)
+    promise = tenant.futures.find(asked.request_id) or _earlier(tenant, asked.request_id)
+    if promise is None:
+        return web.json_response({"detail": "nothing was promised by that name"}, status=410)
+    try:
+        answer = await asyncio.wait_for(asyncio.shield(promise.task), LONG_POLL_S)
+    except TimeoutError:
+        pending = {
+            "type": "try_again",
+            "request_id": asked.request_id,
+            "queue_state": "paused_capacity",
+            "queue_state_reason": await promise.why(),
+        }
+        return web.json_response(pending, status=408)
+    if isinstance(answer, bytes):
+        return web.Response(body=answer, content_type=_PROTOBUF)
+    return web.json_response(answer)
+
+
+def _earlier(tenant: Tenant, name: str) -> Promise | None:
+    """A promise that an earlier gateway made: its name says of which operation."""
+    if name.startswith("create "):
+        made = tenant.book.find(ModelRecord, tenant.name, name.removeprefix("create "))
+        return None if made is None else _creating(tenant, made)[1]
+    model, _, seq = name.rpartition(":")
+    record = tenant.book.find(ModelRecord, tenant.name, model)
+    if record is None or not seq.isdigit():
+        return None
+
+    async def found() -> Answer:
+        trained = await tenant.models.trained(record.job)
+        return _answer_of(await trained.job.outcome(POLICY, int(seq) + record.offset))
+
+    return tenant.futures.promise(name, found)
+
+
+def _answer_of(done: ops.Completion) -> Answer:
+    """The answer of an operation that another gateway submitted."""
+    match done.result:
+        case ops.ForwardResult() as result:
+            return convert.trained_output(result, {})
+        case ops.ForwardBackwardResult() as result:
+            return convert.trained_output(result, result.metrics)
+        case ops.OptimStepResult() as result:
+            return {"type": "optim_step", "metrics": result.metrics}
+    why = done.error.message if done.error else f"the operation was {done.outcome}"
+    return {"error": why, "category": "server"}
+
+
+# --- What there is --------------------------------------------------------------------------------
+
+
+@routes.get(PREFIX + "/training_runs")
+@told
+async def list_runs(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    runs = [_run(model) for model in tenant.book.all(ModelRecord, tenant.name)]
+    return web.json_response({"training_runs": runs, "cursor": _cursor(runs)})
+
+
+@routes.get(PREFIX + "/training_runs/{run}")
+@told
+async def get_run(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    return web.json_response(
+        _run(tenant.book.get(ModelRecord, tenant.name, request.match_info["run"]))
+    )
+
+
+@routes.get(PREFIX + "/training_runs/{run}/checkpoints")
+@told
+async def list_run_checkpoints(request: web.Request) -> web.Response:
+    tenant, run = tenant_of(request), request.match_info["run"]
+    tenant.book.get(ModelRecord, tenant.name, run)
+    saved = tenant.book.all(CheckpointRecord, tenant.name)
+    return web.json_response({"checkpoints": [_told(each) for each in saved if each.model == run]})
+
+
+@routes.get(PREFIX + "/checkpoints")
+@told
+async def list_checkpoints(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    saved = [_told(each) for each in tenant.book.all(CheckpointRecord, tenant.name)]
+    return web.json_response({"checkpoints": saved, "cursor": _cursor(saved)})
+
+
+@routes.delete(PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}")
+@told
+async def delete_checkpoint(request: web.Request) -> web.Response:
+    """Forget a checkpoint's path. Its files stay until the operator removes them."""
+    tenant, what = tenant_of(request), request.match_info
+    path = f"tinker://{what['run']}/{what['checkpoint']}"
+    await tenant.book.drop(tenant.book.get(CheckpointRecord, tenant.name, path))
+    return web.json_response({})
+
+
+@routes.post(PREFIX + "/weights_info")
+@told
+async def weights_info(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OfPath)
+    saved = tenant.book.get(CheckpointRecord, tenant.name, asked.tinker_path or asked.path)
+    return web.json_response({"base_model": saved.base, "is_lora": False, "lora_rank": saved.rank})
+
+
+@routes.get(PREFIX + "/sessions")
+@told
+async def list_sessions(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    sessions = [each.id for each in tenant.book.all(SessionRecord, tenant.name)]
+    return web.json_response({"sessions": sessions})
+
+
+@routes.get(PREFIX + "/sessions/{session}")
+@told
+async def get_session(request: web.Request) -> web.Response:
+    tenant, session = tenant_of(request), request.match_info["session"]
+    tenant.book.get(SessionRecord, tenant.name, session)
+    of = f"{session}:"
+    models = [each.id for each in tenant.book.all(ModelRecord, tenant.name)]
+    samplers = [each.id for each in tenant.book.all(SamplerRecord, tenant.name)]
+    return web.json_response(
+        {
+            "training_run_ids": [name for name in models if name.startswith(of)],
+            "sampler_ids": [name for name in samplers if name.startswith(of)],
+        }
+    )
+
+
+def _checkpoint(
+    record: ModelRecord, path: str, deployment: str, name: str, metadata: dict[str, Any] | None
+) -> CheckpointRecord:
+    source = f"{record.job}/{deployment}"
+    return CheckpointRecord(
+        record.tenant,
+        path,
+        record.id,
+        record.base,
+        source,
+        name,
+        time.time(),
+        metadata or {},
+        record.rank,
+    )
+
+
+def _path(record: ModelRecord, kind: str, name: str) -> str:
+    if not name or "/" in name:
+        raise CallerError(
+            f"{name!r} cannot be a checkpoint's name", field="path", remedy="use a name without /"
+        )
+    return f"tinker://{record.id}/{kind}/{name}"
+
+
+def _mesh_name(name: str, seq: int) -> str:
+    """A name for the mesh, whose names have fewer characters; no other save has the same."""
+    return f"{seq}-{re.sub('[^A-Za-z0-9_-]', '_', name)}"[:64].rstrip("-")
+
+
+def _run(model: ModelRecord) -> dict[str, Any]:
+    return {
+        "training_run_id": model.id,
+        "base_model": model.base,
+        "model_owner": model.tenant,
+        "is_lora": False,
+        "lora_rank": model.rank,
+        "corrupted": False,
+        "last_request_time": _time(time.time()),
+        "user_metadata": model.metadata or None,
+    }
+
+
+def _told(saved: CheckpointRecord) -> dict[str, Any]:
+    kind = "sampler" if saved.source.endswith(f"/{SAMPLER}") else "training"
+    return {
+        "checkpoint_id": "/".join(saved.id.split("/")[3:]),
+        "checkpoint_type": kind,
+        "time": _time(saved.saved_s),
+        "tinker_path": saved.id,
+        "public": False,
+        "user_metadata": saved.metadata or None,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _cursor(items: list[Any]) -> dict[str, int]:
+    return {"offset": 0, "limit": len(items), "total_count": len(items)}

@@ -1,0 +1,172 @@
+"""What a user of the Tinker SDK does, in an interpreter that has the SDK: python sdk_child.py PART.
+
+What comes out is told as one JSON object on stdout. It imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import tinker
+from tinker import types
+
+TOKENS = [1, 5, 9, 2, 7, 3, 11, 4]
+STEP = types.AdamParams(learning_rate=1e-2)
+
+
+def datum(**more: Any) -> types.Datum:
+    inputs = {"target_tokens": TOKENS[1:], **more}
+    return types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
+
+
+LESSON = datum(weights=[1.0] * (len(TOKENS) - 1))
+
+
+def loss(client: Any) -> float:
+    return float(client.forward([LESSON], "cross_entropy").result().metrics["loss:sum"])
+
+
+def step(client: Any) -> float:
+    trained = client.forward_backward([LESSON], "cross_entropy")
+    client.optim_step(STEP).result()
+    return float(trained.result().metrics["loss:sum"])
+
+
+def sampled(client: Any, num_tokens: int = 6, **more: Any) -> list[int]:
+    params = types.SamplingParams(max_tokens=num_tokens, temperature=0.0, **more)
+    prompt = types.ModelInput.from_ints(TOKENS[:2])
+    drawn = client.sample(prompt=prompt, num_samples=1, sampling_params=params).result()
+    return [*(drawn.sequences[0].tokens or [])]
+
+
+def failure(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def whole() -> dict[str, Any]:
+    """Every step from a session to a checkpoint that another client goes on from."""
+    service = tinker.ServiceClient()
+    said: dict[str, Any] = {
+        "models": [m.model_name for m in service.get_server_capabilities().supported_models]
+    }
+    client = service.create_lora_training_client(base_model="tiny", rank=8)
+    said["info"] = client.get_info().model_data.model_name
+    said["before"] = loss(client)
+    said["losses"] = [step(client) for _ in range(20)]
+    said["shapes"] = [
+        [*(array.shape or [])]
+        for array in client.forward([LESSON], "cross_entropy").result().loss_fn_outputs[0].values()
+    ]
+
+    first = client.save_weights_and_get_sampling_client()
+    said["sampled"] = sampled(first)
+    scored = first.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    own = client.forward([LESSON], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist()
+    said["difference"] = max(abs(a - b) for a, b in zip(own, scored[1:], strict=True))
+    drawn = first.sample(
+        prompt=types.ModelInput.from_ints(TOKENS[:2]),
+        num_samples=3,
+        sampling_params=types.SamplingParams(max_tokens=4, temperature=1.0, seed=7),
+    ).result()
+    said["drawn"] = [[*(each.tokens or [])] for each in drawn.sequences]
+
+    path = client.save_weights_for_sampler("a.name").result().path
+    said["named"] = sampled(service.create_sampling_client(model_path=path))
+    said["base"] = sampled(service.create_sampling_client(base_model="tiny"))
+    saved = client.save_state("kept").result().path
+    said["paths"] = [path, saved]
+    at = loss(client)
+    with_optimizer = service.create_training_client_from_state_with_optimizer(saved)
+    without = service.create_training_client_from_state(saved)
+    said["loaded"] = [at, loss(with_optimizer), loss(without)]
+    for each in (client, with_optimizer, without):
+        step(each)
+    said["went_on"] = [loss(client), loss(with_optimizer), loss(without)]
+
+    # The weights of an earlier sampling client are still there, beside newer ones.
+    newer = client.save_weights_and_get_sampling_client()
+    said["earlier"] = sampled(first)
+    said["newer"] = sampled(newer)
+
+    def custom(data: Any, logprobs: Any) -> Any:
+        return -sum(each.sum() for each in logprobs), {"mine": 1.0}
+
+    said["custom"] = dict(client.forward_backward_custom([LESSON], custom).result().metrics)
+    client.optim_step(STEP).result()
+    count = len(TOKENS) - 1
+    rl = datum(logprobs=[-1.0] * count, advantages=[0.5] * count)
+    for name in ("importance_sampling", "ppo", "cispo"):
+        said[name] = dict(client.forward_backward([rl], name).result().metrics)
+    client.optim_step(STEP).result()
+
+    said["refused"] = failure(lambda: client.forward_backward([rl], "dro").result())
+    said["partial"] = failure(lambda: client.optim_step(STEP).result())
+    said["after"] = step(client)
+    rest = service.create_rest_client()
+    said["runs"] = len(rest.list_training_runs().result().training_runs)
+    said["listed"] = [
+        each.tinker_path for each in rest.list_checkpoints(client.model_id).result().checkpoints
+    ]
+    said["unknown_model"] = failure(
+        lambda: service.create_lora_training_client(base_model="none", rank=8).get_info()
+    )
+    said["unknown_path"] = failure(
+        lambda: sampled(service.create_sampling_client(model_path=path + "x"))
+    )
+    return said
+
+
+def steps() -> dict[str, Any]:
+    """Sixty pairs of calls, all on their way before the first is answered."""
+    client = tinker.ServiceClient().create_lora_training_client(base_model="tiny", rank=8)
+    print("begun", file=sys.stderr, flush=True)
+    pairs = [
+        (client.forward_backward([LESSON], "cross_entropy"), client.optim_step(STEP))
+        for _ in range(60)
+    ]
+    losses = []
+    for trained, stepped in pairs:
+        losses.append(trained.result().metrics["loss:sum"])
+        stepped.result()
+        print(f"step {len(losses)}", file=sys.stderr, flush=True)
+    return {"losses": losses, "sampled": sampled(client.save_weights_and_get_sampling_client())}
+
+
+def reward() -> dict[str, Any]:
+    """Policy gradients on a reward: how often a sample has the token 3."""
+    service = tinker.ServiceClient()
+    client = service.create_lora_training_client(base_model="tiny", rank=8)
+    prompt = types.ModelInput.from_ints(TOKENS[:2])
+    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1)
+    rewards = []
+    for _ in range(12):
+        sampler = client.save_weights_and_get_sampling_client()
+        drawn = sampler.sample(prompt=prompt, num_samples=32, sampling_params=params).result()
+        scores = [sum(token == 3 for token in each.tokens) / 6 for each in drawn.sequences]
+        mean = sum(scores) / len(scores)
+        rewards.append(mean)
+        batch = []
+        for each, score in zip(drawn.sequences, scores, strict=True):
+            tokens = [*TOKENS[:2], *(each.tokens or [])]
+            inputs: Any = {
+                "target_tokens": tokens[1:],
+                "logprobs": [0.0, *(each.logprobs or [])],
+                "advantages": [0.0] + [score - mean] * (len(tokens) - 2),
+            }
+            text = types.ModelInput.from_ints(tokens[:-1])
+            batch.append(types.Datum(model_input=text, loss_fn_inputs=inputs))
+        client.forward_backward(batch, "importance_sampling")
+        client.optim_step(STEP).result()
+    return {"rewards": rewards}
+
+
+PARTS = {"whole": whole, "steps": steps, "reward": reward}
+
+if __name__ == "__main__":
+    json.dump(PARTS[sys.argv[1]](), sys.stdout)

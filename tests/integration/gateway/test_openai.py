@@ -1,0 +1,137 @@
+"""OpenAI's API, as its unmodified client uses it, on a whole mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from phaseloom import client
+from tests.support.gateway import serving
+from tests.support.jobs import tenant
+
+pytestmark = pytest.mark.timeout(240)
+PROMPT = [1, 5, 9]
+MESSAGES: Any = [{"role": "user", "content": "w1 w5"}, {"role": "user", "content": "w9"}]
+IDS: dict[str, Any] = {"return_token_ids": True}
+
+
+async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
+    """By tokens, by text and as a chat it is one prompt, with one answer."""
+    async with (
+        serving(short_dir) as served,
+        tenant(served.mesh) as mesh,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api,
+    ):
+        model = client.ModelSpec(registered="tiny")
+        job = await mesh.submit_job(
+            "mine", [client.DeploymentSpec("scorer", "rollout", "sampler", model)]
+        )
+        scorer = job.deployment("scorer")
+        sampling = client.SamplingParams(6, temperature=0.8, top_k=5)
+        expected = (await scorer.generate([client.Prompt(PROMPT, seed=11)], sampling, 2)).sequences[
+            0
+        ]
+
+        assert [each.id for each in (await api.models.list()).data] == ["tiny"]
+        common: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0.8}
+        common |= {"n": 2, "seed": 11}
+        extra = {**IDS, "top_k": 5}
+        answers: list[Any] = [
+            await api.completions.create(prompt=prompt, logprobs=3, extra_body=extra, **common)
+            for prompt in (PROMPT, "w1 w5 w9")
+        ]
+        for answer in answers:
+            for choice, sequence in zip(answer.choices, expected, strict=True):
+                tokens = client.int32s(sequence.tokens)
+                assert choice.token_ids == tokens
+                assert choice.prompt_token_ids == PROMPT
+                assert choice.text.split() == [f"w{token}" for token in tokens]
+                assert choice.logprobs.tokens == [f"w{token}" for token in tokens]
+                assert choice.logprobs.token_logprobs == client.float32s(sequence.logprobs)
+                assert [len(each) for each in choice.logprobs.top_logprobs] == [3] * 6
+                assert choice.finish_reason == sequence.stop_reason
+            assert answer.usage.prompt_tokens == 3
+            assert answer.usage.completion_tokens == 12
+
+        # The log-probabilities are those that `forward` finds.
+        tokens = [*PROMPT, *client.int32s(expected[0].tokens)]
+        scored = await scorer.forward([client.Datum(tokens[:-1], tokens[1:])])
+        own = client.float32s(scored.logprobs[0])[len(PROMPT) - 1 :]
+        told = answers[0].choices[0].logprobs.token_logprobs
+        assert max(abs(a - b) for a, b in zip(own, told, strict=True)) <= 1e-5
+
+        chat: Any = await api.chat.completions.create(
+            messages=MESSAGES, logprobs=True, top_logprobs=2, extra_body=extra, **common
+        )
+        assert chat.prompt_token_ids == PROMPT
+        for choice, sequence in zip(chat.choices, expected, strict=True):
+            assert choice.token_ids == client.int32s(sequence.tokens)
+            assert choice.message.role == "assistant"
+            logprobs = [each.logprob for each in choice.logprobs.content]
+            assert logprobs == client.float32s(sequence.logprobs)
+            assert len(choice.logprobs.content[0].top_logprobs) == 2
+
+        stream = await api.chat.completions.create(messages=MESSAGES, stream=True, **common)
+        streamed: dict[int, str] = {}
+        async for chunk in stream:
+            for part in chunk.choices:
+                streamed[part.index] = streamed.get(part.index, "") + (part.delta.content or "")
+        assert streamed == {each.index: each.message.content for each in await _chat(api, common)}
+
+        several = await api.completions.create(prompt=[PROMPT, PROMPT[:2]], **common)
+        assert [each.index for each in several.choices] == [0, 1, 2, 3]
+        stopped: Any = await api.completions.create(
+            prompt=PROMPT,
+            model="tiny",
+            max_tokens=6,
+            temperature=0.0,
+            extra_body={**IDS, "stop_token_ids": list(range(29))},
+        )
+        assert (len(stopped.choices[0].token_ids), stopped.choices[0].finish_reason) == (1, "stop")
+
+
+async def _chat(api: AsyncOpenAI, common: dict[str, Any]) -> list[Any]:
+    answer = await api.chat.completions.create(messages=MESSAGES, **common)
+    return [*answer.choices]
+
+
+async def test_mistakes_are_told_as_openai_tells_them(short_dir: Path) -> None:
+    async with (
+        serving(short_dir) as served,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key="tml-x", max_retries=0) as stranger,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api,
+    ):
+        with pytest.raises(openai.AuthenticationError, match="no such API key"):
+            await stranger.models.list()
+        for model in ("none", "", "../tiny", "tinker://a/sampler_weights/b", "a b"):
+            with pytest.raises(openai.NotFoundError) as unknown:
+                await api.completions.create(model=model, prompt=PROMPT)
+            assert isinstance(unknown.value.body, dict)
+            assert unknown.value.body["type"] == "not_found_error"
+        bad: list[dict[str, Any]] = [
+            {"prompt": [1] * 64},
+            {"prompt": []},
+            {"prompt": [29]},
+            {"prompt": [-1]},
+            {"prompt": PROMPT, "n": 0},
+            {"prompt": PROMPT, "temperature": -1.0},
+            {"prompt": PROMPT, "top_p": 2.0},
+            {"prompt": PROMPT, "max_tokens": -1},
+            {"prompt": PROMPT, "echo": True},
+            {"prompt": PROMPT, "extra_body": {"stop": 5}},
+            {"prompt": PROMPT, "extra_body": {"min_p": "much"}},
+        ]
+        for fields in bad:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await api.completions.create(model="tiny", **fields)
+            assert isinstance(refused.value.body, dict)
+            assert refused.value.body["message"], fields
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            await api.chat.completions.create(model="tiny", messages=5)  # type: ignore[call-overload]
+        good = await api.completions.create(model="tiny", prompt=PROMPT, max_tokens=2)
+        assert good.usage is not None
+        assert good.usage.completion_tokens == 2

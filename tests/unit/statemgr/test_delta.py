@@ -1,0 +1,112 @@
+"""What a delta makes of its base is exact, and what is no delta of it is refused."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phaseloom.statemgr.transfer.delta import DeltaError, apply, encode
+
+BLOCK_BYTES = 512
+
+
+@st.composite
+def _pairs(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    """Bytes and the same with some others in it; the size is odd now and then."""
+    base = draw(st.binary(max_size=3 * BLOCK_BYTES + 5))
+    content = bytearray(base)
+    if content:
+        places = st.integers(0, len(content) - 1)
+        for place, byte in draw(st.lists(st.tuples(places, st.integers(0, 255)))):
+            content[place] = byte
+    return base, bytes(content)
+
+
+def _delta(base: bytes, content: bytes) -> bytes:
+    delta = encode(memoryview(base), memoryview(content), 4 * len(content) + 64)
+    assert delta is not None
+    return delta
+
+
+@given(_pairs())
+def test_a_delta_makes_the_new_bytes_of_the_old_ones(pair: tuple[bytes, bytes]) -> None:
+    base, content = pair
+    assert apply(memoryview(base), memoryview(_delta(base, content))) == content
+
+
+@given(st.binary(max_size=1500), st.binary(max_size=1500))
+def test_bytes_that_share_nothing_are_exact_too(base: bytes, content: bytes) -> None:
+    size = min(len(base), len(content))
+    base, content = base[:size], content[:size]
+    assert apply(memoryview(base), memoryview(_delta(base, content))) == content
+
+
+@given(_pairs())
+def test_base_stays_as_it_is(pair: tuple[bytes, bytes]) -> None:
+    base, content = pair
+    kept = bytearray(base)
+    apply(memoryview(kept), memoryview(_delta(base, content)))
+    assert kept == base
+
+
+@given(_pairs(), st.binary(max_size=200))
+def test_garbage_is_refused_or_makes_as_many_bytes(pair: tuple[bytes, bytes], noise: bytes) -> None:
+    """What it makes then is not what the checksum beside it is of."""
+    base, _ = pair
+    for garbage in (noise, zlib.compress(noise)):
+        try:
+            made = apply(memoryview(base), memoryview(garbage))
+        except DeltaError:
+            continue
+        assert len(made) == len(base)
+
+
+@given(_pairs(), st.data())
+def test_a_delta_that_was_cut_or_grew_is_refused(
+    pair: tuple[bytes, bytes], data: st.DataObject
+) -> None:
+    base, content = pair
+    delta = _delta(base, content)
+    cut = delta[: data.draw(st.integers(0, len(delta) - 1))]
+    for bad in (cut, delta + b"x"):
+        with pytest.raises(DeltaError):
+            apply(memoryview(base), memoryview(bad))
+
+
+def test_a_delta_of_another_size_is_refused() -> None:
+    delta = _delta(bytes(4 * BLOCK_BYTES), bytes(2 * BLOCK_BYTES) + b"\1" * 2 * BLOCK_BYTES)
+    for size in (0, BLOCK_BYTES, 4 * BLOCK_BYTES - 2, 4 * BLOCK_BYTES + 1):
+        with pytest.raises(DeltaError):
+            apply(memoryview(bytes(size)), memoryview(delta))
+
+
+def test_an_element_behind_the_end_is_refused() -> None:
+    """A block that is not full has places for more than there are."""
+    body = b"\1\0" + b"\xff" + b"\1\0"
+    with pytest.raises(DeltaError, match="element 255 of 3"):
+        apply(memoryview(bytes(6)), memoryview(zlib.compress(body)))
+
+
+def test_a_bomb_is_not_inflated() -> None:
+    with pytest.raises(DeltaError):
+        apply(memoryview(bytes(1024)), memoryview(zlib.compress(bytes(2**24))))
+
+
+def test_a_delta_above_the_limit_is_not_made() -> None:
+    base, content = bytes(8192), bytes(range(256)) * 32
+    size = len(_delta(base, content))
+    assert encode(memoryview(base), memoryview(content), size) is not None
+    assert encode(memoryview(base), memoryview(content), size - 1) is None
+    assert encode(memoryview(base), memoryview(content), 0) is None
+
+
+def test_few_changed_elements_take_few_bytes() -> None:
+    """One element in fifty, each to the next value that its dtype has."""
+    base = bytearray(zlib.compress(bytes(range(256)) * 4096, 0)[:1048576])
+    content = bytearray(base)
+    for place in range(0, len(content), 100):
+        content[place] ^= 1
+    assert len(_delta(bytes(base), bytes(content))) < 0.03 * len(content)
