@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -36,8 +37,8 @@ SAMPLING = client.SamplingParams(8, temperature=1.0, ignore_eos=True)
 NUM_SAMPLES = 4
 
 
-def sampler_spec() -> DeploymentSpec:
-    own = megatron.spec(backend="sampler", trainable=False)
+def sampler_spec(model: dict[str, Any] | None = None) -> DeploymentSpec:
+    own = megatron.spec(model=model, backend="sampler", trainable=False)
     return replace(own, name="sampler")
 
 
@@ -71,7 +72,8 @@ async def learn(
     Args: kill_in: kill one of the policy's ranks between a gradient and its step, and once more
           while a step is computed.
     """
-    job = await connection.submit_job(name, [policy_spec, sampler_spec()])
+    specs = [policy_spec, sampler_spec(policy_spec.model.config)]
+    job = await connection.submit_job(name, specs)
     policy, sampler = job.deployment("policy"), job.deployment("sampler")
     losses, drawn = [], []
     for step in range(STEPS):
@@ -91,13 +93,21 @@ async def learn(
     return losses, drawn, saved.weights_sha256
 
 
-async def test_grpo_of_two_tensor_parallel_ranks_is_the_same_to_the_bit_after_kills(
-    short_dir: Path,
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(Layout(tp=2), megatron.tiny(), id="tp 2"),
+        pytest.param(Layout(cp=2), megatron.tiny(), id="cp 2"),
+        pytest.param(Layout(dp=2, ep=2), megatron.EXPERTS, id="experts, ep 2"),
+    ],
+)
+async def test_grpo_of_two_ranks_is_the_same_to_the_bit_after_kills(
+    layout: Layout, model: dict[str, Any], short_dir: Path
 ) -> None:
     async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
-        fsdp = megatron.spec(backend="fsdp")
+        fsdp = megatron.spec(model=model, backend="fsdp")
         expected, _, _ = await learn(connection, "fsdp", fsdp)
-        pair = megatron.spec(Layout(tp=2))
+        pair = megatron.spec(layout, model)
         undisturbed = await learn(connection, "pair", pair)
         assert undisturbed[0][0] == pytest.approx(expected[0], rel=1e-3, abs=1e-3)
         assert await learn(connection, "killed", pair, kill_in=mesh) == undisturbed
@@ -146,24 +156,25 @@ async def test_model_that_a_layout_does_not_split_is_refused_with_the_field(
         assert "divisor" in raised.value.info.remedy
 
 
-async def test_ranks_on_two_nodes_compute_the_same_bits_as_on_one(short_dir: Path) -> None:
+async def test_ranks_on_two_nodes_compute_the_same_bits_as_on_one_after_kills(
+    short_dir: Path,
+) -> None:
+    """Two by two ranks: each node has a stage of the pipeline, of two tensor-parallel ranks."""
     (node,) = MESH.nodes
-    nodes = [replace(node, name=f"node-{number}", devices=[4 * 2**20] * 2) for number in range(2)]
+    nodes = [replace(node, name=f"node-{number}") for number in range(2)]
     config = replace(MESH, nodes=nodes)
-    data = [Datum([1, 2, 3, 4], [2, 3, 4, 5], weights=[1.0] * 4)]
-    digests = []
+    spec = megatron.spec(Layout(tp=2, pp=2))
     async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
-        for num_nodes in (1, 2):
-            spec = replace(megatron.spec(Layout(pp=2)), num_nodes=num_nodes)
-            job = await connection.submit_job(f"on-{num_nodes}", [spec])
-            policy = job.deployment("policy")
-            for _ in range(2):
-                await policy.forward_backward(data, Loss.CROSS_ENTROPY)
-                await policy.optim_step(ADAM)
-            digests.append((await policy.save_state("last")).weights_sha256)
-            await job.finish()
+        on_one = await learn(connection, "one", spec)
+        on_two = replace(spec, num_nodes=2)
+        assert await learn(connection, "two", on_two) == on_one
+        assert await learn(connection, "killed", on_two, kill_in=mesh) == on_one
+        await log.caught_up()
+        started = [e for e in log.events if isinstance(e, WpgStarted)]
+        for name, number in (("one", 1), ("two", 2), ("killed", 2)):
+            own = [e for e in started if str(e.deployment) == f"demo.{name}.policy"]
+            assert len({e.node for e in own}) == number
         assert log.failures() == []
-    assert digests[0] == digests[1]
 
 
 @vllm.needs_vllm_python

@@ -25,6 +25,16 @@ def tiny(model_type: str = "qwen3", **changes: Any) -> dict[str, Any]:
     return config(model_type, **{**sizes, **changes})
 
 
+EXPERTS = tiny(
+    "qwen3_moe",
+    num_experts=12,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+)
+"""Twelve experts: by name the eleventh comes before the third."""
+
+
 def spec(
     layout: Layout | None = None, model: dict[str, Any] | None = None, **changes: Any
 ) -> DeploymentSpec:

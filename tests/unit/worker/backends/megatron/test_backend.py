@@ -38,7 +38,7 @@ from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.backends.packing import passes
 from phaseloom.worker.gpucheck import backends
 from phaseloom.worker.state.heap import Heap
-from tests.support.megatron import spec, tiny
+from tests.support.megatron import EXPERTS, spec, tiny
 from tests.support.saved import load, save
 from tests.support.tinymodel import VOCAB
 from tests.support.versions import take
@@ -50,14 +50,6 @@ from tests.unit.worker.backends.test_fsdp import plain_loss
 STEP = OptimStep(AdamParams(1e-2, eps=1e-3, weight_decay=0.1, grad_clip_norm=1.0))
 """With an eps that keeps gradients of nearly zero from making steps of a whole learning rate."""
 FOUR_LAYERS = tiny(num_hidden_layers=4)
-EXPERTS = tiny(
-    "qwen3_moe",
-    num_experts=12,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    norm_topk_prob=True,
-)
-"""Twelve experts: by name the eleventh comes before the third."""
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 LLAMA3 = {
     "rope_type": "llama3",
