@@ -27,9 +27,9 @@ from phaseloom.client import (
     PublishWeightsResult,
     SamplingParams,
 )
-from phaseloom.common.contract.specs import Batching
+from phaseloom.common.contract.specs import Batching, RegisteredModel
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", "TrainedModel", "VersionedSampler")
 
 POLICY = "policy"
 SAMPLER = "sampler"
@@ -73,6 +73,19 @@ class Backends:
         )
 
 
+def context_of(base: RegisteredModel) -> int:
+    """The most tokens of a sequence. GPT-2 and its kin have a word of their own for it."""
+    found = base.config.get("max_position_embeddings") or base.config.get("n_positions")
+    if not isinstance(found, int):
+        raise CallerError(
+            f"the config of {base.name!r} does not say how long a sequence may be",
+            code=Code.FAILED_PRECONDITION,
+            field="model",
+            remedy="register it with max_position_embeddings",
+        )
+    return found
+
+
 class VersionedSampler:
     """A sampler that is given the weights of whoever asks next.
 
@@ -80,8 +93,9 @@ class VersionedSampler:
     another version is loaded behind what was asked for before.
     """
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
+    def __init__(self, job: MeshJob) -> None:
+        self.job = job
+        self._deployment: Deployment = job.deployment(SAMPLER)
         self._holds: Version | None = None
         """The version that it holds; None: it is not known."""
         self._lock = asyncio.Lock()
@@ -135,7 +149,7 @@ class TrainedModel:
     def __init__(self, job: MeshJob) -> None:
         self.job = job
         self.policy: Deployment = job.deployment(POLICY)
-        self.sampler = VersionedSampler(job.deployment(SAMPLER))
+        self.sampler = VersionedSampler(job)
 
 
 class Models:
@@ -171,10 +185,6 @@ class Models:
         async def attach() -> TrainedModel:
             return TrainedModel(await self._mesh.attach(job))
 
-        known = self._trained.get(job)
-        is_made = known is not None and known.done() and not known.exception()
-        if known is not None and is_made and known.result().job.is_closed:
-            del self._trained[job]
         return await _once(self._trained, job, attach)
 
     async def base_sampler(self, base: str) -> VersionedSampler:
@@ -183,7 +193,7 @@ class Models:
         async def make() -> VersionedSampler:
             name = f"base-{uuid.uuid4().hex[:16]}"
             job = await self._mesh.submit_job(name, [self._backends.sampler(base)])
-            sampler = VersionedSampler(job.deployment(SAMPLER))
+            sampler = VersionedSampler(job)
             await sampler.keep(BASE.name)
             return sampler
 
@@ -198,7 +208,12 @@ class Models:
 async def _once(
     tasks: dict[str, asyncio.Task[_T]], key: str, make: Callable[[], Coroutine[Any, Any, _T]]
 ) -> _T:
-    """What `make` makes, made once for all who ask at the same time; again after a failure."""
-    if key not in tasks or (tasks[key].done() and tasks[key].exception() is not None):
+    """What `make` makes, made once for all who ask at the same time; again after a failure, and
+    once the session of its job is over."""
+    made = tasks.get(key)
+    is_gone = made is None or (
+        made.done() and (made.exception() is not None or made.result().job.is_closed)
+    )
+    if is_gone:
         tasks[key] = asyncio.create_task(make())
     return await asyncio.shield(tasks[key])

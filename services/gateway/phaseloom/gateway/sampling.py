@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phaseloom.client import CallerError, GenerateResult, OperationHandle, Prompt, SamplingParams
 from phaseloom.common.contract.specs import RegisteredModel
-from phaseloom.gateway.models import BASE, Version, VersionedSampler
+from phaseloom.gateway.models import BASE, Version, VersionedSampler, context_of
 from phaseloom.gateway.records import CheckpointRecord, ModelRecord, SamplerRecord
 from phaseloom.gateway.tenants import Tenant
 
@@ -25,7 +25,7 @@ class Source:
     @property
     def context(self) -> int:
         """The most tokens of prompt and sample together."""
-        return int(self.base.config["max_position_embeddings"])
+        return context_of(self.base)
 
     async def generate(
         self,

@@ -28,7 +28,7 @@ from phaseloom.common.contract import operations as ops
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise
 from phaseloom.gateway.http import answers, body_of, tenant_of
-from phaseloom.gateway.models import POLICY, SAMPLER, TrainedModel
+from phaseloom.gateway.models import POLICY, SAMPLER, TrainedModel, context_of
 from phaseloom.gateway.records import (
     CheckpointRecord,
     ModelRecord,
@@ -162,7 +162,7 @@ async def capabilities(request: web.Request) -> web.Response:
     models = [
         {
             "model_name": model.name,
-            "max_context_length": model.config.get("max_position_embeddings"),
+            "max_context_length": context_of(model),
             "trainable": True,
             "sampleable": True,
         }
