@@ -68,5 +68,8 @@ class Nobody:
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         pass
 
+    def still_open(self, i: int, num_samples: int) -> None:
+        pass
+
     def ended(self, i: int, result: GenerateResult | None) -> None:
         pass

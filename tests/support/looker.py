@@ -19,6 +19,8 @@ class Looker:
         join_at: Mapping[int, Sequence[Generate]] | None = None,
     ) -> None:
         self.seen: dict[int, list[tuple[int, int]]] = {}
+        self.open: dict[int, list[int]] = {}
+        """By request: how many of its samples were open, whenever some had ended."""
         self.asked: set[int] = set()
         self.results: dict[int, GenerateResult | None] = {}
         """In the order in which they ended."""
@@ -44,6 +46,9 @@ class Looker:
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         self.seen.setdefault(i, []).append((num_done, num_total))
+
+    def still_open(self, i: int, num_samples: int) -> None:
+        self.open.setdefault(i, []).append(num_samples)
 
     def ended(self, i: int, result: GenerateResult | None) -> None:
         assert i not in self.results

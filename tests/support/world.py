@@ -44,6 +44,7 @@ from phaseloom.common.contract.events import (
     SealCommitted,
     StateMirrored,
     StateSnapshotTaken,
+    TailGathered,
     TimerFired,
     WpgLost,
     WpgStarted,
@@ -52,6 +53,7 @@ from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, Operati
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import (
+    Batching,
     DeploymentSpec,
     DeviceSpec,
     JobSpec,
@@ -106,10 +108,18 @@ class Ranks:
     """Epochs that nodes have said are open."""
     running: dict[str, str] = field(default_factory=dict)
     """Operation → kind."""
+    freed: list[int] = field(default_factory=list)
+    """Ranks with nothing to do while the tail of what runs goes on elsewhere."""
+
+    @property
+    def all_places(self) -> list[tuple[NodeId, int]]:
+        """Of each rank."""
+        return [(node, index) for node, indices in self.devices.items() for index in indices]
 
     @property
     def places(self) -> set[tuple[NodeId, int]]:
-        return {(node, index) for node, indices in self.devices.items() for index in indices}
+        """Those of ranks that may have something to do."""
+        return {place for rank, place in enumerate(self.all_places) if rank not in self.freed}
 
 
 @dataclass
@@ -117,6 +127,8 @@ class World:
     config: SchedulerConfig = CONFIG
     seed: int = 0
     duration_s: float = 0.1
+    gathers: bool = False
+    """Whether tails are gathered, half-way through an operation."""
     core: Core = field(default_factory=Core)
     now_s: float = 1000.0
     log: list[tuple[float, Event]] = field(default_factory=list)
@@ -211,6 +223,9 @@ class World:
             key = event.deployment if isinstance(event, WpgStarted) else event.key.deployment_key
             ranks = self.ranks.get(key)
             return ranks is None or ranks.incarnation != event.incarnation
+        if isinstance(event, TailGathered):
+            ranks = self.ranks.get(event.operations[0].deployment_key)
+            return ranks is None or ranks.incarnation != event.incarnation
         return False
 
     def feed(self, event: Event) -> list[Output]:
@@ -219,6 +234,8 @@ class World:
             self._effect(event)
         if isinstance(event, StateSnapshotTaken):
             self._save(event.key)
+        if isinstance(event, TailGathered):
+            self._gather(event)
         if isinstance(event, WpgLost):
             self._bury(event.deployment, event.incarnation, event.node)
         if isinstance(event, ActivationOpened) and event.deployment in self.ranks:
@@ -401,7 +418,7 @@ class World:
             on_node = [on for (node, _), on in self.on_device.items() if node == command.node]
             is_there = any(key in on for on in on_node)
             assert is_there or self.was_refused, f"{key} displaced, and is on no device"
-            self._take_off(key, command.node)
+            self._take_off(key, command.node, ranks.devices[command.node])
         for device in ranks.devices[command.node]:
             here = self.on_device.setdefault((command.node, device), set())
             here.add(command.deployment)
@@ -422,10 +439,12 @@ class World:
         takes_s = 0.02 if len(ranks.devices) == 1 else self.random.uniform(0.01, 0.2)
         self.later(self.latency_s + takes_s, opened)
 
-    def _take_off(self, key: DeploymentKey, on: NodeId | None = None) -> None:
-        """Args: on: this node only."""
-        for (node, _), here in self.on_device.items():
-            if on in (None, node):
+    def _take_off(
+        self, key: DeploymentKey, on: NodeId | None = None, devices: list[int] | None = None
+    ) -> None:
+        """Args: on: this node only. devices: these only."""
+        for (node, device), here in self.on_device.items():
+            if on in (None, node) and (devices is None or device in devices):
                 here.discard(key)
 
     def _check_alone(self, key: OperationKey, kind: str) -> None:
@@ -444,6 +463,7 @@ class World:
     def _permit(self, command: Permit) -> None:
         key = command.operation
         ranks = self.ranks[key.deployment_key]
+        assert not ranks.freed, f"{key}: permitted while a tail goes on on some ranks"
         self._check_alone(key, command.kind)
         assert command.incarnation == ranks.incarnation
         assert command.node == ranks.node, f"{key}: permitted elsewhere than at its leader"
@@ -479,7 +499,18 @@ class World:
         if command.kind == "save_state" and self.write_s and not command.replay:
             self.later(duration_s, StateSnapshotTaken(key, command.epoch, command.incarnation))
             duration_s += self.write_s * self.random.uniform(0.5, 1.5)
+        if command.tail_on and self.gathers:
+            num_ranks = len(ranks.all_places)
+            freed = [rank for rank in range(num_ranks) if rank not in command.tail_on]
+            gathered = TailGathered([key], command.epoch, command.incarnation, freed)
+            self.later(duration_s / 2, gathered)
         self.later(duration_s, finished)
+
+    def _gather(self, event: TailGathered) -> None:
+        """The freed ranks have nothing to do, unless others began meanwhile."""
+        ranks = self.ranks[event.operations[0].deployment_key]
+        if list(ranks.running) == [str(key) for key in event.operations]:
+            ranks.freed = event.freed
 
     def _save(self, key: OperationKey) -> None:
         """Its snapshot is taken; if it was before, then of the same state."""
@@ -503,6 +534,8 @@ class World:
         if event.kind == "save_state" and str(event.key) in ranks.running:
             self._save(event.key)
         ranks.running.pop(str(event.key), None)
+        if not ranks.running:
+            ranks.freed = []
         self.done.setdefault(str(event.key), event.outcome)
         for name, checkpoint in event.checkpoints.items():
             key = DeploymentKey(event.key.tenant, event.key.job, name)
@@ -697,6 +730,7 @@ def spec(
         "fsdp" if trainable else "sampler",
         ModelSpec({}),
         trainable=trainable,
+        batching=Batching.SHARED,
         layout=Layout(dp=num_ranks),
         num_nodes=num_nodes,
     )

@@ -696,7 +696,7 @@ def play(
     residency: Residency,
     host_memory_bytes: int = 1000,
 ) -> World:
-    world = World(num_devices=2, config=configured(max_reading=3, quantum_s=0.3))
+    world = World(num_devices=2, config=configured(max_reading=3, quantum_s=0.3), gathers=True)
     for name, pool in (("r0", "rollout"), ("t0", "train")):
         up = node_up(
             name,

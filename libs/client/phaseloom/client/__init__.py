@@ -8,7 +8,6 @@ async with connect() as mesh:
     await job.finish()
 """
 
-from phaseloom.client.batches import continued
 from phaseloom.client.hooks import (
     OperationEnded,
     PhaseBegan,
@@ -23,6 +22,7 @@ from phaseloom.client.phases import Phase, phase, runtime_hook
 from phaseloom.client.rollouts import Rollout, RolloutResult, VersionRun
 from phaseloom.common.contract.api import Checkpoint, Explanation, JobStatus
 from phaseloom.common.contract.arrays import Float32s, float32s, int32s
+from phaseloom.common.contract.continuation import continued
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,

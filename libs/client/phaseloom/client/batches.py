@@ -14,13 +14,12 @@ from msgspec.structs import replace
 from phaseloom.common.contract.arrays import (
     Float32s,
     Int32s,
-    int32s,
     length,
     pack_float32s,
     pack_int32s,
 )
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams, Sequence
+from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 
 MAX_PART_BYTES = MAX_PAYLOAD_BYTES * 3 // 4
@@ -50,22 +49,6 @@ def pack_datum(datum: Datum, field: str) -> Datum:
         _int32s(datum.tokens, f"{field}.tokens"),
         _int32s(datum.targets, f"{field}.targets"),
         *(_float32s(getattr(datum, name), f"{field}.{name}") for name in _FLOATS),
-    )
-
-
-def continued(prompt: Prompt, sequence: Sequence, sample: int = 0) -> Prompt:
-    """The prompt that goes on from an answer with the same draws, token for token.
-
-    Ask for it with `num_samples=1` and the same sampling, whose `max_tokens` counts what was
-    generated before; the answer holds the new tokens only.
-
-    Args: sample: place of the sequence among the prompt's samples.
-    """
-    return replace(
-        prompt,
-        tokens=int32s(prompt.tokens) + int32s(sequence.tokens),
-        sample=prompt.sample + sample,
-        num_generated=prompt.num_generated + length(sequence.tokens),
     )
 
 

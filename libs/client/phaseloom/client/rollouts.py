@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from phaseloom.client.batches import continued, split_prompts
+from phaseloom.client.batches import split_prompts
 from phaseloom.client.operations import OperationHandle
 from phaseloom.common.contract import operations as ops
-from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.arrays import int32s
+from phaseloom.common.contract.continuation import PARTIAL, continued, extended
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
-
-_PARTIAL = "partial"
 
 Handle = OperationHandle[ops.GenerateResult]
 
@@ -52,18 +51,11 @@ class _Sample:
     """One sequence so far."""
 
     prompt: ops.Prompt
-    sequence: ops.Sequence = field(default_factory=lambda: ops.Sequence([], [], _PARTIAL))
+    sequence: ops.Sequence = field(default_factory=lambda: ops.Sequence([], [], PARTIAL))
     runs: list[VersionRun] = field(default_factory=list)
 
     def extend(self, new: ops.Sequence, version: int) -> None:
-        had = self.sequence
-        self.sequence = replace(
-            new,
-            tokens=[*int32s(had.tokens), *int32s(new.tokens)],
-            logprobs=[*float32s(had.logprobs), *float32s(new.logprobs)],
-            top_tokens=[*int32s(had.top_tokens), *int32s(new.top_tokens)],
-            top_logprobs=[*float32s(had.top_logprobs), *float32s(new.top_logprobs)],
-        )
+        self.sequence = extended(self.sequence, new)
         if num_tokens := len(int32s(new.tokens)):
             self.runs.append(VersionRun(version, num_tokens))
 
@@ -187,7 +179,7 @@ class Rollout:
             sample
             for samples in asked.samples
             for sample in samples
-            if sample.sequence.stop_reason == _PARTIAL
+            if sample.sequence.stop_reason == PARTIAL
         ]
         rest = [continued(sample.prompt, sample.sequence) for sample in left]
         await self._all_of(self._ask(rest, [[sample] for sample in left]))

@@ -191,6 +191,12 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
             field=f"{field}.scratch_bytes",
             remedy="give the bytes of its KV cache, or 0 for the backend's choice",
         )
+    if not 0 <= spec.tail_share < 1:
+        raise CallerError(
+            f"{spec.tail_share} is no share of a call's samples",
+            field=f"{field}.tail_share",
+            remedy="give a number from 0, for never, to below 1",
+        )
     _check_depth(spec.model.config, f"{field}.model.config")
 
 

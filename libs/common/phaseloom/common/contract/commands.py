@@ -86,7 +86,7 @@ class StopWpg(NodeCommand, frozen=True):
 
 
 class OpenActivation(NodeCommand, frozen=True):
-    """Switch a deployment in: offload what it displaces, load it, verify both."""
+    """Switch a deployment in: offload what it displaces from its devices, load it, verify both."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -117,6 +117,9 @@ class Permit(NodeCommand, frozen=True):
     sealing: int = 0
     """For a WPG over several nodes: the seal that is being made of it. Each node copies its part of
     that seal before its ranks run this operation. 0: none is being made."""
+    tail_on: list[int] = []
+    """For `generate`: the ranks on which its long tail is gathered, because others have use for the
+    devices of the rest. Empty: it is not gathered."""
 
 
 class Permits(NodeCommand, frozen=True):

@@ -280,6 +280,17 @@ class StateSnapshotTaken(Message, frozen=True):
     incarnation: int
 
 
+class TailGathered(Message, frozen=True):
+    """WPG leader → scheduler. The long tail of these `generate`, all that run, goes on on some of
+    the WPG's ranks: the others have nothing to do until they end."""
+
+    operations: list[OperationKey]
+    epoch: int
+    incarnation: int
+    freed: list[int]
+    """Ranks with nothing to do."""
+
+
 class SealCommitted(Message, frozen=True):
     """agent → scheduler. A whole-state copy at `seq` survives the loss of every process; of a WPG
     on several nodes, this one's part of it."""
@@ -414,6 +425,7 @@ Event = (
     | ActivationRefused
     | PermitReturned
     | StateSnapshotTaken
+    | TailGathered
     | SealCommitted
     | SealFailed
     | StateMirrored

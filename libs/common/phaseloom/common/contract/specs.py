@@ -120,6 +120,10 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     scratch_bytes: int = 0
     """Device memory of each rank for what its runtime needs and nobody moves: the KV cache of
     `vllm`. Given back when the deployment leaves the device. 0: the backend's choice."""
+    tail_share: float = 0.2
+    """Share of a call's samples that is its long tail: once no more are left on any replica, they
+    may be gathered on fewer replicas, so that another job's work begins on the devices of the
+    others. Only where batches are shared, on one node, by replicas of one rank. 0: never."""
     activation_checkpointing: bool = False
     """Whether training computes each layer's activations again in the backward pass, instead of
     keeping them: less memory, the time of one more forward pass, the same gradients to the

@@ -73,7 +73,8 @@ class RegisterWpg(Message, frozen=True):
 
 
 class SwitchIn(Message, frozen=True):
-    """Offload the deployments in `displaces`, then load this one's ranks. Answer: Switched."""
+    """Offload the deployments in `displaces` from this one's devices, then load its ranks. Answer:
+    Switched."""
 
     deployment: DeploymentKey
     incarnation: int

@@ -133,6 +133,7 @@ LOG_SUBJECTS: dict[type, str] = {
     events.ActivationRefused: f"{PREFIX}.sched.progress",
     events.PermitReturned: f"{PREFIX}.sched.progress",
     events.StateSnapshotTaken: f"{PREFIX}.sched.progress",
+    events.TailGathered: f"{PREFIX}.sched.progress",
 }
 
 

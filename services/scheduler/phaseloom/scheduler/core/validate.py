@@ -96,7 +96,7 @@ def _check_deployment(state: State, deployment: Deployment) -> None:
     deployment.validate()
     _check_running(state, deployment)
     if deployment.activation.epoch:
-        for slot in _slots(state, deployment):
+        for slot in devices.held_slots(state, deployment):
             assert name in slot.resident, f"I3 {name}: active on a part of its devices"
 
 
@@ -115,7 +115,7 @@ def _check_running(state: State, deployment: Deployment) -> None:
     for op in permitted:
         _check_order(deployment, op)
     if deployment.activation.running:
-        for slot in _slots(state, deployment):
+        for slot in devices.held_slots(state, deployment):
             assert slot.running == name, f"I3 {name}: runs on a part of its devices"
 
 
@@ -130,8 +130,3 @@ def _check_order(deployment: Deployment, op: Op) -> None:
         assert before is not None, f"I1 {op.key}: runs behind a gap"
         has_passed = before.has_ended or before.has_snapshot
         assert has_passed or not before.is_mutating, f"I1 {op.key}: runs before {before.key}"
-
-
-def _slots(state: State, deployment: Deployment) -> list[Slot]:
-    assert deployment.wpg.assignments, f"{deployment.name}: active nowhere"
-    return [devices.slot(state, node, device) for node, device in deployment.places]

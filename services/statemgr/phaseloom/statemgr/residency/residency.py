@@ -288,14 +288,12 @@ class Residency:
         self.step(rank, Step.FILLED)
         rank.copied(applied, digest)
 
-    def devices_of(self, keys: list[DeploymentKey]) -> set[int]:
-        """The devices where ranks of these deployments are in device memory."""
-        return {rank.device for wpg in self._named(keys) for rank in wpg.on_device}
-
     def plan_switch_in(
         self, key: DeploymentKey, incarnation: int, epoch: int, displaces: list[DeploymentKey]
     ) -> SwitchPlan:
         """Plan a switch, which is decided before anything is moved.
+
+        What is displaced leaves the devices of the newcomer; its ranks on others stay.
 
         Raises: ResourceError: ABORTED: the epoch or incarnation is stale; RESOURCE_EXHAUSTED, with
                 the numbers: it does not fit on a device; UNAVAILABLE: a rank is gone.
@@ -321,7 +319,7 @@ class Residency:
                     f"epoch {epoch} of {wpg} is over: {other} was switched in at {other.epoch}",
                     code=Code.ABORTED,
                 )
-            offload += other.on_device
+            offload += [rank for rank in other.on_device if rank.device in wpg.devices]
         load = [rank for rank in wpg.ranks if rank.state is State.HOST]
         for device in sorted({rank.device for rank in load}):
             leaving = sum(rank.device_bytes for rank in offload if rank.device == device)

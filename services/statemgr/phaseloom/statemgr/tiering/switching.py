@@ -54,7 +54,7 @@ async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched
     node.digests.begin(wpg.ranks)
     async with (
         tiering.in_host(wpg, *displaced),
-        node.holding(lambda: own | node.residency.devices_of(request.displaces)),
+        node.holding(lambda: own),
     ):
         plan = node.residency.plan_switch_in(key, incarnation, request.epoch, request.displaces)
         trace = telemetry.extract({"traceparent": request.traceparent})

@@ -91,6 +91,8 @@ from phaseloom.worker.rank.wire import (
     RunPermits,
     RunShare,
     SharesDone,
+    StopShare,
+    TailReached,
 )
 
 log = logging.getLogger(__name__)
@@ -657,11 +659,17 @@ def _answers(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
 
     async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
         close_fds(fds)
+        if isinstance(body, TailReached):
+            await wpg.tail_reached(body)
+            return Done(), []
         if not wpg.is_leader(peer):
             raise CallerError("only a leader has other ranks", code=Code.PERMISSION_DENIED)
         match body:
             case RunShare():
                 return await wpg.share(body), []
+            case StopShare():
+                await wpg.stop_share(body)
+                return Done(), []
             case DevicesFreed():
                 wpg.devices_freed(body.first)
                 return Done(), []

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +50,8 @@ from phaseloom.worker.rank.wire import (
     RunShare,
     ShareDone,
     SharesDone,
+    StopShare,
+    TailReached,
 )
 
 T = TypeVar("T")
@@ -345,8 +347,21 @@ class Wpg:
 
         Raises: IncarnationEnded: a rank has died. PhaseloomError: one has failed.
         """
-        answers = await self._ask_ranks(share)
+        answers = await self._ask_ranks(share, share.replicas)
         return SharesDone([a.results for a in answers if isinstance(a, ShareDone)])
+
+    async def tail_reached(self, told: TailReached) -> None:
+        """Pass a rank's word on to the leader, which is on this node."""
+        leader = self._ranks[0].peer
+        assert leader is not None
+        await leader.call(told)
+
+    async def stop_share(self, share: StopShare) -> None:
+        """Have every rank but the leader end its running share.
+
+        Raises: IncarnationEnded: a rank has died. PhaseloomError: one has failed.
+        """
+        await self._ask_ranks(share)
 
     async def roll_call(self) -> None:
         """Return once all ranks are known to be alive."""
@@ -371,13 +386,15 @@ class Wpg:
         finally:
             await lifecycle.end(works)
 
-    async def _ask_ranks(self, body: RankMessage) -> list[RankMessage]:
+    async def _ask_ranks(self, body: RankMessage, only: Sequence[int] = ()) -> list[RankMessage]:
         """Ask every rank on this node but the leader.
 
+        Args:   only: ask only these of them; none: all.
         Raises: IncarnationEnded: a rank has died, and by now all are dead. PhaseloomError: one has
                 failed.
         """
-        ranks = [rank for rank in self._ranks if rank.config.rank != 0]
+        asked = only or range(self.num_ranks)
+        ranks = [r for r in self._ranks if r.config.rank != 0 and r.config.rank in asked]
         peers = [rank.peer for rank in ranks if rank.peer is not None]
         calls = [asyncio.ensure_future(peer.call(body)) for peer in peers]
         try:

@@ -94,6 +94,10 @@ class Watch(Protocol):
         """Tell new tokens so far, and at most; a request may end before."""
         ...
 
+    def still_open(self, i: int, num_samples: int) -> None:
+        """Tell how many samples of a request have not ended, whenever some have."""
+        ...
+
     def ended(self, i: int, result: GenerateResult | None) -> None:
         """Hand over a request's result as soon as it is whole; None: the request was cancelled."""
         ...

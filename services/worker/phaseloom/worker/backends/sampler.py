@@ -270,6 +270,8 @@ class _Request:
     """What is answered about its prompts; it has no sequences yet."""
     num_total: int
     """New tokens that its samples may get, at most."""
+    num_open: int
+    """Samples that have not ended."""
     num_done: int = 0
     sequences: dict[int, list[Sequence]] = field(default_factory=dict)
     """Sequences of its prompts whose samples have ended, by the prompt's place."""
@@ -295,7 +297,8 @@ class _Call:
     def add(self, args: Generate, scored: GenerateResult) -> None:
         prompts = _prompts(args, len(self._requests))
         total = args.num_samples * sum(prompt.max_tokens for prompt in prompts)
-        self._requests.append(_Request(args, scored, total))
+        num_open = args.num_samples * len(prompts)
+        self._requests.append(_Request(args, scored, total, num_open))
         self._waiting += prompts
         if not prompts:  # a share of an operation may be empty
             self._end(len(self._requests) - 1, GenerateResult([], []))
@@ -330,11 +333,15 @@ class _Call:
         more."""
         drawn = rows.num_live()
         rows.accept(logits_BV)
+        live = dict(rows.num_live())
         for i, num_tokens in drawn:
             request = self._requests[i]
             request.num_done += num_tokens
             self._watch.progress(i, request.num_done, request.num_total)
-        for i, _ in rows.num_live():
+            if live.get(i, 0) < num_tokens:
+                request.num_open -= num_tokens - live.get(i, 0)
+                self._watch.still_open(i, request.num_open)
+        for i in live:
             if i in self._over or self._watch.is_cancelled(i):
                 rows.cancel(i)
                 self._end(i, None)

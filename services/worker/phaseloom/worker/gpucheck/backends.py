@@ -160,5 +160,8 @@ class _Ended:
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         """Nothing: nobody asks."""
 
+    def still_open(self, i: int, num_samples: int) -> None:
+        """Nothing: nobody asks."""
+
     def ended(self, i: int, result: object) -> None:
         self.results.append(result)

@@ -11,22 +11,41 @@ once; a `generate` that runs stops between two tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
+from phaseloom.common.contract.codec import MSGPACK, encode
 from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.events import TailGathered
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import KINDS, Kind
-from phaseloom.common.contract.operations import Generate, GenerateResult, Operation, Result
+from phaseloom.common.contract.operations import (
+    Generate,
+    GenerateResult,
+    Operation,
+    Result,
+    kind_of,
+)
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Ranks
-from phaseloom.worker.rank.wire import PartWritten, Payload, RunShare
+from phaseloom.worker.rank.tails import Reached, Rest, Tail, rest_of
+from phaseloom.worker.rank.wire import (
+    PartWritten,
+    Payload,
+    RunShare,
+    StopShare,
+    TailReached,
+)
 
 MAX_SHARED_BYTES = 8 * 1024 * 1024
 """Limit of the payloads that go into one call."""
@@ -90,6 +109,10 @@ class DeviceQueue:
         self._running: list[Call] = []
         self._joining: deque[Call] | None = None
         """Calls that the running `generate` may take up, in the device thread; None: none may."""
+        self._reached: Reached | None = None
+        """Of the running call, where its tail is to be gathered."""
+        self.gathered: asyncio.Queue[TailGathered] = asyncio.Queue()
+        """Tails that are being gathered, for the decision log."""
         self._cancelled = Cancelled()
 
     @property
@@ -249,7 +272,7 @@ class DeviceQueue:
 
         def run() -> None:
             if watch.calls:
-                self._executor.generate(_requests(watch.calls), watch)
+                self._executor.backend.generate(_requests(watch.calls), watch)
 
         def begin_and_run() -> None:
             watch.take(begin(calls))
@@ -282,17 +305,110 @@ class DeviceQueue:
         if not good:
             return [refused[call] for call in calls]
         watch = _LeaderWatch(self._cancelled, good)
-        _, others = await self._ranks.everywhere(
-            lambda: self._executor.generate(_requests(good), watch), _share(good)
-        )
-        merged = await self._ranks.here(
-            lambda: [
-                self._merged(call, shares)
-                for call, *shares in zip(good, watch.results, *others, strict=True)
-            ]
-        )
+        if good[0].permit.tail_on:
+            merged = await self._generate_and_gather(good, watch)
+        else:
+            merged = await self._on_all(good, watch)
         results = dict(zip(good, merged, strict=True))
         return [refused[call] or results[call] for call in calls]
+
+    async def _on_all(
+        self, calls: list[Call], watch: _LeaderWatch, tail_share: float = 0.0
+    ) -> list[Result | None]:
+        """Run `generate` operations on all ranks. Args: tail_share: as of `RunShare`."""
+        part = self._executor.part(_requests(calls))
+        if tail_share:
+            reached, loop = self._reached, asyncio.get_running_loop()
+            assert reached is not None
+
+            def tell() -> None:
+                loop.call_soon_threadsafe(reached.add, 0)
+
+            watch.tail = Tail(part, tail_share, tell)
+        _, others = await self._ranks.everywhere(
+            lambda: self._executor.backend.generate(part, watch),
+            _share(calls, tail_share=tail_share),
+        )
+        return await self._ranks.here(
+            lambda: [
+                self._merged(call, shares)
+                for call, *shares in zip(calls, watch.results, *others, strict=True)
+            ]
+        )
+
+    async def _generate_and_gather(
+        self, calls: list[Call], watch: _LeaderWatch
+    ) -> list[Result | None]:
+        """Run `generate` operations on all ranks until only their tail is left, and that on fewer:
+        see `tails`."""
+        spec = self._executor.settings.spec
+        self._reached = reached = Reached(calls[0].key, self._ranks.num_ranks)
+        stopping = asyncio.ensure_future(self._stop_at_tail(reached, watch))
+        try:
+            results = await self._on_all(calls, watch, spec.tail_share)
+        finally:
+            self._reached = None
+            if not reached.is_stopping:
+                stopping.cancel()
+            # No word to stop may come to a rank when it has begun with the tail.
+            await asyncio.wait([stopping])
+        rests: dict[int, Rest] = {}
+        for i, (call, result) in enumerate(zip(calls, results, strict=True)):
+            is_wanted = reached.is_stopping and call.key not in self._cancelled
+            if is_wanted and isinstance(result, GenerateResult):
+                rest = rest_of(_requests([call])[0], result)
+                if rest is not None:
+                    rests[i] = rest
+        if rests:
+            ends = await self._gathered([calls[i] for i in rests], [*rests.values()])
+            for i, result in zip(rests, ends, strict=True):
+                results[i] = result
+        return results
+
+    async def _stop_at_tail(self, reached: Reached, watch: _LeaderWatch) -> None:
+        """Stop all ranks once each has only its tail left, unless others wait for the devices."""
+        await reached.by_all()
+        if self._waiting:
+            return
+        reached.is_stopping = True
+        watch.stop()
+        with contextlib.suppress(PhaseloomError):  # the call itself fails where a rank is lost
+            await self._ranks.agent.call(StopShare(reached.operation))
+
+    async def _gathered(self, calls: list[Call], rests: list[Rest]) -> list[Result | None]:
+        """Run what is left of operations on the ranks that their permit names."""
+        permit, rank = calls[0].permit, self._executor.settings.rank
+        replicas = tuple(sorted(permit.tail_on))
+        freed = [rank for rank in range(self._ranks.num_ranks) if rank not in replicas]
+        running = [call.key for call in self._running]
+        self.gathered.put_nowait(TailGathered(running, permit.epoch, permit.incarnation, freed))
+        requests = [rest.args for rest in rests]
+        watch = ShareWatch(self._cancelled, [call.key for call in calls])
+
+        async def own() -> None:
+            if rank in replicas:
+                part = self._executor.part(requests, replicas)
+                await self._ranks.here(lambda: self._executor.backend.generate(part, watch))
+
+        _, others = await self._ranks.together(own(), _share_of_rest(calls, requests, replicas))
+        shares = [watch.results, *others] if rank in replicas else others
+
+        def merge() -> list[Result | None]:
+            merged: list[Result | None] = []
+            for rest, *results in zip(rests, *shares, strict=True):
+                parts = [result for result in results if isinstance(result, GenerateResult)]
+                is_whole = len(parts) == len(results)
+                whole = KINDS[kind_of(rest.args)].merge
+                assert whole is not None
+                merged.append(rest.completed(whole(parts)) if is_whole else None)
+            return merged
+
+        return await self._ranks.here(merge)
+
+    def tail_reached(self, told: TailReached) -> None:
+        """Note a rank's word that of its share of the running call only the tail is left."""
+        if self._reached is not None and self._reached.operation == told.operation:
+            self._reached.add(told.rank)
 
     def _refusal(self, call: Call) -> Refused | None:
         try:
@@ -307,9 +423,21 @@ class DeviceQueue:
         return self._executor.finish(call.operation.args, whole) if is_whole else None
 
 
-def _share(calls: list[Call]) -> RunShare:
+def _share(calls: list[Call], *, tail_share: float = 0.0) -> RunShare:
     first = calls[0]
-    return RunShare([call.payload for call in calls], first.permit, first.traceparent)
+    payloads = [call.payload for call in calls]
+    return RunShare(payloads, first.permit, first.traceparent, tail_share=tail_share)
+
+
+def _share_of_rest(
+    calls: list[Call], requests: list[Generate], replicas: tuple[int, ...]
+) -> RunShare:
+    """The share of what is left of operations, in the form of operations of their own."""
+    payloads = [
+        Payload(call.key, encode(replace(call.operation, args=rest)), MSGPACK)
+        for call, rest in zip(calls, requests, strict=True)
+    ]
+    return RunShare(payloads, calls[0].permit, calls[0].traceparent, replicas=replicas)
 
 
 def _requests(calls: Sequence[Call]) -> list[Generate]:
@@ -321,8 +449,19 @@ class ShareWatch:
 
     def __init__(self, cancelled: Cancelled, operations: list[OperationKey]) -> None:
         self.results: list[GenerateResult | None] = [None] * len(operations)
+        self.tail: Tail | None = None
+        """Where it is to be told that only the tail of this share is left."""
         self._cancelled = cancelled
         self._operations = operations
+        self._is_stopped = False
+
+    @property
+    def first(self) -> OperationKey:
+        return self._operations[0]
+
+    def stop(self) -> None:
+        """End all requests with the tokens that they have. May be called from any thread."""
+        self._is_stopped = True
 
     def joined(self) -> Sequence[Generate]:
         return ()
@@ -332,13 +471,18 @@ class ShareWatch:
         return key in self._cancelled and not self._cancelled.keeps_partial(key)
 
     def is_stopped(self, i: int) -> bool:
-        return self._cancelled.keeps_partial(self._operations[i])
+        return self._is_stopped or self._cancelled.keeps_partial(self._operations[i])
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         """Nothing: the leader tells the progress of its own share."""
 
+    def still_open(self, i: int, num_samples: int) -> None:
+        if self.tail is not None:
+            self.tail.still_open(i, num_samples)
+
     def ended(self, i: int, result: GenerateResult | None) -> None:
         self.results[i] = result
+        self.still_open(i, 0)
 
 
 class _LeaderWatch(ShareWatch):

@@ -24,7 +24,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.layouts import merge, split, split_shared
-from phaseloom.worker.backends.base import Backend, Watch
+from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.rank.wire import RankConfig
 
 
@@ -95,12 +95,19 @@ class Executor:
 
     # --- every rank's -----------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
-        """Run this rank's part of requests that were checked."""
-        if not self.is_alone:
-            layout = self.settings.spec.layout
-            requests = split_shared(requests, layout, self.settings.rank)
-        self.backend.generate(requests, watch)
+    def part(
+        self, requests: Sequence[Generate], replicas: Sequence[int] = ()
+    ) -> Sequence[Generate]:
+        """This rank's part of requests that run together.
+
+        Args: replicas: the ranks that take part, a replica each; none: all ranks.
+        """
+        if replicas:
+            place = replicas.index(self.settings.rank)
+            return kind_for(requests[0]).cut(requests, len(replicas), place)
+        if self.is_alone:
+            return requests
+        return split_shared(requests, self.settings.spec.layout, self.settings.rank)
 
     def compute(self, args: Args) -> Result:
         """Run this rank's part of an operation that was checked. Raises: it failed half-way."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.errors import PhaseloomError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import (
@@ -22,6 +25,7 @@ from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.devicequeue import ShareWatch
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.tails import Tail
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import (
     CancelRun,
@@ -30,6 +34,8 @@ from phaseloom.worker.rank.wire import (
     RunShare,
     ShareDone,
     ShareResult,
+    StopShare,
+    TailReached,
 )
 from phaseloom.worker.state.client import RankStateClient
 
@@ -44,6 +50,8 @@ class Follower:
     _fetched: FetchedVersion | None = None
     """Prepared for a `sync_weights`, until all ranks have what they need."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
+    _generating: ShareWatch | None = None
+    _telling: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
@@ -87,9 +95,7 @@ class Follower:
         match first:
             case Generate():
                 requests = [a for a in args if isinstance(a, Generate)]
-                watch = ShareWatch(self._cancelled, [o.operation for o in share.operations])
-                await self.ranks.here(lambda: self.executor.generate(requests, watch))
-                return list(watch.results)
+                return await self._generate(requests, share)
             case SaveState():
                 return [await or_failed(self._save(operations[0].id, first, share))]
             case PublishWeights() | SyncWeights():
@@ -98,6 +104,36 @@ class Follower:
                 return [await or_failed(self._load(first))]
             case _:
                 return [await self.ranks.here(lambda: self.executor.compute(first))]
+
+    async def _generate(self, requests: list[Generate], share: RunShare) -> list[ShareResult]:
+        part = self.executor.part(requests, share.replicas)
+        watch = ShareWatch(self._cancelled, [o.operation for o in share.operations])
+        if share.tail_share:
+            loop = asyncio.get_running_loop()
+            told = TailReached(watch.first, self.settings.rank)
+
+            def tell() -> None:
+                loop.call_soon_threadsafe(self._tell, told)
+
+            watch.tail = Tail(part, share.tail_share, tell)
+        self._generating = watch
+        try:
+            await self.ranks.here(lambda: self.executor.backend.generate(part, watch))
+        finally:
+            self._generating = None
+        return list(watch.results)
+
+    def _tell(self, told: TailReached) -> None:
+        async def tell() -> None:
+            with contextlib.suppress(PhaseloomError):  # then the agent or the leader is gone
+                await self.ranks.agent.call(told)
+
+        self._telling = asyncio.ensure_future(tell())
+
+    def stop(self, share: StopShare) -> None:
+        """End a running share with the tokens that it has."""
+        if self._generating is not None and self._generating.first == share.operation:
+            self._generating.stop()
 
     async def _move(self, args: PublishWeights | SyncWeights, share: RunShare) -> ShareResult:
         match args:

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import nats.errors
@@ -228,6 +229,13 @@ class Leader:
                 if told.get(call.key) != call.num_done:
                     await self._publish_progress(call)
             told = {call.key: call.num_done for call in calls}
+
+    async def tell_gathered(self) -> None:
+        """Append to the decision log, for ever, which tails are gathered on fewer ranks."""
+        while True:
+            event = await self.queue.gathered.get()
+            msg_id = f"gathered:{event.operations[0]}:{event.incarnation}:{event.epoch}"
+            await until_done(partial(self.bus.append, event, msg_id=msg_id), "append")
 
     async def _publish_progress(self, call: Call) -> None:
         progress = Progress(call.key, call.num_done, call.num_total)

@@ -46,6 +46,8 @@ from phaseloom.worker.rank.wire import (
     RollCall,
     RunPermits,
     RunShare,
+    StopShare,
+    TailReached,
 )
 from phaseloom.worker.state import devicememory
 from phaseloom.worker.state.client import RankStateClient
@@ -122,6 +124,7 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
             leader = await _leader(settings, ranks, executor, state)
             running.append(tasks.create_task(leader.queue.serve()))
             running.append(tasks.create_task(leader.tell_progress()))
+            running.append(tasks.create_task(leader.tell_gathered()))
             answer = _leader_answers(leader)
         else:
             answer = _follower_answers(Follower(settings, state, executor, ranks))
@@ -229,6 +232,8 @@ def _leader_answers(leader: Leader) -> Answer:
                 await leader.run(body)
             case CancelRun():
                 leader.cancel(body)
+            case TailReached():
+                leader.queue.tail_reached(body)
             case _:
                 raise InternalError(f"a leader does not answer {type(body).__name__}")
         return Done()
@@ -244,6 +249,8 @@ def _follower_answers(follower: Follower) -> Answer:
                     return await follower.run(body)
             case CancelRun():
                 follower.cancel(body)
+            case StopShare():
+                follower.stop(body)
             case RollCall():
                 return Done()
             case _:

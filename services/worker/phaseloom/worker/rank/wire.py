@@ -149,6 +149,27 @@ class RunShare(Message, frozen=True):
     if all ranks could."""
     manifest: VersionParts | None = None
     """In the second call of a `publish_weights` in parts: all parts are committed."""
+    replicas: tuple[int, ...] = ()
+    """Ranks of this call, a replica each, over which its `generate` are cut; empty: all ranks."""
+    tail_share: float = 0.0
+    """The share of its samples at which each rank sends a `TailReached`; 0: it sends none."""
+
+
+class TailReached(Message, frozen=True):
+    """rank → agent → leader: of this rank's share of a `generate` only the long tail is left.
+    Answer: Done."""
+
+    operation: OperationKey
+    """The share's first operation."""
+    rank: int
+
+
+class StopShare(Message, frozen=True):
+    """leader → agent → every other rank: end a running share of `generate` with the tokens that it
+    has, its open samples as partial; harmless once it has ended. Answer: Done."""
+
+    operation: OperationKey
+    """The share's first operation."""
 
 
 class PartWritten(Message, frozen=True):
@@ -192,6 +213,8 @@ RankMessage = (
     | RunShare
     | ShareDone
     | SharesDone
+    | TailReached
+    | StopShare
     | RollCall
     | Done
     | Failed

@@ -31,6 +31,13 @@ def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
     return [slot(step.state, node, device) for node, device in deployment.places]
 
 
+def held_slots(state: State, deployment: Deployment) -> list[Slot]:
+    """The slot of each rank but those that a gathered tail has freed."""
+    freed = deployment.activation.freed
+    places = [at for rank, at in enumerate(deployment.places) if rank not in freed]
+    return [slot(state, node, device) for node, device in places]
+
+
 def slots_on(node: Node) -> list[Slot]:
     """The slots of a node, by device."""
     return [slot for device in node.devices for slot in device.slots]
@@ -164,10 +171,10 @@ def switch_in(slots: Iterable[Slot], deployment: Deployment) -> None:
             slot.resident.append(deployment.name)
 
 
-def switch_out(step: Step, deployment: Deployment, node: NodeId) -> None:
-    """Note that the state of a deployment is not on its devices of a node any more."""
-    for slot in slots_of(step, deployment):
-        if slot.node == node and deployment.name in slot.resident:
+def switch_out(slots: Iterable[Slot], deployment: Deployment) -> None:
+    """Note that the state of a deployment is not on these devices any more."""
+    for slot in slots:
+        if deployment.name in slot.resident:
             slot.resident.remove(deployment.name)
 
 
@@ -202,12 +209,33 @@ def vacate(step: Step, deployment: Deployment) -> None:
 
 def free(step: Step, deployment: Deployment, key: OperationKey, kind: str) -> None:
     """Note that a running operation has ended; with the last one its devices are idle."""
-    deployment.activation.ended(key, step.now_s)
+    activation = deployment.activation
+    activation.ended(key, step.now_s)
     for slot in slots_of(step, deployment):
-        if not deployment.activation.running:
+        if slot.running != deployment.name:
+            continue  # freed before, for a tail
+        if not activation.running:
             slot.running = ""
         slot.last = f"{key.deployment}.{kind}"
         slot.idle_since_s = step.now_s
+    if activation.freed and not activation.running:
+        activation.free_ranks([])
+        if any(deployment.name not in slot.resident for slot in slots_of(step, deployment)):
+            # Others came to a part of its devices: it needs an activation again.
+            activation.close()
+
+
+def free_tail(step: Step, deployment: Deployment, ranks: list[int]) -> None:
+    """Note that these ranks have nothing to do until what runs has ended: others may use their
+    devices, on which the deployment stays until it must leave."""
+    deployment.activation.free_ranks(ranks)
+    for rank in ranks:
+        node, device = deployment.places[rank]
+        freed = slot(step.state, node, device)
+        freed.running = ""
+        freed.idle_since_s = step.now_s
+        if freed.holder == deployment.job_name:
+            set_released(freed, True)
 
 
 def release(step: Step, deployment: Deployment) -> None:

@@ -26,11 +26,11 @@ from phaseloom.common.contract.commands import CloseActivation, OpenActivation, 
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import ActivationOpened, ActivationRefused, PermitReturned
 from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.dispatch import choice, idle_hold, phases, ready, speculative
+from phaseloom.scheduler.core.dispatch import choice, idle_hold, phases, ready, speculative, tails
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import gradients, operations
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Node, Slot
+from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, WpgState
@@ -183,7 +183,7 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
             found = devices.victims(step, slot, deployment)
             leaving += [victim for victim in found if victim not in leaving]
         for victim in leaving:
-            _displace(step, victim, node)
+            _displace(step, victim, slots)
         devices.switch_in(slots, deployment)
         step.order(
             OpenActivation,
@@ -195,15 +195,17 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
         )
         gone += [victim for victim in leaving if victim not in gone]
     for victim in gone:
-        if seals.is_due(step, victim):
+        if not victim.activation.running and seals.is_due(step, victim):
             seals.seal(step, victim)
 
 
-def _displace(step: Step, victim: Deployment, node: Node) -> None:
-    """End an activation. The state leaves this node, and stays on others until it must go."""
-    victim.activation.close()
-    speculative.displaced(step, victim)
-    devices.switch_out(step, victim, node.node)
+def _displace(step: Step, victim: Deployment, slots: list[Slot]) -> None:
+    """End an activation, unless its tail goes on elsewhere. The state leaves these slots, and stays
+    in others until it must go."""
+    if not victim.activation.freed:
+        victim.activation.close()
+        speculative.displaced(step, victim)
+    devices.switch_out(slots, victim)
 
 
 def _permit(step: Step, deployment: Deployment, op: Op) -> None:
@@ -229,6 +231,7 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         partial=gradients.is_partial(deployment, op),
         ticket=_ticket(step, deployment, op),
         sealing=deployment.durability.sealing if len(deployment.wpg.assignments) > 1 else 0,
+        tail_on=tails.gathers_on(step, deployment, op),
     )
 
 
@@ -253,7 +256,8 @@ def _seal_idle(step: Step, slot: Slot) -> None:
     """A deployment that nobody displaces is sealed when it has nothing to do."""
     for name in slot.resident:
         deployment = step.state.deployments[name]
-        if deployment.wpg.state is WpgState.READY and seals.is_due(step, deployment, times=2):
+        is_idle = deployment.wpg.state is WpgState.READY and not deployment.activation.running
+        if is_idle and seals.is_due(step, deployment, times=2):
             seals.seal(step, deployment)
 
 

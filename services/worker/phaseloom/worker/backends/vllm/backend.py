@@ -301,12 +301,15 @@ class _Call:
                 self._drop(i)
                 self._watch.ended(i, self._requests[i].result())
         drawn: set[int] = set()
+        num_open = {i: len(names) for i, names in self._live.items()}
         for step in self._engine.step() if self._live else ():
             self._accept(step)
             drawn.add(self._rows[step.name].request)
         for i in drawn:
             request = self._requests[i]
             self._watch.progress(i, request.num_done, request.num_total)
+            if len(self._live[i]) < num_open[i]:
+                self._watch.still_open(i, len(self._live[i]))
             if not self._live[i]:
                 del self._live[i]
                 self._watch.ended(i, request.result())

@@ -140,6 +140,10 @@ class Agreed:
         if self._is_known(i):
             self._watch.progress(i, num_done, num_total)
 
+    def still_open(self, i: int, num_samples: int) -> None:
+        if self._is_known(i):
+            self._watch.still_open(i, num_samples)
+
     def ended(self, i: int, result: GenerateResult | None) -> None:
         if self._is_known(i):
             self._watch.ended(i, result)

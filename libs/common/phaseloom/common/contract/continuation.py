@@ -1,0 +1,50 @@
+"""How a sample goes on behind an answer that ended before it did, token for token. Pure."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
+from phaseloom.common.contract.operations import Prompt, Sequence
+
+PARTIAL = "partial"
+"""The `stop_reason` of a sequence that can go on."""
+
+
+def continued(prompt: Prompt, sequence: Sequence, sample: int = 0) -> Prompt:
+    """The prompt that goes on from an answer with the same draws, token for token.
+
+    Ask for it with `num_samples=1` and the same sampling, whose `max_tokens` counts what was
+    generated before; the answer holds the new tokens only.
+
+    Args: sample: place of the sequence among the prompt's samples.
+    """
+    return replace(
+        prompt,
+        tokens=int32s(prompt.tokens) + int32s(sequence.tokens),
+        sample=prompt.sample + sample,
+        num_generated=prompt.num_generated + length(sequence.tokens),
+    )
+
+
+def extended(had: Sequence, new: Sequence) -> Sequence:
+    """A sequence and the one that goes on from it, as one; arrays are packed where both are."""
+    return replace(
+        new,
+        tokens=_ints(had.tokens, new.tokens),
+        logprobs=_floats(had.logprobs, new.logprobs),
+        top_tokens=_ints(had.top_tokens, new.top_tokens),
+        top_logprobs=_floats(had.top_logprobs, new.top_logprobs),
+    )
+
+
+def _ints(had: Int32s, new: Int32s) -> Int32s:
+    if isinstance(had, bytes) and isinstance(new, bytes):
+        return had + new
+    return [*int32s(had), *int32s(new)]
+
+
+def _floats(had: Float32s, new: Float32s) -> Float32s:
+    if isinstance(had, bytes) and isinstance(new, bytes):
+        return had + new
+    return [*float32s(had), *float32s(new)]

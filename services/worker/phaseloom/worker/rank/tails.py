@@ -1,0 +1,98 @@
+"""The long tail of `generate` operations over several replicas (WEAVE §4.3).
+
+When every replica has no more than the tail of its samples left, they all stop, and some of them go
+on with what is left of all: as prompts that continue the tokens there are, token for token. Keys
+and values are computed anew, so the last bits of log-probabilities may differ from those of a call
+that was not interrupted. The other replicas have nothing to do, and their devices can be used.
+Here is what each side counts and how results are put together; pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.continuation import PARTIAL, continued, extended
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import Generate, GenerateResult
+
+
+class Tail:
+    """Tells once when of this rank's share no more than the tail is left."""
+
+    def __init__(
+        self, requests: Sequence[Generate], tail_share: float, tell: Callable[[], None]
+    ) -> None:
+        self._open = [len(args.prompts) * args.num_samples for args in requests]
+        self._tail = tail_share * sum(self._open)
+        self._tell = tell
+        self._has_told = False
+        self._look()
+
+    def still_open(self, i: int, num_samples: int) -> None:
+        """Note how many samples of a request have not ended."""
+        self._open[i] = num_samples
+        self._look()
+
+    def _look(self) -> None:
+        if not self._has_told and sum(self._open) <= self._tail:
+            self._has_told = True
+            self._tell()
+
+
+@dataclass(slots=True)
+class Reached:
+    """The ranks of a running call that have only their tails left, as its leader knows."""
+
+    operation: OperationKey
+    """The call's first."""
+    num_ranks: int
+    is_stopping: bool = False
+    _ranks: set[int] = field(default_factory=set)
+    _by_all: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, rank: int) -> None:
+        self._ranks.add(rank)
+        if len(self._ranks) == self.num_ranks:
+            self._by_all.set()
+
+    async def by_all(self) -> None:
+        await self._by_all.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of one `generate`, and what there is."""
+
+    args: Generate
+    """Asks for one sample of each prompt, which continues an open one."""
+    had: GenerateResult
+    places: list[tuple[int, int]]
+    """(prompt, sample) of each open one."""
+
+    def completed(self, rest: GenerateResult) -> GenerateResult:
+        """The whole result, with the answer to `args`."""
+        sequences = [[*group] for group in self.had.sequences]
+        for (prompt, sample), (sequence,) in zip(self.places, rest.sequences, strict=True):
+            sequences[prompt][sample] = extended(sequences[prompt][sample], sequence)
+        return replace(self.had, sequences=sequences)
+
+
+def rest_of(args: Generate, had: GenerateResult) -> Rest | None:
+    """What is left of a `generate` that was stopped; None: nothing."""
+    places = [
+        (prompt, sample)
+        for prompt, group in enumerate(had.sequences)
+        for sample, sequence in enumerate(group)
+        if sequence.stop_reason == PARTIAL
+    ]
+    if not places:
+        return None
+    prompts = [
+        continued(args.prompts[prompt], had.sequences[prompt][sample], sample)
+        for prompt, sample in places
+    ]
+    return Rest(Generate(prompts, args.sampling), had, places)
