@@ -21,6 +21,7 @@ from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import merge, split_shared
 from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.rank.tails import rest_of
 from tests.support.looker import Looker
 from tests.support.tinymodel import VOCAB
 from tests.unit.worker.backends.models import generate, running, spec, watched
@@ -188,6 +189,36 @@ def test_stopped_request_goes_on_token_for_token(sampler: Backend, stop_at: int)
             tokens, reason = tokens + int32s(more.tokens), more.stop_reason
         assert tokens == int32s(expected.tokens)
         assert reason == expected.stop_reason
+
+
+def test_what_is_left_of_a_request_completes_it(sampler: Backend) -> None:
+    args = Generate(
+        [Prompt([1, 2], 6), Prompt([3], 7)], SamplingParams(17, 1.0, [0], top_logprobs=2), 4, True
+    )
+    (whole,) = generate(sampler, args)
+    (had,) = watched(sampler, [args], Looker(stop_at={0: 25}))
+    assert had is not None
+    rest = rest_of(args, had)
+    assert rest is not None
+    assert 0 < len(rest.places) < 8
+    (more,) = generate(sampler, rest.args)
+    completed = rest.completed(more)
+    _check_alike(completed, whole)
+    for own, other in zip(completed.sequences, whole.sequences, strict=True):
+        tops = [[sample.top_tokens for sample in group] for group in (own, other)]
+        assert tops[0] == tops[1]
+    assert rest_of(args, whole) is None
+
+
+def test_open_samples_are_told_as_they_end(sampler: Backend) -> None:
+    looker = Looker()
+    watched(sampler, REQUESTS, looker)
+    for i, args in enumerate(REQUESTS):
+        told = looker.open[i]
+        assert told[-1] == 0
+        assert told == sorted(told, reverse=True)
+        assert len(set(told)) == len(told)
+        assert told[0] < len(args.prompts) * args.num_samples
 
 
 def test_stop_of_a_request_whose_prompts_wait_gives_empty_samples(

@@ -220,6 +220,7 @@ def test_cancelled_request_leaves_at_once_and_another_joins(one: tuple[Backend, 
     )
     assert results[1] is None
     assert looker.seen[1][-1][0] <= 7
+    assert (looker.open[0][-1], looker.open[2][-1]) == (0, 0)
     assert tokens_of(results[2]) == tokens_of(run(backend, late)[0])
     assert len(results[2].prompt_logprobs) == 1
 
