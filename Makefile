@@ -53,7 +53,7 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-runtimes bench-gateway bench-offpolicy loadtest chaos gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-runtimes bench-gateway bench-offpolicy bench-tails loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -136,6 +136,10 @@ bench-gateway: $(VENV)/.test
 ## bench-offpolicy: rewards of the GRPO example in step with its rollouts, ahead of them, in flight
 bench-offpolicy: $(VENV)/.test
 	$(BIN)/python -m loadtest offpolicy $(ARGS)
+
+## bench-tails: rollouts of two jobs on four devices, with their long tails gathered and without
+bench-tails: $(VENV)/.test
+	$(BIN)/python -m loadtest tails $(ARGS)
 
 ## loadtest: 100 jobs, 100,000 operations; ARGS="--jobs 10 --ops 200" for less
 loadtest: $(VENV)/.test

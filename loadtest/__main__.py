@@ -26,6 +26,7 @@ from loadtest import (
     roundtrip,
     runtimes,
     state_bench,
+    tailbench,
 )
 from loadtest.records import LATEST, Record, describe, record, write
 
@@ -161,6 +162,28 @@ def gateway(
     settings = gatewaybench.Settings(rounds, calls, large)
     report = write(uvloop.run(gatewaybench.run(settings, _work_directory(file))), file)
     Console().print(publishing.gateway_table(report))
+
+
+@app.command
+def tails(
+    *, rounds: int = 7, steps: int = 3, samples: int = 8, file: Path = _RUNS / "tails.json"
+) -> None:
+    """Measure rollouts of two jobs on four devices, with their long tails gathered and without.
+
+    Parameters
+    ----------
+    rounds
+        How often the two take turns.
+    steps
+        Rollouts of each job in a round.
+    samples
+        Samples of each prompt; there are 32 prompts.
+    file
+        Where the report is written.
+    """
+    settings = tailbench.Settings(rounds, steps=steps, samples=samples)
+    report = write(uvloop.run(tailbench.run(settings, _work_directory(file))), file)
+    Console().print(publishing.tails_table(report))
 
 
 @app.command

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from loadtest.load import LoadReport
 from loadtest.offpolicy import QUARTERS, OffPolicyReport
 from loadtest.peering import PeerReport
 from loadtest.records import Machine, Records
+from loadtest.tailbench import TailReport
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
 
@@ -256,6 +257,34 @@ def gateway_table(report: GatewayReport) -> str:
     return _table(report.machine, head, rows)
 
 
+def tails_table(report: TailReport) -> str:
+    settings = report.settings
+    spread = f"{report.gains[0]:.2f} to {report.gains[-1]:.2f}"
+    facts = [
+        (
+            "jobs × rollouts × samples, over devices",
+            f"{settings.jobs} × {settings.steps} × {settings.prompts * settings.samples}, over "
+            f"{settings.devices}",
+        ),
+        (
+            "new tokens of a sample: median, 80 %, most",
+            f"{report.length_p50}, {report.length_p80}, {report.length_max}",
+        ),
+        ("seconds, tails where they began", f"{median(report.whole_s):.2f}"),
+        ("seconds, tails gathered", f"{median(report.gathered_s):.2f}"),
+        (
+            f"**work done in the same time**, {settings.rounds} rounds",
+            f"**{report.gain:.2f} ×**, {spread}",
+        ),
+        (
+            "samples compared, with other tokens",
+            f"{report.num_samples:,}, {report.num_different}",
+        ),
+        ("largest difference of a log-probability", f"{report.logprob_error:.1e}"),
+    ]
+    return _table(report.machine, ("what", "measured"), facts)
+
+
 def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
@@ -278,6 +307,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "gateway": ("gateway.json", "gateway.md", GatewayReport, gateway_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
+    "tails": ("tails.json", "rollouts.md", TailReport, tails_table),
     "offpolicy": ("offpolicy.json", "rollouts.md", OffPolicyReport, off_policy_table),
 }
 """The file in the runs, the page, the type and the table of each published name, which is the name
