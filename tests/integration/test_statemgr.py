@@ -885,7 +885,7 @@ async def test_switch_leaves_offload_and_load_spans_in_the_caller_s_trace(short_
         await start(d, POLICY)
         await start(d, OTHER)
         await d.agent.switch_in(POLICY, 1, 1, [])
-        await d.agent.switch_in(OTHER, 1, 2, [POLICY], f"00-{trace_id}-{parent}-01")
+        await d.agent.switch_in(OTHER, 1, 2, [POLICY], traceparent=f"00-{trace_id}-{parent}-01")
     lines = await asyncio.to_thread(_json_lines, spans)
     traced = {line["name"]: line for line in lines if line["trace_id"] == trace_id}
     assert traced.keys() == {"offload", "load"}

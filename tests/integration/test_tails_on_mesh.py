@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import Batching, GenerateResult, Prompt, SamplingParams, float32s, int32s
-from phaseloom.common.contract.events import OperationFinished, TailGathered
+from phaseloom.common.contract.events import ActivationOpened, OperationFinished, TailGathered
 from phaseloom.common.contract.specs import Layout
 from tests.support.jobs import Log, kill_rank, running_mesh, tenant
 from tests.support.node import sampler_spec
@@ -98,6 +98,29 @@ async def test_next_job_runs_on_the_devices_that_a_tail_leaves(short_dir: Path) 
         killed = await beside(connection, log, "killed", kill_in=mesh)
         assert len(gathered_by(log, "killed")) == 2
         for result in (gathered, killed):
+            assert tokens_of(result) == tokens_of(expected)
+            assert logprobs_of(result) == pytest.approx(logprobs_of(expected), abs=LOGPROB_ERROR)
+        assert log.failures() == []
+
+
+async def test_next_rollout_over_the_same_devices_begins_without_the_tails(
+    short_dir: Path,
+) -> None:
+    async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
+        expected = await rollout(connection, log, "whole", tail_share=0.0)
+        both = await asyncio.gather(
+            *(rollout(connection, log, name, tail_share=0.2) for name in ("one", "two"))
+        )
+        await log.caught_up()
+        opened = [
+            (i, event.deployment.job)
+            for i, event in enumerate(log.events)
+            if isinstance(event, ActivationOpened) and event.deployment.job != "whole"
+        ]
+        (_, first), (begun, second) = opened[:2]
+        assert gathered_by(log, first)[0] < begun < ended_by(log, first)[0]
+        assert ended_by(log, first)[0] < ended_by(log, second)[0]
+        for result in both:
             assert tokens_of(result) == tokens_of(expected)
             assert logprobs_of(result) == pytest.approx(logprobs_of(expected), abs=LOGPROB_ERROR)
         assert log.failures() == []

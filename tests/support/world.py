@@ -414,12 +414,14 @@ class World:
         assert command.epoch > epoch, "an epoch that is not newer"
         ranks.epochs[command.node] = command.epoch
         self.hinted.pop((command.deployment, command.node), None)
+        places = [ranks.all_places[rank] for rank in command.ranks] or ranks.all_places
+        own = [device for node, device in places if node == command.node]
         for key in command.displaces:
             on_node = [on for (node, _), on in self.on_device.items() if node == command.node]
             is_there = any(key in on for on in on_node)
             assert is_there or self.was_refused, f"{key} displaced, and is on no device"
-            self._take_off(key, command.node, ranks.devices[command.node])
-        for device in ranks.devices[command.node]:
+            self._take_off(key, command.node, own)
+        for device in own:
             here = self.on_device.setdefault((command.node, device), set())
             here.add(command.deployment)
             memory_bytes = self.core.state.nodes[command.node].devices[device].memory_bytes
@@ -463,7 +465,11 @@ class World:
     def _permit(self, command: Permit) -> None:
         key = command.operation
         ranks = self.ranks[key.deployment_key]
-        assert not ranks.freed, f"{key}: permitted while a tail goes on on some ranks"
+        absent = set(range(len(ranks.all_places))) - set(command.ranks)
+        freed = sorted(absent) if command.ranks else []
+        is_alike = ranks.freed == freed or not ranks.running
+        assert is_alike, f"{key}: permitted on {command.ranks}, another runs without {ranks.freed}"
+        ranks.freed = freed
         self._check_alone(key, command.kind)
         assert command.incarnation == ranks.incarnation
         assert command.node == ranks.node, f"{key}: permitted elsewhere than at its leader"

@@ -90,7 +90,7 @@ def test_what_follows_waits_for_the_tail() -> None:
     world.run(until_s=world.now_s + 1)
     (begun, ended) = run_of(world, "a.sampler.1")
     world.run(until_s=(begun + ended) / 2 + 0.1)
-    assert world.core.state.deployments["t.a.sampler"].activation.freed
+    assert world.core.state.deployments["t.a.sampler"].activation.idle_ranks
     world.queue("a", "sampler", 2, "generate")
     world.run()
     assert run_of(world, "a.sampler.2")[0] >= ended
@@ -153,3 +153,77 @@ def test_other_operations_have_no_tail() -> None:
     world.queue("a", "sampler", 1, "forward")
     world.run()
     assert permit_of(world, "a.sampler.1").tail_on == []
+
+
+def over_four(world: World, *jobs: str, **changes: object) -> None:
+    """Samplers of other jobs over the same four devices."""
+    for job in jobs:
+        changed = {"batching": Batching.SHARED, **changes}
+        submit(world, job, replace(spec("sampler", "rollout", num_ranks=4), **changed))
+    world.run()
+
+
+def test_another_rollout_over_the_same_devices_begins_without_the_tails() -> None:
+    world = world_of(others=())
+    over_four(world, "b")
+    world.queue("a", "sampler", 1, "generate")
+    world.queue("b", "sampler", 1, "generate")
+    world.run()
+    (begun, ended), (other, _) = run_of(world, "a.sampler.1"), run_of(world, "b.sampler.1")
+    assert other == pytest.approx(begun + (ended - begun) / 2)
+    first, second = permit_of(world, "a.sampler.1"), permit_of(world, "b.sampler.1")
+    assert sorted([*first.tail_on, *second.ranks]) == [0, 1, 2, 3]
+    world.queue("a", "sampler", 2, "generate")
+    world.queue("b", "sampler", 2, "generate")
+    world.run()
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("forward", {}),
+        ("generate", {"batching": Batching.OPERATION}),
+        ("generate", {"tail_share": 0.0}),
+    ],
+)
+def test_what_needs_all_its_ranks_waits_for_the_tail(kind: str, changes: dict[str, object]) -> None:
+    world = world_of(others=("c",))
+    over_four(world, "b", **changes)
+    world.queue("a", "sampler", 1, "generate")
+    world.queue("b", "sampler", 1, kind)
+    world.run()
+    assert permit_of(world, "a.sampler.1").tail_on
+    assert run_of(world, "b.sampler.1")[0] >= run_of(world, "a.sampler.1")[1]
+    assert permit_of(world, "b.sampler.1").ranks == []
+
+
+@pytest.mark.parametrize("dies", ["a", "b"])
+def test_either_may_die_while_one_is_in_its_tail_and_the_other_in_part(dies: str) -> None:
+    world = world_of(others=())
+    over_four(world, "b")
+    world.queue("a", "sampler", 1, "generate")
+    world.queue("b", "sampler", 1, "generate")
+    world.run(until_s=world.now_s + 1)
+    begun, ended = run_of(world, "a.sampler.1")
+    world.run(until_s=(begun + ended) / 2 + 0.5)
+    assert permit_of(world, "b.sampler.1").ranks
+    world.kill(deployment(dies, "sampler"))
+    world.run()
+    assert len([op for _, _, op in world.runs if op == f"t.{dies}.sampler.1"]) == 2
+    assert len(world.runs) == 3
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+
+
+@pytest.mark.parametrize("residency", Residency)
+def test_rollouts_take_turns_for_ever_tail_by_tail(residency: Residency) -> None:
+    world = world_of(residency, others=())
+    over_four(world, "b", "c")
+    for step in range(1, 6):
+        for job in "abc":
+            world.queue(job, "sampler", step, "generate")
+            world.run(until_s=world.now_s + 3)
+    world.run()
+    assert len(world.done) == 15
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert any(isinstance(c, Permit) and c.ranks for c in world.commands)

@@ -94,6 +94,8 @@ class OpenActivation(NodeCommand, frozen=True):
     displaces: list[DeploymentKey]
     is_speculative: bool = False
     """Whether the operation that it is opened for is only predicted."""
+    ranks: list[int] = []
+    """The ranks to switch in; empty: all."""
 
 
 class Permit(NodeCommand, frozen=True):
@@ -117,6 +119,8 @@ class Permit(NodeCommand, frozen=True):
     sealing: int = 0
     """For a WPG over several nodes: the seal that is being made of it. Each node copies its part of
     that seal before its ranks run this operation. 0: none is being made."""
+    ranks: list[int] = []
+    """For `generate`: the ranks that do it, a replica each; empty: all."""
     tail_on: list[int] = []
     """For `generate`: the ranks on which its long tail is gathered, because others have use for the
     devices of the rest. Empty: it is not gathered."""

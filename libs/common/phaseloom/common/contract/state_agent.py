@@ -80,6 +80,8 @@ class SwitchIn(Message, frozen=True):
     incarnation: int
     epoch: int
     displaces: list[DeploymentKey]
+    ranks: list[int] = []
+    """The ranks to load; empty: all of this node's."""
     traceparent: str = ""
     """The W3C trace context of the offload and load spans; empty: none."""
 

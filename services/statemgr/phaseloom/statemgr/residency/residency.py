@@ -289,12 +289,18 @@ class Residency:
         rank.copied(applied, digest)
 
     def plan_switch_in(
-        self, key: DeploymentKey, incarnation: int, epoch: int, displaces: list[DeploymentKey]
+        self,
+        key: DeploymentKey,
+        incarnation: int,
+        epoch: int,
+        displaces: list[DeploymentKey],
+        ranks: list[int] | None = None,
     ) -> SwitchPlan:
         """Plan a switch, which is decided before anything is moved.
 
         What is displaced leaves the devices of the newcomer; its ranks on others stay.
 
+        Args:   ranks: of all the deployment's, those to load; None or empty: all.
         Raises: ResourceError: ABORTED: the epoch or incarnation is stale; RESOURCE_EXHAUSTED, with
                 the numbers: it does not fit on a device; UNAVAILABLE: a rank is gone.
                 CallerError: the deployment cannot be switched now.
@@ -303,6 +309,8 @@ class Residency:
         self._enter_epoch(wpg, epoch)
         self.check_ready(wpg)
         offload: list[Rank] = []
+        own = [rank for rank in wpg.ranks if not ranks or wpg.rank_offset + rank.index in ranks]
+        devices = {rank.device for rank in own}
         for other in self._named(displaces):
             if not other.on_device:
                 continue
@@ -319,8 +327,8 @@ class Residency:
                     f"epoch {epoch} of {wpg} is over: {other} was switched in at {other.epoch}",
                     code=Code.ABORTED,
                 )
-            offload += [rank for rank in other.on_device if rank.device in wpg.devices]
-        load = [rank for rank in wpg.ranks if rank.state is State.HOST]
+            offload += [rank for rank in other.on_device if rank.device in devices]
+        load = [rank for rank in own if rank.state is State.HOST]
         for device in sorted({rank.device for rank in load}):
             leaving = sum(rank.device_bytes for rank in offload if rank.device == device)
             needed = sum(rank.device_bytes for rank in load if rank.device == device)

@@ -56,7 +56,9 @@ async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched
         tiering.in_host(wpg, *displaced),
         node.holding(lambda: own),
     ):
-        plan = node.residency.plan_switch_in(key, incarnation, request.epoch, request.displaces)
+        plan = node.residency.plan_switch_in(
+            key, incarnation, request.epoch, request.displaces, request.ranks
+        )
         trace = telemetry.extract({"traceparent": request.traceparent})
         return await _switch(tiering, wpg, plan.offload, plan.load, trace)
 

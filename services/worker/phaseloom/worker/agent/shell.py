@@ -416,6 +416,7 @@ class Agent:
                 command.incarnation,
                 command.epoch,
                 command.displaces,
+                ranks=command.ranks,
                 traceparent=telemetry.inject({}).get("traceparent", ""),
             )
         return ActivationOpened(

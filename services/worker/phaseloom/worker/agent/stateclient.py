@@ -134,13 +134,15 @@ class AgentStateClient:
         incarnation: int,
         epoch: int,
         displaces: list[DeploymentKey],
+        *,
+        ranks: list[int] | None = None,
         traceparent: str = "",
     ) -> Switched:
         """Offload what is displaced and load this deployment.
 
         Raises: ResourceError: no room, stale, or undone after a failure.
         """
-        message = SwitchIn(deployment, incarnation, epoch, displaces, traceparent)
+        message = SwitchIn(deployment, incarnation, epoch, displaces, ranks or [], traceparent)
         return await self._link.ask(message, Switched)
 
     async def switch_out(self, deployment: DeploymentKey, incarnation: int, epoch: int) -> Switched:

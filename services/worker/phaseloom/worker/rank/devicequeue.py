@@ -31,7 +31,6 @@ from phaseloom.common.contract.operations import (
     GenerateResult,
     Operation,
     Result,
-    kind_of,
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
@@ -43,6 +42,7 @@ from phaseloom.worker.rank.wire import (
     PartWritten,
     Payload,
     RunShare,
+    ShareResult,
     StopShare,
     TailReached,
 )
@@ -315,26 +315,46 @@ class DeviceQueue:
     async def _on_all(
         self, calls: list[Call], watch: _LeaderWatch, tail_share: float = 0.0
     ) -> list[Result | None]:
-        """Run `generate` operations on all ranks. Args: tail_share: as of `RunShare`."""
-        part = self._executor.part(_requests(calls))
-        if tail_share:
-            reached, loop = self._reached, asyncio.get_running_loop()
-            assert reached is not None
+        """Run `generate` operations on all ranks that their permit names.
+
+        Args: tail_share: as of `RunShare`.
+        """
+        replicas = tuple(calls[0].permit.ranks)
+        share = _share(calls, replicas=replicas, tail_share=tail_share)
+        shares = await self._shares(_requests(calls), share, watch)
+
+        def merged(call: Call, results: list[ShareResult]) -> Result | None:
+            whole = [result for result in results if isinstance(result, GenerateResult)]
+            if len(whole) < len(results):
+                return None
+            if replicas:
+                return _merged(whole)
+            return self._executor.finish(call.operation.args, whole)
+
+        return await self._ranks.here(
+            lambda: [merged(call, results) for call, *results in zip(calls, *shares, strict=True)]
+        )
+
+    async def _shares(
+        self, requests: list[Generate], share: RunShare, watch: ShareWatch
+    ) -> list[list[ShareResult]]:
+        """Run requests over the ranks of a share. Returns: [rank of the share][request]."""
+        takes_part = not share.replicas or self._executor.settings.rank in share.replicas
+        part = self._executor.part(requests, share.replicas) if takes_part else []
+        reached, loop = self._reached, asyncio.get_running_loop()
+        if share.tail_share and reached is not None and takes_part:
 
             def tell() -> None:
-                loop.call_soon_threadsafe(reached.add, 0)
+                loop.call_soon_threadsafe(reached.add, self._executor.settings.rank)
 
-            watch.tail = Tail(part, tail_share, tell)
-        _, others = await self._ranks.everywhere(
-            lambda: self._executor.backend.generate(part, watch),
-            _share(calls, tail_share=tail_share),
-        )
-        return await self._ranks.here(
-            lambda: [
-                self._merged(call, shares)
-                for call, *shares in zip(calls, watch.results, *others, strict=True)
-            ]
-        )
+            watch.tail = Tail(part, share.tail_share, tell)
+
+        async def own() -> None:
+            if takes_part:
+                await self._ranks.here(lambda: self._executor.backend.generate(part, watch))
+
+        _, others = await self._ranks.together(own(), share)
+        return [[*watch.results], *others] if takes_part else others
 
     async def _generate_and_gather(
         self, calls: list[Call], watch: _LeaderWatch
@@ -342,7 +362,8 @@ class DeviceQueue:
         """Run `generate` operations on all ranks until only their tail is left, and that on fewer:
         see `tails`."""
         spec = self._executor.settings.spec
-        self._reached = reached = Reached(calls[0].key, self._ranks.num_ranks)
+        num_ranks = len(calls[0].permit.ranks) or self._ranks.num_ranks
+        self._reached = reached = Reached(calls[0].key, num_ranks)
         stopping = asyncio.ensure_future(self._stop_at_tail(reached, watch))
         try:
             results = await self._on_all(calls, watch, spec.tail_share)
@@ -377,33 +398,24 @@ class DeviceQueue:
 
     async def _gathered(self, calls: list[Call], rests: list[Rest]) -> list[Result | None]:
         """Run what is left of operations on the ranks that their permit names."""
-        permit, rank = calls[0].permit, self._executor.settings.rank
+        permit = calls[0].permit
         replicas = tuple(sorted(permit.tail_on))
         freed = [rank for rank in range(self._ranks.num_ranks) if rank not in replicas]
         running = [call.key for call in self._running]
         self.gathered.put_nowait(TailGathered(running, permit.epoch, permit.incarnation, freed))
         requests = [rest.args for rest in rests]
         watch = ShareWatch(self._cancelled, [call.key for call in calls])
+        shares = await self._shares(requests, _share_of_rest(calls, requests, replicas), watch)
 
-        async def own() -> None:
-            if rank in replicas:
-                part = self._executor.part(requests, replicas)
-                await self._ranks.here(lambda: self._executor.backend.generate(part, watch))
+        def completed(rest: Rest, results: list[ShareResult]) -> Result | None:
+            whole = [result for result in results if isinstance(result, GenerateResult)]
+            return rest.completed(_merged(whole)) if len(whole) == len(results) else None
 
-        _, others = await self._ranks.together(own(), _share_of_rest(calls, requests, replicas))
-        shares = [watch.results, *others] if rank in replicas else others
-
-        def merge() -> list[Result | None]:
-            merged: list[Result | None] = []
-            for rest, *results in zip(rests, *shares, strict=True):
-                parts = [result for result in results if isinstance(result, GenerateResult)]
-                is_whole = len(parts) == len(results)
-                whole = KINDS[kind_of(rest.args)].merge
-                assert whole is not None
-                merged.append(rest.completed(whole(parts)) if is_whole else None)
-            return merged
-
-        return await self._ranks.here(merge)
+        return await self._ranks.here(
+            lambda: [
+                completed(rest, results) for rest, *results in zip(rests, *shares, strict=True)
+            ]
+        )
 
     def tail_reached(self, told: TailReached) -> None:
         """Note a rank's word that of its share of the running call only the tail is left."""
@@ -417,16 +429,26 @@ class DeviceQueue:
             return why
         return None
 
-    def _merged(self, call: Call, shares: list[Result | None]) -> Result | None:
-        whole = [share for share in shares if share is not None]
-        is_whole = len(whole) == len(shares)
-        return self._executor.finish(call.operation.args, whole) if is_whole else None
+
+def _merged(parts: Sequence[GenerateResult]) -> GenerateResult:
+    """The result of a `generate` that was cut over replicas of one rank each."""
+    merge = KINDS["generate"].merge
+    assert merge is not None
+    whole: GenerateResult = merge(parts)
+    return whole
 
 
-def _share(calls: list[Call], *, tail_share: float = 0.0) -> RunShare:
+def _share(
+    calls: list[Call], *, replicas: tuple[int, ...] = (), tail_share: float = 0.0
+) -> RunShare:
     first = calls[0]
-    payloads = [call.payload for call in calls]
-    return RunShare(payloads, first.permit, first.traceparent, tail_share=tail_share)
+    return RunShare(
+        [call.payload for call in calls],
+        first.permit,
+        first.traceparent,
+        replicas=replicas,
+        tail_share=tail_share,
+    )
 
 
 def _share_of_rest(

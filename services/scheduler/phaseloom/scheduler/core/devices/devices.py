@@ -32,9 +32,9 @@ def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
 
 
 def held_slots(state: State, deployment: Deployment) -> list[Slot]:
-    """The slot of each rank but those that a gathered tail has freed."""
-    freed = deployment.activation.freed
-    places = [at for rank, at in enumerate(deployment.places) if rank not in freed]
+    """The slot of each rank that has a part in what runs."""
+    idle = deployment.activation.idle_ranks
+    places = [at for rank, at in enumerate(deployment.places) if rank not in idle]
     return [slot(state, node, device) for node, device in places]
 
 
@@ -111,7 +111,7 @@ def unclaim(step: Step, deployment: Deployment) -> None:
 def use(step: Step, deployment: Deployment) -> None:
     """Let a deployment hold its slots: its state is the newest there."""
     name, job = deployment.name, deployment.job_name
-    for slot in slots_of(step, deployment):
+    for slot in held_slots(step.state, deployment):
         slot.running = name
         slot.is_released = False
         if slot.used_by != name:
@@ -213,29 +213,33 @@ def free(step: Step, deployment: Deployment, key: OperationKey, kind: str) -> No
     activation.ended(key, step.now_s)
     for slot in slots_of(step, deployment):
         if slot.running != deployment.name:
-            continue  # freed before, for a tail
+            continue  # it has no part in what runs
         if not activation.running:
             slot.running = ""
         slot.last = f"{key.deployment}.{kind}"
         slot.idle_since_s = step.now_s
-    if activation.freed and not activation.running:
-        activation.free_ranks([])
+    if activation.idle_ranks and not activation.running:
+        activation.leave_out([])
         if any(deployment.name not in slot.resident for slot in slots_of(step, deployment)):
-            # Others came to a part of its devices: it needs an activation again.
+            # It is on a part of its devices only: it needs an activation again.
             activation.close()
 
 
 def free_tail(step: Step, deployment: Deployment, ranks: list[int]) -> None:
     """Note that these ranks have nothing to do until what runs has ended: others may use their
     devices, on which the deployment stays until it must leave."""
-    deployment.activation.free_ranks(ranks)
+    activation = deployment.activation
     for rank in ranks:
+        if rank in activation.idle_ranks:
+            continue
         node, device = deployment.places[rank]
         freed = slot(step.state, node, device)
         freed.running = ""
         freed.idle_since_s = step.now_s
         if freed.holder == deployment.job_name:
             set_released(freed, True)
+        step.dirty.add((node, device))
+    activation.leave_out(ranks)
 
 
 def release(step: Step, deployment: Deployment) -> None:

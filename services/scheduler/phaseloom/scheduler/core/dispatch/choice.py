@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phaseloom.scheduler.core.devices import devices, estimates
-from phaseloom.scheduler.core.dispatch import device_views, idle_hold, ready
+from phaseloom.scheduler.core.dispatch import device_views, idle_hold, ready, tails
 from phaseloom.scheduler.core.dispatch.device_views import Option
 from phaseloom.scheduler.core.policies.device_view import Ordering, Wait
 from phaseloom.scheduler.core.policies.registry import ORDERING
@@ -118,7 +118,7 @@ def _elsewhere_s(step: Step, slot: Slot, deployment: Deployment, op: Op) -> floa
     timeout_s = _gang_timeout_s(step, deployment)
     until_s = max(op.ready_s, deployment.activation.idle_since_s) + timeout_s
     for other in devices.slots_of(step, deployment):
-        if until_s <= step.now_s or other is slot:
+        if until_s <= step.now_s or other is slot or tails.may_go_without(step, deployment, other):
             continue
         among = contenders_on(step, other)
         if not among.options:

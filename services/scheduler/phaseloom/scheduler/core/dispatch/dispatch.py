@@ -87,16 +87,24 @@ def _claimant(step: Step, slot: Slot) -> Deployment | None:
 
 
 def _begin(step: Step, deployment: Deployment) -> None:
-    """Run what a deployment has, or claim its devices where not all of them are free."""
-    for slot in devices.slots_of(step, deployment):
-        if slot.running or devices.claimant(step, slot) not in (None, deployment):
+    """Run what a deployment has, or claim its devices where not all that it needs are free."""
+    slots = devices.slots_of(step, deployment)
+    taken = [
+        rank
+        for rank, slot in enumerate(slots)
+        if slot.running or devices.claimant(step, slot) not in (None, deployment)
+    ]
+    ops = _batch(step, deployment)
+    if taken:
+        ops = tails.in_part(step, deployment, ops, taken)
+        if not ops:
             devices.claim(step, deployment)
             return
     devices.unclaim(step, deployment)
-    ops = _batch(step, deployment)
+    deployment.activation.leave_out(taken)
     if not deployment.activation.epoch:
         _open(step, deployment)
-    elif seals.is_due(step, deployment, times=BUSY):
+    elif seals.is_due(step, deployment, times=BUSY) and not taken:
         # It is never displaced and never idle: its log must not grow for ever.
         seals.seal(step, deployment)
     if deployment.activation.opening_on:
@@ -176,8 +184,10 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
     opening_on = deployment.nodes if len(deployment.wpg.assignments) > 1 else []
     deployment.activation.open(step.sequence, step.now_s, opening_on)
     gone: list[Deployment] = []
+    ranks = tails.ranks_of(deployment)
     for node in step.nodes_of(deployment):
-        slots = [slot for slot in devices.slots_of(step, deployment) if slot.node == node.node]
+        held = devices.held_slots(step.state, deployment)
+        slots = [slot for slot in held if slot.node == node.node]
         leaving: list[Deployment] = []
         for slot in slots:
             found = devices.victims(step, slot, deployment)
@@ -192,6 +202,7 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
             epoch=deployment.activation.epoch,
             displaces=[victim.key for victim in leaving],
             is_speculative=is_speculative,
+            ranks=ranks,
         )
         gone += [victim for victim in leaving if victim not in gone]
     for victim in gone:
@@ -202,7 +213,7 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
 def _displace(step: Step, victim: Deployment, slots: list[Slot]) -> None:
     """End an activation, unless its tail goes on elsewhere. The state leaves these slots, and stays
     in others until it must go."""
-    if not victim.activation.freed:
+    if not victim.activation.idle_ranks:
         victim.activation.close()
         speculative.displaced(step, victim)
     devices.switch_out(slots, victim)
@@ -231,6 +242,7 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         partial=gradients.is_partial(deployment, op),
         ticket=_ticket(step, deployment, op),
         sealing=deployment.durability.sealing if len(deployment.wpg.assignments) > 1 else 0,
+        ranks=tails.ranks_of(deployment),
         tail_on=tails.gathers_on(step, deployment, op),
     )
 

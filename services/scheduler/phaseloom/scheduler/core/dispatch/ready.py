@@ -56,7 +56,7 @@ def is_any_on(step: Step, slot: Slot, *, of_job: str | None = None, but_job: str
 
 def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
     """Ready ones by arrival, whether or not their weights version can be had."""
-    if deployment.activation.retry_at_s > step.now_s or deployment.activation.freed:
+    if deployment.activation.retry_at_s > step.now_s or deployment.activation.idle_ranks:
         return iter(())
     if deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
         return iter(() if deployment.activation.running else (_replay_op(step, deployment),))

@@ -25,9 +25,9 @@ class Activation(msgspec.Struct):
     running: list[OperationKey] = []
     """Operations that were permitted in this incarnation and have not ended: a mutating one, or
     reading ones."""
-    freed: list[int] = []
-    """Ranks with nothing to do until what runs has ended, because its long tail was gathered on the
-    others: their devices are others' to use."""
+    idle_ranks: list[int] = []
+    """Ranks with no part in what runs, because its long tail was gathered on the others, or because
+    it began when another's tail went on on their devices: these devices are others' to use."""
     idle_since_s: float = 0.0
     """When the last operation that ran ended."""
     hinted_s: float = NOT_TOLD_S
@@ -60,11 +60,11 @@ class Activation(msgspec.Struct):
         """There is no activation any more."""
         self.epoch = 0
         self.opening_on = []
-        self.freed = []
+        self.idle_ranks = []
 
-    def free_ranks(self, ranks: list[int]) -> None:
-        """These ranks have nothing to do until what runs has ended."""
-        self.freed = ranks
+    def leave_out(self, ranks: list[int]) -> None:
+        """These ranks have no part in what runs, or is about to."""
+        self.idle_ranks = ranks
 
     def began(self, key: OperationKey) -> None:
         self.running.append(key)
@@ -80,6 +80,6 @@ class Activation(msgspec.Struct):
     def validate(self, name: str) -> None:
         """Raises: AssertionError: names the invariant and the deployment."""
         assert self.epoch or not self.opening_on, f"{name}: opens without an activation"
-        assert self.running or not self.freed, f"{name}: a tail of nothing"
+        assert self.running or not self.idle_ranks, f"{name}: a part of nothing"
         if self.hinted_s >= 0:
             assert not self.epoch, f"{name}: active, and state managers wait for it"
