@@ -258,6 +258,7 @@ class MegatronBackend(Member):
             layout.pp,
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
             distributed_timeout_minutes=math.ceil(self._ranks.timeout_s / 60),
             create_gloo_process_groups=False,
         )
@@ -316,13 +317,13 @@ class MegatronBackend(Member):
         if not packed:
             return
 
-        at, cp = self._place.at, self._place.layout.cp
+        at, layout = self._place.at, self._place.layout
 
         def end(of: Share, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             return finish(of, output), torch.ones((), dtype=torch.int), None
 
         def step(waiting: Iterator[Pass], stage: Stage) -> tuple[torch.Tensor, Callable[..., Any]]:
-            share = share_of(next(waiting), cp, at.cp)
+            share = share_of(next(waiting), layout.cp, at.cp, layout.tp)
             return stage(share), functools.partial(end, share)
 
         run = get_forward_backward_func()

@@ -3,7 +3,9 @@
 The columns are cut into twice as many chunks as there are ranks; a rank has one from the front and
 one from the back, so that causal attention is as much work on each. Keys and values of all ranks
 are gathered in the order of ranks (`stage.CoreAttention`), and the mask's columns are in that
-order. Without context parallelism the share is the pass. Pure; no torch.
+order. Rows are padded until the chunks are equal, and until the tensor-parallel ranks, which split
+the columns of a share between layers (sequence parallelism), have equal parts of it. Without any of
+these axes the share is the pass. Pure; no torch.
 
 Shapes: B rows, T columns of the share, S columns of all shares, N positions asked for.
 """
@@ -34,9 +36,9 @@ class Share:
     coefficient_N: Floats
 
 
-def share_of(packed: Pass, cp: int, rank: int) -> Share:
-    """The share of one rank of `cp`."""
-    if cp == 1:
+def share_of(packed: Pass, cp: int, rank: int, tp: int = 1) -> Share:
+    """The share of one context-parallel rank of `cp`; its columns are a multiple of tp."""
+    if cp * tp == 1:
         return Share(
             packed.tokens_BT,
             packed.positions_BT,
@@ -48,12 +50,12 @@ def share_of(packed: Pass, cp: int, rank: int) -> Share:
             packed.coefficient_N,
         )
     num_columns = packed.tokens_BT.shape[1]
-    padded = _padded(packed, -num_columns % (2 * cp))
+    padded = _padded(packed, -num_columns % (2 * cp * tp if cp > 1 else tp))
     length = padded.tokens_BT.shape[1]
     own = columns(length, cp, rank)
     order = np.concatenate([columns(length, cp, each) for each in range(cp)])
     visible_BSS = padded.visible_BTT
-    if visible_BSS is None:
+    if visible_BSS is None and cp > 1:
         visible_BSS = np.tri(length, dtype=np.bool_)[None]
     place = np.full(length, -1)
     place[own] = np.arange(own.size)
@@ -62,7 +64,7 @@ def share_of(packed: Pass, cp: int, rank: int) -> Share:
     return Share(
         padded.tokens_BT[:, own],
         padded.positions_BT[:, own],
-        visible_BSS[:, own][:, :, order],
+        None if visible_BSS is None else visible_BSS[:, own][:, :, order],
         (row * own.size + place[column])[is_own],
         packed.source_N[is_own],
         packed.targets_N[is_own],
@@ -72,7 +74,9 @@ def share_of(packed: Pass, cp: int, rank: int) -> Share:
 
 
 def columns(length: int, cp: int, rank: int) -> Ints:
-    """A rank's columns of rows whose length is a multiple of 2 · cp."""
+    """A rank's columns of rows whose length is a multiple of 2 · cp; all of them where cp is 1."""
+    if cp == 1:
+        return np.arange(length)
     chunks = np.arange(length).reshape(2 * cp, -1)
     return np.concatenate([chunks[rank], chunks[2 * cp - 1 - rank]])
 

@@ -1,20 +1,22 @@
 """Megatron-core where there is no GPU, or no Transformer Engine: it counts on them in a few places.
 
-Its pipeline's schedule counts on a tensor on `cuda`; stages and experts receive into memory of the
-current CUDA device; its router moves weights there, and its dispatcher of tokens has a CUDA stream.
-Where the heap is in host memory, these modules of Megatron's see a torch whose CUDA device is the
-processor; torch itself stays as it is, and nothing of this runs on a GPU.
+Its pipeline's schedule counts on a tensor on `cuda`; stages, experts and sequence-parallel layers
+receive into memory of the current CUDA device; its router moves weights there, and its dispatcher
+of tokens has a CUDA stream. Where the heap is in host memory, these modules of Megatron's see a
+torch whose CUDA device is the processor; torch itself stays as it is, and nothing of this runs on a
+GPU. On any device Megatron's random states are none, because nothing draws from them.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
+from megatron.core import utils
 from megatron.core.pipeline_parallel import p2p_communication, schedules
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import layers, mappings, random
 from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
 
 _CPU: Final = torch.device("cpu")
@@ -63,13 +65,30 @@ class _TorchOnCpu:
         return make
 
 
+class _NoRandomStates(random.CudaRNGStatesTracker):  # type: ignore[misc]
+    """Of the random states that sequence-parallel layers draw dropout from: none."""
+
+    def fork(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 def use(device: torch.device) -> None:
     """Let Megatron work on this kind of device from now on."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seen = _TorchOnCpu() if device.type == "cpu" else torch
-    for module in (mappings, p2p_communication, router, schedules, token_dispatcher):
+    for module in (
+        layers,
+        mappings,
+        p2p_communication,
+        router,
+        schedules,
+        token_dispatcher,
+        utils,
+    ):
         module.torch = seen
+    random._CUDA_RNG_STATE_TRACKER = _NoRandomStates()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     to_host = _in_host_memory if device.type == "cpu" else moe_utils.maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
     # Where there is no Transformer Engine, the router looks for a name that was not imported.

@@ -11,6 +11,8 @@ Different ranks add different parts of a gradient where a slice is
   have different tokens of them; of an expert only those that have it too, because the other ranks
   send their tokens to one that has;
 - a norm of queries or keys, of which a tensor-parallel rank sees its own heads only;
+- any other norm, or the gate of a layer of experts, of which a tensor-parallel rank sees its own
+  columns only (sequence parallelism);
 - a key-value head that several tensor-parallel ranks hold for their own queries;
 - a tied embedding, as the first stage's input and the last one's output.
 
@@ -35,7 +37,12 @@ from phaseloom.worker.backends.megatron.slices import (
 )
 
 _EMBEDDING = "model.embed_tokens.weight"
-_QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_PARTLY_SEEN = (
+    "norm.weight",
+    "layernorm.weight",
+    "mlp.gate.weight",
+)
+"""How the names end of what all tensor-parallel ranks hold and none sees the whole input of."""
 _KEYS_AND_VALUES = tuple(
     f"self_attn.{name}_proj.{of}" for name in "kv" for of in ("weight", "bias")
 )
@@ -70,7 +77,7 @@ class Gradients:
         num_shared = num_bytes // flat.element_size() if of_experts else flat.numel()
         self._shared, self._experts, self._views = flat[:num_shared], flat[num_shared:], views
         shares_heads = place.layout.tp > sizes.kv_heads
-        self._norms = self._named(_QK_NORMS) if place.layout.tp > 1 else []
+        self._partly_seen = self._named(_PARTLY_SEEN) if place.layout.tp > 1 else []
         self._shared_heads = self._named(_KEYS_AND_VALUES) if shares_heads else []
         is_apart = sizes.is_tied and place.layout.pp > 1
         self._embedding = views.get(_EMBEDDING) if is_apart else None
@@ -83,7 +90,7 @@ class Gradients:
         if place.at.edp:
             self._experts.zero_()
         if place.at.tp:
-            self._zero(self._norms)
+            self._zero(self._partly_seen)
         if place.at.tp * self._sizes.kv_heads % place.layout.tp:
             self._zero(self._shared_heads)
         if self._embedding is not None and not place.is_first:
@@ -91,12 +98,12 @@ class Gradients:
 
     def reduce(self) -> None:
         """Add up what the ranks have. Collective."""
-        if self._norms:
-            joined = torch.cat([gradient.flatten() for gradient in self._norms])
+        if self._partly_seen:
+            joined = torch.cat([gradient.flatten() for gradient in self._partly_seen])
             dist.all_reduce(joined, group=parallel_state.get_tensor_model_parallel_group())
-            summed = joined.view(len(self._norms), -1)
-            for gradient, each in zip(self._norms, summed, strict=True):
-                gradient.copy_(each)
+            summed = torch.split(joined, [each.numel() for each in self._partly_seen])
+            for gradient, each in zip(self._partly_seen, summed, strict=True):
+                gradient.copy_(each.view_as(gradient))
         for gradient in self._shared_heads:
             self._add_up_heads(gradient)
         if self._embedding is not None:
@@ -105,7 +112,7 @@ class Gradients:
         if layout.dp * layout.cp > 1:
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
             dist.all_reduce(self._shared, group=replicas)
-        if self._experts.numel() and layout.dp > layout.ep:
+        if self._experts.numel() and layout.dp * layout.cp * layout.tp > layout.ep:
             dist.all_reduce(self._experts, group=parallel_state.get_expert_data_parallel_group())
 
     def squared(self, names: Sequence[str]) -> torch.Tensor:

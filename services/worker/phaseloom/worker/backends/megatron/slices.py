@@ -4,7 +4,7 @@ Tensors have the names and shapes of Hugging Face's files, so that weights versi
 checkpoints fit any other backend's. Tensor parallelism splits heads, the rows of the MLP's first
 matrices, the columns of what follows them, and the vocabulary; pipeline parallelism splits layers.
 Where there are more ranks than key-value heads, several ranks hold the same head. Expert
-parallelism gives each rank whole experts.
+parallelism gives each rank whole experts, over all ranks of a stage: `tp` does not split them.
 
 A fused parameter of Megatron's is made of several tensors' slices, one behind the other: queries,
 keys, values; gate, up. The rows of a query are not interleaved with those of its keys as Megatron
@@ -121,7 +121,10 @@ def check_sizes(sizes: Sizes, layout: Layout) -> None:
     """Raises: CallerError: FAILED_PRECONDITION: the layout does not split the model evenly."""
     tp, pp = layout.tp, layout.pp
     _check_experts(sizes.experts, layout)
-    for what, size in (("attention heads", sizes.heads), ("MLP rows", sizes.intermediate)):
+    for what, size in (
+        ("attention heads", sizes.heads),
+        ("MLP rows", 0 if sizes.experts else sizes.intermediate),
+    ):
         if size % tp:
             raise _uneven(f"{size} {what} cannot be split over tp = {tp}", "layout.tp")
     if sizes.kv_heads % tp and tp % sizes.kv_heads:
@@ -149,13 +152,6 @@ def _check_experts(experts: Experts | None, layout: Layout) -> None:
         return
     if experts.num % layout.ep:
         raise _uneven(f"{experts.num} experts cannot be spread over ep = {layout.ep}", "layout.ep")
-    for axis in ("tp", "cp"):
-        if getattr(layout, axis) > 1:
-            raise _uneven(
-                f"a model with experts cannot be split over {axis}",
-                f"layout.{axis}",
-                f"use layout.{axis} = 1, and layout.ep and layout.dp for more ranks",
-            )
 
 
 def _check_run(num_elements: int, field: str) -> None:

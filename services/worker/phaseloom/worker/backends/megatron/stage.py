@@ -6,7 +6,8 @@ ours: attention takes the rows of queries, keys and values one behind the other 
 runs its head on the positions asked for only; ids that pad the vocabulary have no probability.
 
 Under context parallelism a rank has some columns of each row and gathers the keys and values of all
-(`context`).
+(`context`). Where there are tensor-parallel ranks, each has a part of those columns between layers,
+one run of them (sequence parallelism), which layers gather and reduce-scatter.
 
 Shapes: B rows, T columns of the rank, S columns of all ranks, N positions asked for, H hidden, V a
 rank's share of the vocabulary, n heads, D dimensions of a head.
@@ -22,11 +23,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
@@ -52,6 +55,13 @@ class Attention(SelfAttention):  # type: ignore[misc]
             [self.num_attention_heads_per_partition, groups, groups], dim=2
         )
         return self.q_layernorm(query), self.k_layernorm(key), value
+
+
+class Norm(nn.RMSNorm):
+    """torch's norm of each position by itself, which may see a part of the columns."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
 
 
 class _Gathered(torch.autograd.Function):
@@ -121,6 +131,9 @@ class Stage(GPTModel):  # type: ignore[misc]
             share_embeddings_and_output_weights=sizes.is_tied,
             position_embedding_type="none",
         )
+        if place.is_last:
+            # The head is given the positions asked for, and adds up their gradients over ranks.
+            self.output_layer.sequence_parallel = False
         self._frequencies = frequencies
         self._num_ids = len(token_ids(sizes, place))
 
@@ -129,8 +142,8 @@ class Stage(GPTModel):  # type: ignore[misc]
         sums (`gradients`)."""
 
     def forward(self, share: Share) -> torch.Tensor:
-        """The last stage: (N,) log-probabilities of the targets. Any other: (T, B, H) what the next
-        stage takes."""
+        """The last stage: (N,) log-probabilities of the targets. Any other: (T / tp, B, H) what the
+        next stage takes."""
         hidden_TBH: Any = None
         if self.pre_process:
             hidden_TBH = self.embedding(self._here(share.tokens_BT), None)
@@ -143,6 +156,10 @@ class Stage(GPTModel):  # type: ignore[misc]
         if not self.post_process:
             passed_on: torch.Tensor = hidden_TBH
             return passed_on
+        if self.config.sequence_parallel:
+            hidden_TBH = gather_from_sequence_parallel_region(
+                hidden_TBH, tensor_parallel_output_grad=False
+            )
         asked_NH = hidden_TBH.transpose(0, 1).flatten(0, 1)[self._here(share.index_N)]
         weight = self.shared_embedding_or_output_weight() if self._is_tied else None
         logits_N1V, _ = self.output_layer(asked_NH[:, None], weight=weight)
@@ -209,6 +226,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         # Weights come from elsewhere: nothing is drawn, nothing touched.
@@ -239,8 +257,7 @@ def _layers(sizes: Sizes, num_layers: int) -> TransformerBlockSubmodules:
     attention = layer.submodules.self_attention
     attention.module = Attention
     attention.submodules.core_attention = CoreAttention
-    norm = WrappedTorchNorm
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if sizes.has_qk_norm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=Norm)
