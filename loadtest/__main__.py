@@ -166,22 +166,22 @@ def gateway(
 
 @app.command
 def tails(
-    *, rounds: int = 7, steps: int = 3, samples: int = 8, file: Path = _RUNS / "tails.json"
+    *, rounds: int = 3, model_rounds: int = 13, steps: int = 3, file: Path = _RUNS / "tails.json"
 ) -> None:
     """Measure rollouts of two jobs on four devices, with their long tails gathered and without.
 
     Parameters
     ----------
     rounds
-        How often the two take turns.
+        How often the two take turns, where ranks wait as long as a device would take.
+    model_rounds
+        How often they take turns with a real model, whose every token is compared.
     steps
         Rollouts of each job in a round.
-    samples
-        Samples of each prompt; there are 32 prompts.
     file
         Where the report is written.
     """
-    settings = tailbench.Settings(rounds, steps=steps, samples=samples)
+    settings = tailbench.Settings(rounds, steps, model_rounds=model_rounds)
     report = write(uvloop.run(tailbench.run(settings, _work_directory(file))), file)
     Console().print(publishing.tails_table(report))
 

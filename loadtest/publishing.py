@@ -258,31 +258,24 @@ def gateway_table(report: GatewayReport) -> str:
 
 
 def tails_table(report: TailReport) -> str:
-    settings = report.settings
-    spread = f"{report.gains[0]:.2f} to {report.gains[-1]:.2f}"
-    facts = [
+    rows = [
         (
-            "jobs × rollouts × samples, over devices",
-            f"{settings.jobs} × {settings.steps} × {settings.prompts * settings.samples}, over "
-            f"{settings.devices}",
-        ),
-        (
-            "new tokens of a sample: median, 80 %, most",
-            f"{report.length_p50}, {report.length_p80}, {report.length_max}",
-        ),
-        ("seconds, tails where they began", f"{median(report.whole_s):.2f}"),
-        ("seconds, tails gathered", f"{median(report.gathered_s):.2f}"),
-        (
-            f"**work done in the same time**, {settings.rounds} rounds",
-            f"**{report.gain:.2f} ×**, {spread}",
-        ),
-        (
-            "samples compared, with other tokens",
-            f"{report.num_samples:,}, {report.num_different}",
-        ),
-        ("largest difference of a log-probability", f"{report.logprob_error:.1e}"),
+            case.name,
+            f"{median(case.whole_s):.1f} s",
+            f"{median(case.gathered_s):.1f} s",
+            f"**{case.gain:.2f} ×**",
+            f"{case.gains[0]:.2f} to {case.gains[-1]:.2f}",
+        )
+        for case in report.cases
     ]
-    return _table(report.machine, ("what", "measured"), facts)
+    told = (
+        f"With the real model {report.num_samples:,} samples (new tokens: median "
+        f"{report.length_p50}, 80 % have at most {report.length_p80}, the longest "
+        f"{report.length_max}): {report.num_different} with other tokens, largest difference of a "
+        f"log-probability {report.logprob_error:.1e}."
+    )
+    head = ("rollouts", "tails where they began", "gathered", "work in the same time", "rounds")
+    return f"{told}\n\n{_table(report.machine, head, rows)}"
 
 
 def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

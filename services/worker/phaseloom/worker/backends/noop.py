@@ -4,6 +4,8 @@ The model's config may say how large its state is and how long it takes, so that
 are as those of a real model on a machine that has none:
 
     {"num_floats": 16, "seconds": {"generate": 0.5, "forward_backward": 0.3}}
+
+With `decode` in place of the seconds of `generate` its rows end one after another: `noopdecode`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Sequence as Seq
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from phaseloom.common.contract.arrays import Float32s, length, pack_float32s, pack_int32s
@@ -35,6 +38,7 @@ from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
+from phaseloom.worker.backends.noopdecode import Decoding, decode
 from phaseloom.worker.state.devicememory import DeviceMemory
 from phaseloom.worker.state.heap import Heap
 
@@ -57,6 +61,8 @@ class NoopBackend:
             )
         self._buffer = heap.buffer
         self._seconds = spec.model.config.get("seconds", {})
+        decoding = spec.model.config.get("decode")
+        self._decoding = convert(decoding, Decoding) if decoding else None
         self.slots = _layout(spec).slots
         self.version_slots = self.slots
         self.holdings: Seq[Holding] = [holding_of(self.slots)] * ranks.world_size
@@ -75,7 +81,11 @@ class NoopBackend:
         """Accept everything: nothing is computed."""
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
-        """Answer every prompt with the one token 0, cut off by length."""
+        """Answer every prompt with the one token 0, cut off by length, or with as many as are
+        drawn, where the config says how decoding takes its time."""
+        if self._decoding is not None:
+            decode(self._decoding, requests, watch)
+            return
         self._take("generate")
         for i, args in enumerate(requests):
             sequence = Sequence(pack_int32s([0]), pack_float32s([0.0]), "length")

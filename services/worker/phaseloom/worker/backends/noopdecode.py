@@ -1,0 +1,98 @@
+"""The time that decoding takes on a device, without the device: for benches of scheduling.
+
+The model's config says it under `decode`:
+
+    {"step_s": 0.004, "row_s": 0.00002, "prompt_token_s": 0.0001, "mean_tokens": 250}
+
+A step adds a token to every open row and takes a fixed time, in which the weights are read, and one
+for each row; a prompt's tokens take theirs before the first step. A row has `mean_tokens` new ones
+on average, drawn from (seed, sample): at each token it ends with the same chance. They are all 0.
+Waiting costs no processor, so emulated devices do not slow one another down.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import msgspec
+
+from phaseloom.common.contract.arrays import length
+from phaseloom.common.contract.continuation import PARTIAL
+from phaseloom.common.contract.operations import Generate, GenerateResult, Prompt, Sequence
+from phaseloom.worker.backends.base import Watch
+
+
+class Decoding(msgspec.Struct, frozen=True):
+    step_s: float
+    row_s: float = 0.0
+    prompt_token_s: float = 0.0
+    mean_tokens: float = 100.0
+
+
+@dataclass(slots=True)
+class _Row:
+    left: int
+    """New tokens until it ends."""
+    is_at_limit: bool
+    done: int = 0
+    is_partial: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.done < self.left and not self.is_partial
+
+    def sequence(self) -> Sequence:
+        reason = PARTIAL if self.is_partial else "length" if self.is_at_limit else "stop"
+        return Sequence(bytes(4 * self.done), bytes(4 * self.done), reason)
+
+
+def decode(decoding: Decoding, requests: Seq[Generate], watch: Watch) -> None:
+    """Decode requests together, as slowly as a device would."""
+    rows = [_rows(decoding, args) for args in requests]
+    num_prompt = sum(length(prompt.tokens) for args in requests for prompt in args.prompts)
+    time.sleep(decoding.prompt_token_s * num_prompt)
+    waiting = dict(enumerate(rows))
+    num_open = {i: len(own) for i, own in waiting.items()}
+    while waiting:
+        for i, own in [*waiting.items()]:
+            is_cancelled = watch.is_cancelled(i)
+            if is_cancelled or watch.is_stopped(i):
+                for row in own:
+                    row.is_partial = row.is_open
+            left = sum(row.is_open for row in own)
+            if left < num_open[i]:
+                num_open[i] = left
+                watch.still_open(i, left)
+            if not left:
+                del waiting[i]
+                watch.ended(i, None if is_cancelled else _result(requests[i], own))
+        live = [row for own in waiting.values() for row in own if row.is_open]
+        if live:
+            time.sleep(decoding.step_s + decoding.row_s * len(live))
+        for row in live:
+            row.done += 1
+
+
+def _rows(decoding: Decoding, args: Generate) -> list[_Row]:
+    """The rows of a request, by prompt and sample."""
+    limit = args.sampling.max_tokens
+    return [
+        _row(decoding, prompt, prompt.sample + k, limit)
+        for prompt in args.prompts
+        for k in range(args.num_samples)
+    ]
+
+
+def _row(decoding: Decoding, prompt: Prompt, sample: int, limit: int) -> _Row:
+    drawn = random.Random(f"{prompt.seed}/{sample}").expovariate(1 / decoding.mean_tokens)
+    num_tokens = min(limit, 1 + int(drawn))
+    return _Row(num_tokens - prompt.num_generated, num_tokens == limit)
+
+
+def _result(args: Generate, rows: list[_Row]) -> GenerateResult:
+    sequences = [row.sequence() for row in rows]
+    size = args.num_samples
+    return GenerateResult([sequences[i : i + size] for i in range(0, len(sequences), size)])
