@@ -16,7 +16,7 @@ OLD_SDK_VENV := .venv-tinker-old
 COOKBOOK_VENV := .venv-cookbook
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
-SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro \
+SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro weave-tails \
 	philly llmd-replay
 
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.

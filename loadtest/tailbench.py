@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True):
     """Time that a prompt's token takes, those of a continued sample included."""
     mean_tokens: int = 250
     train_s: float = 1.0
-    """Time of training between two rollouts of a job, on other devices: a quarter of a rollout's."""
+    """Time of training between two rollouts of a job, on other devices: a quarter of theirs."""
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -8,14 +8,16 @@ from phaseloom.common.contract.operations import Generate, GenerateResult
 
 
 class Looker:
-    """A `Watch` that cancels or stops a request once so many of its tokens are done, and has
-    others join once request 0 has so many; by default none."""
+    """A `Watch` that cancels or stops a request once so many of its tokens are done, or stops all
+    once so few of their samples are open, and has others join once request 0 has so many tokens; by
+    default none."""
 
     def __init__(
         self,
         cancel_at: Mapping[int, int] | None = None,
         *,
         stop_at: Mapping[int, int] | None = None,
+        stop_once_open: int = -1,
         join_at: Mapping[int, Sequence[Generate]] | None = None,
     ) -> None:
         self.seen: dict[int, list[tuple[int, int]]] = {}
@@ -26,6 +28,7 @@ class Looker:
         """In the order in which they ended."""
         self._cancel_at = cancel_at or {}
         self._stop_at = stop_at or {}
+        self._stop_once_open = stop_once_open
         self._join_at = dict(join_at or {})
 
     @property
@@ -42,6 +45,8 @@ class Looker:
         return i in self._cancel_at and self._done(i) >= self._cancel_at[i]
 
     def is_stopped(self, i: int) -> bool:
+        if i in self.open and self.open[i][-1] <= self._stop_once_open:
+            return True
         return i in self._stop_at and self._done(i) >= self._stop_at[i]
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:

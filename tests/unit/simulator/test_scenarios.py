@@ -183,3 +183,16 @@ def test_tables_say_the_mean_and_the_range() -> None:
     assert "| cost | **no** | 1.1 | 1.05 |" in lines
     assert "| x | yes | 2 | 1 |" in lines
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_gathered_tails_let_the_next_rollout_begin() -> None:
+    """WEAVE Fig. 12: the longer the tails are, the more it gains."""
+    records = SCENARIOS["weave-tails"].run(Options(processes=1)).records
+    rate = {(r.workload, r.policy): r.more["throughput_over_alone"] for r in records}
+    gains = [
+        rate[f"alike, {tail}", "gathered"] / rate[f"alike, {tail}", "whole"]
+        for tail in ("20%", "35%", "50%")
+    ]
+    assert gains == sorted(gains)
+    assert gains[1] > 1.06
+    assert gains[2] > 1.28

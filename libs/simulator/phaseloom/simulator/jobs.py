@@ -39,6 +39,9 @@ class Phase(msgspec.Struct, frozen=True):
     """The operation's kind; empty: `generate` on `rollout`, `optim_step` elsewhere."""
     think_s: float = 0.0
     """The controller's own time between this phase and the next (rewards, tools)."""
+    tail: float = 0.0
+    """The share of its time in which only a rollout's long tail is left. 0: its tail is never
+    gathered on fewer devices."""
 
     @property
     def longest_s(self) -> float:
@@ -58,6 +61,8 @@ class Take(msgspec.Struct, frozen=True):
     load_s: float = 0.0
     """The time to load the state onto the devices."""
     offload_s: float = 0.0
+    num_devices: int = 1
+    """The devices that it takes of each node."""
 
 
 class Drift(msgspec.Struct, frozen=True):
@@ -122,6 +127,11 @@ class SimJob(msgspec.Struct, frozen=True):
 
     def take(self, pool: str) -> Take:
         return self.takes.get(pool, Take())
+
+    def tail(self, deployment: str) -> float:
+        """The share of the time of a deployment's operations that is a rollout's long tail."""
+        here = (phase.tail for phase in self.phases if deployment_of(phase.pool) == deployment)
+        return max(here, default=0.0)
 
     def deployment(self, pool: str) -> DeploymentKey:
         return DeploymentKey(self.tenant, self.name, deployment_of(pool))
@@ -197,13 +207,15 @@ def spec_of(job: SimJob, *, iterations: int) -> specs.JobSpec:
 def _deployment(job: SimJob, pool: str) -> specs.DeploymentSpec:
     take = job.take(pool)
     is_sampler = pool == ROLLOUT
+    has_tail = any(phase.tail for phase in job.phases if phase.pool == pool)
     return specs.DeploymentSpec(
         name=deployment_of(pool),
         pool=pool,
         backend="sampler" if is_sampler else "fsdp",
         model=specs.ModelSpec({}),
         trainable=not is_sampler,
-        layout=specs.Layout(dp=take.num_nodes),
+        batching=specs.Batching.SHARED if has_tail else specs.Batching.OPERATION,
+        layout=specs.Layout(dp=take.num_nodes * take.num_devices),
         num_nodes=take.num_nodes,
         host_bytes=take.host_bytes,
     )

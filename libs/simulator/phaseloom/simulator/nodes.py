@@ -1,6 +1,7 @@
 """Emulated nodes: the work of agents, ranks and state managers, and the time that it takes.
 
-A node has one device, which stands for all of its accelerators. A node's answer comes later than
+A node has one device, which stands for all of its accelerators, unless a pool says otherwise. A
+node's answer comes later than
 the command that it answers, never within it.
 """
 
@@ -32,6 +33,8 @@ class PoolSpec(msgspec.Struct, frozen=True):
     """The size of a node's host memory."""
     num_gpus: int = 8
     """The number of GPUs of a node, for the count of GPUs in results."""
+    num_devices: int = 1
+    """The number of devices of a node."""
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -63,6 +66,7 @@ class _Ranks:
     applied: int
     start_s: float
     """The time from the command until the processes are up."""
+    num_ranks: int
     epoch: int = 0
     open_s: dict[NodeId, float] = field(default_factory=dict)
     """When the activation is open on each node."""
@@ -122,7 +126,7 @@ class Nodes:
                 up = events.NodeUp(
                     node=NodeId(name),
                     pool=pool.pool,
-                    devices=[DeviceSpec(_NOT_LIMITED)],
+                    devices=[DeviceSpec(_NOT_LIMITED)] * pool.num_devices,
                     host_memory_bytes=pool.host_bytes,
                     revision=1,
                     state_endpoint=f"{name}:1",
@@ -186,7 +190,10 @@ class Nodes:
             for node in last.nodes:
                 self._meter.unpin(node, last.name, self._agenda.now_s)
         applied = command.seal_seq or command.applied
-        ranks = _Ranks(key, str(key), job, label, command.incarnation, nodes, applied, start_s)
+        num_ranks = command.spec.layout.num_ranks
+        ranks = _Ranks(
+            key, str(key), job, label, command.incarnation, nodes, applied, start_s, num_ranks
+        )
         self._ranks[key] = ranks
         return ranks
 
@@ -242,9 +249,26 @@ class Nodes:
     def _permit(self, command: commands.Permit) -> None:
         ranks = self._ranks[command.operation.deployment_key]
         start_s = max(self._agenda.now_s, *ranks.open_s.values())
-        end_s = start_s + self._duration_s(command.operation)
+        tail_s, duration_s = 0.0, self._duration_s(command.operation)
+        if command.ranks or command.tail_on:
+            tail_s = duration_s * ranks.job.tail(command.operation.deployment)
+        bulk_s = duration_s - tail_s
+        if command.ranks:
+            # The same samples on fewer devices, as if each were busy with what it has.
+            bulk_s *= ranks.num_ranks / len(command.ranks)
+        end_s = start_s + bulk_s + tail_s
         ranks.running[command.operation] = end_s
+        if command.tail_on:
+            self._agenda.at(start_s + bulk_s, self._gather, ranks, command)
         self._agenda.at(end_s, self._finish, ranks, command, start_s)
+
+    def _gather(self, ranks: _Ranks, command: commands.Permit) -> None:
+        if not ranks.is_alive or command.operation not in ranks.running:
+            return
+        freed = [rank for rank in range(ranks.num_ranks) if rank not in command.tail_on]
+        self._append(
+            events.TailGathered([command.operation], command.epoch, command.incarnation, freed)
+        )
 
     def _finish(self, ranks: _Ranks, command: commands.Permit, start_s: float) -> None:
         key = command.operation

@@ -18,8 +18,11 @@ from phaseloom.common.contract.operations import (
     Prompt,
     SamplingParams,
 )
+from phaseloom.common.contract.specs import ModelSpec
+from phaseloom.worker.rank.tails import rest_of
+from tests.support.looker import Looker
 from tests.support.saved import load, save
-from tests.unit.worker.backends.models import batch, generate, running, spec
+from tests.unit.worker.backends.models import batch, generate, running, spec, watched
 
 
 def test_noop_answers_every_kind_in_the_right_shape(tmp_path: Path) -> None:
@@ -50,3 +53,26 @@ def test_noop_answers_every_kind_in_the_right_shape(tmp_path: Path) -> None:
         assert backend.weights_sha256() != digest
         load(backend, heap, tmp_path)
         assert backend.weights_sha256() == digest
+
+
+def test_noop_rows_end_one_after_another_and_go_on_where_they_were_stopped() -> None:
+    decode = {"step_s": 1e-4, "row_s": 1e-6, "prompt_token_s": 1e-6, "mean_tokens": 20}
+    config = {"decode": decode}
+    args = Generate([Prompt([1], seed) for seed in range(4)], SamplingParams(50), 8)
+    with running(replace(spec("noop"), model=ModelSpec(config))) as (backend, _):
+        (whole,) = generate(backend, args)
+        looker = Looker(stop_once_open=10)
+        (had,) = watched(backend, [args], looker)
+        assert had is not None
+        rest = rest_of(args, had)
+        assert rest is not None
+        (more,) = generate(backend, rest.args)
+        assert looker.open[0] == sorted(looker.open[0], reverse=True)
+        (cancelled,) = watched(backend, [args], Looker(cancel_at={0: 0}))
+    lengths = [len(int32s(s.tokens)) for group in whole.sequences for s in group]
+    assert len(set(lengths)) > 10
+    assert max(lengths) <= 50
+    completed = rest.completed(more).sequences
+    assert [len(int32s(s.tokens)) for group in completed for s in group] == lengths
+    assert completed == whole.sequences
+    assert cancelled is None

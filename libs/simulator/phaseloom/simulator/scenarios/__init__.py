@@ -12,6 +12,7 @@ from phaseloom.simulator.scenarios import (
     weave_fig15,
     weave_micro,
     weave_table5,
+    weave_tails,
 )
 from phaseloom.simulator.scenarios.scenario import Scenario
 
@@ -23,6 +24,7 @@ SCENARIOS: dict[str, Scenario] = {
     "weave-drift": weave_drift.SCENARIO,
     "weave-failure": weave_failure.SCENARIO,
     "weave-micro": weave_micro.SCENARIO,
+    "weave-tails": weave_tails.SCENARIO,
     "philly": philly.SCENARIO,
     "llmd-replay": llmd_replay.SCENARIO,
 }
