@@ -103,11 +103,11 @@ def whole() -> dict[str, Any]:
         client.optim_step(STEP).result()
     count = len(TOKENS) - 1
     rl = datum(logprobs=[-1.0] * count, advantages=[0.5] * count)
-    for name in ("importance_sampling", "ppo", "cispo"):
+    for name in ("importance_sampling", "ppo", "cispo", "dro"):
         said[name] = dict(client.forward_backward([rl], name).result().metrics)
     client.optim_step(STEP).result()
 
-    said["refused"] = failure(lambda: client.forward_backward([rl], "dro").result())
+    said["refused"] = failure(lambda: client.forward_backward([rl], "kto").result())
     said["partial"] = failure(lambda: client.optim_step(STEP).result())
     said["after"] = step(client)
     rest = service.create_rest_client()

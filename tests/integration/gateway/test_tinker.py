@@ -35,7 +35,7 @@ async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path) -> None:
     assert own == with_optimizer != without
     assert said["custom"]["mine"] == 1.0
     assert said["ppo"]["num_tokens:sum"] == 7
-    assert "there is no loss 'dro'" in said["refused"]
+    assert "there is no loss 'kto'" in said["refused"]
     assert "of a part of the batch, are dropped" in said["partial"]
     assert said["after"] > 0.0
     assert said["runs"] == 3

@@ -116,18 +116,23 @@ class Deployment:
         *,
         clip_low: float = 0.8,
         clip_high: float = 1.2,
+        beta: float = 0.05,
         logprobs: bool = False,
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.ForwardBackwardResult]:
         """Add the gradients of a loss over the batch; the result has the loss's metrics.
 
-        Args: logprobs: whether it has the targets' log-probabilities, too, as `forward` has.
+        Args: clip_low, clip_high: of `ppo` and `cispo`. beta: of `dro`.
+              logprobs: whether it has the targets' log-probabilities, too, as `forward` has.
         """
         kind = ops.Loss(loss)
         parts = split_batch(batch)
         return self._submit(
-            [ops.ForwardBackward(part, kind, clip_low, clip_high, logprobs) for part in parts],
+            [
+                ops.ForwardBackward(part, kind, clip_low, clip_high, logprobs, beta)
+                for part in parts
+            ],
             after,
             ops.ForwardBackwardResult,
             timeout_s,

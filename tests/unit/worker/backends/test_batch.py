@@ -94,3 +94,12 @@ def test_loss_batch_takes_lists_and_bytes_alike(loss: Loss) -> None:
     for name in ("starts", "tokens_N", "targets_N", "q_N", "coefficient_N"):
         assert np.array_equal(getattr(a, name), getattr(b, name))
         assert np.array_equal(getattr(mixed, name)[: len(getattr(a, name))], getattr(a, name))
+
+
+def test_dro_counts_where_there_is_no_advantage_but_not_on_prompts() -> None:
+    datum = Datum([1, 2, 3], [2, 3, 4], logprobs=[0.0, -1.0, -2.0], advantages=[0.0, 0.0, 1.0])
+    counts = {
+        loss: loss_batch(ForwardBackward([datum], loss), 9).is_used_N.tolist()
+        for loss in (Loss.DRO, Loss.PPO)
+    }
+    assert counts == {Loss.DRO: [False, True, True], Loss.PPO: [False, False, True]}

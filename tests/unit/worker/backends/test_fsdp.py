@@ -70,8 +70,16 @@ def plain_loss(model: PreTrainedModel, args: ForwardBackward) -> torch.Tensor:
             continue
         assert datum.logprobs is not None
         assert datum.advantages is not None
-        ratio = torch.exp(lp - torch.tensor(float32s(datum.logprobs)))
-        advantages = torch.tensor(float32s(datum.advantages))
+        q, advantages = (
+            torch.tensor(float32s(datum.logprobs)),
+            torch.tensor(float32s(datum.advantages)),
+        )
+        ratio = torch.exp(lp - q)
+        if args.loss is Loss.DRO:
+            counts = (q != 0) | (advantages != 0)
+            objective = advantages * lp - args.beta / 2 * (lp - q) ** 2
+            total = total - objective[counts].sum()
+            continue
         clipped = ratio.detach().clamp(args.clip_low, args.clip_high)
         objective = clipped * advantages * lp if args.loss is Loss.CISPO else ratio * advantages
         if args.loss is Loss.PPO:

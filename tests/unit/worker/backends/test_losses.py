@@ -25,17 +25,22 @@ def _cispo(lp: float, q: float, a: float) -> float:
     return -min(max(math.exp(lp - q), 0.9), 1.3) * a * lp
 
 
+def _dro(lp: float, q: float, a: float) -> float:
+    return -(a * lp - 0.15 * (lp - q) ** 2)
+
+
 EXPECTED = {
     Loss.CROSS_ENTROPY: lambda lp, q, a: -a * lp,
     Loss.IMPORTANCE_SAMPLING: lambda lp, q, a: -math.exp(lp - q) * a,
     Loss.PPO: _ppo,
     Loss.CISPO: _cispo,
+    Loss.DRO: _dro,
 }
 
 
 @pytest.mark.parametrize("loss", list(Loss))
 def test_loss_sum_is_the_sum_of_the_formula(loss: Loss) -> None:
-    args = ForwardBackward(NO_BATCH, loss, clip_low=0.9, clip_high=1.3)
+    args = ForwardBackward(NO_BATCH, loss, clip_low=0.9, clip_high=1.3, beta=0.3)
     actual = loss_sum(args, torch.tensor(LP), torch.tensor(Q), torch.tensor(COEFFICIENT))
     expected = sum(EXPECTED[loss](*each) for each in zip(LP, Q, COEFFICIENT, strict=True))
     assert actual.item() == pytest.approx(expected, rel=1e-6)

@@ -21,12 +21,14 @@ def _batch(samples: list[list[int]], first_used: list[int] | None = None) -> Bat
     tokens_N = np.array([token for tokens in samples for token in tokens], dtype=np.int64)
     used = zip(first_used or [0] * len(samples), lengths, strict=True)
     coefficients = [float(t >= first) for first, length in used for t in range(length)]
+    coefficients_N = np.array(coefficients, dtype=np.float32)
     return Batch(
         np.concatenate(([0], np.cumsum(lengths))),
         tokens_N,
         tokens_N + 100,
         np.arange(tokens_N.size, dtype=np.float32),
-        np.array(coefficients, dtype=np.float32),
+        coefficients_N,
+        coefficients_N != 0,
     )
 
 

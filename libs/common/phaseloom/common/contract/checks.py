@@ -37,6 +37,7 @@ _LOSS_ARRAYS = {
     ops.Loss.IMPORTANCE_SAMPLING: ("logprobs", "advantages"),
     ops.Loss.PPO: ("logprobs", "advantages"),
     ops.Loss.CISPO: ("logprobs", "advantages"),
+    ops.Loss.DRO: ("logprobs", "advantages"),
 }
 
 # --- Kinds ---------------------------------------------------------------------------------------
@@ -252,6 +253,7 @@ def _check_length(values: Int32s | Float32s, num_tokens: int, field: str) -> Non
 def _check_clip(args: ops.ForwardBackward) -> None:
     check_finite(args.clip_low, "args.clip_low")
     check_finite(args.clip_high, "args.clip_high")
+    check_finite(args.beta, "args.beta")
     if args.clip_low > args.clip_high:
         raise CallerError(
             f"clip_low {args.clip_low} is above clip_high {args.clip_high}",

@@ -11,6 +11,7 @@ loss is a plain sum over positions. With lp the learner's log-probability of the
     importance_sampling  −Σ r·A
     ppo                  −Σ min(r·A, clip(r, clip_low, clip_high)·A)
     cispo                −Σ clip(r, clip_low, clip_high)·A·lp, the clipped ratio without gradient
+    dro                  −Σ (A·lp − beta/2·(lp − q)²), over positions where A or q is not 0
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Loss(StrEnum):
     IMPORTANCE_SAMPLING = "importance_sampling"
     PPO = "ppo"
     CISPO = "cispo"
+    DRO = "dro"
 
 
 class ForwardBackward(Message, frozen=True):
@@ -129,6 +131,8 @@ class ForwardBackward(Message, frozen=True):
     logprobs: bool = False
     """Whether to answer the targets' log-probabilities too, as `forward` does, of the weights that
     the gradients are of. It costs a forward pass and changes no gradient."""
+    beta: float = 0.05
+    """How strongly `dro` keeps the policy near the sampler's."""
 
 
 class OptimStep(Message, frozen=True):

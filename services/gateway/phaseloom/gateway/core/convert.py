@@ -28,7 +28,11 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.gateway.core import wire
 
-_CLIPS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
+_SETTINGS = {
+    "clip_low_threshold": "clip_low",
+    "clip_high_threshold": "clip_high",
+    "beta": "beta",
+}
 _ARRAYS = {"weights", "logprobs", "advantages"}
 _OUTPUT = "ArrayRecord"
 
@@ -63,18 +67,18 @@ def trained(request: Any) -> Forward | ForwardBackward:
             field="loss_fn",
             remedy=f"use one of {', '.join(Loss)}, or forward_backward_custom",
         ) from None
-    clips = {_CLIPS[name]: value for name, value in _config(request).items()}
-    return ForwardBackward(batch, loss, logprobs=True, **clips)
+    settings = {_SETTINGS[name]: value for name, value in _config(request).items()}
+    return ForwardBackward(batch, loss, logprobs=True, **settings)
 
 
 def _config(request: Any) -> Mapping[str, float]:
     config = {name: value.number for name, value in request.loss_fn_config_values.items()}
     config = config or dict(request.loss_fn_config)
-    if unknown := sorted(config.keys() - _CLIPS):
+    if unknown := sorted(config.keys() - _SETTINGS):
         raise CallerError(
             f"the losses have no setting {unknown[0]!r}",
             field="loss_fn_config",
-            remedy=f"use {' and '.join(_CLIPS)}",
+            remedy=f"use {', '.join(_SETTINGS)}",
         )
     return config
 

@@ -38,6 +38,8 @@ class Batch:
     targets_N: Ints
     q_N: Floats
     coefficient_N: Floats
+    is_used_N: npt.NDArray[np.bool_]
+    """Which positions count in the loss."""
 
     @property
     def lengths_S(self) -> Ints:
@@ -121,7 +123,11 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
         q_N = _required("logprobs", [d.logprobs for d in args.batch], batch, args.loss)
         advantages = [datum.advantages for datum in args.batch]
         coefficient_N = _required("advantages", advantages, batch, args.loss)
-    return Batch(batch.starts, batch.tokens_N, batch.targets_N, q_N, coefficient_N)
+    is_used_N = coefficient_N != 0
+    if args.loss is Loss.DRO:
+        # Without an advantage it still keeps near the sampler; a prompt has neither.
+        is_used_N |= q_N != 0
+    return Batch(batch.starts, batch.tokens_N, batch.targets_N, q_N, coefficient_N, is_used_N)
 
 
 def _check_unused(args: ForwardBackward) -> None:
@@ -191,7 +197,7 @@ def _tokens_and_targets(data: Sequence[Datum], vocab_size: int) -> Batch:
     check_tokens(targets_N, vocab_size, targets, _field("targets"))
     zeroes_N = np.zeros(tokens_N.size, dtype=np.float32)
     starts = np.concatenate(([0], np.cumsum(lengths_S)))
-    return Batch(starts, tokens_N, targets_N, zeroes_N, zeroes_N)
+    return Batch(starts, tokens_N, targets_N, zeroes_N, zeroes_N, zeroes_N != 0)
 
 
 def _required(name: str, values: Sequence[Float32s | None], batch: Batch, loss: Loss) -> Floats:

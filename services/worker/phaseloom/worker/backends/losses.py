@@ -19,6 +19,8 @@ def loss_sum(
     """
     if args.loss is Loss.CROSS_ENTROPY:
         return -(coefficient_N * lp_N).sum()
+    if args.loss is Loss.DRO:
+        return -(coefficient_N * lp_N - args.beta / 2 * (lp_N - q_N) ** 2).sum()
     ratio_N = torch.exp(lp_N - q_N)
     if args.loss is Loss.CISPO:
         weight_N = ratio_N.detach().clamp(args.clip_low, args.clip_high)

@@ -75,7 +75,7 @@ def idle_pass() -> Pass:
 
 
 def passes(batch: Batch, *, only_used: bool) -> Iterator[Pass]:
-    """Pack a batch. Args: only_used: ask only for positions with a nonzero coefficient."""
+    """Pack a batch. Args: only_used: ask only for positions that count in the loss."""
     for rows in _grouped(_rows(batch)):
         packed = _pack(rows, batch, only_used=only_used)
         if packed.index_N.size:
@@ -164,7 +164,7 @@ def _pack(rows: list[Row], batch: Batch, *, only_used: bool) -> Pass:
 
     index = row * shape[1] + column
     if only_used:
-        used = batch.coefficient_N[source] != 0
+        used = batch.is_used_N[source]
         index, source = index[used], source[used]
     return Pass(
         tokens_BT,
