@@ -97,6 +97,7 @@ async def test_every_operation_gives_its_result_as_lists(nats_server: EmbeddedSe
         scored = sampler.forward([datum(2), datum(3)])
         saved = policy.save_state("first")
         loaded = policy.load_state("first")
+        deleted = policy.delete_checkpoint("first")
         assert [gradients.seq, stepped.seq, published.seq, saved.seq] == [1, 2, 3, 4]
         assert published.key == "acme.sums.policy.3"
         assert (await gradients).metrics == {"loss:sum": 1.0, "num_tokens:sum": 7.0}
@@ -112,6 +113,7 @@ async def test_every_operation_gives_its_result_as_lists(nats_server: EmbeddedSe
         assert (await scored).logprobs == [[-0.5] * 2, [-0.5] * 3]
         assert (await saved).path == "sums/policy/first"
         await loaded
+        assert (await deleted).num_bytes == 5
         await job.finish()
         assert (await job.status()).state == "done"
 

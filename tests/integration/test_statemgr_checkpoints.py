@@ -604,6 +604,20 @@ async def test_newest_are_kept_and_what_is_needed_or_was_meant_to_stay(short_dir
             await rank.client.prune_checkpoints(0, [])
 
 
+async def test_checkpoint_is_removed_by_name(short_dir: Path) -> None:
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        await save(rank, "mine")
+        files = sum(path.stat().st_size for path in place(d, "mine").rglob("*") if path.is_file())
+        assert await rank.client.remove_checkpoint("mine") == files
+        assert [*place(d, "mine").parent.iterdir()] == []
+        assert await rank.client.remove_checkpoint("mine") == 0
+        with pytest.raises(CallerError, match="name"):
+            await rank.client.remove_checkpoint("../mine")
+        await save(rank, "mine")
+        await rank.client.read_checkpoint("mine")
+
+
 async def test_name_that_is_being_written_is_taken(short_dir: Path) -> None:
     """By an operation that nobody waits for any more; the draft of the first is left alone."""
     async with saving(short_dir) as d:

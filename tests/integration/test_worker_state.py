@@ -19,6 +19,8 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.operations import (
     Args,
     Completion,
+    DeleteCheckpoint,
+    DeleteCheckpointResult,
     LoadState,
     LoadStateResult,
     Outcome,
@@ -286,6 +288,27 @@ async def test_old_checkpoints_go_but_for_what_the_job_may_fall_back_to(node: Te
         "second",
         "third",
     }
+
+
+async def test_deleted_checkpoint_is_one_that_the_job_does_not_need(node: TestNode) -> None:
+    policy, _ = await node.start_wpg(policy_spec())
+    for seq, name in enumerate(("mine", "oldest", "second", "third")):
+        await node.run(policy, seq, SaveState(name, b"" if name == "mine" else b"blob"))
+    for seq, name in enumerate(("mine", "oldest", "gone"), 4):
+        done = await node.run(policy, seq, DeleteCheckpoint(name))
+        assert isinstance(done.result, DeleteCheckpointResult)
+        assert bool(done.result.num_bytes) == (name != "gone")
+    for seq, name in enumerate(("second", "third"), 7):
+        done = await node.run(policy, seq, DeleteCheckpoint(name))
+        assert done.error is not None
+        assert (done.error.code, done.error.field) == (Code.FAILED_PRECONDITION, "args.name")
+    assert {p.name for p in kept_in(node, policy).iterdir()} == {"second", "third"}
+
+    await sha(node, policy, "loaded")
+    assert (await node.run(policy, 10, LoadState("loaded"))).outcome is Outcome.COMPLETED
+    done = await node.run(policy, 11, DeleteCheckpoint("loaded"))
+    assert done.error is not None
+    assert done.error.field == "args.name"
 
 
 async def test_ranks_start_from_a_checkpoint_of_their_job(node: TestNode) -> None:

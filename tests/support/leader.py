@@ -31,6 +31,8 @@ from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.operations import (
     Args,
     Completion,
+    DeleteCheckpoint,
+    DeleteCheckpointResult,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -186,6 +188,8 @@ def _answer(key: OperationKey, args: Args) -> Result:  # noqa: PLR0911 - one a k
             return ForwardBackwardResult({"loss:sum": 1.0, "num_tokens:sum": float(tokens)})
         case OptimStep():
             return OptimStepResult({"grad_norm:mean": args.adam.learning_rate})
+        case DeleteCheckpoint():
+            return DeleteCheckpointResult(len(args.name))
         case PublishWeights():
             return PublishWeightsResult(seq, "digest", 1)
         case SyncWeights():

@@ -115,6 +115,9 @@ def whole() -> dict[str, Any]:
     said["listed"] = [
         each.tinker_path for each in rest.list_checkpoints(client.model_id).result().checkpoints
     ]
+    gone = client.save_weights_for_sampler("gone").result().path
+    rest.delete_checkpoint_from_tinker_path(gone).result()
+    said["gone"] = failure(lambda: sampled(service.create_sampling_client(model_path=gone)))
     said["unknown_model"] = failure(
         lambda: service.create_lora_training_client(base_model="none", rank=8).get_info()
     )

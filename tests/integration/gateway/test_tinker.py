@@ -40,6 +40,10 @@ async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path) -> None:
     assert said["after"] > 0.0
     assert said["runs"] == 3
     assert said["listed"] == said["paths"]
+    assert "NotFoundError" in said["gone"]
+    names = {path.name for path in await asyncio.to_thread(short_dir.glob, "**/sampler/*-*")}
+    assert any(name.endswith("-a_name") for name in names)
+    assert not any(name.endswith("-gone") for name in names)
     assert "there is no model 'none'" in said["unknown_model"]
     assert "NotFoundError" in said["unknown_path"]
 

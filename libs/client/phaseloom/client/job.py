@@ -196,6 +196,18 @@ class Deployment:
         args = ops.SaveState(name, controller_blob, dict(checkpoints or {}), keep)
         return self._submit([args], after, ops.SaveStateResult, timeout_s)
 
+    def delete_checkpoint(
+        self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
+    ) -> OperationHandle[ops.DeleteCheckpointResult]:
+        """Remove a checkpoint of this deployment; await its `save_state` before.
+
+        It is refused where the job may need it: the last one with a controller's blob, the one
+        before, and what the deployment has loaded. Other deployments that have loaded it should
+        have saved their state since.
+        """
+        args = ops.DeleteCheckpoint(name)
+        return self._submit([args], after, ops.DeleteCheckpointResult, timeout_s)
+
     def load_state(
         self,
         name: str,

@@ -136,6 +136,13 @@ class VersionedSampler:
             saved = self._deployment.save_state(version, keep=keep)
         await saved
 
+    async def delete(self, version: str) -> None:
+        """Remove the files of a version that it saved.
+
+        Raises: CallerError: FAILED_PRECONDITION: it has loaded them since it began.
+        """
+        await self._deployment.delete_checkpoint(version)
+
     async def keep(self, version: str) -> None:
         """Keep the weights that it begins with as a version."""
         async with self._lock:

@@ -628,10 +628,21 @@ async def list_checkpoints(request: web.Request) -> web.Response:
 @routes.delete(PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}")
 @told
 async def delete_checkpoint(request: web.Request) -> web.Response:
-    """Forget a checkpoint's path. Its files stay until the operator removes them."""
+    """Forget a checkpoint's path, and remove a sampler's files while its model lives.
+
+    Other files stay: an operation of `policy` would take a number that the SDK gives to its calls.
+    """
     tenant, what = tenant_of(request), request.match_info
     path = f"tinker://{what['run']}/{what['checkpoint']}"
-    await tenant.book.drop(tenant.book.get(CheckpointRecord, tenant.name, path))
+    record = tenant.book.get(CheckpointRecord, tenant.name, path)
+    await tenant.book.drop(record)
+    model = tenant.book.find(ModelRecord, tenant.name, record.model)
+    if model is not None and record.source == f"{model.job}/{SAMPLER}":
+        try:
+            trained = await tenant.models.trained(model.job)
+            await trained.sampler.delete(record.name)
+        except PhaseloomError as error:
+            log.info("the files of %s stay: %s", path, error)
     return web.json_response({})
 
 

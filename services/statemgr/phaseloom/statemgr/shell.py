@@ -55,6 +55,7 @@ from phaseloom.common.contract.state_rank import (
     RankResume,
     ReadCheckpoint,
     RegisterHeap,
+    RemoveCheckpoint,
     ShareOnDevice,
     StateMessage,
     TakeSnapshot,
@@ -338,6 +339,7 @@ class StateManager:
             WriteCheckpoint: exporter.write,
             ReadCheckpoint: parts.loader.read,
             PruneCheckpoints: exporter.prune,
+            RemoveCheckpoint: exporter.remove,
         }
 
     # --- versions ---
@@ -432,7 +434,7 @@ def _is_by_first(body: StateMessage) -> bool:
     """Whether only the first rank of a deployment here may send the message."""
     if isinstance(body, CreateVersion | CommitVersion):
         return not body.version.part
-    return isinstance(body, TakeSnapshot | WriteCheckpoint | PruneCheckpoints)
+    return isinstance(body, TakeSnapshot | WriteCheckpoint | PruneCheckpoints | RemoveCheckpoint)
 
 
 def _denied(why: str) -> CallerError:

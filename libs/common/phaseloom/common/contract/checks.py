@@ -84,6 +84,10 @@ def check_save_state(key: OperationKey, args: ops.SaveState) -> None:
     _check_checkpoints(key, args)
 
 
+def check_delete_checkpoint(key: OperationKey, args: ops.DeleteCheckpoint) -> None:
+    check_name(args.name, "args.name")
+
+
 def check_load_state(key: OperationKey, args: ops.LoadState) -> None:
     check_name(args.name, "args.name")
     saved_by(key.deployment_key, args.source)

@@ -300,6 +300,13 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
         check=checks.check_save_state,
     ),
     Kind(
+        args=ops.DeleteCheckpoint,
+        result=ops.DeleteCheckpointResult,
+        is_mutating=False,
+        moves_state=True,
+        check=checks.check_delete_checkpoint,
+    ),
+    Kind(
         args=ops.LoadState,
         result=ops.LoadStateResult,
         is_mutating=True,

@@ -164,6 +164,16 @@ class SaveState(Message, frozen=True):
     checkpoint stays, whatever is saved later."""
 
 
+class DeleteCheckpoint(Message, frozen=True):
+    """Reading. Removes a checkpoint of this deployment.
+
+    Refused where the job may need it: it falls back to it, or its state was loaded from it. That
+    other deployments have loaded from it is not known: they should have saved or sealed theirs.
+    """
+
+    name: str
+
+
 class LoadState(Message, frozen=True):
     """Mutating. Replaces the whole state by a checkpoint of the tenant."""
 
@@ -196,6 +206,7 @@ Args = (
     | ForwardBackward
     | OptimStep
     | SaveState
+    | DeleteCheckpoint
     | LoadState
     | PublishWeights
     | SyncWeights
@@ -279,6 +290,11 @@ class SaveStateResult(Message, frozen=True):
     """Deployment → checkpoint, this one's too, if the operation carried a controller's blob."""
 
 
+class DeleteCheckpointResult(Message, frozen=True):
+    num_bytes: int
+    """Bytes of files that were removed; 0: there was no such checkpoint any more."""
+
+
 class LoadStateResult(Message, frozen=True):
     weights_sha256: str
 
@@ -300,6 +316,7 @@ Result = (
     | ForwardBackwardResult
     | OptimStepResult
     | SaveStateResult
+    | DeleteCheckpointResult
     | LoadStateResult
     | PublishWeightsResult
     | SyncWeightsResult

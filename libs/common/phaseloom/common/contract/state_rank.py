@@ -251,6 +251,20 @@ class PruneCheckpoints(Message, frozen=True):
     """The names of checkpoints that stay in any case."""
 
 
+class RemoveCheckpoint(Message, frozen=True):
+    """Remove a checkpoint of the deployment, if there is one. Answer: CheckpointRemoved.
+
+    Rank 0 sends it, once nothing needs it.
+    """
+
+    name: str
+
+
+class CheckpointRemoved(Message, frozen=True):
+    num_bytes: int
+    """Bytes of its files; 0: there was none."""
+
+
 class VersionExtent(Message, frozen=True):
     version: VersionKey
     num_bytes: int
@@ -401,6 +415,8 @@ StateMessage = (
     | ReadCheckpoint
     | CheckpointRead
     | PruneCheckpoints
+    | RemoveCheckpoint
+    | CheckpointRemoved
     | StageState
     | LoadStaged
     | VersionExtent

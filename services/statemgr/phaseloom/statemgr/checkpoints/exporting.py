@@ -21,8 +21,10 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.operations import SaveStateResult
 from phaseloom.common.contract.state_rank import (
+    CheckpointRemoved,
     CheckpointWritten,
     PruneCheckpoints,
+    RemoveCheckpoint,
     SnapshotTaken,
     TakeSnapshot,
     WriteCheckpoint,
@@ -323,6 +325,17 @@ class Exporter:
             raise ResourceError(f"old checkpoints of {key} stay: {error}") from error
         if gone:
             log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(gone))
+
+    async def remove(self, rank: Rank, request: RemoveCheckpoint) -> CheckpointRemoved:
+        """Remove a checkpoint of a deployment. Raises: CallerError: a bad name. ResourceError: the
+        disk fails."""
+        key = rank.wpg.key
+        try:
+            num_bytes = await self._checkpoints.remove(key, request.name)
+        except OSError as error:
+            raise ResourceError(f"{request.name!r} of {key} stays: {error}") from error
+        log.info("checkpoint %r of %s is removed: %d bytes", request.name, key, num_bytes)
+        return CheckpointRemoved(num_bytes)
 
     def abandon(self) -> None:
         """Free the snapshots that are not being written: the agent that would ask is gone."""

@@ -119,12 +119,27 @@ class Checkpoints:
             await asyncio.to_thread(self._remove, key, name)
         return gone
 
-    def _remove(self, key: DeploymentKey, name: str) -> None:
-        """Remove a checkpoint: it loses its name first, so that it is never loaded in part."""
+    async def remove(self, key: DeploymentKey, name: str) -> int:
+        """Remove a checkpoint. Returns: the bytes of its files; 0: there was none.
+
+        Raises: CallerError: a bad name. OSError.
+        """
+        directory = self.directory(key, name)
+        if not await aiofiles.os.path.isdir(directory):
+            return 0
+        return await asyncio.to_thread(self._remove, key, name)
+
+    def _remove(self, key: DeploymentKey, name: str) -> int:
+        """Remove a checkpoint: it loses its name first, so that it is never loaded in part.
+
+        Returns: the bytes of its files.
+        """
         nameless = self._draft(key, name)
         shutil.rmtree(nameless, ignore_errors=True)
         self.directory(key, name).rename(nameless)
+        num_bytes = sum(path.stat().st_size for path in nameless.rglob("*") if path.is_file())
         shutil.rmtree(nameless, ignore_errors=True)
+        return num_bytes
 
     def sweep(self) -> None:
         """Remove the drafts that an earlier daemon of this node left."""

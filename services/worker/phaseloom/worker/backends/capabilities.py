@@ -46,7 +46,7 @@ MODEL_TYPES: Final = (
 
 DTYPES: Final = ("float32", "bfloat16")
 
-_STATE: Final = ("load_state", "save_state", "sync_weights")
+_STATE: Final = ("delete_checkpoint", "load_state", "save_state", "sync_weights")
 _TRAINS: Final = ("forward", "forward_backward", "optim_step", "publish_weights", *_STATE)
 _SAMPLES: Final = ("forward", "generate", *_STATE)
 

@@ -38,7 +38,9 @@ from phaseloom.common.contract.events import StateSnapshotTaken
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS, kind_for
 from phaseloom.common.contract.operations import (
+    Args,
     Completion,
+    DeleteCheckpoint,
     LoadState,
     Operation,
     OptimStep,
@@ -308,25 +310,29 @@ class Leader:
         return Call(permit, operation, raw, traceparent)
 
     async def _run(self, call: Call, batch: _PermitBatch) -> Result | None:
-        match call.operation.args:
-            case PublishWeights() as args:
-                self.executor.check(args)
+        args = call.operation.args
+        if not kind_for(args).moves_state:
+            return await self.queue.run(call)
+        self.executor.check(args)
+        return await self._move(call, args, batch)
+
+    async def _move(self, call: Call, args: Args, batch: _PermitBatch) -> Result | None:
+        match args:
+            case PublishWeights():
                 return await self._moving.publish(call)
-            case SyncWeights() as args:
-                self.executor.check(args)
+            case SyncWeights():
                 return await self._moving.sync(call, args)
-            case SaveState() as args:
-                self.executor.check(args)
+            case SaveState():
                 if self.queue.is_cancelled(call.key):
                     return None
                 return await self._moving.save(
                     call, args, lambda: self._free_devices(call.permit, batch)
                 )
-            case LoadState() as args:
-                self.executor.check(args)
-                return await self._moving.load(call, args)
+            case DeleteCheckpoint():
+                return await self._moving.delete(args)
             case _:
-                return await self.queue.run(call)
+                assert isinstance(args, LoadState)
+                return await self._moving.load(call, args)
 
     async def _free_devices(self, permit: Permit, batch: _PermitBatch) -> None:
         """Let others use the devices: the state that is saved has been copied."""

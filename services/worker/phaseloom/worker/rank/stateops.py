@@ -16,6 +16,7 @@ from phaseloom.common.contract.api import Checkpoint
 from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import (
+    CallerError,
     Code,
     ErrorInfo,
     PhaseloomError,
@@ -24,6 +25,8 @@ from phaseloom.common.contract.errors import (
 )
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.operations import (
+    DeleteCheckpoint,
+    DeleteCheckpointResult,
     LoadState,
     LoadStateResult,
     PublishWeightsResult,
@@ -226,15 +229,34 @@ class StateOperations:
 
     async def prune(self, args: SaveState) -> None:
         """Remove checkpoints that are not needed any more, once nobody can believe otherwise."""
-        own = self.settings.deployment
         try:
-            last = await self._last_checkpoint()
-            needed = {args.name, self._fallback, *self._loaded} - {""}
-            if last is not None and own.deployment in last.checkpoints:
-                needed.add(last.checkpoints[own.deployment])
+            needed = {args.name, *await self._needed()}
             await self.state.prune_checkpoints(args.keep, sorted(needed))
         except PhaseloomError as error:
-            log.warning("old checkpoints of %s stay: %s", own, error)
+            log.warning("old checkpoints of %s stay: %s", self.settings.deployment, error)
+
+    async def delete(self, args: DeleteCheckpoint) -> DeleteCheckpointResult:
+        """Run a `delete_checkpoint`. Raises: Refused: it is needed, or cannot be removed."""
+        try:
+            if args.name in await self._needed():
+                raise CallerError(
+                    f"the job may need checkpoint {args.name!r}: it falls back to it, or has "
+                    "loaded it",
+                    code=Code.FAILED_PRECONDITION,
+                    field="args.name",
+                    remedy="save a newer one with a controller's blob first, or keep it",
+                )
+            return DeleteCheckpointResult(await self.state.remove_checkpoint(args.name))
+        except PhaseloomError as error:
+            raise Refused(error.info) from error
+
+    async def _needed(self) -> set[str]:
+        """The names of this deployment's checkpoints that the job may still need."""
+        last, own = await self._last_checkpoint(), self.settings.deployment
+        needed = {self._fallback, *self._loaded} - {""}
+        if last is not None and own.deployment in last.checkpoints:
+            needed.add(last.checkpoints[own.deployment])
+        return needed
 
     async def _last_checkpoint(self) -> Checkpoint | None:
         """The job's last checkpoint; None where it has none."""

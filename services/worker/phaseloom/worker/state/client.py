@@ -21,6 +21,7 @@ from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.contract.state_rank import (
     CheckpointRead,
+    CheckpointRemoved,
     CheckpointWritten,
     CommitInitial,
     CopyIn,
@@ -33,6 +34,7 @@ from phaseloom.common.contract.state_rank import (
     RankResume,
     ReadCheckpoint,
     RegisterHeap,
+    RemoveCheckpoint,
     SnapshotTaken,
     StageState,
     StateMessage,
@@ -258,6 +260,13 @@ class RankStateClient:
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:
         await self._link.ask(PruneCheckpoints(keep, needed), Done)
+
+    async def remove_checkpoint(self, name: str) -> int:
+        """Remove a checkpoint of this deployment. Returns: the bytes of its files.
+
+        Raises: ResourceError: the disk fails.
+        """
+        return (await self._link.ask(RemoveCheckpoint(name), CheckpointRemoved)).num_bytes
 
     async def _handle(
         self, body: StateMessage, fds: list[int]
