@@ -68,6 +68,12 @@ class Nobody:
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         pass
 
+    def wants_tokens(self, i: int) -> bool:
+        return False
+
+    def drawn(self, i: int, tokens: object) -> None:
+        pass
+
     def still_open(self, i: int, num_samples: int) -> None:
         pass
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from phaseloom.common.contract.operations import Generate, GenerateResult
+from phaseloom.common.contract.operations import DrawnTokens, Generate, GenerateResult
 
 
 class Looker:
     """A `Watch` that cancels or stops a request once so many of its tokens are done, or stops all
     once so few of their samples are open, and has others join once request 0 has so many tokens; by
-    default none."""
+    default none. New tokens are wanted every `tell_every`-th time that it is asked."""
 
     def __init__(
         self,
@@ -19,6 +20,7 @@ class Looker:
         stop_at: Mapping[int, int] | None = None,
         stop_once_open: int = -1,
         join_at: Mapping[int, Sequence[Generate]] | None = None,
+        tell_every: int = 1,
     ) -> None:
         self.seen: dict[int, list[tuple[int, int]]] = {}
         self.open: dict[int, list[int]] = {}
@@ -26,6 +28,10 @@ class Looker:
         self.asked: set[int] = set()
         self.results: dict[int, GenerateResult | None] = {}
         """In the order in which they ended."""
+        self.told: dict[int, list[DrawnTokens]] = {}
+        """By request: what was told of those with `stream` while they ran."""
+        self._tell_every = tell_every
+        self._num_asked: Counter[int] = Counter()
         self._cancel_at = cancel_at or {}
         self._stop_at = stop_at or {}
         self._stop_once_open = stop_once_open
@@ -51,6 +57,13 @@ class Looker:
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         self.seen.setdefault(i, []).append((num_done, num_total))
+
+    def wants_tokens(self, i: int) -> bool:
+        self._num_asked[i] += 1
+        return self._num_asked[i] % self._tell_every == 0
+
+    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
+        self.told.setdefault(i, []).extend(tokens)
 
     def still_open(self, i: int, num_samples: int) -> None:
         self.open.setdefault(i, []).append(num_samples)

@@ -247,7 +247,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("errors", "specs"),
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),
-        ("api", "checks", "continuation", "events", "state_agent"),
+        ("api", "checks", "continuation", "events", "state_agent", "streaming"),
         ("kinds", "state_rank", "streams"),
         ("schema",),
     ],

@@ -20,6 +20,7 @@ from phaseloom.client.mesh import Mesh, MeshJob, connect
 from phaseloom.client.operations import OperationHandle
 from phaseloom.client.phases import Phase, phase, runtime_hook
 from phaseloom.client.rollouts import Rollout, RolloutResult, VersionRun
+from phaseloom.client.streams import GenerateHandle, Piece
 from phaseloom.common.contract.api import Checkpoint, Explanation, JobStatus
 from phaseloom.common.contract.arrays import Float32s, float32s, int32s
 from phaseloom.common.contract.continuation import continued
@@ -77,6 +78,7 @@ __all__ = [
     "Float32s",
     "ForwardBackwardResult",
     "ForwardResult",
+    "GenerateHandle",
     "GenerateResult",
     "InternalError",
     "Job",
@@ -95,6 +97,7 @@ __all__ = [
     "PhaseBegan",
     "PhaseEnded",
     "PhaseloomError",
+    "Piece",
     "Progress",
     "Prompt",
     "PublishWeightsResult",

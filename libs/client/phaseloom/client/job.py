@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from phaseloom.client.batches import pack_prompt, split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
 from phaseloom.client.rollouts import Rollout, Rollouts
+from phaseloom.client.streams import GenerateHandle
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
@@ -44,9 +45,10 @@ class Deployment:
         *,
         prompt_logprobs: bool = False,
         prompt_top_logprobs: int = 0,
+        stream: bool = False,
         after: Awaited = (),
         timeout_s: float = 0.0,
-    ) -> OperationHandle[ops.GenerateResult]:
+    ) -> GenerateHandle:
         """Sample continuations of each prompt.
 
         Args: sampling: how to sample, and what ends a continuation: token ids, and `stop_strings`
@@ -54,6 +56,7 @@ class Deployment:
               prompt_logprobs: whether to answer the prompts' own log-probabilities too.
               prompt_top_logprobs: of how many likeliest tokens at each position of the prompts,
                   beside their own.
+              stream: whether the handle's `stream()` shall give tokens while they are drawn.
         """
         parts = split_prompts(
             prompts,
@@ -62,14 +65,21 @@ class Deployment:
             prompt_logprobs=prompt_logprobs,
             prompt_top_logprobs=prompt_top_logprobs,
         )
-        return self._submit(
+        submitted = self._submit_parts(
             [
-                ops.Generate(part, sampling, num_samples, prompt_logprobs, prompt_top_logprobs)
+                ops.Generate(
+                    part, sampling, num_samples, prompt_logprobs, prompt_top_logprobs, stream
+                )
                 for part in parts
             ],
             after,
-            ops.GenerateResult,
             timeout_s,
+        )
+        return GenerateHandle(
+            submitted,
+            [len(part) for part in parts],
+            lambda results: merged(results, ops.GenerateResult),
+            self._outbox,
         )
 
     def rollout(
@@ -254,6 +264,10 @@ class Deployment:
         result: type[R],
         timeout_s: float,
     ) -> OperationHandle[R]:
+        submitted = self._submit_parts(parts, after, timeout_s)
+        return OperationHandle(submitted, lambda results: merged(results, result), self._outbox)
+
+    def _submit_parts(self, parts: list[ops.Args], after: Awaited, timeout_s: float) -> list[Part]:
         refs = _refs(after)
         wires = []
         for args in parts:
@@ -268,7 +282,7 @@ class Deployment:
             part = Part(key, id, kind, payload)
             self._outbox.submit(part)
             submitted.append(part)
-        return OperationHandle(submitted, lambda results: merged(results, result), self._outbox)
+        return submitted
 
 
 class Job:

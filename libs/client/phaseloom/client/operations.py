@@ -67,6 +67,8 @@ class Part:
         self.is_stored = False
         self.stored_s = 0.0
         self.misses = 0
+        self.told: Callable[[Progress], None] | None = None
+        """What is told of its progress; None: nobody is."""
         # An error is a value here, since an outcome that nobody awaits is no unhandled exception.
         self.outcome: asyncio.Future[Result | PhaseloomError] = (
             asyncio.get_running_loop().create_future()
@@ -256,13 +258,16 @@ class Outbox:
         self._complete(part, completion)
 
     def _tell_progress(self, message: Msg) -> None:
-        if not self.hooks or message.subject.removesuffix(_PROGRESS) not in self._open:
+        part = self._open.get(message.subject.removesuffix(_PROGRESS))
+        if part is None or not (self.hooks or part.told):
             return
         try:
             progress = decode(message.data, Progress, content_type_of(message.headers))
         except CallerError as error:
             log.warning("progress on %s cannot be read: %s", message.subject, error)
             return
+        if part.told is not None:
+            part.told(progress)
         self.hooks.tell(progress)
 
     # --- publishing -----------------------------------------------------------------------------

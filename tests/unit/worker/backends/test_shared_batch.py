@@ -18,6 +18,7 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.streaming import Streamed
 from phaseloom.common.tensors.layouts import merge, split_shared
 from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
@@ -134,6 +135,31 @@ def test_progress_counts_the_tokens_of_each_request(sampler: Backend) -> None:
         limit = len(args.prompts) * args.num_samples * args.sampling.max_tokens
         assert {total for _, total in watch.seen[i]} == {limit}
     assert watch.asked == set(range(len(REQUESTS)))
+
+
+@pytest.mark.parametrize("tell_every", [1, 3, 1000])
+def test_told_tokens_are_those_of_the_result_for_requests_that_stream(
+    sampler: Backend, tell_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several waves, some of which join; told at the end, if never before."""
+    monkeypatch.setattr(sampler_module, "WAVE_TOKENS", 400)
+    requests = [
+        replace(args, stream=i != 1, sampling=replace(args.sampling, top_logprobs=i))
+        for i, args in enumerate(REQUESTS)
+    ]
+    watch = Looker(join_at={4: requests[1:]}, tell_every=tell_every)
+    results = watched(sampler, requests[:1], watch)
+    assert set(watch.told) == {0, 2, 3}
+    for i, told in watch.told.items():
+        result, streamed = results[i], Streamed()
+        assert result is not None
+        assert all(streamed.take(each) == each for each in told), "in order, each of them once"
+        for rest, sequence in streamed.rest(result):
+            assert not rest.tokens
+            pieces = [e for e in told if (e.prompt, e.sample) == (rest.prompt, rest.sample)]
+            assert len(pieces) > 1 or tell_every > 1 or len(int32s(sequence.tokens)) == 1
+            for name in ("tokens", "logprobs", "top_tokens", "top_logprobs"):
+                assert b"".join(getattr(e, name) for e in pieces) == getattr(sequence, name)
 
 
 def test_requests_that_join_get_what_each_gets_alone(sampler: Backend) -> None:

@@ -114,16 +114,21 @@ class Kind(Generic[A, R]):
         """
         if not self.items:
             return [*requests]
+        runs = self.runs(requests, num_parts, part)
+        return [
+            replace(args, **{self.items: getattr(args, self.items)[run.start : run.stop]})
+            for args, run in zip(requests, runs, strict=True)
+        ]
+
+    def runs(self, requests: Sequence[A], num_parts: int, part: int) -> list[range]:
+        """The places of the items that `cut` leaves each operation in this part."""
         tokens = [num for args in requests for num in self.item_tokens(args)]
         share = balanced(tokens, num_parts)[part]
-        lists: list[list[Any]] = [getattr(args, self.items) for args in requests]
-        starts = accumulate((len(items) for items in lists), initial=0)
+        counts = [len(getattr(args, self.items)) for args in requests]
+        starts = accumulate(counts, initial=0)
         return [
-            replace(
-                args,
-                **{self.items: items[max(0, share.start - start) : max(0, share.stop - start)]},
-            )
-            for args, items, start in zip(requests, lists, starts, strict=False)
+            range(max(0, share.start - start), min(count, max(0, share.stop - start)))
+            for count, start in zip(counts, starts, strict=False)
         ]
 
 

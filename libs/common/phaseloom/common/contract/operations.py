@@ -105,6 +105,9 @@ class Generate(Message, frozen=True):
     prompt_top_logprobs: int = 0
     """The number of likeliest tokens at each position of the prompts whose log-probabilities are
     answered; needs `prompt_logprobs`."""
+    stream: bool = False
+    """Whether new tokens are told in `Progress` while they are drawn. It costs messages, and
+    changes no token."""
 
 
 class Forward(Message, frozen=True):
@@ -341,16 +344,40 @@ class Outcome(StrEnum):
     EXPIRED = "expired"
 
 
+class DrawnTokens(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one sample, (T,) of them, which its `Sequence` in the result has at `offset`.
+
+    The same tokens may be told more than once: an operation that is run again after a loss begins
+    at offset 0. Some may not be told at all. `contract.streaming` is what makes one sequence of it.
+    """
+
+    prompt: int
+    """Place of the prompt in the operation."""
+    sample: int
+    """Place among the prompt's samples in the result."""
+    offset: int
+    """How many tokens of the `Sequence` come before these."""
+    tokens: Int32s
+    logprobs: Float32s
+    top_tokens: Int32s = []
+    """As in `Sequence`: (T · top_logprobs,)."""
+    top_logprobs: Float32s = []
+
+
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """WPG leader → controller, on `pl.v1.out.<key>.progress`: how far a long operation is.
 
-    Not stored, and nothing is decided on it.
+    Not stored, and nothing is decided on it. In the content type of the operation.
     """
 
     key: OperationKey
     num_done: int
     num_total: int
     """Tokens at most; the operation may end before."""
+    drawn: list[DrawnTokens] = []
+    """New tokens, where a `generate` asks for a `stream`: of one sample in their order."""
+    weights_seq: int = 0
+    """The `seq` of the deployment's last mutating operation before it, whose weights drew them."""
 
 
 class Completion(msgspec.Struct, frozen=True, omit_defaults=True):

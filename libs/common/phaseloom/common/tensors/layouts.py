@@ -97,6 +97,11 @@ def split_shared(requests: Sequence[A], layout: Layout, rank: int) -> list[A]:
     return kind_for(requests[0]).cut(requests, layout.dp, part)
 
 
+def runs_of(requests: Sequence[A], layout: Layout, rank: int) -> list[range]:
+    """The places in each operation of the items that `split_shared` gives this rank."""
+    return kind_for(requests[0]).runs(requests, layout.dp, coordinates(rank, layout).dp)
+
+
 def merge(kind: str, results: Sequence[Result], layout: Layout) -> Result:
     """The result of an operation, put together from the results of all its ranks.
 

@@ -93,6 +93,7 @@ from phaseloom.worker.rank.wire import (
     SharesDone,
     StopShare,
     TailReached,
+    TokensDrawn,
 )
 
 log = logging.getLogger(__name__)
@@ -660,8 +661,8 @@ def _answers(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
 
     async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
         close_fds(fds)
-        if isinstance(body, TailReached):
-            await wpg.tail_reached(body)
+        if isinstance(body, TailReached | TokensDrawn):
+            await wpg.tell_leader(body)
             return Done(), []
         if not wpg.is_leader(peer):
             raise CallerError("only a leader has other ranks", code=Code.PERMISSION_DENIED)

@@ -52,6 +52,7 @@ from phaseloom.worker.rank.wire import (
     SharesDone,
     StopShare,
     TailReached,
+    TokensDrawn,
 )
 
 T = TypeVar("T")
@@ -350,7 +351,7 @@ class Wpg:
         answers = await self._ask_ranks(share, share.replicas)
         return SharesDone([a.results for a in answers if isinstance(a, ShareDone)])
 
-    async def tail_reached(self, told: TailReached) -> None:
+    async def tell_leader(self, told: TailReached | TokensDrawn) -> None:
         """Pass a rank's word on to the leader, which is on this node."""
         leader = self._ranks[0].peer
         assert leader is not None

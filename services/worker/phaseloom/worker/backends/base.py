@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.operations import (
+    DrawnTokens,
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
@@ -92,6 +93,15 @@ class Watch(Protocol):
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         """Tell new tokens so far, and at most; a request may end before."""
+        ...
+
+    def wants_tokens(self, i: int) -> bool:
+        """Whether the request's new tokens are to be told now; asked of those with `stream`."""
+        ...
+
+    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
+        """Tell the tokens that were drawn for a request since the last time, by its prompts'
+        places."""
         ...
 
     def still_open(self, i: int, num_samples: int) -> None:

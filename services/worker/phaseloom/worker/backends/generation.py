@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
-from phaseloom.common.contract.operations import SamplingParams, Sequence
+from phaseloom.common.contract.operations import DrawnTokens, SamplingParams, Sequence
 from phaseloom.worker.backends.rng import uniforms
 from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
 from phaseloom.worker.backends.stoptext import StopText
@@ -111,6 +111,8 @@ class Rows:
         self._live_B = torch.ones(num_rows, dtype=torch.bool)
         self._position = 0
         self._is_open = [True] * len(asked)
+        self._num_taken = [0] * len(asked)
+        """New tokens of each row of a request that `take_drawn` has given, or all that it has."""
         self.last_B = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -153,6 +155,32 @@ class Rows:
                 self._is_open[i] = False
                 ended.append((each, self._sequences(i)))
         return ended
+
+    def take_drawn(self, request: int) -> list[DrawnTokens]:
+        """The tokens that the rows of a request, if there are any, have got since the last time."""
+        if all(each.request != request for each in self._asked):
+            return []
+        i = self._index(request)
+        each, start, first = self._asked[i], self._num_taken[i], self._first_row(i)
+        self._num_taken[i] = self._position
+        drawn = []
+        for k in range(each.num_rows):
+            stop = min(int(self._length_R[first + k]), self._position)
+            if start < stop:
+                new = self._sequence(first + k, start, stop)
+                prompt, sample = divmod(k, each.num_samples)
+                drawn.append(
+                    DrawnTokens(
+                        each.first_prompt + prompt,
+                        sample,
+                        start,
+                        new.tokens,
+                        new.logprobs,
+                        new.top_tokens,
+                        new.top_logprobs,
+                    )
+                )
+        return drawn
 
     def drop_finished(self) -> torch.Tensor:
         """Keep the live rows only. Returns: their indices in the batch."""
@@ -203,11 +231,12 @@ class Rows:
         rows = iter(range(first, first + each.num_rows))
         return [[self._sequence(next(rows)) for _ in range(each.num_samples)] for _ in each.starts]
 
-    def _sequence(self, row: int) -> Sequence:
-        length = self._length_R[row]
+    def _sequence(self, row: int, start: int = 0, stop: int | None = None) -> Sequence:
+        """The tokens of a row from `start` up to `stop`, which is its end where none is given."""
+        new = slice(start, self._length_R[row] if stop is None else stop)
         sequence = Sequence(
-            tokens=self._tokens_RI[row, :length].tobytes(),
-            logprobs=self._logprobs_RI[row, :length].tobytes(),
+            tokens=self._tokens_RI[row, new].tobytes(),
+            logprobs=self._logprobs_RI[row, new].tobytes(),
             stop_reason=self._stop_reason_R[row],
         )
         num_top = self._asked[int(self._of_R[row])].params.top_logprobs
@@ -215,8 +244,8 @@ class Rows:
             return sequence
         return replace(
             sequence,
-            top_tokens=self._top_tokens_RIK[row, :length, :num_top].tobytes(),
-            top_logprobs=self._top_logprobs_RIK[row, :length, :num_top].tobytes(),
+            top_tokens=self._top_tokens_RIK[row, new, :num_top].tobytes(),
+            top_logprobs=self._top_logprobs_RIK[row, new, :num_top].tobytes(),
         )
 
     def _keep_top(self, rows: npt.NDArray[np.int64], logits_LV: torch.Tensor) -> None:

@@ -21,7 +21,13 @@ import msgspec
 
 from phaseloom.common.contract.arrays import length
 from phaseloom.common.contract.continuation import PARTIAL
-from phaseloom.common.contract.operations import Generate, GenerateResult, Prompt, Sequence
+from phaseloom.common.contract.operations import (
+    DrawnTokens,
+    Generate,
+    GenerateResult,
+    Prompt,
+    Sequence,
+)
 from phaseloom.worker.backends.base import Watch
 
 
@@ -38,6 +44,7 @@ class _Row:
     """New tokens until it ends."""
     is_at_limit: bool
     done: int = 0
+    num_told: int = 0
     is_partial: bool = False
 
     @property
@@ -63,6 +70,8 @@ def decode(decoding: Decoding, requests: Seq[Generate], watch: Watch) -> None:
                 for row in own:
                     row.is_partial = row.is_open
             left = sum(row.is_open for row in own)
+            if requests[i].stream and (not left or watch.wants_tokens(i)):
+                watch.drawn(i, _drawn(requests[i], own))
             if left < num_open[i]:
                 num_open[i] = left
                 watch.still_open(i, left)
@@ -90,6 +99,18 @@ def _row(decoding: Decoding, prompt: Prompt, sample: int, limit: int) -> _Row:
     drawn = random.Random(f"{prompt.seed}/{sample}").expovariate(1 / decoding.mean_tokens)
     num_tokens = min(limit, 1 + int(drawn))
     return _Row(num_tokens - prompt.num_generated, num_tokens == limit)
+
+
+def _drawn(args: Generate, rows: list[_Row]) -> list[DrawnTokens]:
+    """The tokens that its rows have got since the last time."""
+    drawn = []
+    for k, row in enumerate(rows):
+        start, row.num_told = row.num_told, row.done
+        if start < row.done:
+            zeroes = bytes(4 * (row.done - start))
+            prompt, sample = divmod(k, args.num_samples)
+            drawn.append(DrawnTokens(prompt, sample, start, zeroes, zeroes))
+    return drawn
 
 
 def _result(args: Generate, rows: list[_Row]) -> GenerateResult:

@@ -107,6 +107,7 @@ class SamplerBackend(InferenceBackend):
                     self._begin(call, batch, wave)
                 elif batch.waves:
                     self._step(call, batch)
+                call.tell_drawn(batch)
                 self._take(call, watch.joined())
 
     def _take(self, call: _Call, requests: Seq[Generate]) -> None:
@@ -338,6 +339,8 @@ class _Call:
             request = self._requests[i]
             request.num_done += num_tokens
             self._watch.progress(i, request.num_done, request.num_total)
+            if request.args.stream and i not in live:
+                self._watch.drawn(i, rows.take_drawn(i))
             if live.get(i, 0) < num_tokens:
                 request.num_open -= num_tokens - live.get(i, 0)
                 self._watch.still_open(i, request.num_open)
@@ -349,6 +352,15 @@ class _Call:
                 rows.stop(i)
         for asked, sequences in rows.take_ended():
             self._keep(asked.request, asked.first_prompt, sequences)
+
+    def tell_drawn(self, batch: _Batch) -> None:
+        """Tell the new tokens of requests that stream, of all their rows at once."""
+        for i, request in enumerate(self._requests):
+            if i in self._over or not request.args.stream or not self._watch.wants_tokens(i):
+                continue
+            drawn = [each for rows in batch.waves for each in rows.take_drawn(i)]
+            if drawn:
+                self._watch.drawn(i, drawn)
 
     def _end_unwanted(self) -> None:
         """End prompts that wait and are not wanted any more."""

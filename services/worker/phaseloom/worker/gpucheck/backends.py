@@ -160,6 +160,12 @@ class _Ended:
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         """Nothing: nobody asks."""
 
+    def wants_tokens(self, i: int) -> bool:
+        return False
+
+    def drawn(self, i: int, tokens: object) -> None:
+        """Nothing: nobody asks."""
+
     def still_open(self, i: int, num_samples: int) -> None:
         """Nothing: nobody asks."""
 

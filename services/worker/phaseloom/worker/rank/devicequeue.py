@@ -27,6 +27,7 @@ from phaseloom.common.contract.events import TailGathered
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import KINDS, Kind
 from phaseloom.common.contract.operations import (
+    DrawnTokens,
     Generate,
     GenerateResult,
     Operation,
@@ -49,6 +50,11 @@ from phaseloom.worker.rank.wire import (
 
 MAX_SHARED_BYTES = 8 * 1024 * 1024
 """Limit of the payloads that go into one call."""
+
+STREAM_S = 0.05
+"""Time between two messages with an operation's new tokens."""
+
+TellDrawn = Callable[[OperationKey, list[DrawnTokens]], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +119,12 @@ class DeviceQueue:
         """Of the running call, where its tail is to be gathered."""
         self.gathered: asyncio.Queue[TailGathered] = asyncio.Queue()
         """Tails that are being gathered, for the decision log."""
+        self.drawn: asyncio.Queue[tuple[Call, list[DrawnTokens]]] = asyncio.Queue()
+        """New tokens of operations that stream, for their controllers."""
+        self._rests: dict[OperationKey, Rest] = {}
+        """What runs of operations whose tail is gathered."""
         self._cancelled = Cancelled()
+        self._loop = asyncio.get_running_loop()
 
     @property
     def running(self) -> Iterable[Call]:
@@ -268,7 +279,7 @@ class DeviceQueue:
         def joined() -> list[Call]:
             return begin(joining.popleft() for _ in range(len(joining)))
 
-        watch = _CallsWatch(self._cancelled, joined, end)
+        watch = _CallsWatch(self._cancelled, joined, end, self.tell_drawn)
 
         def run() -> None:
             if watch.calls:
@@ -304,7 +315,7 @@ class DeviceQueue:
         good = [call for call in calls if refused[call] is None]
         if not good:
             return [refused[call] for call in calls]
-        watch = _LeaderWatch(self._cancelled, good)
+        watch = _LeaderWatch(self._cancelled, good, self.tell_drawn)
         if good[0].permit.tail_on:
             merged = await self._generate_and_gather(good, watch)
         else:
@@ -341,6 +352,8 @@ class DeviceQueue:
         """Run requests over the ranks of a share. Returns: [rank of the share][request]."""
         takes_part = not share.replicas or self._executor.settings.rank in share.replicas
         part = self._executor.part(requests, share.replicas) if takes_part else []
+        if takes_part:
+            watch.first_prompts = self._executor.first_prompts(requests, share.replicas)
         reached, loop = self._reached, asyncio.get_running_loop()
         if share.tail_share and reached is not None and takes_part:
 
@@ -404,8 +417,12 @@ class DeviceQueue:
         running = [call.key for call in self._running]
         self.gathered.put_nowait(TailGathered(running, permit.epoch, permit.incarnation, freed))
         requests = [rest.args for rest in rests]
-        watch = ShareWatch(self._cancelled, [call.key for call in calls])
-        shares = await self._shares(requests, _share_of_rest(calls, requests, replicas), watch)
+        watch = ShareWatch(self._cancelled, [call.key for call in calls], self.tell_drawn)
+        self._rests = {call.key: rest for call, rest in zip(calls, rests, strict=True)}
+        try:
+            shares = await self._shares(requests, _share_of_rest(calls, requests, replicas), watch)
+        finally:
+            self._rests = {}
 
         def completed(rest: Rest, results: list[ShareResult]) -> Result | None:
             whole = [result for result in results if isinstance(result, GenerateResult)]
@@ -421,6 +438,18 @@ class DeviceQueue:
         """Note a rank's word that of its share of the running call only the tail is left."""
         if self._reached is not None and self._reached.operation == told.operation:
             self._reached.add(told.rank)
+
+    def tell_drawn(self, key: OperationKey, drawn: list[DrawnTokens]) -> None:
+        """Note new tokens of a running call, from the device thread."""
+        self._loop.call_soon_threadsafe(self.tokens_drawn, key, drawn)
+
+    def tokens_drawn(self, key: OperationKey, drawn: list[DrawnTokens]) -> None:
+        """Note new tokens of a running call, of this rank or another one."""
+        call = next((call for call in self._running if call.key == key), None)
+        if call is None:
+            return  # it has ended, and its result has them
+        rest = self._rests.get(key)
+        self.drawn.put_nowait((call, [rest.placed(each) for each in drawn] if rest else drawn))
 
     def _refusal(self, call: Call) -> Refused | None:
         try:
@@ -469,13 +498,21 @@ def _requests(calls: Sequence[Call]) -> list[Generate]:
 class ShareWatch:
     """`Watch` of a rank's share of operations that run on several ranks; nothing joins them."""
 
-    def __init__(self, cancelled: Cancelled, operations: list[OperationKey]) -> None:
+    def __init__(
+        self, cancelled: Cancelled, operations: list[OperationKey], tell_drawn: TellDrawn
+    ) -> None:
+        """Args: tell_drawn: called in the device thread with an operation's new tokens."""
         self.results: list[GenerateResult | None] = [None] * len(operations)
+        self.first_prompts: list[int] = []
+        """The place in its operation of the first prompt of each request; empty: 0."""
         self.tail: Tail | None = None
         """Where it is to be told that only the tail of this share is left."""
         self._cancelled = cancelled
         self._operations = operations
         self._is_stopped = False
+        self._tell_drawn = tell_drawn
+        self._due_s: dict[int, float] = {}
+        """When new tokens of a request are to be told next, on the monotonic clock."""
 
     @property
     def first(self) -> OperationKey:
@@ -498,6 +535,18 @@ class ShareWatch:
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         """Nothing: the leader tells the progress of its own share."""
 
+    def wants_tokens(self, i: int) -> bool:
+        now_s = time.monotonic()
+        if now_s < self._due_s.get(i, 0.0):
+            return False
+        self._due_s[i] = now_s + STREAM_S
+        return True
+
+    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
+        first = self.first_prompts[i] if self.first_prompts else 0
+        placed = [replace(each, prompt=first + each.prompt) for each in tokens]
+        self._tell_drawn(self._operations[i], placed)
+
     def still_open(self, i: int, num_samples: int) -> None:
         if self.tail is not None:
             self.tail.still_open(i, num_samples)
@@ -508,8 +557,8 @@ class ShareWatch:
 
 
 class _LeaderWatch(ShareWatch):
-    def __init__(self, cancelled: Cancelled, calls: list[Call]) -> None:
-        super().__init__(cancelled, [call.key for call in calls])
+    def __init__(self, cancelled: Cancelled, calls: list[Call], tell_drawn: TellDrawn) -> None:
+        super().__init__(cancelled, [call.key for call in calls], tell_drawn)
         self.calls = calls
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
@@ -524,8 +573,9 @@ class _CallsWatch(_LeaderWatch):
         cancelled: Cancelled,
         joined: Callable[[], list[Call]],
         end: Callable[[Call, Result | None], None],
+        tell_drawn: TellDrawn,
     ) -> None:
-        super().__init__(cancelled, [])
+        super().__init__(cancelled, [], tell_drawn)
         self._joined = joined
         self._end = end
 

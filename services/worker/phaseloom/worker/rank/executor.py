@@ -23,7 +23,7 @@ from phaseloom.common.contract.operations import (
     kind_of,
 )
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.tensors.layouts import merge, split, split_shared
+from phaseloom.common.tensors.layouts import merge, runs_of, split, split_shared
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.rank.wire import RankConfig
 
@@ -108,6 +108,17 @@ class Executor:
         if self.is_alone:
             return requests
         return split_shared(requests, self.settings.spec.layout, self.settings.rank)
+
+    def first_prompts(
+        self, requests: Sequence[Generate], replicas: Sequence[int] = ()
+    ) -> list[int]:
+        """The place of the first prompt that `part` leaves each request. Args: as of `part`."""
+        if replicas:
+            place = replicas.index(self.settings.rank)
+            runs = kind_for(requests[0]).runs(requests, len(replicas), place)
+        else:
+            runs = runs_of(requests, self.settings.spec.layout, self.settings.rank)
+        return [run.start for run in runs]
 
     def compute(self, args: Args) -> Result:
         """Run this rank's part of an operation that was checked. Raises: it failed half-way."""

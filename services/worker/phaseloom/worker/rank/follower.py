@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import PhaseloomError
-from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import (
+    DrawnTokens,
     Generate,
     LoadState,
     Operation,
@@ -21,6 +22,7 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
 )
 from phaseloom.common.observability import telemetry
+from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.devicequeue import ShareWatch
 from phaseloom.worker.rank.executor import Executor
@@ -31,13 +33,48 @@ from phaseloom.worker.rank.wire import (
     CancelRun,
     PartWritten,
     RankConfig,
+    RankMessage,
     RunShare,
     ShareDone,
     ShareResult,
     StopShare,
     TailReached,
+    TokensDrawn,
 )
 from phaseloom.worker.state.client import RankStateClient
+
+
+class Sending:
+    """A rank's new tokens on their way to the leader, in their order.
+
+    Ranks on other nodes than the leader send none: their tokens come with the result.
+    """
+
+    def __init__(self, agent: Peer[RankMessage], *, is_near_leader: bool) -> None:
+        self._agent = agent
+        self._is_near_leader = is_near_leader
+        self._loop = asyncio.get_running_loop()
+        self._last: asyncio.Task[None] | None = None
+
+    def from_any_thread(self, key: OperationKey, drawn: list[DrawnTokens]) -> None:
+        if self._is_near_leader:
+            self._loop.call_soon_threadsafe(self._send, TokensDrawn(key, drawn))
+
+    async def done(self) -> None:
+        """Return once all of them have come to the leader."""
+        if self._last is not None:
+            await self._last
+
+    def _send(self, told: TokensDrawn) -> None:
+        before = self._last
+
+        async def send() -> None:
+            if before is not None:
+                await before
+            with contextlib.suppress(PhaseloomError):  # then the agent or the leader is gone
+                await self._agent.call(told)
+
+        self._last = asyncio.ensure_future(send())
 
 
 @dataclass(slots=True)
@@ -107,7 +144,11 @@ class Follower:
 
     async def _generate(self, requests: list[Generate], share: RunShare) -> list[ShareResult]:
         part = self.executor.part(requests, share.replicas)
-        watch = ShareWatch(self._cancelled, [o.operation for o in share.operations])
+        sending = Sending(self.ranks.agent, is_near_leader=self.settings.is_near_leader)
+        watch = ShareWatch(
+            self._cancelled, [o.operation for o in share.operations], sending.from_any_thread
+        )
+        watch.first_prompts = self.executor.first_prompts(requests, share.replicas)
         if share.tail_share:
             loop = asyncio.get_running_loop()
             told = TailReached(watch.first, self.settings.rank)
@@ -121,6 +162,7 @@ class Follower:
             await self.ranks.here(lambda: self.executor.backend.generate(part, watch))
         finally:
             self._generating = None
+            await sending.done()
         return list(watch.results)
 
     def _tell(self, told: TailReached) -> None:

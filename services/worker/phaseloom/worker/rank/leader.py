@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from opentelemetry.context import Context
 
 from phaseloom.common.contract import streams
-from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
+from phaseloom.common.contract.codec import CONTENT_TYPE, JSON, decode, encode
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import (
     Code,
@@ -41,6 +41,7 @@ from phaseloom.common.contract.operations import (
     Args,
     Completion,
     DeleteCheckpoint,
+    DrawnTokens,
     LoadState,
     Operation,
     OptimStep,
@@ -52,6 +53,7 @@ from phaseloom.common.contract.operations import (
     SyncWeights,
 )
 from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.contract.streaming import as_lists, messages
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import Bus, Stored
 from phaseloom.common.transport.retry import until_done
@@ -239,12 +241,24 @@ class Leader:
             msg_id = f"gathered:{event.operations[0]}:{event.incarnation}:{event.epoch}"
             await until_done(partial(self.bus.append, event, msg_id=msg_id), "append")
 
-    async def _publish_progress(self, call: Call) -> None:
-        progress = Progress(call.key, call.num_done, call.num_total)
+    async def tell_drawn(self) -> None:
+        """Publish the new tokens of operations that stream, for ever."""
+        while True:
+            call, drawn = await self.queue.drawn.get()
+            for message in messages(drawn):
+                await self._publish_progress(call, message)
+
+    async def _publish_progress(self, call: Call, drawn: list[DrawnTokens] | None = None) -> None:
+        content_type = call.payload.content_type
+        told = drawn or []
+        if content_type == JSON:
+            told = [as_lists(each) for each in told]
+        weights_seq = self.executor.applied if told else 0
+        progress = Progress(call.key, call.num_done, call.num_total, told, weights_seq)
         subject = streams.progress_subject(call.key)
         try:
             await self.bus.client.publish(
-                subject, encode(progress), headers={CONTENT_TYPE: MSGPACK}
+                subject, encode(progress, content_type), headers={CONTENT_TYPE: content_type}
             )
         except nats.errors.Error as error:
             log.debug("no progress of %s is told: %r", call.key, error)

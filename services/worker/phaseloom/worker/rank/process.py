@@ -48,6 +48,7 @@ from phaseloom.worker.rank.wire import (
     RunShare,
     StopShare,
     TailReached,
+    TokensDrawn,
 )
 from phaseloom.worker.state import devicememory
 from phaseloom.worker.state.client import RankStateClient
@@ -124,6 +125,7 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
             leader = await _leader(settings, ranks, executor, state)
             running.append(tasks.create_task(leader.queue.serve()))
             running.append(tasks.create_task(leader.tell_progress()))
+            running.append(tasks.create_task(leader.tell_drawn()))
             running.append(tasks.create_task(leader.tell_gathered()))
             answer = _leader_answers(leader)
         else:
@@ -234,6 +236,8 @@ def _leader_answers(leader: Leader) -> Answer:
                 leader.cancel(body)
             case TailReached():
                 leader.queue.tail_reached(body)
+            case TokensDrawn():
+                leader.queue.tokens_drawn(body.operation, body.drawn)
             case _:
                 raise InternalError(f"a leader does not answer {type(body).__name__}")
         return Done()

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from phaseloom.common.contract.arrays import length
 from phaseloom.common.contract.continuation import PARTIAL, continued, extended
 from phaseloom.common.contract.ids import OperationKey
-from phaseloom.common.contract.operations import Generate, GenerateResult
+from phaseloom.common.contract.operations import DrawnTokens, Generate, GenerateResult
 
 
 class Tail:
@@ -80,6 +81,12 @@ class Rest:
             sequences[prompt][sample] = extended(sequences[prompt][sample], sequence)
         return replace(self.had, sequences=sequences)
 
+    def placed(self, drawn: DrawnTokens) -> DrawnTokens:
+        """Tokens that were drawn for `args`, as tokens of the whole."""
+        prompt, sample = self.places[drawn.prompt]
+        had = length(self.had.sequences[prompt][sample].tokens)
+        return replace(drawn, prompt=prompt, sample=sample, offset=had + drawn.offset)
+
 
 def rest_of(args: Generate, had: GenerateResult) -> Rest | None:
     """What is left of a `generate` that was stopped; None: nothing."""
@@ -95,4 +102,4 @@ def rest_of(args: Generate, had: GenerateResult) -> Rest | None:
         continued(args.prompts[prompt], had.sequences[prompt][sample], sample)
         for prompt, sample in places
     ]
-    return Rest(Generate(prompts, args.sampling), had, places)
+    return Rest(Generate(prompts, args.sampling, stream=args.stream), had, places)

@@ -12,7 +12,7 @@ from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.contract.operations import Result
+from phaseloom.common.contract.operations import DrawnTokens, Result
 from phaseloom.common.contract.specs import CommandId, DeploymentSpec, DeviceKind
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Done, Failed
@@ -58,6 +58,11 @@ class RankConfig(msgspec.Struct, frozen=True):
         """Whether it is the first of its node's ranks: it speaks for them with the
         state manager."""
         return self.rank % self.ranks_per_node == 0
+
+    @property
+    def is_near_leader(self) -> bool:
+        """Whether it is on the node of rank 0."""
+        return self.rank < self.ranks_per_node
 
     def node_of(self, rank: int) -> NodeId:
         return self.nodes[rank // self.ranks_per_node] if self.nodes else NodeId(self.node)
@@ -164,6 +169,15 @@ class TailReached(Message, frozen=True):
     rank: int
 
 
+class TokensDrawn(Message, frozen=True):
+    """rank → agent → leader, on the leader's node: new tokens of this rank's share of a `generate`.
+    Answer: Done."""
+
+    operation: OperationKey
+    drawn: list[DrawnTokens]
+    """By the places of the prompts in the operation that the share was cut from."""
+
+
 class StopShare(Message, frozen=True):
     """leader → agent → every other rank: end a running share of `generate` with the tokens that it
     has, its open samples as partial; harmless once it has ended. Answer: Done."""
@@ -214,6 +228,7 @@ RankMessage = (
     | ShareDone
     | SharesDone
     | TailReached
+    | TokensDrawn
     | StopShare
     | RollCall
     | Done

@@ -18,6 +18,7 @@ from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pa
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
 from phaseloom.common.contract.operations import (
     Datum,
+    DrawnTokens,
     Forward,
     ForwardResult,
     Generate,
@@ -174,6 +175,8 @@ class _Row:
     top_tokens: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
+    num_told: int = 0
+    """Tokens that were told while it is decoded."""
 
 
 @dataclass
@@ -205,6 +208,26 @@ class _Request:
             [pack_int32s([*first, *each.top_tokens]) for each in scored if first],
             [pack_float32s([*first, *each.top_logprobs]) for each in scored if first],
         )
+
+    def take_drawn(self) -> list[DrawnTokens]:
+        """The tokens that its rows have got since the last time."""
+        drawn = []
+        for row in self.rows:
+            start, row.num_told = row.num_told, len(row.tokens)
+            if start < len(row.tokens):
+                num_top = len(row.top_tokens) // len(row.tokens)
+                drawn.append(
+                    DrawnTokens(
+                        row.prompt,
+                        row.sample,
+                        start,
+                        pack_int32s(row.tokens[start:]),
+                        pack_float32s(row.logprobs[start:]),
+                        pack_int32s(row.top_tokens[start * num_top :]),
+                        pack_float32s(row.top_logprobs[start * num_top :]),
+                    )
+                )
+        return drawn
 
 
 def _sequence(row: _Row) -> Sequence:
@@ -308,6 +331,8 @@ class _Call:
         for i in drawn:
             request = self._requests[i]
             self._watch.progress(i, request.num_done, request.num_total)
+            if request.args.stream and (not self._live[i] or self._watch.wants_tokens(i)):
+                self._watch.drawn(i, request.take_drawn())
             if len(self._live[i]) < num_open[i]:
                 self._watch.still_open(i, len(self._live[i]))
             if not self._live[i]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from phaseloom.common.contract.codec import decode, encode
-from phaseloom.common.contract.operations import Generate, GenerateResult
+from phaseloom.common.contract.operations import DrawnTokens, Generate, GenerateResult
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.common.tensors.resharding import Holding
@@ -139,6 +139,13 @@ class Agreed:
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         if self._is_known(i):
             self._watch.progress(i, num_done, num_total)
+
+    def wants_tokens(self, i: int) -> bool:
+        return self._replica.rank == 0 and self._watch.wants_tokens(i)
+
+    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
+        if self._replica.rank == 0:  # the others have the same tokens
+            self._watch.drawn(i, tokens)
 
     def still_open(self, i: int, num_samples: int) -> None:
         if self._is_known(i):

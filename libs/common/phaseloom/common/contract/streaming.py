@@ -1,0 +1,134 @@
+"""New tokens of a `generate` while it runs, from messages that may repeat tokens or miss some.
+
+The rule: a consumer counts the tokens that it has of each (prompt, sample), and takes of a message
+what goes on exactly there. What it has already it drops, since the same seeds draw the same tokens
+again after a loss; what leaves a gap it drops, too. When the operation has ended, the rest comes
+from the result, which is the truth. So each position is seen once, in order. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from phaseloom.common.contract.arrays import float32s, int32s, length
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.operations import DrawnTokens, GenerateResult, Sequence
+
+V = TypeVar("V", list[int] | bytes, list[float] | bytes)
+
+MAX_DRAWN_BYTES = 512 * 1024
+"""Most bytes of tokens in one message as MessagePack; JSON takes at most five times as many."""
+_OVERHEAD_BYTES = 64
+_VALUE_BYTES = 8
+"""Of a token and its log-probability."""
+
+
+class Streamed:
+    """The tokens that a consumer has of each sample of one operation."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[int, int], list[int]] = {}
+
+    def take(self, drawn: DrawnTokens) -> DrawnTokens | None:
+        """The part of a message's tokens that goes on behind those there are; None: no part."""
+        had = self._tokens.setdefault((drawn.prompt, drawn.sample), [])
+        skip = len(had) - drawn.offset
+        if not 0 <= skip < length(drawn.tokens):
+            return None
+        new = part_of(drawn, skip, length(drawn.tokens))
+        had += int32s(new.tokens)
+        return new
+
+    def rest(self, result: GenerateResult) -> Iterator[tuple[DrawnTokens, Sequence]]:
+        """What is missing of each sample of the result, maybe nothing, and the whole sample.
+
+        Raises: ResourceError: ABORTED: the result has other tokens than those that were streamed.
+        """
+        for prompt, group in enumerate(result.sequences):
+            for sample, sequence in enumerate(group):
+                had, tokens = self._tokens.get((prompt, sample), []), int32s(sequence.tokens)
+                if tokens[: len(had)] != had:
+                    raise ResourceError(
+                        f"sample {sample} of prompt {prompt} was drawn again with other tokens "
+                        "than those that were streamed before a worker was lost",
+                        code=Code.ABORTED,
+                        remedy="take the tokens of the operation's result",
+                    )
+                whole = DrawnTokens(
+                    prompt,
+                    sample,
+                    0,
+                    sequence.tokens,
+                    sequence.logprobs,
+                    sequence.top_tokens,
+                    sequence.top_logprobs,
+                )
+                yield part_of(whole, len(had), len(tokens)), sequence
+
+
+def part_of(drawn: DrawnTokens, start: int, stop: int) -> DrawnTokens:
+    """Some of these tokens, from `start` up to `stop`."""
+    num_top = length(drawn.top_tokens) // max(1, length(drawn.tokens))
+    return DrawnTokens(
+        drawn.prompt,
+        drawn.sample,
+        drawn.offset + start,
+        _slice(drawn.tokens, start, stop),
+        _slice(drawn.logprobs, start, stop),
+        _slice(drawn.top_tokens, start * num_top, stop * num_top),
+        _slice(drawn.top_logprobs, start * num_top, stop * num_top),
+    )
+
+
+def as_lists(drawn: DrawnTokens) -> DrawnTokens:
+    """The same with lists instead of packed arrays."""
+    return DrawnTokens(
+        drawn.prompt,
+        drawn.sample,
+        drawn.offset,
+        int32s(drawn.tokens),
+        float32s(drawn.logprobs),
+        int32s(drawn.top_tokens),
+        float32s(drawn.top_logprobs),
+    )
+
+
+def messages(
+    drawn: Iterable[DrawnTokens], max_bytes: int = MAX_DRAWN_BYTES
+) -> Iterator[list[DrawnTokens]]:
+    """New tokens in as few messages as their sizes allow; a long run of one sample is cut."""
+    message: list[DrawnTokens] = []
+    room = max_bytes
+    for each in drawn:
+        for piece in _pieces(each, max_bytes):
+            num_bytes = _num_bytes(piece)
+            if num_bytes > room and message:
+                yield message
+                message, room = [], max_bytes
+            message.append(piece)
+            room -= num_bytes
+    if message:
+        yield message
+
+
+def _pieces(drawn: DrawnTokens, max_bytes: int) -> Iterator[DrawnTokens]:
+    num_tokens = length(drawn.tokens)
+    num_top = length(drawn.top_tokens) // max(1, num_tokens)
+    most = max(1, (max_bytes - _OVERHEAD_BYTES) // (_VALUE_BYTES * (1 + num_top)))
+    if num_tokens <= most:
+        yield drawn
+        return
+    for start in range(0, num_tokens, most):
+        yield part_of(drawn, start, min(num_tokens, start + most))
+
+
+def _num_bytes(drawn: DrawnTokens) -> int:
+    num_values = length(drawn.tokens) + length(drawn.top_tokens)
+    return _OVERHEAD_BYTES + _VALUE_BYTES * num_values
+
+
+def _slice(values: V, start: int, stop: int) -> V:
+    if isinstance(values, bytes):
+        return values[4 * start : 4 * stop]
+    return values[start:stop]
