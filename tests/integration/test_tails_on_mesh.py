@@ -11,7 +11,15 @@ from msgspec.structs import replace
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.client import Batching, GenerateResult, Prompt, SamplingParams, float32s, int32s
+from phaseloom.client import (
+    Batching,
+    GenerateResult,
+    Piece,
+    Prompt,
+    SamplingParams,
+    float32s,
+    int32s,
+)
 from phaseloom.common.contract.events import ActivationOpened, OperationFinished, TailGathered
 from phaseloom.common.contract.specs import Layout
 from tests.support.jobs import Log, kill_rank, running_mesh, tenant
@@ -32,16 +40,30 @@ LOGPROB_ERROR = 1e-5
 async def rollout(
     connection: client.Mesh, log: Log, name: str, *, tail_share: float
 ) -> GenerateResult:
-    """The answer to a job's only rollout."""
+    """The answer to a job's only rollout, which it has also seen while it was drawn."""
     spec = sampler_spec(
         MAX_TOKENS + 10, batching=Batching.SHARED, layout=FOUR, tail_share=tail_share
     )
     spec = replace(spec, model=replace(spec.model, token_texts=TEXTS))
     job = await connection.submit_job(name, [spec])
-    result = await job.deployment(spec.name).generate(PROMPTS, HEAVY_TAILED, num_samples=4)
+    handle = job.deployment(spec.name).generate(PROMPTS, HEAVY_TAILED, num_samples=4, stream=True)
+    pieces = [piece async for piece in handle.stream()]
+    result = await handle
+    check_stream(pieces, result)
     await log.until_finished(f"{name}.{spec.name}.1")
     await job.finish()
     return result
+
+
+def check_stream(pieces: list[Piece], result: GenerateResult) -> None:
+    """Joined, the pieces are the result, and little of the longest sample came with it only."""
+    for prompt, group in enumerate(tokens_of(result)):
+        for sample, tokens in enumerate(group):
+            own = [each for each in pieces if (each.prompt, each.sample) == (prompt, sample)]
+            assert [token for each in own for token in each.tokens] == tokens
+    ends = [piece for piece in pieces if piece.stop_reason]
+    longest = max(ends, key=lambda piece: piece.offset + len(piece.tokens))
+    assert longest.offset > 9 * len(longest.tokens)
 
 
 def tokens_of(result: GenerateResult) -> list[list[list[int]]]:

@@ -263,11 +263,11 @@ class Outbox:
             return
         try:
             progress = decode(message.data, Progress, content_type_of(message.headers))
-        except CallerError as error:
+            if part.told is not None:
+                part.told(progress)
+        except (CallerError, ValueError) as error:
             log.warning("progress on %s cannot be read: %s", message.subject, error)
             return
-        if part.told is not None:
-            part.told(progress)
         self.hooks.tell(progress)
 
     # --- publishing -----------------------------------------------------------------------------

@@ -158,8 +158,22 @@ def test_told_tokens_are_those_of_the_result_for_requests_that_stream(
             assert not rest.tokens
             pieces = [e for e in told if (e.prompt, e.sample) == (rest.prompt, rest.sample)]
             assert len(pieces) > 1 or tell_every > 1 or len(int32s(sequence.tokens)) == 1
-            for name in ("tokens", "logprobs", "top_tokens", "top_logprobs"):
-                assert b"".join(getattr(e, name) for e in pieces) == getattr(sequence, name)
+            for name in ("tokens", "top_tokens"):
+                ints = [value for e in pieces for value in int32s(getattr(e, name))]
+                assert ints == int32s(getattr(sequence, name))
+            for name in ("logprobs", "top_logprobs"):
+                floats = [value for e in pieces for value in float32s(getattr(e, name))]
+                assert floats == float32s(getattr(sequence, name))
+
+
+def test_tokens_of_a_request_that_is_stopped_are_told_before_its_result(sampler: Backend) -> None:
+    """What goes on from it has its next tokens right behind them."""
+    watch = Looker(stop_at={0: 7}, tell_every=1000)
+    (result,) = watched(sampler, [replace(REQUESTS[1], stream=True)], watch)
+    assert result is not None
+    ((sequence,),) = result.sequences
+    (told,) = watch.told[0]
+    assert (told.tokens, sequence.stop_reason) == (sequence.tokens, "partial")
 
 
 def test_requests_that_join_get_what_each_gets_alone(sampler: Backend) -> None:

@@ -339,8 +339,6 @@ class _Call:
             request = self._requests[i]
             request.num_done += num_tokens
             self._watch.progress(i, request.num_done, request.num_total)
-            if request.args.stream and i not in live:
-                self._watch.drawn(i, rows.take_drawn(i))
             if live.get(i, 0) < num_tokens:
                 request.num_open -= num_tokens - live.get(i, 0)
                 self._watch.still_open(i, request.num_open)
@@ -351,6 +349,8 @@ class _Call:
             elif self._watch.is_stopped(i):
                 rows.stop(i)
         for asked, sequences in rows.take_ended():
+            if self._requests[asked.request].args.stream:
+                self._watch.drawn(asked.request, rows.take_drawn(asked.request))
             self._keep(asked.request, asked.first_prompt, sequences)
 
     def tell_drawn(self, batch: _Batch) -> None:

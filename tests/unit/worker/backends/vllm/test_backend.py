@@ -24,6 +24,7 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.common.contract.streaming import Streamed
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.backends.capabilities import CAPABILITIES
@@ -205,6 +206,31 @@ def test_stopped_request_goes_on_in_another_batch_with_the_same_tokens(
     rest = run(backend, Generate(resumed[:9], params), Generate(resumed[9:], params))
     behind = [tokens for result in rest for tokens in tokens_of(result)]
     assert [a + b for a, b in zip(partial, behind, strict=True)] == whole
+
+
+@pytest.mark.parametrize("tell_every", [1, 4, 1000])
+def test_told_tokens_are_those_of_the_result_for_requests_that_stream(
+    one: tuple[Backend, Heap], tell_every: int
+) -> None:
+    """Also of one that is stopped, which goes on right behind them."""
+    sampling = SamplingParams(12, top_logprobs=2)
+    requests = [
+        Generate(prompts(2), sampling, 2, stream=True),
+        Generate(prompts(1), sampling),
+        Generate(prompts(1), SamplingParams(40, ignore_eos=True), stream=True),
+    ]
+    looker = Looker(stop_at={2: 15}, tell_every=tell_every)
+    results = run(one[0], *requests, looker=looker)
+    assert set(looker.told) == {0, 2}
+    for i, told in looker.told.items():
+        streamed = Streamed()
+        assert all(streamed.take(each) == each for each in told), "in order, each of them once"
+        for rest, sequence in streamed.rest(results[i]):
+            assert not rest.tokens
+            pieces = [e for e in told if (e.prompt, e.sample) == (rest.prompt, rest.sample)]
+            for name in ("tokens", "logprobs", "top_tokens", "top_logprobs"):
+                packed = b"".join(getattr(e, name) or b"" for e in pieces)
+                assert packed == (getattr(sequence, name) or b"")
 
 
 def test_cancelled_request_leaves_at_once_and_another_joins(one: tuple[Backend, Heap]) -> None:

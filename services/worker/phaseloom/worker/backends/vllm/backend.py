@@ -322,7 +322,7 @@ class _Call:
                 for name in self._live[i]:
                     self._rows[name].stop_reason = "partial"
                 self._drop(i)
-                self._watch.ended(i, self._requests[i].result())
+                self._end(i)
         drawn: set[int] = set()
         num_open = {i: len(names) for i, names in self._live.items()}
         for step in self._engine.step() if self._live else ():
@@ -331,13 +331,13 @@ class _Call:
         for i in drawn:
             request = self._requests[i]
             self._watch.progress(i, request.num_done, request.num_total)
-            if request.args.stream and (not self._live[i] or self._watch.wants_tokens(i)):
+            if self._live[i] and request.args.stream and self._watch.wants_tokens(i):
                 self._watch.drawn(i, request.take_drawn())
             if len(self._live[i]) < num_open[i]:
                 self._watch.still_open(i, len(self._live[i]))
             if not self._live[i]:
                 del self._live[i]
-                self._watch.ended(i, request.result())
+                self._end(i)
 
     def abort(self) -> None:
         """Drop whatever is still being decoded."""
@@ -362,6 +362,13 @@ class _Call:
         if row.stop_reason:
             self._live[row.request].discard(step.name)
             self._engine.abort([step.name])
+
+    def _end(self, i: int) -> None:
+        """Hand over a request's result, behind the tokens that were not told yet."""
+        request = self._requests[i]
+        if request.args.stream:
+            self._watch.drawn(i, request.take_drawn())
+        self._watch.ended(i, request.result())
 
     def _drop(self, i: int) -> None:
         """Have vLLM decode a request's rows no further."""
