@@ -50,6 +50,7 @@ from phaseloom.common.contract.operations import (
     SyncWeightsResult,
 )
 from phaseloom.common.contract.specs import (
+    Adapter,
     Batching,
     Cycle,
     DeploymentSpec,
@@ -62,6 +63,7 @@ from phaseloom.common.contract.specs import (
 
 __all__ = [
     "AdamParams",
+    "Adapter",
     "After",
     "Batching",
     "CallerError",

@@ -33,7 +33,7 @@ from phaseloom.common.contract.operations import (
     OptimStep,
     OptimStepResult,
 )
-from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.specs import DeploymentSpec, DeviceKind
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding
 from phaseloom.worker.state.devicememory import DeviceMemory
@@ -41,7 +41,7 @@ from phaseloom.worker.state.devicememory import DeviceMemory
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This rank's place among those of its WPG."""
+    """This rank's place among those of its WPG, and on its node."""
 
     rank: int = 0
     world_size: int = 1
@@ -57,6 +57,9 @@ class RankGroup:
     there apart."""
     timeout_s: float = 300.0
     """A collective that some rank does not join within this time fails on the others."""
+    device_kind: DeviceKind = DeviceKind.EMULATED
+    node_directory: str = ""
+    """Directory of this node for what its ranks share, where adapters run."""
 
 
 ALONE = RankGroup()

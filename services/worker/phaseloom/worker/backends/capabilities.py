@@ -68,8 +68,10 @@ _IN_VLLM: Final = (
 """Types that vLLM has models of its own for, and whose weights it keeps as the files have them."""
 
 CAPABILITIES: Final = {
-    "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES),
-    "sampler": Capabilities(_SAMPLES, model_types=MODEL_TYPES, dtypes=DTYPES, joins=True),
+    "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES, adapters=True),
+    "sampler": Capabilities(
+        _SAMPLES, model_types=MODEL_TYPES, dtypes=DTYPES, joins=True, adapters=True
+    ),
     "megatron": Capabilities(
         _TRAINS,
         axes=("dp", "tp", "pp", "cp", "ep"),

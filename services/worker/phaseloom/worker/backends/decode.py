@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from phaseloom.worker.backends.adapters import LowRank
 from phaseloom.worker.backends.architectures import (
     attention_masks,
     has_windows,
@@ -334,6 +335,8 @@ def _tensors(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _linear(x: torch.Tensor, module: Any) -> torch.Tensor:
+    if type(module) is LowRank:
+        return module.forward(x)
     return F.linear(x, module.weight, module.bias)
 
 

@@ -29,6 +29,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
+from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
     Ints,
@@ -51,6 +52,7 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
+from phaseloom.worker.backends.sharedbase import SharedBase, base_scratch_bytes
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 WAVE_TOKENS = 65536
@@ -79,12 +81,15 @@ class SamplerBackend(InferenceBackend):
         self._device = self._tensors.device
         self._dtype = weights_dtype(spec.model)
         self._model = build_model(spec.model).requires_grad_(False)
+        self._base = None
+        if spec.model.adapter is not None:
+            self._base = SharedBase(self._model, spec.model, ranks, heap)
         # Moves its rotary frequencies, which are no state.
         module: torch.nn.Module = self._model
         module.to(self._device)
-        self.config = config_dict(self._model, self._dtype)
+        self.config = config_dict(self._model, spec.model)
         views = self._tensors.views(self._layout.weights)
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in own_parameters(self._model).items():
             views[name].copy_(parameter.data)
             parameter.data = views[name]
         self._decoder = decoder_of(self._model)
@@ -94,7 +99,7 @@ class SamplerBackend(InferenceBackend):
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_spec(spec, ranks)
-        return Memory(_layout(spec).heap_bytes)
+        return Memory(_layout(spec).heap_bytes, base_scratch_bytes(spec.model, ranks))
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         call = _Call(watch)
@@ -123,7 +128,9 @@ class SamplerBackend(InferenceBackend):
         return weights_sha256(as_little_endian(views), self._dtype)
 
     def weights_changed(self) -> None:
-        """Nothing: nothing is derived from the weights; every call reads them from the heap."""
+        """Nothing is derived from the weights, which every call reads from the heap."""
+        if self._base is not None:
+            self._base.refill()
 
     def close(self) -> None:
         """Nothing: there is no process group and no thread."""

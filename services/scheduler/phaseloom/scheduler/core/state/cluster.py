@@ -32,6 +32,7 @@ class Demand(msgspec.Struct, frozen=True):
     """Of the model's weights; empty: not told."""
     is_shared: bool = False
     """Whether its operations share batches."""
+    has_adapter: bool = False
 
 
 class Need(msgspec.Struct, frozen=True):
