@@ -69,7 +69,9 @@ _IN_VLLM: Final = (
 
 CAPABILITIES: Final = {
     "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES),
-    "sampler": Capabilities(_SAMPLES, model_types=MODEL_TYPES, dtypes=DTYPES, joins=True),
+    "sampler": Capabilities(
+        _SAMPLES, model_types=MODEL_TYPES, dtypes=DTYPES, joins=True, prefix_cache=True
+    ),
     "megatron": Capabilities(
         _TRAINS,
         axes=("dp", "tp", "pp", "cp", "ep"),
@@ -82,6 +84,7 @@ CAPABILITIES: Final = {
         model_types=_IN_VLLM,
         dtypes=DTYPES,
         joins=True,
+        prefix_cache=True,
     ),
     "noop": Capabilities(
         tuple(sorted(MUTATING_KINDS | READING_KINDS)), axes=Layout.__struct_fields__, joins=True
