@@ -146,7 +146,12 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE
     scratch_bytes: int = 0
     """Device memory of each rank for what its runtime needs and nobody moves: the KV cache of
-    `vllm`. Given back when the deployment leaves the device. 0: the backend's choice."""
+    `vllm`, the prefix cache of `sampler`. Given back when the deployment leaves the device. 0: the
+    backend's choice."""
+    prefix_cache: bool = False
+    """Whether a `generate` starts from the keys and values that earlier ones have computed for the
+    beginning of its prompts, with the same weights, instead of computing them again. The tokens are
+    the same; the last bits of log-probabilities may depend on what ran before."""
     tail_share: float = 0.2
     """Share of a call's samples that is its long tail: once no more are left on any replica, they
     may be gathered on fewer replicas, so that another job's work begins on the devices of the
@@ -219,6 +224,8 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     """Dtypes of weights; empty: any."""
     joins: bool = False
     """Whether requests join a `generate` that runs, where batches are shared."""
+    prefix_cache: bool = False
+    """Whether keys and values can be kept from one `generate` to the next."""
     adapters: bool = False
     """Whether it trains and samples adapters on a base."""
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.operations import (
@@ -139,9 +139,9 @@ class Backend(Protocol):
     def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
         """Decode checked requests together, and those that join them, until all have ended.
 
-        A request alone gives the same bits whenever it runs. Beside others the last bits of its
-        log-probabilities may differ, but each token is still drawn from (prompt seed, sample,
-        position) and nothing else.
+        A request alone gives the same bits whenever it runs, without a prefix cache. Beside others,
+        or with one, the last bits of its log-probabilities may differ, but each token is still
+        drawn from (prompt seed, sample, position) and nothing else.
         """
         ...
 
@@ -187,6 +187,16 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsKv(Protocol):
+    """A backend whose prefix cache can outlast an update of the weights."""
+
+    def weights_updated(self) -> None:
+        """Keep, where others call `weights_changed`, the keys and values of the weights before, for
+        the samples that the update has stopped: the heap's bytes were replaced by a sync."""
+        ...
 
 
 @dataclass(frozen=True)

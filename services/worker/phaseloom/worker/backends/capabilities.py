@@ -70,7 +70,12 @@ _IN_VLLM: Final = (
 CAPABILITIES: Final = {
     "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES, adapters=True),
     "sampler": Capabilities(
-        _SAMPLES, model_types=MODEL_TYPES, dtypes=DTYPES, joins=True, adapters=True
+        _SAMPLES,
+        model_types=MODEL_TYPES,
+        dtypes=DTYPES,
+        joins=True,
+        prefix_cache=True,
+        adapters=True,
     ),
     "megatron": Capabilities(
         _TRAINS,
@@ -84,6 +89,7 @@ CAPABILITIES: Final = {
         model_types=_IN_VLLM,
         dtypes=DTYPES,
         joins=True,
+        prefix_cache=True,
     ),
     "noop": Capabilities(
         tuple(sorted(MUTATING_KINDS | READING_KINDS)), axes=Layout.__struct_fields__, joins=True

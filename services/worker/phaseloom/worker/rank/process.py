@@ -104,7 +104,7 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
         settings.state_socket,
         settings.token,
         applied=lambda: executor.applied,
-        on_loaded=executor.backend.weights_changed,
+        on_loaded=executor.weights_changed,
         executor=device_thread,
     )
     backend = executor.backend
