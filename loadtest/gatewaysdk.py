@@ -32,7 +32,7 @@ def timed(call: Callable[[], Any], count: int) -> list[float]:
 
 def main(count: int, large: int) -> None:
     service = tinker.ServiceClient()
-    client = service.create_lora_training_client(base_model="tiny", rank=8)
+    client = service.create_lora_training_client(base_model="tiny", rank=0)
     inputs: Any = {"target_tokens": TOKENS[1:], "weights": [1.0] * 7}
     datum = types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
     adam = types.AdamParams(learning_rate=1e-4)

@@ -50,14 +50,18 @@ def failure(call: Any) -> str:
     return ""
 
 
-def whole() -> dict[str, Any]:
-    """Every step from a session to a checkpoint that another client goes on from."""
+def whole(rank: int = 8) -> dict[str, Any]:
+    """Every step from a session to a checkpoint that another client goes on from.
+
+    Args: rank: 0: all weights are trained.
+    """
     service = tinker.ServiceClient()
     said: dict[str, Any] = {
         "models": [m.model_name for m in service.get_server_capabilities().supported_models]
     }
-    client = service.create_lora_training_client(base_model="tiny", rank=8)
-    said["info"] = client.get_info().model_data.model_name
+    client = service.create_lora_training_client(base_model="tiny", rank=rank)
+    info = client.get_info()
+    said["info"] = [info.model_data.model_name, info.is_lora, info.lora_rank]
     said["before"] = loss(client)
     said["losses"] = [step(client) for _ in range(20)]
     said["shapes"] = [
@@ -171,7 +175,7 @@ def reward() -> dict[str, Any]:
     return {"rewards": rewards}
 
 
-PARTS = {"whole": whole, "steps": steps, "reward": reward}
+PARTS = {"whole": whole, "full": lambda: whole(0), "steps": steps, "reward": reward}
 
 if __name__ == "__main__":
     json.dump(PARTS[sys.argv[1]](), sys.stdout)

@@ -17,11 +17,12 @@ from tests.support.jobs import tenant
 pytestmark = pytest.mark.timeout(240)
 
 
-async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path) -> None:
+@pytest.mark.parametrize(("part", "rank"), [("whole", 8), ("full", 0)])
+async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path, part: str, rank: int) -> None:
     async with serving(short_dir) as served:
-        said = await served.sdk("whole")
+        said = await served.sdk(part)
     assert said["models"] == ["tiny"]
-    assert said["info"] == "tiny"
+    assert said["info"] == ["tiny", rank > 0, rank]
     assert said["losses"][0] == said["before"]
     assert said["losses"][-1] < 0.01 * said["before"]
     assert said["shapes"] == [[7]]

@@ -142,6 +142,7 @@ ABLE = Capabilities(
         (Demand("fsdp", model_type="llama", dtype="float8"), "model.config.dtype", "float32"),
         (Demand("fsdp", model_type="llama", is_shared=True), "batching", "operation"),
         (Demand("sampler", trains=True), "trainable", "false"),
+        (Demand("sampler", caches_prefixes=True), "prefix_cache", "false"),
     ],
 )
 def test_what_no_node_can_do_by_the_backend_is_refused_with_what_it_can(

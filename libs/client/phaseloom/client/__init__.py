@@ -51,6 +51,7 @@ from phaseloom.common.contract.operations import (
     SyncWeightsResult,
 )
 from phaseloom.common.contract.specs import (
+    Adapter,
     Batching,
     Cycle,
     DeploymentSpec,
@@ -63,6 +64,7 @@ from phaseloom.common.contract.specs import (
 
 __all__ = [
     "AdamParams",
+    "Adapter",
     "After",
     "Batching",
     "CallerError",

@@ -8,8 +8,9 @@ def watch(event: phaseloom.RuntimeEvent) -> None:
         case phaseloom.PhaseBegan(job, pool) | phaseloom.PhaseEnded(job, pool): ...
 
 Hooks run on the event loop, between other things, so they must return at once. An exception in a
-hook is logged and changes nothing. A long operation reports progress about once a second, one that streams
-up to twenty times, and some reports may be missing; the end of every operation is reported once.
+hook is logged and changes nothing. A long operation reports progress about once a second, one that
+streams up to twenty times, and some reports may be missing; the end of every operation is reported
+once.
 """
 
 from __future__ import annotations

@@ -98,15 +98,16 @@ class Deployment:
         return self._rollouts.begin(packed, sampling, num_samples)
 
     async def update_weights(
-        self, published: OperationHandle[ops.PublishWeightsResult]
+        self, published: OperationHandle[ops.PublishWeightsResult], *, keeps_kv: bool = False
     ) -> ops.SyncWeightsResult:
         """Sync a version as soon as it is published; rollouts go on until then, and after that
         with the new weights. What `generate` has submitted is waited for.
 
+        Args:   keeps_kv: as of `sync_weights`.
         Raises: PhaseloomError: the version cannot be published or synced.
         """
         await published
-        synced = self.sync_weights(published)
+        synced = self.sync_weights(published, keeps_kv=keeps_kv)
         await self._rollouts.interrupt()
         return await synced
 
@@ -173,12 +174,18 @@ class Deployment:
         self,
         published: OperationHandle[ops.PublishWeightsResult],
         *,
+        keeps_kv: bool = False,
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.SyncWeightsResult]:
-        """Replace the weights by a published version, once it is published."""
+        """Replace the weights by a published version, once it is published.
+
+        Args: keeps_kv: whether samples that were stopped go on with the keys and values that they
+                  have, of the weights before, instead of computing them anew. Needs a deployment
+                  with a `prefix_cache`.
+        """
         source = published.ref
-        args = ops.SyncWeights(policy=source.deployment, version=source.seq)
+        args = ops.SyncWeights(source.deployment, source.seq, keeps_kv)
         self._rollouts.version = source.seq
         return self._submit([args], [source, *after], ops.SyncWeightsResult, timeout_s)
 

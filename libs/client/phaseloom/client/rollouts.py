@@ -3,9 +3,10 @@
 An update has the `generate` operations in flight end with the tokens that they have, syncs the
 weights behind them, and asks for the rest. The rest goes on from those tokens with the draws of a
 sample that was never interrupted; the KV cache of what there is already is computed anew, with the
-new weights. So each operation on the mesh is an ordinary one, which runs with one version from its
-first token to its last: it is ordered, recovered and accounted for like any other, on every
-backend. While new weights are made, and while they are on their way to others, rollouts go on.
+new weights, unless the update keeps it. So each operation on the mesh is an ordinary one, which
+runs with one version from its first token to its last: it is ordered, recovered and accounted for
+like any other, on every backend. While new weights are made, and while they are on their way to
+others, rollouts go on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import int32s
 from phaseloom.common.contract.continuation import PARTIAL, continued, extended
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.kinds import merge_metrics
 
 Handle = OperationHandle[ops.GenerateResult]
 
@@ -44,6 +46,8 @@ class RolloutResult(msgspec.Struct, frozen=True):
     """[prompt][sample]. Each log-probability is that of the version which drew the token."""
     versions: list[list[list[VersionRun]]]
     """[prompt][sample]: the versions that drew the sequence's tokens, in their order."""
+    metrics: dict[str, float] = {}
+    """As of `GenerateResult`, added up over all operations that it took."""
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class Rollout:
         self._sampling = sampling
         self._in_flight: set[_Asked] = set()
         self._is_stopped = False
+        self._metrics: dict[str, float] = {}
         # An error is a value here, since an outcome that nobody awaits is no unhandled exception.
         self._outcome: asyncio.Future[RolloutResult | PhaseloomError] = (
             asyncio.get_running_loop().create_future()
@@ -127,6 +132,7 @@ class Rollout:
             outcome = RolloutResult(
                 [[sample.sequence for sample in group] for group in samples],
                 [[sample.runs for sample in group] for group in samples],
+                self._metrics,
             )
         except PhaseloomError as error:
             outcome = error
@@ -165,6 +171,7 @@ class Rollout:
                 raise
             has_begun = False
         else:
+            self._metrics = merge_metrics([self._metrics, result.metrics])
             for samples, group in zip(asked.samples, result.sequences, strict=True):
                 for sample, sequence in zip(samples, group, strict=True):
                     sample.extend(sequence, asked.version)

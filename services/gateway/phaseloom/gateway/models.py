@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from msgspec.structs import replace
+
 from phaseloom.client import (
+    Adapter,
     CallerError,
     Code,
     Deployment,
@@ -29,6 +32,7 @@ from phaseloom.client import (
 )
 from phaseloom.common.contract.specs import Batching, RegisteredModel
 
+_K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T", "TrainedModel", "VersionedSampler")
 
 POLICY = "policy"
@@ -58,16 +62,20 @@ class Backends:
     scratch_bytes: int = 0
     """Of each sampler, on its device: vLLM's KV cache."""
 
-    def policy(self, base: str) -> DeploymentSpec:
-        model = ModelSpec(registered=base)
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters can be trained and sampled."""
+        return (self.train, self.rollout) == ("fsdp", "sampler")
+
+    def policy(self, model: ModelSpec) -> DeploymentSpec:
         return DeploymentSpec(POLICY, self.train_pool, self.train, model, trainable=True)
 
-    def sampler(self, base: str) -> DeploymentSpec:
+    def sampler(self, model: ModelSpec) -> DeploymentSpec:
         return DeploymentSpec(
             SAMPLER,
             self.rollout_pool,
             self.rollout,
-            ModelSpec(registered=base),
+            model,
             batching=Batching.SHARED,
             scratch_bytes=self.scratch_bytes,
         )
@@ -166,13 +174,18 @@ class Models:
         self._mesh = mesh
         self._backends = backends
         self._trained: dict[str, asyncio.Task[TrainedModel]] = {}
-        self._bases: dict[str, asyncio.Task[VersionedSampler]] = {}
+        self._bases: dict[tuple[str, Adapter | None], asyncio.Task[VersionedSampler]] = {}
 
-    async def train(self, job: str, base: str) -> TrainedModel:
+    @property
+    def has_adapters(self) -> bool:
+        return self._backends.has_adapters
+
+    async def train(self, job: str, base: str, adapter: Adapter | None) -> TrainedModel:
         """Make a model. The same again is the same model. Raises: PhaseloomError: why not."""
 
         async def make() -> TrainedModel:
-            specs = [self._backends.policy(base), self._backends.sampler(base)]
+            model = ModelSpec(registered=base, adapter=adapter)
+            specs = [self._backends.policy(model), self._backends.sampler(model)]
             try:
                 made = await self._mesh.submit_job(job, specs)
             except CallerError as error:
@@ -194,17 +207,22 @@ class Models:
 
         return await _once(self._trained, job, attach)
 
-    async def base_sampler(self, base: str) -> VersionedSampler:
-        """The tenant's sampler of a base, for versions that no model is training on."""
+    async def base_sampler(self, base: str, adapter: Adapter | None) -> VersionedSampler:
+        """The tenant's sampler of a base, for versions that no model is training on.
+
+        Args: adapter: as the versions have it, but for its seed.
+        """
 
         async def make() -> VersionedSampler:
             name = f"base-{uuid.uuid4().hex[:16]}"
-            job = await self._mesh.submit_job(name, [self._backends.sampler(base)])
+            model = ModelSpec(registered=base, adapter=adapter)
+            job = await self._mesh.submit_job(name, [self._backends.sampler(model)])
             sampler = VersionedSampler(job)
             await sampler.keep(BASE.name)
             return sampler
 
-        return await _once(self._bases, base, make)
+        like = None if adapter is None else replace(adapter, seed=0)
+        return await _once(self._bases, (base, like), make)
 
     async def finish(self, job: str) -> None:
         """End a model's job. Its checkpoints stay."""
@@ -213,7 +231,7 @@ class Models:
 
 
 async def _once(
-    tasks: dict[str, asyncio.Task[_T]], key: str, make: Callable[[], Coroutine[Any, Any, _T]]
+    tasks: dict[_K, asyncio.Task[_T]], key: _K, make: Callable[[], Coroutine[Any, Any, _T]]
 ) -> _T:
     """What `make` makes, made once for all who ask at the same time; again after a failure, and
     once the session of its job is over."""

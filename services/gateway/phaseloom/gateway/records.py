@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from phaseloom.client import Adapter
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
@@ -36,8 +37,8 @@ class ModelRecord(msgspec.Struct, frozen=True, tag="model"):
     the SDK does not count."""
     metadata: dict[str, Any] = {}
     """The `user_metadata` of the call that made it."""
-    rank: int = 1
-    """The LoRA rank that was asked for. All weights are trained, whatever it is."""
+    adapter: Adapter | None = None
+    """What is trained on the base; None: all its weights."""
 
 
 class SamplerRecord(msgspec.Struct, frozen=True, tag="sampler"):
@@ -69,8 +70,8 @@ class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
     saved_s: float
     """Unix seconds."""
     metadata: dict[str, Any] = {}
-    rank: int = 1
-    """The `rank` of the model."""
+    adapter: Adapter | None = None
+    """That of the model."""
 
 
 Record = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phaseloom.client import CallerError, GenerateResult, OperationHandle, Prompt, SamplingParams
+from phaseloom.client import (
+    Adapter,
+    CallerError,
+    GenerateResult,
+    OperationHandle,
+    Prompt,
+    SamplingParams,
+)
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.gateway.models import BASE, Version, VersionedSampler, context_of
 from phaseloom.gateway.records import CheckpointRecord, ModelRecord, SamplerRecord
@@ -21,6 +28,8 @@ class Source:
     version: Version
     model: str = ""
     """The trained model whose own sampler has them; empty: the tenant's sampler of the base."""
+    adapter: Adapter | None = None
+    """What the version has on the base; None: it has all weights."""
 
     @property
     def context(self) -> int:
@@ -43,7 +52,7 @@ class Source:
 
     async def _sampler(self, tenant: Tenant) -> VersionedSampler:
         if not self.model:
-            return await tenant.models.base_sampler(self.base.name)
+            return await tenant.models.base_sampler(self.base.name, self.adapter)
         record = tenant.book.get(ModelRecord, tenant.name, self.model)
         return (await tenant.models.trained(record.job)).sampler
 
@@ -59,7 +68,8 @@ async def source_of(tenant: Tenant, name: str) -> Source:
     path = session.path if session is not None else name
     if path.startswith(PATHS):
         saved = tenant.book.get(CheckpointRecord, tenant.name, path)
-        return Source(await tenant.base(saved.base), Version(saved.name, saved.source))
+        version = Version(saved.name, saved.source)
+        return Source(await tenant.base(saved.base), version, adapter=saved.adapter)
     return Source(await tenant.base(session.base if session is not None else name), BASE)
 
 

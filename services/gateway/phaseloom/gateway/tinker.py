@@ -23,7 +23,7 @@ import nats.errors
 from aiohttp import web
 from msgspec.structs import replace
 
-from phaseloom.client import CallerError, Code, OperationHandle, PhaseloomError, Prompt
+from phaseloom.client import Adapter, CallerError, Code, OperationHandle, PhaseloomError, Prompt
 from phaseloom.common.contract import operations as ops
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise
@@ -62,7 +62,34 @@ class OfSession(_Loose, frozen=True):
 
 
 class LoraConfig(_Loose, frozen=True):
-    rank: int = 1
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained; None where the rank is 0: all weights. Raises: CallerError: nothing."""
+        if self.rank == 0:
+            return None
+        if self.rank < 0 or not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise CallerError(
+                f"nothing is trained by {self}",
+                field="lora_config",
+                remedy="use a rank of 1 or more and some layers, or rank=0 to train all weights",
+            )
+        targets = (
+            *(_ATTENTION if self.train_attn else ()),
+            *(_MLP if self.train_mlp else ()),
+            *(_UNEMBED if self.train_unembed else ()),
+        )
+        return Adapter(self.rank, seed=self.seed or 0, targets=targets)
+
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_UNEMBED = ("lm_head",)
 
 
 class CreateModel(_Loose, frozen=True):
@@ -232,12 +259,20 @@ async def end_silent_sessions(tenants: Iterable[Tenant], silent_s: float) -> Non
 async def create_model(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, CreateModel)
     await tenant.base(asked.base_model)
-    lora = asked.lora_config or LoraConfig()
+    lora = asked.lora_config or LoraConfig(0)
+    adapter = lora.adapter
+    if adapter is not None and not tenant.models.has_adapters:
+        raise CallerError(
+            "the backends of this gateway train all weights, and no adapters",
+            code=Code.FAILED_PRECONDITION,
+            field="lora_config.rank",
+            remedy="ask for rank=0, which trains all weights",
+        )
     record = await _new_model(
         tenant,
         asked.session_id,
         asked.model_seq_id,
-        ModelRecord("", "", "", asked.base_model, 0, asked.user_metadata or {}, lora.rank),
+        ModelRecord("", "", "", asked.base_model, 0, asked.user_metadata or {}, adapter),
     )
     return _promised(_creating(tenant, record))
 
@@ -261,7 +296,7 @@ async def _new_model(
 
 def _creating(tenant: Tenant, record: ModelRecord) -> tuple[str, Promise]:
     async def create() -> Answer:
-        await tenant.models.train(record.job, record.base)
+        await tenant.models.train(record.job, record.base, record.adapter)
         return {"type": "create_model", "model_id": record.id}
 
     name = f"create {record.id}"
@@ -279,8 +314,7 @@ async def get_info(request: web.Request) -> web.Response:
             "type": "get_info",
             "model_id": model.id,
             "model_name": base.name,
-            "is_lora": False,
-            "lora_rank": model.rank,
+            **_lora(model.adapter),
             "model_data": {
                 "arch": base.config.get("model_type"),
                 "model_name": base.name,
@@ -420,14 +454,14 @@ async def load_weights(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, LoadWeights)
     saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
     if asked.session_id is not None and asked.model_seq_id is not None:
-        like = ModelRecord("", "", "", saved.base, 1, asked.user_metadata or {}, saved.rank)
+        like = ModelRecord("", "", "", saved.base, 1, asked.user_metadata or {}, saved.adapter)
         record = await _new_model(tenant, asked.session_id, asked.model_seq_id, like)
     else:
         record = tenant.book.get(ModelRecord, tenant.name, asked.model_id or "")
     seq = asked.seq_id or 0
 
     async def load() -> Answer:
-        model = await tenant.models.train(record.job, record.base)
+        model = await tenant.models.train(record.job, record.base, record.adapter)
         args = ops.LoadState(saved.name, saved.source, asked.optimizer)
         await Opened(tenant, record, model).submit(seq, args)
         return {"type": "load_weights", "path": asked.path, "model_id": record.id}
@@ -651,7 +685,7 @@ async def delete_checkpoint(request: web.Request) -> web.Response:
 async def weights_info(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OfPath)
     saved = tenant.book.get(CheckpointRecord, tenant.name, asked.tinker_path or asked.path)
-    return web.json_response({"base_model": saved.base, "is_lora": False, "lora_rank": saved.rank})
+    return web.json_response({"base_model": saved.base, **_lora(saved.adapter)})
 
 
 @routes.get(PREFIX + "/sessions")
@@ -691,7 +725,7 @@ def _checkpoint(
         name,
         time.time(),
         metadata or {},
-        record.rank,
+        record.adapter,
     )
 
 
@@ -708,13 +742,25 @@ def _mesh_name(name: str, seq: int) -> str:
     return f"{seq}-{re.sub('[^A-Za-z0-9_-]', '_', name)}"[:64].rstrip("-")
 
 
+def _lora(adapter: Adapter | None) -> dict[str, Any]:
+    """What the SDK is told of an adapter; it wants a number for the rank in any case."""
+    if adapter is None:
+        return {"is_lora": False, "lora_rank": 0}
+    return {
+        "is_lora": True,
+        "lora_rank": adapter.rank,
+        "train_attn": {*_ATTENTION} <= {*adapter.targets},
+        "train_mlp": {*_MLP} <= {*adapter.targets},
+        "train_unembed": {*_UNEMBED} <= {*adapter.targets},
+    }
+
+
 def _run(model: ModelRecord) -> dict[str, Any]:
     return {
         "training_run_id": model.id,
         "base_model": model.base,
         "model_owner": model.tenant,
-        "is_lora": False,
-        "lora_rank": model.rank,
+        **_lora(model.adapter),
         "corrupted": False,
         "last_request_time": _time(time.time()),
         "user_metadata": model.metadata or None,

@@ -6,6 +6,7 @@ is removed or registered anew changes nothing for jobs that were submitted befor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
@@ -59,6 +60,8 @@ async def pin_deployment(spec: DeploymentSpec, model_of: ModelOf, field: str) ->
             field=f"{field}.pinned",
             remedy="leave it out; name a model that the operator has registered",
         )
+    if model.adapter is not None:
+        _check_adapter(model, field)
     if not model.registered:
         return spec
     check_name(model.registered, f"{field}.registered")
@@ -83,3 +86,32 @@ def _pinned(model: ModelSpec, registered: RegisteredModel, field: str) -> ModelS
                 remedy="leave the config out; with a registered model it can only give `dtype`",
             )
     return replace(model, config=config | model.config, pinned=registered.directory)
+
+
+def _check_adapter(model: ModelSpec, field: str) -> None:
+    adapter = model.adapter
+    assert adapter is not None
+    if not model.registered:
+        raise CallerError(
+            "an adapter needs a base, whose weights all of its jobs share",
+            field=f"{field}.adapter",
+            remedy="name a registered model, or leave the adapter out",
+        )
+    if adapter.rank < 1:
+        raise CallerError(
+            f"a rank of {adapter.rank} is none",
+            field=f"{field}.adapter.rank",
+            remedy="use 1 or more, or leave the adapter out to train all weights",
+        )
+    if not (math.isfinite(adapter.alpha) and adapter.alpha > 0):
+        raise CallerError(
+            f"{adapter.alpha} is no scale",
+            field=f"{field}.adapter.alpha",
+            remedy="use a positive number, as the rank or twice that",
+        )
+    if not adapter.targets or len({*adapter.targets}) < len(adapter.targets):
+        raise CallerError(
+            "the layers are none, or one is named twice",
+            field=f"{field}.adapter.targets",
+            remedy="name linear layers by the last parts of their names, as q_proj",
+        )

@@ -25,7 +25,8 @@ def spec(backend: str = "fsdp", *, trainable: bool | None = None, **changes: Any
 @contextmanager
 def running(deployment: DeploymentSpec) -> Iterator[tuple[Backend, Heap]]:
     factory = backend_factory(deployment.backend)
-    heap = Heap(factory.plan(deployment).heap_bytes)
+    memory = factory.plan(deployment)
+    heap = Heap(memory.heap_bytes, memory.scratch_bytes)
     backend = factory(deployment, heap)
     try:
         yield backend, heap

@@ -223,6 +223,7 @@ def _generated(parts: Sequence[ops.GenerateResult]) -> ops.GenerateResult:
         joined(part.prompt_logprobs for part in parts),
         joined(part.prompt_top_tokens for part in parts),
         joined(part.prompt_top_logprobs for part in parts),
+        merge_metrics([part.metrics for part in parts]),
     )
 
 
@@ -232,6 +233,7 @@ def _as_lists(result: ops.GenerateResult) -> ops.GenerateResult:
         [float32s(values) for values in result.prompt_logprobs],
         [int32s(tokens) for tokens in result.prompt_top_tokens],
         [float32s(values) for values in result.prompt_top_logprobs],
+        result.metrics,
     )
 
 

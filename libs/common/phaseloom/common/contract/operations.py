@@ -201,6 +201,10 @@ class SyncWeights(Message, frozen=True):
     policy: str
     version: int
     """The `seq` of the `publish_weights`."""
+    keeps_kv: bool = False
+    """Whether samples that a cancel has stopped go on with the keys and values that they have, of
+    the weights before, as far as the deployment's `prefix_cache` has them. Else these are computed
+    anew, with the new weights."""
 
 
 Args = (
@@ -265,6 +269,10 @@ class GenerateResult(Message, frozen=True):
     position are asked for, likeliest first. At the first, which nothing precedes, they are 0."""
     prompt_top_logprobs: list[Float32s] = []
     """Their log-probabilities; 0 at the first position."""
+    metrics: dict[str, float] = {}
+    """Of the backend `sampler` where the deployment has a `prefix_cache`: `prefilled_tokens:sum`,
+    the tokens of the prompts that were run through the model before the first new one, and
+    `reused_tokens:sum`, those that the cache had."""
 
 
 class ForwardResult(Message, frozen=True):

@@ -44,6 +44,30 @@ class RegisteredModel(msgspec.Struct, frozen=True):
     """The dtypes of the tensors in the files, sorted."""
 
 
+class Adapter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Low-rank matrices (LoRA) that are trained in place of a model's own weights, the base.
+
+    The output of a linear layer with weights W becomes W·x + (alpha / rank)·B·A·x. A is drawn
+    uniformly from ±1/√(size of x), and B is zero: it begins as the base.
+    """
+
+    rank: int = 32
+    """The number of rows of A, and of columns of B."""
+    alpha: float = 32.0
+    seed: int = 0
+    """The seed of A."""
+    targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """The last names of the linear layers that have an adapter, in all of the model's layers."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The model to build: a Hugging Face causal-LM config with weights drawn from a seed, or a
     registered model by name."""
@@ -59,6 +83,9 @@ class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     registered: str = ""
     """The name of a registered model, whose weights the deployment starts from; empty: the weights
     are drawn from `init_seed`."""
+    adapter: Adapter | None = None
+    """An adapter on the registered model, whose own weights stay as they are then: state, switches,
+    versions and checkpoints are the adapter's. None: the model itself."""
     pinned: ModelDirectory | None = None
     """The files that `registered` named when the job was submitted. The job API sets it; it is
     refused from a controller."""
@@ -119,7 +146,12 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE
     scratch_bytes: int = 0
     """Device memory of each rank for what its runtime needs and nobody moves: the KV cache of
-    `vllm`. Given back when the deployment leaves the device. 0: the backend's choice."""
+    `vllm`, the prefix cache of `sampler`. Given back when the deployment leaves the device. 0: the
+    backend's choice."""
+    prefix_cache: bool = False
+    """Whether a `generate` starts from the keys and values that earlier ones have computed for the
+    beginning of its prompts, with the same weights, instead of computing them again. The tokens are
+    the same; the last bits of log-probabilities may depend on what ran before."""
     tail_share: float = 0.2
     """Share of a call's samples that is its long tail: once no more are left on any replica, they
     may be gathered on fewer replicas, so that another job's work begins on the devices of the
@@ -192,6 +224,10 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     """Dtypes of weights; empty: any."""
     joins: bool = False
     """Whether requests join a `generate` that runs, where batches are shared."""
+    prefix_cache: bool = False
+    """Whether keys and values can be kept from one `generate` to the next."""
+    adapters: bool = False
+    """Whether it trains and samples adapters on a base."""
 
     @property
     def trains(self) -> bool:

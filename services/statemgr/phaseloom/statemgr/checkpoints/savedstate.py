@@ -31,6 +31,7 @@ from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot
 from phaseloom.statemgr.checkpoints.files import marker_of
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
 from phaseloom.statemgr.checkpoints.shards import (
+    ADAPTER,
     CHUNK_BYTES,
     DEPTH,
     MODEL,
@@ -83,7 +84,7 @@ class SavedState:
         self._directory = directory
         self.marker = marker
         self._files: dict[str, _File] = {}
-        self._weights = self._tensors(MODEL)
+        self._weights = self._tensors(MODEL) or self._tensors(ADAPTER)
         self._training = self._tensors(TRAINING) if has_training else {}
         if not self._weights:
             raise CallerError(

@@ -1,8 +1,9 @@
 """Writes a deployment's whole state as safetensors files; `savedstate.py` reads them back.
 
 `model*.safetensors`, their index where there are several, and `config.json` are what `transformers`
-loads. `training*.safetensors` hold gradients (`<parameter>.grad`), AdamW's moments and its step,
-where the deployment is trainable. Tensors are whole, whatever layout wrote them, sorted by name.
+loads; `adapter_model.safetensors` and `adapter_config.json` what `peft` loads.
+`training*.safetensors` hold gradients (`<parameter>.grad`), AdamW's moments and its step, where the
+deployment is trainable. Tensors are whole, whatever layout wrote them, sorted by name.
 Blocking: call it in a thread.
 
 Several threads put chunks of files together from the ranks' memory and write them. Each block of
@@ -17,6 +18,7 @@ import hashlib
 import itertools
 import mmap
 import queue
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -45,8 +47,9 @@ from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.disk.blockfile import BlockFile
 from phaseloom.statemgr.disk.disk import Cancelled, Disk
 
-MODEL, TRAINING = "model", "training"
+MODEL, ADAPTER, TRAINING = "model", "adapter_model", "training"
 """The beginnings of files' names."""
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 CHUNK_BYTES = 8 * BLOCK_BYTES
 """The size of a chunk, which is read or written at once."""
 DEPTH = 4
@@ -84,12 +87,16 @@ def write_state(
     with ThreadPoolExecutor(DEPTH + 1, "checkpoint") as threads, writing():
         digest = threads.submit(_weights_sha256, weights, memories, cancelled)
         try:
-            for stem, group in ((MODEL, weights), (TRAINING, training)):
+            groups, config_file = [(MODEL, weights, file_bytes)], CONFIG_FILE
+            if "peft_type" in msgspec.json.decode(config):
+                # `peft` reads one file, however large.
+                groups, config_file = [(ADAPTER, weights, sys.maxsize)], ADAPTER_CONFIG_FILE
+            for stem, group, most_bytes in [*groups, (TRAINING, training, file_bytes)]:
                 if group:
                     writer = _Writer(disk, draft, memories, threads, buffers, cancelled)
-                    files |= writer.write(stem, group, file_bytes)
-            write_synced(draft / CONFIG_FILE, config.encode())
-            files[CONFIG_FILE] = sums_of(config.encode())
+                    files |= writer.write(stem, group, most_bytes)
+            write_synced(draft / config_file, config.encode())
+            files[config_file] = sums_of(config.encode())
             for name, content in _contents(companions):
                 write_synced(draft / name, content)
                 files[name] = sums_of(content)

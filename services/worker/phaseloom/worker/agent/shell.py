@@ -339,7 +339,8 @@ class Agent:
         """Verify the files of a registered model, where the ranks start from them. Raises: as
         `ModelFiles.verify`."""
         model = command.spec.model
-        if model.pinned is not None and not (command.seal_seq or command.checkpoint):
+        is_filled = bool(command.seal_seq or command.checkpoint) and model.adapter is None
+        if model.pinned is not None and not is_filled:
             await self._models.verify(model.registered, model.pinned)
 
     def _is_to_stop(self, command: StartWpg) -> bool:

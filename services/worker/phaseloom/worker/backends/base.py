@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.operations import (
@@ -34,7 +34,7 @@ from phaseloom.common.contract.operations import (
     OptimStep,
     OptimStepResult,
 )
-from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.specs import DeploymentSpec, DeviceKind
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding
 from phaseloom.worker.state.devicememory import DeviceMemory
@@ -42,7 +42,7 @@ from phaseloom.worker.state.devicememory import DeviceMemory
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This rank's place among those of its WPG."""
+    """This rank's place among those of its WPG, and on its node."""
 
     rank: int = 0
     world_size: int = 1
@@ -58,6 +58,9 @@ class RankGroup:
     there apart."""
     timeout_s: float = 300.0
     """A collective that some rank does not join within this time fails on the others."""
+    device_kind: DeviceKind = DeviceKind.EMULATED
+    node_directory: str = ""
+    """Directory of this node for what its ranks share, where adapters run."""
 
 
 ALONE = RankGroup()
@@ -146,9 +149,9 @@ class Backend(Protocol):
     def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
         """Decode checked requests together, and those that join them, until all have ended.
 
-        A request alone gives the same bits whenever it runs. Beside others the last bits of its
-        log-probabilities may differ, but each token is still drawn from (prompt seed, sample,
-        position) and nothing else.
+        A request alone gives the same bits whenever it runs, without a prefix cache. Beside others,
+        or with one, the last bits of its log-probabilities may differ, but each token is still
+        drawn from (prompt seed, sample, position) and nothing else.
         """
         ...
 
@@ -194,6 +197,16 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsKv(Protocol):
+    """A backend whose prefix cache can outlast an update of the weights."""
+
+    def weights_updated(self) -> None:
+        """Keep, where others call `weights_changed`, the keys and values of the weights before, for
+        the samples that the update has stopped: the heap's bytes were replaced by a sync."""
+        ...
 
 
 @dataclass(frozen=True)

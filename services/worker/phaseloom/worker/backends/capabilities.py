@@ -68,8 +68,15 @@ _IN_VLLM: Final = (
 """Types that vLLM has models of its own for, and whose weights it keeps as the files have them."""
 
 CAPABILITIES: Final = {
-    "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES),
-    "sampler": Capabilities(_SAMPLES, model_types=MODEL_TYPES, dtypes=DTYPES, joins=True),
+    "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES, adapters=True),
+    "sampler": Capabilities(
+        _SAMPLES,
+        model_types=MODEL_TYPES,
+        dtypes=DTYPES,
+        joins=True,
+        prefix_cache=True,
+        adapters=True,
+    ),
     "megatron": Capabilities(
         _TRAINS,
         axes=("dp", "tp", "pp", "cp", "ep"),
@@ -82,6 +89,7 @@ CAPABILITIES: Final = {
         model_types=_IN_VLLM,
         dtypes=DTYPES,
         joins=True,
+        prefix_cache=True,
     ),
     "noop": Capabilities(
         tuple(sorted(MUTATING_KINDS | READING_KINDS)), axes=Layout.__struct_fields__, joins=True

@@ -5,8 +5,8 @@
 `BodyDecoder` runs that for whatever is built differently. Both use the modules' weights in place,
 so nothing is derived from them and they may change between two calls.
 
-Shapes: B rows, T positions of this call, S columns of the cache in use, H hidden, N query heads,
-K key-value heads, G = N / K, D head size, V vocabulary.
+Shapes: B rows, T positions of this call, S columns of the cache in use, L layers, C = 2 for keys
+and values, H hidden, N query heads, K key-value heads, G = N / K, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from phaseloom.worker.backends.adapters import LowRank
 from phaseloom.worker.backends.architectures import (
     attention_masks,
     has_windows,
@@ -36,6 +37,10 @@ class Cache(Protocol):
     """Columns of padding on the left of each row."""
     columns: int
     """Columns in use."""
+
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, of the columns in use (B, K, S, D); views."""
+        ...
 
     def rows(self, index_R: torch.Tensor) -> Self:
         """A cache of these rows, copied; an index may occur several times."""
@@ -71,6 +76,18 @@ class Decoder(Protocol[CacheT]):
         """
         ...
 
+    def resume(
+        self, tokens_BT: torch.Tensor, kv_LCBKSD: torch.Tensor, padding_B: torch.Tensor, room: int
+    ) -> Prefill[CacheT]:
+        """Run the rest of prompts, behind keys and values that were computed before.
+
+        Args: tokens_BT: equally many of each prompt, without padding.
+              kv_LCBKSD: keys and values (C = 2) of the tokens before them in each of the L layers,
+                  left-padded; finite where they are padding.
+              room: columns that the cache will hold behind these tokens.
+        """
+        ...
+
     def step(self, tokens_B: torch.Tensor, cache: CacheT) -> torch.Tensor:
         """Append one token to every row of `cache`; the logits (B, V) for the next one."""
         ...
@@ -97,6 +114,10 @@ class LlamaCache:
     @property
     def num_rows(self) -> int:
         return self.padding_B.numel()
+
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs = zip(self.keys, self.values, strict=True)
+        return [(k[:, :, : self.columns], v[:, :, : self.columns]) for k, v in pairs]
 
     def rows(self, index_R: torch.Tensor) -> LlamaCache:
         def pick(cached_BKSD: torch.Tensor) -> torch.Tensor:
@@ -145,24 +166,32 @@ class LlamaDecoder:
     def prefill(
         self, tokens_BT: torch.Tensor, padding_B: torch.Tensor, capacity: int
     ) -> Prefill[LlamaCache]:
-        num_rows, length = tokens_BT.shape
-        device = tokens_BT.device
+        cache = self._empty(padding_B, capacity)
+        return Prefill(self._run(tokens_BT, cache, _causal(cache, tokens_BT.shape[1])), cache)
+
+    def resume(
+        self, tokens_BT: torch.Tensor, kv_LCBKSD: torch.Tensor, padding_B: torch.Tensor, room: int
+    ) -> Prefill[LlamaCache]:
+        columns, length = kv_LCBKSD.shape[-2], tokens_BT.shape[1]
+        cache = self._empty(padding_B, columns + length + room)
+        for keys, values, kv_CBKSD in zip(cache.keys, cache.values, kv_LCBKSD, strict=True):
+            keys[:, :, :columns], values[:, :, :columns] = kv_CBKSD
+        cache.columns = columns
+        return Prefill(self._run(tokens_BT, cache, _causal(cache, length)), cache)
+
+    def _empty(self, padding_B: torch.Tensor, capacity: int) -> LlamaCache:
+        """A cache for so many columns, with none in use."""
+        num_rows, device = padding_B.numel(), padding_B.device
         shape = (num_rows, self._num_kv_heads, capacity, self._head_size)
         columns_S = torch.arange(capacity, device=device)
         padded_BS = columns_S < padding_B[:, None]
-        cache = LlamaCache(
+        return LlamaCache(
             [torch.empty(shape, device=device) for _ in self._layers],
             [torch.empty(shape, device=device) for _ in self._layers],
             torch.zeros(num_rows, capacity, device=device).masked_fill_(padded_BS, -torch.inf),
             padding_B,
             0,
         )
-        causal_TT = torch.full((length, length), -torch.inf, device=device).triu_(1)
-        # A padded position sees itself, lest its softmax be NaN; nobody reads the result.
-        visible = torch.eye(length, dtype=torch.bool, device=device)
-        mask_BTT = (cache.mask_BS[:, None, :length] + causal_TT).masked_fill_(visible, 0.0)
-        logits_BV = self._run(tokens_BT, cache, mask_BTT)
-        return Prefill(logits_BV, cache)
 
     def step(self, tokens_B: torch.Tensor, cache: LlamaCache) -> torch.Tensor:
         mask_B1S = cache.mask_BS[:, None, : cache.columns + 1]
@@ -225,29 +254,39 @@ class LlamaDecoder:
         return _linear(mixed.reshape(batch, length, -1), attention.o_proj)
 
 
+def _causal(cache: LlamaCache, length: int) -> torch.Tensor:
+    """Mask (B, T, S) of the next `length` columns of a cache over all up to them."""
+    start, stop = cache.columns, cache.columns + length
+    device = cache.padding_B.device
+    causal_TS = torch.full((length, stop), -torch.inf, device=device).triu_(start + 1)
+    # A padded position sees itself, lest its softmax be NaN; nobody reads the result.
+    visible = torch.zeros(length, stop, dtype=torch.bool, device=device)
+    visible.diagonal(start).fill_(True)
+    return (cache.mask_BS[:, None, :stop] + causal_TS).masked_fill_(visible, 0.0)
+
+
 @dataclass
 class BodyCache:
     """The keys and values of `transformers`, those of all columns in every layer."""
 
-    layers: DynamicCache
+    held: DynamicCache
     padding_B: torch.Tensor
     columns: int
 
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [_tensors(layer) for layer in self.held.layers]
+
     def rows(self, index_R: torch.Tensor) -> BodyCache:
         picked = DynamicCache()
-        for i, layer in enumerate(self.layers.layers):
-            keys, values = _tensors(layer)
+        for i, (keys, values) in enumerate(self.layers()):
             picked.update(keys.index_select(0, index_R), values.index_select(0, index_R), i)
         return BodyCache(picked, self.padding_B.index_select(0, index_R), self.columns)
 
     def joined(self, other: BodyCache, room: int) -> BodyCache:
         alignment = _Alignment.of(self, other)
         layers = DynamicCache()
-        for i, (ours, theirs) in enumerate(
-            zip(self.layers.layers, other.layers.layers, strict=True)
-        ):
-            pairs = zip(_tensors(ours), _tensors(theirs), strict=True)
-            keys, values = (alignment.joined(*pair) for pair in pairs)
+        for i, (ours, theirs) in enumerate(zip(self.layers(), other.layers(), strict=True)):
+            keys, values = (alignment.joined(*pair) for pair in zip(ours, theirs, strict=True))
             layers.update(keys, values, i)
         return BodyCache(layers, alignment.padding_B, alignment.columns)
 
@@ -262,6 +301,15 @@ class BodyDecoder:
         self, tokens_BT: torch.Tensor, padding_B: torch.Tensor, capacity: int
     ) -> Prefill[BodyCache]:
         cache = BodyCache(DynamicCache(), padding_B, 0)
+        return Prefill(self._run(tokens_BT, cache), cache)
+
+    def resume(
+        self, tokens_BT: torch.Tensor, kv_LCBKSD: torch.Tensor, padding_B: torch.Tensor, room: int
+    ) -> Prefill[BodyCache]:
+        held = DynamicCache()
+        for i, (keys, values) in enumerate(kv_LCBKSD):
+            held.update(keys, values, i)
+        cache = BodyCache(held, padding_B, kv_LCBKSD.shape[-2])
         return Prefill(self._run(tokens_BT, cache), cache)
 
     def step(self, tokens_B: torch.Tensor, cache: BodyCache) -> torch.Tensor:
@@ -285,7 +333,7 @@ class BodyDecoder:
                 distance_TS.expand_as(visible_BTS),
                 self._model.dtype,
             ),
-            past_key_values=cache.layers,
+            past_key_values=cache.held,
             use_cache=True,
         )
         return logits(self._model, output.last_hidden_state[:, -1])
@@ -334,6 +382,8 @@ def _tensors(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _linear(x: torch.Tensor, module: Any) -> torch.Tensor:
+    if type(module) is LowRank:
+        return module.forward(x)
     return F.linear(x, module.weight, module.bias)
 
 

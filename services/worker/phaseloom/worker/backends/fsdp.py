@@ -44,6 +44,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
+from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
     Batch,
@@ -79,6 +80,7 @@ from phaseloom.worker.backends.processgroup import (
     join_process_group,
     largest,
 )
+from phaseloom.worker.backends.sharedbase import SharedBase, base_scratch_bytes
 from phaseloom.worker.backends.training import (
     Masters,
     Training,
@@ -115,9 +117,14 @@ class FsdpBackend(Member):
         self.kinds = kinds_of(spec)
         self._group = ExitStack()
         self._model = build_model(spec.model)
-        self._model.requires_grad_(spec.trainable)
+        self._base = None
+        if spec.model.adapter is not None:
+            self._base = SharedBase(self._model, spec.model, ranks, heap)
+        self._model.requires_grad_(False)
+        for parameter in own_parameters(self._model).values():
+            parameter.requires_grad_(spec.trainable)
         self.vocab_size = int(self._model.config.vocab_size)
-        self.config = config_dict(self._model, self._dtype)
+        self.config = config_dict(self._model, spec.model)
         dtype = TORCH_DTYPES[self._dtype]
         self._scorer = scoring.Scorer(self._model, dtype)
         masters = self._layout.training.masters if self._layout.training else None
@@ -136,7 +143,7 @@ class FsdpBackend(Member):
             _shard(self._scorer, layers, mesh, _precision(masters, dtype))
             _move_parameters(self._scorer, moved, self._padded(masters or self._layout.weights))
             _preset_gradients(self._model, gradients, mesh)
-        if masters is not None and spec.model.pinned is not None:
+        if masters is not None and spec.model.pinned is not None and self._base is None:
             # The weights come from files: then masters are made of them.
             self._tensors.flat(masters).zero_()
         self._masters = Masters.of(self._tensors, self._layout.weights, masters)
@@ -150,7 +157,8 @@ class FsdpBackend(Member):
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_layout(spec, ranks)
-        return Memory(_layout(spec, parameter_shapes(spec.model), ranks).heap_bytes)
+        heap_bytes = _layout(spec, parameter_shapes(spec.model), ranks).heap_bytes
+        return Memory(heap_bytes, base_scratch_bytes(spec.model, ranks))
 
     def use_host_memory(self, buffer: memoryview) -> None:
         self._tensors.use_host_memory(buffer)
@@ -224,6 +232,8 @@ class FsdpBackend(Member):
     def weights_changed(self) -> None:
         """Make masters of weights that came without any: a version's, a checkpoint's. Nothing else
         is derived from the weights, which FSDP2 shards again after every pass."""
+        if self._base is not None:
+            self._base.refill()
         with torch.no_grad():
             self._masters.fill()
 
@@ -330,7 +340,7 @@ def _use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> 
           used: the weights that the model computes with.
           gradients: empty where nothing is trained.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model).items():
         drawn[name].copy_(parameter.data)
         parameter.data = used[name]
         if name not in gradients:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +75,18 @@ class Sampling:
         return torch.from_numpy(drawn).flatten(0, 1)
 
 
+class EndedRow(NamedTuple):
+    """A row that has ended, while it is still in the decoder's batch."""
+
+    place: int
+    """In the batch."""
+    row: int
+    """Among the rows asked for."""
+    tokens: list[int]
+    """Its tokens from the prompt's first on, without the last one drawn, which the decoder has not
+    seen."""
+
+
 class Rows:
     """Tokens drawn so far, rows in the order of requests, prompts and samples."""
 
@@ -108,6 +121,8 @@ class Rows:
         self._length_R = self._limit_R.numpy().copy()
         self._stop_reason_R = ["length"] * num_rows
         self._rows_B = torch.arange(num_rows)
+        self._is_taken_R = torch.zeros(num_rows, dtype=torch.bool)
+        """Rows that `take_ended_rows` has given, or is not to give."""
         self._live_B = torch.ones(num_rows, dtype=torch.bool)
         self._position = 0
         self._is_open = [True] * len(asked)
@@ -138,6 +153,7 @@ class Rows:
         """End the rows of a request; their tokens are no result."""
         i = self._index(request)
         self._is_open[i] = False
+        self._is_taken_R |= self._of_R == i
         self._live_B &= self._of_R[self._rows_B] != i
 
     def stop(self, request: int) -> None:
@@ -181,6 +197,23 @@ class Rows:
                     )
                 )
         return drawn
+
+    def take_ended_rows(self) -> list[EndedRow]:
+        """The rows that have ended since the last time, but for those of cancelled requests. To be
+        called after each token, before `drop_finished`."""
+        ended_B = ~(self._live_B | self._is_taken_R[self._rows_B])
+        self._is_taken_R[self._rows_B[ended_B]] = True
+        indices = ended_B.nonzero().flatten()
+        return [
+            EndedRow(place, row, self._tokens_run(row))
+            for place, row in zip(indices.tolist(), self._rows_B[indices].tolist(), strict=True)
+        ]
+
+    def _tokens_run(self, row: int) -> list[int]:
+        i = int(self._of_R[row])
+        start = self._asked[i].starts[(row - self._first_row(i)) // self._asked[i].num_samples]
+        drawn = self._tokens_RI[row, : self._length_R[row] - 1].tolist()
+        return [*start.prompt, *start.generated, *drawn]
 
     def drop_finished(self) -> torch.Tensor:
         """Keep the live rows only. Returns: their indices in the batch."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
-from phaseloom.common.contract.specs import DeploymentSpec, OptimizerOn
+from phaseloom.common.contract.specs import Capabilities, DeploymentSpec, OptimizerOn
 from phaseloom.common.contract.state_layout import Role, TensorSlot, host_start
 from phaseloom.common.tensors import layouts
 from phaseloom.common.tensors.resharding import item_bytes
@@ -167,7 +167,10 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             field="activation_checkpointing",
             remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
-    axes = CAPABILITIES[spec.backend].axes
+    able = CAPABILITIES[spec.backend]
+    if spec.model.adapter is not None:
+        _check_adapter(spec, able)
+    axes = able.axes
     for axis in spec.layout.__struct_fields__:
         size = getattr(spec.layout, axis)
         if size > 1 and axis not in axes:
@@ -180,6 +183,23 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             )
     if spec.layout.num_ranks != ranks.world_size:
         raise InternalError(f"{ranks.world_size} ranks were started for {spec.layout}")
+
+
+def _check_adapter(spec: DeploymentSpec, able: Capabilities) -> None:
+    if not able.adapters:
+        raise CallerError(
+            f"the {spec.backend} backend cannot do adapters",
+            code=Code.FAILED_PRECONDITION,
+            field="model.adapter",
+            remedy="use the backends 'fsdp' and 'sampler', or leave the adapter out",
+        )
+    if able.trains and spec.layout.num_ranks > 1:
+        raise CallerError(
+            "an adapter is trained on one rank",
+            code=Code.FAILED_PRECONDITION,
+            field="layout.dp",
+            remedy="use layout.dp = 1",
+        )
 
 
 def plan(

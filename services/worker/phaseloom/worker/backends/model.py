@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot, host_start
+from phaseloom.worker.backends.adapters import adapt, adapter_config, own_parameters
 from phaseloom.worker.backends.architectures import (
     attention_kernel,
     check_attention,
@@ -68,9 +69,12 @@ def weights_dtype(spec: ModelSpec) -> str:
     return str(dtype)
 
 
-def config_dict(model: PreTrainedModel, dtype: str) -> dict[str, Any]:
-    """The model's config, as `config.json` has it beside weights of this dtype."""
-    return {**model.config.to_dict(), "dtype": dtype}
+def config_dict(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
+    """The config that lies beside the deployment's weights in files: the model's, as `config.json`
+    has it, or the adapter's."""
+    if spec.adapter is not None:
+        return adapter_config(spec)
+    return {**model.config.to_dict(), "dtype": weights_dtype(spec)}
 
 
 def _from_config(config: PreTrainedConfig) -> PreTrainedModel:
@@ -93,13 +97,16 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
     """The float32 model drawn from `init_seed`; the global generator is left as it was.
 
     The weights of a registered model are left as the allocator gave them, untouched, so that they
-    take no memory: `pretrained.fill` reads them into the heap.
+    take no memory: `pretrained.fill` reads them into the heap, or `SharedBase` maps them where they
+    have an adapter, which is drawn here.
     """
     config = model_config(spec)
     if spec.pinned is not None:
         with no_init_weights():
             model = _from_config(config)
         model.tie_weights()
+        if spec.adapter is not None:
+            adapt(model, spec.adapter)
         return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.init_seed)
@@ -107,10 +114,12 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, list[int]]:
-    """Shapes by name, tied parameters once; allocates nothing."""
+    """Shapes of a deployment's own parameters by name (`own_parameters`); allocates nothing."""
     with torch.device("meta"):
         model = _from_config(model_config(spec))
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        if spec.adapter is not None:
+            adapt(model, spec.adapter)
+    return {name: list(parameter.shape) for name, parameter in own_parameters(model).items()}
 
 
 class HeapTensors:

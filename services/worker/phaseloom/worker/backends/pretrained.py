@@ -50,8 +50,24 @@ def fill(
 ) -> None:
     """Fill the weights of a heap, and their masters; gradients and moments stay as they are.
 
-    Args:   slots: the tensors of the heap.
-            names: those of all the model's weights, where this heap has not all of them.
+    Args and Raises: as `fill_memory`.
+    """
+    memory = as_tensor(heap)
+    fill_memory(memory, slots, directory, names=names, ties_embeddings=ties_embeddings)
+
+
+def fill_memory(
+    memory: torch.Tensor,
+    slots: Iterable[TensorSlot],
+    directory: ModelDirectory,
+    *,
+    names: Collection[str] = (),
+    ties_embeddings: bool,
+) -> None:
+    """Fill weights, and their masters, that lie in this memory.
+
+    Args:   memory: uint8. slots: the tensors in it.
+            names: those of all the model's weights, where the memory has not all of them.
             ties_embeddings: whether the model's head is its embedding.
     Raises: CallerError: the files are of another model: a tensor is missing, has another shape or a
             dtype that cannot be read, or belongs to no parameter. ResourceError: DATA_LOSS: a file
@@ -66,7 +82,6 @@ def fill(
         matched = _matched(expected, sources, ties_embeddings=ties_embeddings)
         for slot in weights:
             _check(slot, matched[slot.name])
-        memory = as_tensor(heap)
         try:
             for slot in weights:
                 _read(slot, matched[slot.name], memory)

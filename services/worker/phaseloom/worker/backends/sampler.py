@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +31,14 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
+from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
     Ints,
     forward_batch,
     joined_ints,
 )
-from phaseloom.worker.backends.decode import Cache, decoder_of
+from phaseloom.worker.backends.decode import Cache, Prefill, decoder_of
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.experts import file_shapes
 from phaseloom.worker.backends.generation import Rows, Sampling, Start
@@ -51,6 +54,8 @@ from phaseloom.worker.backends.model import (
     return_freed_memory,
     weights_dtype,
 )
+from phaseloom.worker.backends.prefixcache import Prefix, planned_bytes, prefix_cache
+from phaseloom.worker.backends.sharedbase import SharedBase, base_scratch_bytes
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 WAVE_TOKENS = 65536
@@ -79,22 +84,27 @@ class SamplerBackend(InferenceBackend):
         self._device = self._tensors.device
         self._dtype = weights_dtype(spec.model)
         self._model = build_model(spec.model).requires_grad_(False)
+        self._base = None
+        if spec.model.adapter is not None:
+            self._base = SharedBase(self._model, spec.model, ranks, heap)
         # Moves its rotary frequencies, which are no state.
         module: torch.nn.Module = self._model
         module.to(self._device)
-        self.config = config_dict(self._model, self._dtype)
+        self.config = config_dict(self._model, spec.model)
         views = self._tensors.views(self._layout.weights)
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in own_parameters(self._model).items():
             views[name].copy_(parameter.data)
             parameter.data = views[name]
         self._decoder = decoder_of(self._model)
+        self._prefixes = prefix_cache(spec, heap, self._decoder)
         self._scorer = scoring.Scorer(self._model, TORCH_DTYPES[self._dtype])
         return_freed_memory()
 
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_spec(spec, ranks)
-        return Memory(_layout(spec).heap_bytes)
+        base_bytes = base_scratch_bytes(spec.model, ranks)
+        return Memory(_layout(spec).heap_bytes, base_bytes + planned_bytes(spec))
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         call = _Call(watch)
@@ -124,7 +134,15 @@ class SamplerBackend(InferenceBackend):
         return weights_sha256(as_little_endian(views), self._dtype)
 
     def weights_changed(self) -> None:
-        """Nothing: nothing is derived from the weights; every call reads them from the heap."""
+        """Drop the prefix cache: every call reads the weights themselves from the heap."""
+        if self._base is not None:
+            self._base.refill()
+        if self._prefixes is not None:
+            self._prefixes.forget()
+
+    def weights_updated(self) -> None:
+        if self._prefixes is not None:
+            self._prefixes.weights_updated()
 
     def close(self) -> None:
         """Nothing: there is no process group and no thread."""
@@ -134,15 +152,78 @@ class SamplerBackend(InferenceBackend):
         the batch then goes on with."""
         asked = self._sampling(call, wave)
         rows = Rows(asked, self.vocab_size)
-        tokens_PT, padding_P = _left_pad([prompt.tokens_T for prompt in wave])
-        prefill = self._decoder.prefill(
-            tokens_PT.to(self._device), padding_P.to(self._device), tokens_PT.shape[1] + rows.room
-        )
+        prefixes = self._found(call, wave)
+        prefill = self._prefill(wave, prefixes, rows.room)
         samples_P = [call.args(prompt).num_samples for prompt in wave]
         expand_B = torch.arange(len(wave)).repeat_interleave(torch.tensor(samples_P))
         expand_B = expand_B.to(self._device)
         call.accept(rows, prefill.logits_BV.index_select(0, expand_B).cpu())
-        batch.add(rows, prefill.cache.rows(expand_B))
+        origins = [prefixes[i].origin for i in expand_B.tolist()]
+        batch.add(rows, prefill.cache.rows(expand_B), origins)
+        self._keep_ended(batch)
+
+    def _found(self, call: _Call, wave: list[_Prompt]) -> list[Prefix]:
+        """What the prefix cache has of each prompt of the wave."""
+        cache = self._prefixes
+        if cache is None:
+            return [Prefix(0)] * len(wave)
+        found = [cache.find(p.tokens_T.tolist(), len(p.start.generated)) for p in wave]
+        for prompt, prefix in zip(wave, found, strict=True):
+            call.begun(prompt, prefix.num_tokens)
+        return found
+
+    def _prefill(self, wave: list[_Prompt], prefixes: list[Prefix], room: int) -> Prefill[Any]:
+        """Run what is new of each prompt: together where equally many tokens are, or all.
+
+        Args: room: columns for new tokens.
+        """
+        groups: dict[int, list[int]] = {}
+        for i, (prompt, prefix) in enumerate(zip(wave, prefixes, strict=True)):
+            num_new = prompt.tokens_T.size - prefix.num_tokens
+            groups.setdefault(num_new if prefix.num_tokens else 0, []).append(i)
+        parts = [
+            self._prefill_alike([wave[i] for i in group], [prefixes[i] for i in group], room)
+            for group in groups.values()
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        cache = parts[0].cache
+        for part in parts[1:]:
+            cache = cache.joined(part.cache, room)
+        order_P = torch.tensor([i for group in groups.values() for i in group]).argsort()
+        order_P = order_P.to(self._device)
+        logits_PV = torch.cat([part.logits_BV for part in parts])
+        return Prefill(logits_PV.index_select(0, order_P), cache.rows(order_P))
+
+    def _prefill_alike(
+        self, wave: list[_Prompt], prefixes: list[Prefix], room: int
+    ) -> Prefill[Any]:
+        """Run prompts of which nothing is kept, or all but equally many tokens."""
+        rest = [
+            prompt.tokens_T[prefix.num_tokens :]
+            for prompt, prefix in zip(wave, prefixes, strict=True)
+        ]
+        tokens_PT, padding_P = _left_pad(rest)
+        tokens_PT = tokens_PT.to(self._device)
+        if not prefixes[0].num_tokens:
+            capacity = tokens_PT.shape[1] + room
+            return self._decoder.prefill(tokens_PT, padding_P.to(self._device), capacity)
+        assert self._prefixes is not None
+        kv_LCBKSD = self._prefixes.read(prefixes)
+        columns = kv_LCBKSD.shape[-2]
+        padding_P = torch.tensor([columns - prefix.num_tokens for prefix in prefixes])
+        return self._decoder.resume(tokens_PT, kv_LCBKSD, padding_P.to(self._device), room)
+
+    def _keep_ended(self, batch: _Batch) -> None:
+        """Give the rows that have just ended to the prefix cache."""
+        if self._prefixes is None:
+            return
+        start = 0
+        for rows, origins in zip(batch.waves, batch.origins, strict=True):
+            for ended in rows.take_ended_rows():
+                origin = origins[ended.row]
+                self._prefixes.keep(ended.tokens, origin, batch.cache, start + ended.place)
+            start += rows.num_rows
 
     def _step(self, call: _Call, batch: _Batch) -> None:
         """Draw the next token of all samples."""
@@ -154,6 +235,7 @@ class SamplerBackend(InferenceBackend):
         logits = torch.split(logits_BV, batch.num_rows_by_wave)
         for rows, logits_RV in zip(batch.waves, logits, strict=True):
             call.accept(rows, logits_RV)
+        self._keep_ended(batch)
 
     def _sampling(self, call: _Call, wave: list[_Prompt]) -> list[Sampling]:
         """Parameters of each request of the wave; a request's prompts follow one another."""
@@ -223,6 +305,8 @@ class _Batch:
 
     def __init__(self) -> None:
         self.waves: list[Rows] = []
+        self.origins: list[list[int]] = []
+        """`Prefix.origin` of each row asked for, by wave."""
         self._cache: Cache | None = None
 
     @property
@@ -243,8 +327,9 @@ class _Batch:
         """New tokens that a row may still get, at most."""
         return max((rows.room for rows in self.waves), default=0)
 
-    def add(self, rows: Rows, cache: Cache) -> None:
+    def add(self, rows: Rows, cache: Cache, origins: list[int]) -> None:
         self.waves.append(rows)
+        self.origins.append(origins)
         is_first = len(self.waves) == 1
         self._cache = cache if is_first else self.cache.joined(cache, self.room)
 
@@ -258,7 +343,9 @@ class _Batch:
             rows.drop_finished() + int(start)
             for rows, start in zip(self.waves, starts, strict=True)
         ]
-        self.waves = [rows for rows in self.waves if rows.num_rows]
+        is_left = [bool(rows.num_rows) for rows in self.waves]
+        self.waves = [*compress(self.waves, is_left)]
+        self.origins = [*compress(self.origins, is_left)]
         if self.waves:
             cache = self.cache
             self._cache = cache.rows(torch.cat(kept).to(cache.padding_B.device))
@@ -276,6 +363,7 @@ class _Request:
     num_done: int = 0
     sequences: dict[int, list[Sequence]] = field(default_factory=dict)
     """Sequences of its prompts whose samples have ended, by the prompt's place."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class _Call:
@@ -286,6 +374,8 @@ class _Call:
         self._requests: list[_Request] = []
         self._over: set[int] = set()
         """Requests that have ended, or were cancelled."""
+        self._streams: set[int] = set()
+        """Requests that stream and have not ended."""
         self._waiting: deque[_Prompt] = deque()
 
     @property
@@ -296,6 +386,8 @@ class _Call:
         return self._requests[prompt.request].args
 
     def add(self, args: Generate, scored: GenerateResult) -> None:
+        if args.stream:
+            self._streams.add(len(self._requests))
         prompts = _prompts(args, len(self._requests))
         total = args.num_samples * sum(prompt.max_tokens for prompt in prompts)
         num_open = args.num_samples * len(prompts)
@@ -303,6 +395,15 @@ class _Call:
         self._waiting += prompts
         if not prompts:  # a share of an operation may be empty
             self._end(len(self._requests) - 1, GenerateResult([], []))
+
+    def begun(self, prompt: _Prompt, num_reused: int) -> None:
+        """Count the tokens of a prompt that are run now, and those that the prefix cache has."""
+        metrics = self._requests[prompt.request].metrics
+        for name, num in (
+            ("prefilled_tokens:sum", prompt.tokens_T.size - num_reused),
+            ("reused_tokens:sum", num_reused),
+        ):
+            metrics[name] = metrics.get(name, 0.0) + num
 
     def next_wave(self, batch: _Batch) -> list[_Prompt]:
         """Prompts to begin with now, beside what decodes already.
@@ -355,9 +456,7 @@ class _Call:
 
     def tell_drawn(self, batch: _Batch) -> None:
         """Tell the new tokens of requests that stream, of all their rows at once."""
-        for i, request in enumerate(self._requests):
-            if i in self._over or not request.args.stream or not self._watch.wants_tokens(i):
-                continue
+        for i in [i for i in self._streams if self._watch.wants_tokens(i)]:
             drawn = [each for rows in batch.waves for each in rows.take_drawn(i)]
             if drawn:
                 self._watch.drawn(i, drawn)
@@ -381,11 +480,13 @@ class _Call:
         request.sequences |= dict(enumerate(sequences, first))
         if len(request.sequences) == len(request.args.prompts):
             groups = [request.sequences[k] for k in range(len(request.args.prompts))]
-            self._end(i, replace(request.scored, sequences=groups))
+            result = replace(request.scored, sequences=groups, metrics=request.metrics)
+            self._end(i, result)
 
     def _end(self, i: int, result: GenerateResult | None) -> None:
         if i not in self._over:
             self._over.add(i)
+            self._streams.discard(i)
             self._watch.ended(i, result)
 
 

@@ -6,7 +6,8 @@ leader checks and finishes; every rank computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from phaseloom.common.contract.checks import MAX_BLOB_BYTES
@@ -20,11 +21,12 @@ from phaseloom.common.contract.operations import (
     LoadStateResult,
     Result,
     SaveState,
+    SyncWeights,
     kind_of,
 )
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.layouts import merge, runs_of, split, split_shared
-from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.base import Backend, KeepsKv
 from phaseloom.worker.rank.wire import RankConfig
 
 
@@ -42,6 +44,8 @@ class Executor:
     backend: Backend
     applied: int = 0
     """seq of the last mutating operation in the heap."""
+    _keeps_kv: bool = False
+    """Whether the sync that runs keeps the prefix cache."""
 
     @property
     def weight_slots(self) -> list[TensorSlot]:
@@ -78,6 +82,14 @@ class Executor:
             getattr(self.backend, f"check_{kind.name}")(args)
         elif isinstance(args, SaveState):
             _check_save(args)
+        elif isinstance(args, SyncWeights) and args.keeps_kv and not self._can_keep_kv:
+            raise CallerError(
+                "this deployment has no prefix cache that could outlast an update",
+                code=Code.FAILED_PRECONDITION,
+                field="args.keeps_kv",
+                remedy="leave it out, or declare the deployment with the backend 'sampler' and "
+                "prefix_cache = true",
+            )
 
     def run(self, args: Args) -> Result:
         """Run a whole operation, of any kind but `generate` and those that move state.
@@ -94,6 +106,27 @@ class Executor:
         return merge(kind_of(args), shares, self.settings.spec.layout)
 
     # --- every rank's -----------------------------------------------------------------------------
+
+    @property
+    def _can_keep_kv(self) -> bool:
+        return self.settings.spec.prefix_cache and isinstance(self.backend, KeepsKv)
+
+    @contextmanager
+    def syncing(self, args: SyncWeights) -> Iterator[None]:
+        """Within this, the weights are replaced by those of a `sync_weights`."""
+        self._keeps_kv = args.keeps_kv and self._can_keep_kv
+        try:
+            yield
+        finally:
+            self._keeps_kv = False
+
+    def weights_changed(self) -> None:
+        """Tell the backend that the heap's bytes were replaced; called in the device thread."""
+        if self._keeps_kv:
+            assert isinstance(self.backend, KeepsKv)
+            self.backend.weights_updated()
+        else:
+            self.backend.weights_changed()
 
     def part(
         self, requests: Sequence[Generate], replicas: Sequence[int] = ()

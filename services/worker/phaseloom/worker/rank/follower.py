@@ -185,7 +185,8 @@ class Follower:
                 version = self._published(share.permit)
                 await self.state.versions.commit_parts(version, share.manifest)
             case SyncWeights():
-                await self._take(share.permit)
+                with self.executor.syncing(args):
+                    await self._take(share.permit)
         return None
 
     async def _save(self, operation: str, args: SaveState, share: RunShare) -> None:

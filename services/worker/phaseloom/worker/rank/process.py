@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import uvloop
@@ -103,7 +105,7 @@ async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
         settings.state_socket,
         settings.token,
         applied=lambda: executor.applied,
-        on_loaded=executor.backend.weights_changed,
+        on_loaded=executor.weights_changed,
         executor=device_thread,
     )
     backend = executor.backend
@@ -150,6 +152,8 @@ def _identity(model: ModelSpec) -> str:
     known: tuple[object, ...] = (model.config, model.init_seed)
     if model.pinned is not None:
         known = (model.config, [(file.name, file.blake3) for file in model.pinned.files])
+    if model.adapter is not None:
+        known = (*known, model.adapter)
     return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
 
 
@@ -158,16 +162,23 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
 
     Raises: PhaseloomError: the incarnation is over.
     """
+    here = RankGroup(
+        settings.rank,
+        settings.num_ranks,
+        settings.store_path,
+        device_kind=settings.device_kind,
+        node_directory=str(Path(settings.agent_socket).parent),
+    )
     if not settings.is_over_nodes:
-        return RankGroup(settings.rank, settings.num_ranks, settings.store_path)
+        return here
     if settings.interface:
         # gloo and NCCL can be told in no other way.
         os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
     told, fds = await agent.call(MeetRanks(settings.token))
     assert isinstance(told, MeetAt), told
-    return RankGroup(
-        settings.rank,
-        settings.num_ranks,
+    return replace(
+        here,
+        store_path="",
         store_address=told.address,
         store_fd=fds[0] if fds else -1,
         store_prefix=f"{settings.deployment}/{settings.incarnation}",
@@ -201,8 +212,8 @@ async def _fill(
     if settings.checkpoint:
         await state.commit_checkpoint(settings.checkpoint, settings.applied)
         return
-    files = settings.spec.model.pinned
-    if files is not None:
+    files, adapter = settings.spec.model.pinned, settings.spec.model.adapter
+    if files is not None and adapter is None:  # one begins as it was drawn, on its base
         await ranks.here(lambda: _read_files(heap, executor.backend, files))
     await state.commit_initial(settings.applied)
 

@@ -166,7 +166,8 @@ class StateOperations:
         own = self.settings.deployment
         version = VersionKey(DeploymentKey(own.tenant, own.job, args.policy), args.version)
         try:
-            fetched = await self._read_version(call, version)
+            with self.executor.syncing(args):
+                fetched = await self._read_version(call, version)
         except PhaseloomError as error:
             if error.info.code in _AWAY:
                 raise NotNow(error.info) from error

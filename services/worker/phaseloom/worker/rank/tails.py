@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.arrays import length
 from phaseloom.common.contract.continuation import PARTIAL, continued, extended
 from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.kinds import merge_metrics
 from phaseloom.common.contract.operations import DrawnTokens, Generate, GenerateResult
 
 
@@ -79,7 +80,8 @@ class Rest:
         sequences = [[*group] for group in self.had.sequences]
         for (prompt, sample), (sequence,) in zip(self.places, rest.sequences, strict=True):
             sequences[prompt][sample] = extended(sequences[prompt][sample], sequence)
-        return replace(self.had, sequences=sequences)
+        metrics = merge_metrics([self.had.metrics, rest.metrics])
+        return replace(self.had, sequences=sequences, metrics=metrics)
 
     def placed(self, drawn: DrawnTokens) -> DrawnTokens:
         """Tokens that were drawn for `args`, as tokens of the whole."""

@@ -76,6 +76,8 @@ def demand_of(spec: DeploymentSpec) -> Demand:
         str(config.get("model_type", "")),
         str(config.get("dtype", config.get("torch_dtype")) or ""),
         spec.batching is Batching.SHARED,
+        spec.prefix_cache,
+        spec.model.adapter is not None,
     )
 
 

@@ -56,6 +56,10 @@ def lacks(able: Capabilities, demand: Demand) -> Iterator[Lack]:
         yield Lack("model.config.dtype", f"weights of {demand.dtype}", able.dtypes)
     if demand.is_shared and not able.joins:
         yield Lack("batching", "batching = 'shared'", ("operation",))
+    if demand.caches_prefixes and not able.prefix_cache:
+        yield Lack("prefix_cache", "prefix_cache = true", ("false",))
+    if demand.has_adapter and not able.adapters:
+        yield Lack("model.adapter", "adapters", ("none: it trains or samples all weights",))
 
 
 def is_usable(host: Host, need: Need) -> bool:

@@ -32,6 +32,9 @@ class Demand(msgspec.Struct, frozen=True):
     """Of the model's weights; empty: not told."""
     is_shared: bool = False
     """Whether its operations share batches."""
+    caches_prefixes: bool = False
+    """Whether it keeps keys and values from one `generate` to the next."""
+    has_adapter: bool = False
 
 
 class Need(msgspec.Struct, frozen=True):

@@ -123,7 +123,7 @@ class MegatronBackend(Member):
         self._join_parallel_groups(spec)
         model = build_model(spec.model)
         self.vocab_size = sizes.vocab
-        self.config = config_dict(model, self._dtype)
+        self.config = config_dict(model, spec.model)
         self._stage = self._build_stage(spec, sizes, model)
         self._move_parameters(parameters(sizes, self._place))
         weights, training = self._layout.weights, self._layout.training

@@ -76,7 +76,7 @@ class VllmBackend(InferenceBackend, Member):
         self.version_slots = plan_layout(shapes, trainable=False, dtype=self._dtype).slots
         self._held = self._replica.gathered(holding_of(self.slots))
         self.holdings: Seq[Holding] = self._replica.spread(self._held)
-        self._is_shared = spec.batching is Batching.SHARED
+        self._keeps_prompts = spec.batching is Batching.SHARED or spec.prefix_cache
         if spec.model.pinned is None:
             own = holding_of(self.slots)
             views = {slot.name: self._tensors.view(slot) for slot in self.slots}
@@ -142,9 +142,10 @@ class VllmBackend(InferenceBackend, Member):
         """Nothing: there is no process and no thread."""
 
     def _begin(self) -> None:
-        """Begin a call. Where operations do not share batches, nothing of earlier ones is reused:
-        the last bits of a result would depend on what was computed before."""
-        if not self._is_shared:
+        """Begin a call. Nothing of earlier ones is reused where operations neither share batches
+        nor have a prefix cache: the last bits of a result would depend on what was computed
+        before."""
+        if not self._keeps_prompts:
             self._engine.forget_prompts()
 
     def _score(self, batch: Seq[Datum]) -> list[Float32s]:

@@ -1,0 +1,351 @@
+"""Adapters on a shared base: exact beside `peft`, and only they are state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from peft import PeftModel
+
+from phaseloom.common.contract.arrays import float32s, int32s
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.operations import (
+    AdamParams,
+    Datum,
+    Forward,
+    ForwardBackward,
+    Generate,
+    Loss,
+    OptimStep,
+    Prompt,
+    SamplingParams,
+)
+from phaseloom.common.contract.specs import (
+    Adapter,
+    DeploymentSpec,
+    DeviceKind,
+    Layout,
+    ModelSpec,
+    OptimizerOn,
+)
+from phaseloom.common.contract.state_layout import Role
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import Backend, RankGroup
+from phaseloom.worker.backends.layout import check_layout
+from phaseloom.worker.rank.process import _identity
+from phaseloom.worker.state.devicememory import scratch_tensor
+from phaseloom.worker.state.heap import Heap
+from tests.support.pretrained import loaded, pinned, save_model
+from tests.support.saved import load, save
+from tests.unit.worker.backends.models import batch, generate
+
+ADAPTER = Adapter(rank=4, alpha=8.0, seed=5)
+ADAM = AdamParams(learning_rate=0.02)
+STEPS = 6
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model")
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Callable[[DeploymentSpec], tuple[Backend, Heap]]:
+    """Starts a rank of this node."""
+    place = RankGroup(node_directory=str(tmp_path))
+
+    def start(spec: DeploymentSpec, ranks: RankGroup = place) -> tuple[Backend, Heap]:
+        factory = backend_factory(spec.backend)
+        memory = factory.plan(spec, ranks)
+        heap = Heap(memory.heap_bytes, memory.scratch_bytes)
+        return factory(spec, heap, ranks), heap
+
+    return start
+
+
+def deployment(
+    directory: Path, backend: str = "fsdp", adapter: Adapter = ADAPTER, **changes: Any
+) -> DeploymentSpec:
+    model = replace(pinned(directory, **changes), adapter=adapter)
+    return DeploymentSpec("policy", "train", backend, model, trainable=backend == "fsdp")
+
+
+def train(backend: Backend, steps: int = STEPS) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        made = backend.forward_backward(
+            ForwardBackward(batch(1, loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY)
+        )
+        losses.append(made.metrics["loss:sum"])
+        backend.optim_step(OptimStep(ADAM))
+    return losses
+
+
+def scores(backend: Backend) -> list[np.ndarray[Any, Any]]:
+    data = [Datum(each.tokens, each.targets) for each in batch(2)]
+    return [np.array(float32s(each)) for each in backend.forward(Forward(data)).logprobs]
+
+
+def of_transformers(model: Any) -> list[np.ndarray[Any, Any]]:
+    found = []
+    for datum in batch(2):
+        tokens, targets = torch.tensor(datum.tokens), torch.tensor(datum.targets)
+        with torch.no_grad():
+            lp = torch.log_softmax(model(tokens[None]).logits[0], -1)
+        found.append(lp.gather(1, targets[:, None])[:, 0].numpy())
+    return found
+
+
+def largest_difference(ours: list[Any], theirs: list[Any]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_it_begins_as_the_base_and_peft_loads_what_was_trained(
+    directory: Path, tmp_path: Path, started: Any
+) -> None:
+    backend, heap = started(deployment(directory))
+    base = loaded(directory)
+    assert largest_difference(scores(backend), of_transformers(base)) <= 1e-5
+    losses = train(backend)
+    assert losses[-1] < 0.7 * losses[0]
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    save(backend, heap, saved)
+    assert {path.name for path in saved.iterdir()} >= {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
+    merged = PeftModel.from_pretrained(loaded(directory), str(saved)).eval()
+    assert largest_difference(scores(backend), of_transformers(merged)) <= 1e-5
+
+    again, its_heap = started(deployment(directory))
+    load(again, its_heap, saved)
+    assert its_heap.buffer == heap.buffer
+    assert train(again, 2) == train(backend, 2)
+
+
+def test_what_peft_has_saved_is_loaded(
+    directory: Path, tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    first, heap = started(deployment(directory))
+    train(first)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    save(first, heap, ours)
+    PeftModel.from_pretrained(loaded(directory), str(ours)).save_pretrained(
+        str(theirs), save_embedding_layers=False
+    )
+    (theirs / "README.md").unlink()
+    sampler, its_heap = started(deployment(directory, "sampler"))
+    load(sampler, its_heap, theirs)
+    assert sampler.weights_sha256() == first.weights_sha256()
+
+
+def test_gradients_are_those_of_autograd_through_the_merged_weights(
+    directory: Path, started: Any
+) -> None:
+    backend, heap = started(deployment(directory))
+    train(backend, 1)  # so that B is not zero
+    views = {slot.name: as_array(heap, slot) for slot in backend.slots}
+    data = batch(3, loss=Loss.CROSS_ENTROPY)
+    backend.forward_backward(ForwardBackward(data, Loss.CROSS_ENTROPY))
+    model, scale = loaded(directory), ADAPTER.alpha / ADAPTER.rank
+    names = [name.removesuffix(".lora_A.weight") for name in views if "lora_A.weight" in name]
+    names = [name for name in names if f"{name}.lora_A.weight.grad" in views]
+    assert len(names) == 14
+    with torch.no_grad():
+        for name in names:
+            a, b = (torch.from_numpy(views[f"{name}.lora_{x}.weight"].copy()) for x in "AB")
+            model.get_parameter(name.removeprefix("base_model.model.") + ".weight").add_(
+                b @ a * scale
+            )
+    for datum in data:
+        lp = torch.log_softmax(model(torch.tensor(datum.tokens)[None]).logits[0], -1)
+        chosen = lp.gather(1, torch.tensor(datum.targets)[:, None])[:, 0]
+        torch.autograd.backward(-(chosen * torch.tensor(datum.weights)).sum())
+    for name in names:
+        whole = model.get_parameter(name.removeprefix("base_model.model.") + ".weight").grad
+        a, b = (torch.from_numpy(views[f"{name}.lora_{x}.weight"].copy()) for x in "AB")
+        for part, expected in (("A", b.T @ whole * scale), ("B", whole @ a.T * scale)):
+            found = views[f"{name}.lora_{part}.weight.grad"]
+            error = np.abs(found - expected.numpy()).max()
+            assert error <= 1e-5 * expected.abs().max(), (name, part)
+
+
+def as_array(heap: Heap, slot: Any) -> np.ndarray[Any, Any]:
+    held = np.frombuffer(heap.buffer[slot.offset : slot.offset + slot.num_bytes], "<f4")
+    return held.reshape(slot.shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_is_the_adapters_alone(directory: Path, started: Any, dtype: str) -> None:
+    backend, heap = started(deployment(directory, dtype=dtype))
+    full = backend_factory("fsdp").plan(
+        DeploymentSpec("policy", "train", "fsdp", pinned(directory, dtype=dtype), trainable=True)
+    )
+    weights = [slot for slot in backend.slots if slot.role is Role.WEIGHT]
+    assert all(".lora_" in slot.name for slot in weights)
+    assert [slot.name for slot in backend.version_slots] == [slot.name for slot in weights]
+    assert heap.num_bytes < full.heap_bytes / 2
+    before = heap.buffer.tobytes()
+    losses = train(backend)
+    assert losses[-1] < losses[0]
+    heap.buffer[:] = before  # as a switch brings a state back
+    backend.weights_changed()
+    assert train(backend) == losses
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampler_draws_and_scores_as_the_trainer_does(
+    directory: Path, started: Any, dtype: str
+) -> None:
+    policy, heap = started(deployment(directory, dtype=dtype))
+    train(policy)
+    sampler, its_heap = started(deployment(directory, "sampler", dtype=dtype))
+    request = Generate(
+        [Prompt(int32s([1, 2, 3]), seed=9)], SamplingParams(12, ignore_eos=True), num_samples=3
+    )
+    [of_base] = generate(sampler, request)
+    size = its_heap.num_bytes
+    its_heap.buffer[:] = heap.buffer[:size]  # weights come first in both
+    sampler.weights_changed()
+    assert sampler.weights_sha256() == policy.weights_sha256()
+    [drawn] = generate(sampler, request)
+    tokens = [int32s(each.tokens) for each in drawn.sequences[0]]
+    assert tokens != [int32s(each.tokens) for each in of_base.sequences[0]]
+    for sequence in drawn.sequences[0]:
+        whole = [1, 2, 3, *int32s(sequence.tokens)]
+        [lp] = policy.forward(Forward([Datum(whole[:-1], whole[1:])])).logprobs
+        told = np.array(float32s(sequence.logprobs))
+        tolerance = 1e-5 if dtype == "float32" else 0.1
+        assert np.abs(np.array(float32s(lp))[2:] - told).max() <= tolerance
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("lm_head", "down_proj")])
+def test_layers_are_those_that_were_asked_for(
+    directory: Path, started: Any, targets: tuple[str, ...]
+) -> None:
+    backend, _ = started(deployment(directory, adapter=replace(ADAPTER, targets=targets)))
+    layers = {
+        slot.name.rpartition(".lora_")[0].rpartition(".")[2] for slot in backend.version_slots
+    }
+    assert layers == {*targets}
+    losses = train(backend)
+    assert losses[-1] < losses[0]
+    sampler, _ = started(deployment(directory, "sampler", replace(ADAPTER, targets=targets)))
+    request = Generate([Prompt(int32s([1, 2, 3]), seed=9)], SamplingParams(4))
+    assert generate(sampler, request)[0].sequences
+
+
+def test_unknown_layers_are_refused(directory: Path, started: Any) -> None:
+    spec = deployment(directory, adapter=Adapter(targets=("q_proj", "c_attn")))
+    with pytest.raises(CallerError, match="c_attn") as caught:
+        started(spec)
+    assert caught.value.info.field == "model.adapter.targets"
+    assert "q_proj" in caught.value.info.remedy
+
+
+def test_what_cannot_train_adapters_says_so(directory: Path, started: Any) -> None:
+    spread = replace(deployment(directory), layout=Layout(dp=2))
+    for spec, ranks, field in (
+        (spread, RankGroup(0, 2), "layout.dp"),
+        (replace(deployment(directory), backend="megatron"), RankGroup(), "model.adapter"),
+    ):
+        with pytest.raises(CallerError) as caught:
+            check_layout(spec, ranks)
+        assert caught.value.info.code is Code.FAILED_PRECONDITION
+        assert caught.value.info.field == field
+
+
+def test_a_node_has_a_base_once_a_dtype(directory: Path, tmp_path: Path, started: Any) -> None:
+    for _ in range(2):
+        started(deployment(directory))
+        started(deployment(directory, "sampler"))
+    started(deployment(directory, dtype="bfloat16"))
+    files = [path for path in (tmp_path / "bases").iterdir() if path.suffix != ".lock"]
+    assert len(files) == 2
+    assert all(path.stat().st_mode & 0o777 == 0o400 for path in files)
+
+
+def _touch(directory: Path, node: Path) -> None:
+    factory = backend_factory("sampler")
+    spec, ranks = deployment(directory, "sampler"), RankGroup(node_directory=str(node))
+    backend: Any = factory(spec, Heap(factory.plan(spec, ranks).heap_bytes), ranks)
+    backend._model.model.embed_tokens.weight.data[0, 0] = 1.0
+    os._exit(0)
+
+
+def test_nobody_can_write_to_a_base(directory: Path, tmp_path: Path) -> None:
+    child = get_context("spawn").Process(target=_touch, args=(directory, tmp_path))
+    child.start()
+    child.join()
+    assert child.exitcode == -11
+
+
+def test_a_rank_that_dies_while_it_writes_a_base_leaves_none(
+    directory: Path, tmp_path: Path, started: Any
+) -> None:
+    first, _ = started(deployment(directory))
+    expected = scores(first)
+    [base] = [path for path in (tmp_path / "bases").iterdir() if path.suffix != ".lock"]
+    content = base.read_bytes()
+    base.unlink()
+    base.with_suffix(".draft").write_bytes(content[: len(content) // 2])
+    again, _ = started(deployment(directory))
+    assert largest_difference(scores(again), expected) == 0.0
+    assert base.read_bytes() == content
+
+
+def test_files_that_are_gone_are_told(directory: Path, started: Any) -> None:
+    spec = deployment(directory)
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(ResourceError) as caught:
+        started(spec)
+    assert caught.value.info.field == "model.registered"
+
+
+def test_a_device_of_its_own_has_a_copy_that_comes_back(
+    directory: Path, tmp_path: Path, started: Any
+) -> None:
+    place = RankGroup(node_directory=str(tmp_path), device_kind=DeviceKind.CUDA)
+    here, _ = started(deployment(directory))
+    there, heap = started(deployment(directory), place)
+    assert heap.scratch_bytes > 0
+    assert largest_difference(scores(there), scores(here)) == 0.0
+    scratch_tensor(heap).fill_(255)  # as it is after a switch
+    there.weights_changed()
+    assert largest_difference(scores(there), scores(here)) == 0.0
+
+
+def test_a_host_optimizer_takes_the_same_steps(directory: Path, started: Any) -> None:
+    here, _ = started(deployment(directory))
+    spec = replace(deployment(directory), optimizer_on=OptimizerOn.HOST)
+    there, _ = started(spec)
+    there.use_host_memory(memoryview(bytearray(there.host_bytes)))
+    assert train(there) == train(here)
+    assert there.weights_sha256() == here.weights_sha256()
+
+
+def test_a_seed_is_the_adapters_own(directory: Path, started: Any) -> None:
+    def drawn(adapter: Adapter) -> str:
+        backend, _ = started(deployment(directory, adapter=adapter))
+        return str(backend.weights_sha256())
+
+    torch.manual_seed(1)
+    first = drawn(ADAPTER)
+    torch.manual_seed(2)
+    assert drawn(ADAPTER) == first != drawn(replace(ADAPTER, seed=6))
+
+
+def test_the_identity_of_a_model_has_its_adapter() -> None:
+    base = ModelSpec({"a": 1})
+    assert _identity(base) != _identity(replace(base, adapter=ADAPTER))
