@@ -363,3 +363,14 @@ def test_timeline_brings_back_what_a_foreign_one_displaced() -> None:
     here = made("a", switch_s=0.0)
     plan = timeline([here, RIVAL, made("a2", job="a", switch_s=0.0)], 0.0)
     assert [(e.start_s, e.end_s) for e in plan] == [(0, 10), (30, 40), (60, 70)]
+
+
+def test_timeline_switches_a_job_in_once_for_all_that_it_does_in_a_row() -> None:
+    """a runs until 110; b comes in for both of its operations, then a comes back for two."""
+    running = made("a", switch_s=0.0, duration_s=10.0)
+    b2 = made("b2", job="b", duration_s=10.0, switch_s=SWITCH_S)
+    b1 = made("b1", job="b", duration_s=30.0, switch_s=SWITCH_S)
+    back = [made(name, job="a", switch_s=0.0, duration_s=5.0) for name in ("a2", "a3")]
+    plan = timeline([running, b2, b1, *back], 100.0)
+    starts_s = [entry.start_s for entry in plan]
+    assert starts_s == [100, 130, 140, 190, 195]

@@ -123,7 +123,8 @@ class Entry(msgspec.Struct, frozen=True):
 def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
     """When each operation of an order would begin and end, one after the other.
 
-    What is resident now has to be switched in again once another job came in.
+    What is resident now has to be switched in again once another job came in. A job that has come in
+    stays until another one does: its next operations begin without a switch.
 
     Source: PlexRL §4.4, Algorithm 1, lines 13-24. Deviation: a switch is charged once and where it
     happens, before the operation that needs it; the algorithm as printed charges it inside every
@@ -132,13 +133,18 @@ def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
     entries: list[Entry] = []
     cursor_s = now_s
     came_in: set[str] = set()
+    last_in = ""
     for planned in ordered:
         is_displaced = bool(came_in - {planned.job})
-        start_s = cursor_s + (planned.setup_s if is_displaced else planned.switch_s)
+        switch_s = planned.setup_s if is_displaced else planned.switch_s
+        if planned.job == last_in:
+            switch_s = 0.0
+        start_s = cursor_s + switch_s
         cursor_s = start_s + planned.duration_s
         entries.append(Entry(planned.operation, start_s, cursor_s))
-        if planned.switch_s:
-            came_in.add(planned.job)
+        if switch_s:
+            last_in = planned.job
+            came_in.add(last_in)
     return entries
 
 
