@@ -1,22 +1,22 @@
 """Round-robin positions: in which meta-iteration of its group each job is (WEAVE §4.3).
 
-A *position* is (round, place in the group's order). On every device the positions that were served
-grow, so that a job which goes from pool to pool has the same jobs before it everywhere. If each
-device counted positions for itself, two pools could serve the same jobs out of phase for good, with
-a period of twice the longest iteration.
+A *position* is (round, place in the group's order). A round belongs to the job and not to a device,
+so that every device serves the jobs by the same positions. If devices counted for themselves, two
+of them could serve the same jobs out of phase for good: two pools with a period of twice the
+longest iteration, or two rollout nodes on which jobs over several nodes meet those over one.
 
 A job's round grows with each phase that it begins on a device where it has had its phase of that
-round. Where others have overtaken it (it was late, or it has joined them just now), its round is
-the one that is running there, and what it has done of its own elsewhere counts for that.
+round. A job that others have left behind (it was late, or it has joined them just now) is next on
+every device, and enters the latest round that a job of its group has begun.
 
-Only differences matter; nothing is decided here. Cost: O(jobs of the device).
+Only differences matter; nothing is decided here. Cost: O(jobs of the group).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from phaseloom.scheduler.core.devices.devices import note_round, slots_of
+from phaseloom.scheduler.core.devices.devices import note_round
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.step import Step
@@ -28,31 +28,20 @@ NOWHERE = -1
 def in_order(state: State, slot: Slot, jobs: Iterable[str]) -> list[str]:
     """Jobs of the device by the positions of their next phases on it."""
     places = _places(state, jobs)
-    last = _last(slot, places)
-    return sorted(places, key=lambda job: (_round(state, slot, job, places, last), places[job]))
+    return sorted(places, key=lambda job: (_round(state, [slot], job), places[job]))
 
 
 def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
-    """Note that a phase of a deployment begins on its devices.
-
-    They all serve the latest of the positions that the job has on them.
-    """
+    """Note that a phase of a deployment begins on its devices."""
     state, name = step.state, deployment.job_name
-    job = state.jobs[name]
-    before = number = job.progress.round
-    for slot in here:
-        if slot.rounds.keys() <= {name}:
-            number = max(number, slot.rounds.get(name, NOWHERE) + 1)
-            continue
-        places = _places(state, [name, *slot.rounds])
-        number = max(number, _round(state, slot, name, places, _last(slot, places)))
-    if number > before and all(slot.rounds.get(name) != before for slot in here):
-        # The job goes on with a round on these devices, and that round has become a later one.
-        for other in step.deployments_of(job.key):
-            for slot in slots_of(step, other):
-                if slot.rounds.get(name) == before:
-                    note_round(slot, name, number)
-    job.progress.enter_round(number)
+    progress = state.jobs[name].progress
+    number, latest = _round(state, here, name), _latest(state, name)
+    # Jobs in turn are at most one round apart: who trains late in a round may begin its rollout of
+    # that round when who trained early has begun the next. What is left of a round keeps its place.
+    begins_round = number > progress.round or number == 0
+    if begins_round and number < latest - 1:
+        number = latest
+    progress.enter_round(number)
     for slot in here:
         note_round(slot, name, number)
 
@@ -70,24 +59,15 @@ def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _last(slot: Slot, places: Mapping[str, int]) -> tuple[int, int] | None:
-    """The latest position that the slot served of these jobs; None: it has served none."""
-    served = [(number, places.get(job, NOWHERE)) for job, number in slot.rounds.items()]
-    return max(served, default=None)
+def _round(state: State, here: Iterable[Slot], job: str) -> int:
+    """The round of a job's next phase on these devices."""
+    turn = max(slot.rounds.get(job, NOWHERE) + 1 for slot in here)
+    return max(turn, state.jobs[job].progress.round)
 
 
-def _round(
-    state: State,
-    slot: Slot,
-    job: str,
-    places: Mapping[str, int],
-    last: tuple[int, int] | None,
-) -> int:
-    number = max(state.jobs[job].progress.round, slot.rounds.get(job, NOWHERE) + 1)
-    if last is None:
-        return number
-    running, place = last
-    # Nobody is further ahead than the next round, whatever was counted where it comes from.
-    number = min(number, running + 1)
-    is_overtaken = (number, places[job]) <= last
-    return running + (places[job] <= place) if is_overtaken else number
+def _latest(state: State, job: str) -> int:
+    """The latest round that a job of the group has begun; `NOWHERE`: it has no group."""
+    group = state.cluster.groups.get(state.cluster.placed.get(job, ""))
+    if group is None:
+        return NOWHERE
+    return max(state.jobs[member].progress.round for member in group.members)

@@ -9,6 +9,7 @@ and claims are in one order on every device: nothing deadlocks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from phaseloom.scheduler.core.devices import devices, estimates
@@ -136,8 +137,13 @@ def _gang_timeout_s(step: Step, deployment: Deployment) -> float:
     least_s = max(GANG_TIMEOUT * step.config.quantum_s, LEAST_GANG_TIMEOUT_S)
     if not policy_of(step).is_strict:
         return least_s
-    job = step.job(deployment.key.job_key)
-    return max(least_s, estimates.worst_period_s(step.state, job))
+    # It waits for a round of all that it could meet: sooner, it would break the order.
+    here = {name for slot in devices.slots_of(step, deployment) for name in slot.placed}
+    jobs = {step.state.deployments[name].job_name for name in here}
+    group = step.state.cluster.groups.get(step.state.cluster.placed.get(deployment.job_name, ""))
+    jobs.update(group.members if group is not None else ())
+    periods_s = [estimates.worst_period_s(step.state, step.state.jobs[job]) for job in jobs]
+    return max(least_s, math.fsum(periods_s))
 
 
 def prefer(step: Step, slot: Slot, options: list[Option], *, may_wait: bool) -> Option | Wait:

@@ -123,8 +123,8 @@ class Entry(msgspec.Struct, frozen=True):
 def timeline(ordered: Sequence[Candidate], now_s: float) -> list[Entry]:
     """When each operation of an order would begin and end, one after the other.
 
-    What is resident now has to be switched in again once another job came in. A job that has come in
-    stays until another one does: its next operations begin without a switch.
+    What is resident now has to be switched in again once another job came in. A job that has come
+    in stays until another one does: its next operations begin without a switch.
 
     Source: PlexRL §4.4, Algorithm 1, lines 13-24. Deviation: a switch is charged once and where it
     happens, before the operation that needs it; the algorithm as printed charges it inside every
