@@ -168,6 +168,15 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
     able = CAPABILITIES[spec.backend]
+    if spec.max_adapters and (spec.backend != "sampler" or spec.model.adapter is None):
+        raise CallerError(
+            f"the {spec.backend} deployment cannot generate with other adapters",
+            code=Code.FAILED_PRECONDITION,
+            field="max_adapters",
+            remedy="leave it out, or declare a model.adapter and the backend 'sampler'",
+        )
+    if spec.max_adapters < 0:
+        raise CallerError("it is below 0", field="max_adapters", remedy="use 0 or more")
     if spec.model.adapter is not None:
         _check_adapter(spec, able)
     axes = able.axes
