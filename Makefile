@@ -26,7 +26,7 @@ TESTS_cli := tests/unit/cli $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervis
 TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \
 	contract_on_mesh.py fuzz.py)
 TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),bus.py leases.py \
-	natsclient.py natsserver.py service_stops.py telemetry.py)
+	natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
 TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
 TESTS_profiler := tests/unit/profiler $(addprefix $(ON),profiler.py)
 TESTS_gateway := tests/integration/gateway

@@ -40,6 +40,7 @@ def bench(
     rounds: int = 10,
     operations: int = 2000,
     file: Path = LATEST,
+    fsync: bool = True,
     state: bool = True,
     hidden: bool = True,
 ) -> None:
@@ -53,14 +54,19 @@ def bench(
         Operations of each side with one in flight, over all rounds.
     file
         Where the figures are merged by name.
+    fsync
+        Have all servers fsync each message before they acknowledge it. Figures without it have
+        names of their own, and are of round trips alone.
     state
         Run `state` too, into state.json beside the file.
     hidden
         Run `hidden` too, into hidden.json beside the file.
     """
     directory = _work_directory(file)
-    figures = uvloop.run(roundtrip.measure(directory, rounds, max(1, operations // rounds)))
-    figures += uvloop.run(batching.measure(directory, rounds))
+    per_round = max(1, operations // rounds)
+    figures = uvloop.run(roundtrip.measure(directory, rounds, per_round, fsync=fsync))
+    if fsync:
+        figures += uvloop.run(batching.measure(directory, rounds))
     Console().print(_table(record(figures, describe(), file).figures))
     if state:
         state_test(file=file.with_name("state.json"))
