@@ -59,6 +59,9 @@ class Nobody:
     def joined(self) -> list[Generate]:
         return []
 
+    def adapter(self, i: int) -> None:
+        """None: all are generated with the deployment's own weights."""
+
     def is_cancelled(self, i: int) -> bool:
         return False
 
