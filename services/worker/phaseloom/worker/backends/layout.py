@@ -202,13 +202,6 @@ def _check_adapter(spec: DeploymentSpec, able: Capabilities) -> None:
             field="model.adapter",
             remedy="use the backends 'fsdp' and 'sampler', or leave the adapter out",
         )
-    if able.trains and spec.layout.num_ranks > 1:
-        raise CallerError(
-            "an adapter is trained on one rank",
-            code=Code.FAILED_PRECONDITION,
-            field="layout.dp",
-            remedy="use layout.dp = 1",
-        )
 
 
 def plan(
