@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest import (
+    adapterbench,
     batching,
     chaos,
     deltasync,
@@ -340,6 +341,21 @@ def hidden_test(
     )
     idle = ", ".join(f"{device} {share:.0%}" for device, share in report.idle_share.items())
     console.print(f"idle: {idle}; waited for, s: {report.unhidden_seconds}")
+
+
+@app.command(name="lora")
+def lora_test(*, rounds: int = 5, file: Path = _RUNS / "lora.json") -> None:
+    """Measure what adapters on one base save: switches, and rows of eight of them in one batch.
+
+    Parameters
+    ----------
+    rounds
+        How often the sides take turns.
+    file
+        Where the figures are merged by name.
+    """
+    figures = uvloop.run(adapterbench.measure(_work_directory(file), rounds))
+    Console().print(_table(record(figures, describe("torch", "transformers"), file).figures))
 
 
 @app.command(name="delta")
