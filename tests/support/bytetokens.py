@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -12,7 +12,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 def tokenizer(tokens: Sequence[bytes]) -> Tokenizer:
     """Args: tokens: what each token says."""
-    spelled = bytes_to_unicode()
+    spelling: Any = bytes_to_unicode
+    spelled = spelling()
     words = {"".join(spelled[byte] for byte in token): i for i, token in enumerate(tokens)}
     made = Tokenizer(models.BPE(words, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -22,5 +23,4 @@ def tokenizer(tokens: Sequence[bytes]) -> Tokenizer:
 
 def save_tokenizer(directory: Path, tokens: Sequence[bytes]) -> None:
     """Write the tokenizer of a model's directory anew."""
-    made = json.loads(tokenizer(tokens).to_str())
-    (directory / "tokenizer.json").write_text(json.dumps(made))
+    tokenizer(tokens).save(str(directory / "tokenizer.json"))

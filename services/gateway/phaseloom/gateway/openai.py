@@ -32,7 +32,7 @@ from phaseloom.client import (
 )
 from phaseloom.common.process import lifecycle
 from phaseloom.gateway.core.text import TextParts
-from phaseloom.gateway.http import answers, body_of, status_of, tenant_of
+from phaseloom.gateway.http import body_of, error_body, status_of, tenant_of
 from phaseloom.gateway.records import CheckpointRecord
 from phaseloom.gateway.sampling import Source, check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
@@ -42,17 +42,10 @@ PREFIX = "/v1"
 _DEFAULT_TOKENS = 16
 _LOOK_S = 1.0
 """How often it is looked whether the caller of a request still waits."""
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_HUNG_UP = 499
+"""The status of an answer that nobody reads, as others have it in their logs."""
 
 routes = web.RouteTableDef()
-
-
-def _refused(status: int, message: str, field: str) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": field or None, "code": None}}
-
-
-told = answers(_refused)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -198,7 +191,6 @@ def _sampling(asked: _Asked, max_tokens: int, top: int) -> SamplingParams:
 
 
 @routes.get(PREFIX + "/models")
-@told
 async def models(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     saved = tenant.book.all(CheckpointRecord, tenant.name)
@@ -211,7 +203,6 @@ async def models(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/completions")
-@told
 async def completions(request: web.Request) -> web.StreamResponse:
     tenant, asked = tenant_of(request), await body_of(request, Complete)
     call = Call(tenant, await source_of(tenant, asked.model), asked)
@@ -241,7 +232,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 @routes.post(PREFIX + "/chat/completions")
-@told
 async def chat(request: web.Request) -> web.StreamResponse:
     tenant, asked = tenant_of(request), await body_of(request, Chat)
     call = Call(tenant, await source_of(tenant, asked.model), asked)
@@ -274,7 +264,6 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 @routes.post("/inference/v1/generate")
-@told
 async def tokens(request: web.Request) -> web.StreamResponse:
     """Tokens in, tokens out, as vLLM has it and agent frameworks ask for it."""
     tenant, asked = tenant_of(request), await body_of(request, Tokens)
@@ -386,8 +375,10 @@ async def _answer(
         while not task.done():
             await asyncio.wait([task], timeout=_LOOK_S)
             if request.transport is None:
-                raise ConnectionResetError("the caller has hung up")
+                return web.Response(status=_HUNG_UP)
         return await task
+    except ConnectionResetError:
+        return web.Response(status=_HUNG_UP)
     finally:
         await lifecycle.end([task])
         for handle in handles:
@@ -432,7 +423,8 @@ class _Answer:
         except PhaseloomError as error:
             if not self._events.prepared:
                 raise
-            await self._write(_refused(status_of(error), str(error), error.info.field or ""))
+            told = (status_of(error), str(error), error.info.field or "")
+            await self._write(error_body(self._request.path, *told))
         finally:
             await lifecycle.end(telling)
         await self._events.write(b"data: [DONE]\n\n")
