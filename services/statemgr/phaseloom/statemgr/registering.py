@@ -24,7 +24,7 @@ async def register_heap(
     Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
              DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
     """
-    table = node.layouts.read(request.tensors, rank.wpg)
+    table = node.layouts.read(request.tensors)
     node.residency.check_heap(rank, request, table)
     # The copies of the deployment's other ranks stay: a switch-in needs all in host memory at once.
     what = f"the host copy of {rank.owner}"
