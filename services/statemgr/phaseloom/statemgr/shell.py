@@ -322,7 +322,7 @@ class StateManager:
         publishing, exporter = parts.publishing, parts.exporter
         return {
             RegisterHeap: partial(register_heap, node, parts.tiering, parts.replicator),
-            CommitInitial: partial(commit_initial, node, parts.tiering),
+            CommitInitial: partial(commit_initial, node),
             CreateVersion: lambda rank, body: publishing.create(rank.wpg, body),
             CommitVersion: lambda rank, body: publishing.commit(rank.wpg, body),
             CommitParts: lambda rank, body: publishing.commit_parts(rank.wpg, body),
