@@ -134,6 +134,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """When a node is away for longer, what was on it is rebuilt elsewhere where it can be."""
     node_gone_s: float = 1800.0
     """When a node is away for longer, it counts as gone for good; 0: only an operator says so."""
+    fsync: bool = True
+    """Whether NATS has a message on disk before it acknowledges it. Otherwise what it has
+    acknowledged survives a killed process, but not a power cut."""
     ops_max_bytes: int = 2**30
     """The most bytes in a tenant's operation stream; publishing into a full one is refused."""
     tenant_limits: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
@@ -439,6 +442,7 @@ class Mesh:
             self.run_dir / NATS,
             config.tenants,
             credentials_file=self.run_dir / "credentials.json",
+            fsync=config.fsync,
         )
         self.metrics_ports: dict[str, int] = {}
         """The port of each service's `http://127.0.0.1:<port>/metrics`, with `config.metrics`."""

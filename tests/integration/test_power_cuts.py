@@ -1,0 +1,76 @@
+"""What survives a cut of the power, on a file system that loses what was not fsynced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.events import TimerFired
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import close_client
+from phaseloom.common.transport.natsserver import EmbeddedServer
+from tests.support import powercut
+
+pytestmark = pytest.mark.skipif(powercut.missing() != "", reason=f"lacks {powercut.missing()}")
+
+NUM_MESSAGES = 50
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[powercut.PowerCut]:
+    with powercut.power_cut(tmp_path) as cutting:
+        yield cutting
+
+
+async def stored_before_a_cut(disk: powercut.PowerCut, *, fsync: bool, seed: int | None) -> int:
+    """How many of the messages that a server has acknowledged it still has after a power cut.
+
+    They are as many operations, log entries and keys, published side by side, as services do.
+    """
+    server = EmbeddedServer(disk.directory / "nats", ["acme"], fsync=fsync)
+    await server.start()
+    bus = await Bus.open(server.credentials.bus, "test")
+    await bus.provision_tenant("acme", 2**20)
+    subjects = [f"pl.v1.op.acme.sums.policy.{n}" for n in range(1, NUM_MESSAGES + 1)]
+    leases = await bus.js.key_value("leases")
+    async with asyncio.TaskGroup() as group:
+        for number, subject in enumerate(subjects):
+            group.create_task(bus.publish(subject, {"number": number}))
+            group.create_task(bus.append(TimerFired(f"timer-{number}")))
+            group.create_task(leases.put(f"key-{number}", b"value"))
+    await server.kill()
+    await close_client(bus.client)
+
+    lost = disk.cut(seed=seed)
+    assert fsync or any(name.endswith(".blk") for name in lost), lost
+    await server.start()
+    try:
+        async with asyncio.timeout(60):
+            bus = await Bus.open(server.credentials.bus, "test")
+            await bus.provision_tenant("acme", 2**20)
+            leases = await bus.js.key_value("leases")
+            kept = sum([await bus.get_stored("OPS_acme", s) is not None for s in subjects])
+            kept += (await bus.js.stream_info(streams.SCHED)).state.messages
+            kept += (await leases.status()).values
+        await bus.close()
+    finally:
+        await server.stop()
+    return kept
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+async def test_acknowledged_messages_survive_a_power_cut(
+    disk: powercut.PowerCut, seed: int | None
+) -> None:
+    assert await stored_before_a_cut(disk, fsync=True, seed=seed) == 3 * NUM_MESSAGES
+
+
+async def test_without_fsync_a_power_cut_loses_what_was_acknowledged(
+    disk: powercut.PowerCut,
+) -> None:
+    """The other test can fail."""
+    assert await stored_before_a_cut(disk, fsync=False, seed=None) < 3 * NUM_MESSAGES
