@@ -274,7 +274,8 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
     "phaseloom.gateway": [
         ("core", "futures", "models", "records", "tokenizers"),
         ("tenants",),
-        ("http", "sampling"),
+        ("replicas", "sampling"),
+        ("http",),
         ("openai", "tinker"),
         ("main",),
     ],

@@ -147,6 +147,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     gateway_port: int = 0
     """The port of this machine at which a gateway serves the Tinker API and OpenAI's; 0: none. A
     tenant's API key is `tml-` and its password."""
+    gateways: int = 1
+    """The number of replicas of the gateway, which share its port."""
     gateway_session_s: float = 600.0
     """How long a session of the Tinker SDK may be silent before its models are ended."""
     metrics: bool = False
@@ -174,6 +176,12 @@ class MeshConfig(msgspec.Struct, frozen=True):
                 "a mesh without a scheduler runs nothing",
                 field="mesh.schedulers",
                 remedy="use 1, or 2 for a standby",
+            )
+        if self.gateways < 1:
+            raise CallerError(
+                "a gateway without a replica answers nobody",
+                field="mesh.gateways",
+                remedy="use 1 or more, and gateway_port=0 for no gateway",
             )
         if self.routers < 1:
             raise CallerError(
@@ -210,7 +218,7 @@ def child_specs(
     specs = [*_schedulers(config, secret), *_routers(config)]
     specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
     if config.gateway_port:
-        specs.append(_gateway(config, credentials))
+        specs += _gateways(config, credentials)
     for node in config.nodes:
         specs += _node(node, config, run_dir, sockets, secret)
     return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
@@ -257,14 +265,20 @@ def api_key(password: str) -> str:
     return f"tml-{password}"
 
 
-def _gateway(config: MeshConfig, credentials: Credentials) -> ChildSpec:
-    settings = {
-        "PORT": config.gateway_port,
-        "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
-        "PASSWORDS": credentials.tenants,
-        "SESSION_S": config.gateway_session_s,
-    }
-    return ChildSpec("gateway", "phaseloom.gateway.main", _section("GATEWAY", settings))
+def _gateways(config: MeshConfig, credentials: Credentials) -> list[ChildSpec]:
+    specs = []
+    for number in range(config.gateways):
+        name = f"gateway-{number}"
+        settings = {
+            "NAME": name,
+            "PORT": config.gateway_port,
+            "SHARES_PORT": config.gateways > 1,
+            "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
+            "PASSWORDS": credentials.tenants,
+            "SESSION_S": config.gateway_session_s,
+        }
+        specs.append(ChildSpec(name, "phaseloom.gateway.main", _section("GATEWAY", settings)))
+    return specs
 
 
 def _node(

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from phaseloom.client import CallerError, Prompt, SamplingParams, Sequence, float32s, int32s
-from phaseloom.gateway.http import answers, body_of, tenant_of
+from phaseloom.gateway.http import body_of, tenant_of
 from phaseloom.gateway.records import CheckpointRecord
 from phaseloom.gateway.sampling import Source, check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
@@ -27,17 +27,8 @@ from phaseloom.gateway.tokenizers import ModelTokenizer, tokenizer_of
 
 PREFIX = "/v1"
 _DEFAULT_TOKENS = 16
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 routes = web.RouteTableDef()
-
-
-def _refused(status: int, message: str, field: str) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": field or None, "code": None}}
-
-
-told = answers(_refused)
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -163,7 +154,6 @@ def _sampling(asked: _Asked, max_tokens: int, top: int) -> SamplingParams:
 
 
 @routes.get(PREFIX + "/models")
-@told
 async def models(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     saved = tenant.book.all(CheckpointRecord, tenant.name)
@@ -176,7 +166,6 @@ async def models(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/completions")
-@told
 async def completions(request: web.Request) -> web.StreamResponse:
     tenant, asked = tenant_of(request), await body_of(request, Complete)
     call = Call(tenant, await source_of(tenant, asked.model), asked)
@@ -208,7 +197,6 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 @routes.post(PREFIX + "/chat/completions")
-@told
 async def chat(request: web.Request) -> web.StreamResponse:
     tenant, asked = tenant_of(request), await body_of(request, Chat)
     call = Call(tenant, await source_of(tenant, asked.model), asked)
@@ -236,7 +224,6 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 @routes.post("/inference/v1/generate")
-@told
 async def tokens(request: web.Request) -> web.StreamResponse:
     """Tokens in, tokens out, as vLLM has it and agent frameworks ask for it."""
     tenant, asked = tenant_of(request), await body_of(request, Tokens)

@@ -52,7 +52,7 @@ class Source:
 
     async def _sampler(self, tenant: Tenant) -> VersionedSampler:
         if not self.model:
-            return await tenant.models.base_sampler(self.base.name, self.adapter)
+            return await tenant.models.base_sampler(self.base, self.adapter)
         record = tenant.book.get(ModelRecord, tenant.name, self.model)
         return (await tenant.models.trained(record.job)).sampler
 

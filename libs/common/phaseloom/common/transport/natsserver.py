@@ -60,7 +60,8 @@ class EmbeddedServer:
     Args: directory: holds `store/` (JetStream), `nats.conf`, `nats.log` and the ports file.
           tenants: the tenants that get an account; the mesh has one in any case.
           credentials_file: file that every start writes, for its owner only; None:
-              `credentials.json` in the directory.
+              `credentials.json` in the directory. Where there is one, the server has its passwords
+              and its port again.
           fsync: whether the server has a message on disk before it acknowledges it. Otherwise what
               it has acknowledged survives a killed process, but not a power cut.
     """
@@ -75,10 +76,14 @@ class EmbeddedServer:
     ) -> None:
         self._directory = directory.absolute()
         self._credentials_file = credentials_file or self._directory / "credentials.json"
-        self._password = secrets.token_urlsafe(24)
-        self._tenants = {check_name(t, "tenants"): secrets.token_urlsafe(24) for t in tenants}
+        earlier = _read_credentials(self._credentials_file)
+        known = {} if earlier is None else earlier.tenants
+        self._password = secrets.token_urlsafe(24) if earlier is None else earlier.password
+        self._tenants = {
+            check_name(t, "tenants"): known.get(t) or secrets.token_urlsafe(24) for t in tenants
+        }
+        self._port = -1 if earlier is None else int(earlier.url.rpartition(":")[2])
         self._fsync = fsync
-        self._port = -1
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> EmbeddedServer:
@@ -293,6 +298,14 @@ def parse_version(text: str) -> tuple[int, int]:
     major, _, rest = text.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _read_credentials(file: Path) -> Credentials | None:
+    """Those of an earlier server in the same directory."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Credentials)
+    except FileNotFoundError:
+        return None
 
 
 def _read_port(file: Path) -> int | None:
