@@ -29,7 +29,7 @@ TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),bus.py 
 	natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
 TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
 TESTS_profiler := tests/unit/profiler $(addprefix $(ON),profiler.py)
-TESTS_gateway := tests/integration/gateway
+TESTS_gateway := tests/unit/gateway tests/integration/gateway
 TESTS_router := tests/unit/router $(addprefix $(ON),router.py)
 TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addprefix $(ON), \
 	live_policies.py recorder.py)

@@ -194,15 +194,22 @@ async def running_mesh(config: MeshConfig, directory: Path) -> AsyncIterator[tup
     disk of a test machine, and `test_power_cuts` shows what it is for."""
     async with Mesh(msgspec.structs.replace(config, fsync=False), directory) as mesh:
         await mesh.ready()
-        bus = await Bus.open(mesh.credentials.bus, "test")
-        log = Log()
-        following = asyncio.create_task(log.follow(bus))
-        try:
+        async with following(mesh) as log:
             yield mesh, log
-        finally:
-            following.cancel()
-            await asyncio.wait([following])
-            await bus.close()
+
+
+@asynccontextmanager
+async def following(mesh: Mesh) -> AsyncIterator[Log]:
+    """The decision log of a mesh that is up."""
+    bus = await Bus.open(mesh.credentials.bus, "test")
+    log = Log()
+    task = asyncio.create_task(log.follow(bus))
+    try:
+        yield log
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await bus.close()
 
 
 def rank_pid(mesh: Mesh, deployment: str, node: str = "*") -> int:

@@ -61,14 +61,16 @@ def status_of(error: PhaseloomError) -> int:
     return _STATUS.get(error.info.code, 400 if is_callers else 500)
 
 
-def refused(path: str, status: int, message: str, field: str) -> web.Response:
+def error_body(path: str, status: int, message: str, field: str) -> dict[str, Any]:
     """An error as the API that the path is of has it."""
-    body: dict[str, Any] = {"detail": message, "field": field}
-    if not path.startswith(_TINKER):
-        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-        error = {"message": message, "type": kind, "param": field or None, "code": None}
-        body = {"error": error}
-    return web.json_response(body, status=status)
+    if path.startswith(_TINKER):
+        return {"detail": message, "field": field}
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": field or None, "code": None}}
+
+
+def refused(path: str, status: int, message: str, field: str) -> web.Response:
+    return web.json_response(error_body(path, status, message, field), status=status)
 
 
 @web.middleware

@@ -23,7 +23,7 @@ from phaseloom.client import (
     Code,
     Deployment,
     DeploymentSpec,
-    GenerateResult,
+    GenerateHandle,
     Mesh,
     MeshJob,
     ModelSpec,
@@ -117,7 +117,8 @@ class VersionedSampler:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
-    ) -> OperationHandle[GenerateResult]:
+        stream: bool = False,
+    ) -> GenerateHandle:
         """Submit a `generate` with a version's weights.
 
         Raises: CallerError: NOT_FOUND: the version is gone.
@@ -130,7 +131,11 @@ class VersionedSampler:
                 )
                 self._holds = version
             return self._deployment.generate(
-                [prompt], sampling, num_samples, prompt_logprobs=prompt_logprobs
+                [prompt],
+                sampling,
+                num_samples,
+                prompt_logprobs=prompt_logprobs,
+                stream=stream,
             )
 
     async def take(
