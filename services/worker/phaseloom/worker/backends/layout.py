@@ -200,14 +200,7 @@ def _check_adapter(spec: DeploymentSpec, able: Capabilities) -> None:
             f"the {spec.backend} backend cannot do adapters",
             code=Code.FAILED_PRECONDITION,
             field="model.adapter",
-            remedy="use the backends 'fsdp' and 'sampler', or leave the adapter out",
-        )
-    if able.trains and spec.layout.num_ranks > 1:
-        raise CallerError(
-            "an adapter is trained on one rank",
-            code=Code.FAILED_PRECONDITION,
-            field="layout.dp",
-            remedy="use layout.dp = 1",
+            remedy="use the backends 'fsdp', 'sampler' and 'vllm', or leave the adapter out",
         )
 
 
