@@ -17,7 +17,7 @@ COOKBOOK_VENV := .venv-cookbook
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro weave-tails \
-	philly llmd-replay
+	philly llmd-replay $(addprefix jigsaw-fig,12 13 14 15 16 17 19 20)
 
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.
 ON := tests/integration/test_
@@ -26,10 +26,10 @@ TESTS_cli := tests/unit/cli $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervis
 TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \
 	contract_on_mesh.py fuzz.py)
 TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),bus.py leases.py \
-	natsclient.py natsserver.py service_stops.py telemetry.py)
+	natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
 TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
 TESTS_profiler := tests/unit/profiler $(addprefix $(ON),profiler.py)
-TESTS_gateway := tests/integration/gateway
+TESTS_gateway := tests/unit/gateway tests/integration/gateway
 TESTS_router := tests/unit/router $(addprefix $(ON),router.py)
 TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addprefix $(ON), \
 	live_policies.py recorder.py)
@@ -53,7 +53,7 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-runtimes bench-gateway bench-offpolicy bench-tails loadtest chaos gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails loadtest chaos gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -124,6 +124,10 @@ bench-hidden: $(VENV)/.test
 ## bench-delta: SmolLM2 in bfloat16 is trained, and every version sent as a delta and whole
 bench-delta: $(VENV)/.test $(SMOLLM2)
 	$(BIN)/python -m loadtest delta $(SMOLLM2) $(ARGS)
+
+## bench-lora: switches of an adapter beside those of all weights, eight adapters in one batch
+bench-lora: $(VENV)/.test
+	$(BIN)/python -m loadtest lora $(ARGS)
 
 ## bench-runtimes: the backends beside plain torch, vLLM alone and plain copies; ARGS="--rounds 9"
 bench-runtimes: $(VENV)/.test $(VLLM_VENV)/.test

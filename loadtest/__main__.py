@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadtest import (
+    adapterbench,
     batching,
     chaos,
     deltasync,
@@ -40,6 +41,7 @@ def bench(
     rounds: int = 10,
     operations: int = 2000,
     file: Path = LATEST,
+    fsync: bool = True,
     state: bool = True,
     hidden: bool = True,
 ) -> None:
@@ -53,14 +55,19 @@ def bench(
         Operations of each side with one in flight, over all rounds.
     file
         Where the figures are merged by name.
+    fsync
+        Have all servers fsync each message before they acknowledge it. Figures without it have
+        names of their own, and are of round trips alone.
     state
         Run `state` too, into state.json beside the file.
     hidden
         Run `hidden` too, into hidden.json beside the file.
     """
     directory = _work_directory(file)
-    figures = uvloop.run(roundtrip.measure(directory, rounds, max(1, operations // rounds)))
-    figures += uvloop.run(batching.measure(directory, rounds))
+    per_round = max(1, operations // rounds)
+    figures = uvloop.run(roundtrip.measure(directory, rounds, per_round, fsync=fsync))
+    if fsync:
+        figures += uvloop.run(batching.measure(directory, rounds))
     Console().print(_table(record(figures, describe(), file).figures))
     if state:
         state_test(file=file.with_name("state.json"))
@@ -334,6 +341,21 @@ def hidden_test(
     )
     idle = ", ".join(f"{device} {share:.0%}" for device, share in report.idle_share.items())
     console.print(f"idle: {idle}; waited for, s: {report.unhidden_seconds}")
+
+
+@app.command(name="lora")
+def lora_test(*, rounds: int = 5, file: Path = _RUNS / "lora.json") -> None:
+    """Measure what adapters on one base save: switches, and rows of eight of them in one batch.
+
+    Parameters
+    ----------
+    rounds
+        How often the sides take turns.
+    file
+        Where the figures are merged by name.
+    """
+    figures = uvloop.run(adapterbench.measure(_work_directory(file), rounds))
+    Console().print(_table(record(figures, describe("torch", "transformers"), file).figures))
 
 
 @app.command(name="delta")

@@ -299,6 +299,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "delta": ("delta.json", "state.md", DeltaReport, delta_table),
     "gateway": ("gateway.json", "gateway.md", GatewayReport, gateway_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
+    "lora": ("lora.json", "adapters.md", Records, bench_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
     "tails": ("tails.json", "rollouts.md", TailReport, tails_table),
     "offpolicy": ("offpolicy.json", "rollouts.md", OffPolicyReport, off_policy_table),

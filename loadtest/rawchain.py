@@ -81,14 +81,18 @@ class Controller:
 
 
 @asynccontextmanager
-async def raw_chain(directory: Path, payload: bytes) -> AsyncIterator[Controller]:
+async def raw_chain(
+    directory: Path, payload: bytes, *, fsync: bool = True
+) -> AsyncIterator[Controller]:
     """A chain on a server of its own; everything ends with the block.
 
     Args: directory: where the server's store lies.
           payload: the payload of every operation.
+          fsync: whether the server has each message on disk before it acknowledges it.
     """
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(EmbeddedServer(directory / "nats", [TENANT]))
+        embedded = EmbeddedServer(directory / "nats", [TENANT], fsync=fsync)
+        server = await stack.enter_async_context(embedded)
         credentials = server.credentials
         bus = await Bus.open(credentials.bus, "raw")
         stack.push_async_callback(bus.close)

@@ -50,7 +50,7 @@ def short_dir() -> Iterator[Path]:
 @pytest.fixture
 async def nats_server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
     """A nats-server with an empty store and the tenants `acme` and `globex`."""
-    async with EmbeddedServer(tmp_path / "nats", TENANTS) as server:
+    async with EmbeddedServer(tmp_path / "nats", TENANTS, fsync=False) as server:
         yield server
 
 

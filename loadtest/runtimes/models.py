@@ -7,6 +7,7 @@ from typing import Any
 
 from phaseloom.common.contract.operations import Generate, GenerateResult, Prompt, SamplingParams
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.worker.backends.base import AdapterVersion
 
 VOCABULARY = 4096
 POSITIONS = 512
@@ -58,6 +59,9 @@ class Nobody:
 
     def joined(self) -> list[Generate]:
         return []
+
+    def adapter(self, i: int) -> AdapterVersion | None:
+        return None
 
     def is_cancelled(self, i: int) -> bool:
         return False

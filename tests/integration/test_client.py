@@ -225,7 +225,7 @@ async def test_a_session_that_ends_learns_how_its_operations_ended(
 ) -> None:
     """They have ended, and nobody has told it yet."""
     async with deaf_outbox(nats_server, bus) as (outbox, parts), asyncio.timeout(60):
-        while not all(part.is_stored for part in parts):
+        while not all(part.stored.is_set() for part in parts):
             await asyncio.wait([part.outcome for part in parts], timeout=0.1)
         await outbox.settle()
         outbox.end(ResourceError("over"))

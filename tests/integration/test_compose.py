@@ -210,6 +210,7 @@ def test_server_configuration_has_the_accounts_of_the_mesh() -> None:
     expected = natsserver.accounts("$PHASELOOM_MESH_PASSWORD", {"demo": "$PHASELOOM_DEMO_PASSWORD"})
     assert settings["accounts"] == expected
     assert settings["max_payload"] == MAX_PAYLOAD_BYTES
+    assert settings["jetstream"] == natsserver.SYNCED
 
 
 def test_images_are_small_and_not_root() -> None:

@@ -84,19 +84,26 @@ async def told(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(
-    directory: Path, session_s: float = 600.0, **models: Path
+    directory: Path, session_s: float = 600.0, replicas: int = 1, port: int = 0, **models: Path
 ) -> AsyncIterator[Served]:
-    """A mesh with a gateway, the registered model `tiny`, which has a chat template, and others."""
-    model = await asyncio.to_thread(save_model, directory / "model", torch.float32)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+    """A mesh with a gateway, the registered model `tiny`, which has a chat template, and others.
+
+    Where there was one in the directory, this goes on with what that one has left.
+    """
+    model = directory / "model"
+    if not model.exists():
+        await asyncio.to_thread(save_model, model, torch.float32)
+        (model / "chat_template.jinja").write_text(TEMPLATE)
     names = {name: str(path) for name, path in {"tiny": model, **models}.items()}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = int(listener.getsockname()[1])
     config = MeshConfig(
         nodes=_NODES,
         tenants=[TENANT, OTHER],
         models=names,
         gateway_port=port,
+        gateways=replicas,
         gateway_session_s=session_s,
     )
     async with Mesh(config, directory / "run") as mesh:

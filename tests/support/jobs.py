@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import msgspec
 from grpo import deployments, train
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -189,18 +190,26 @@ class Log:
 
 @asynccontextmanager
 async def running_mesh(config: MeshConfig, directory: Path) -> AsyncIterator[tuple[Mesh, Log]]:
-    """A mesh that is up, and its decision log."""
-    async with Mesh(config, directory) as mesh:
+    """A mesh that is up, and its decision log. Its server does not fsync: that takes turns on the
+    disk of a test machine, and `test_power_cuts` shows what it is for."""
+    async with Mesh(msgspec.structs.replace(config, fsync=False), directory) as mesh:
         await mesh.ready()
-        bus = await Bus.open(mesh.credentials.bus, "test")
-        log = Log()
-        following = asyncio.create_task(log.follow(bus))
-        try:
+        async with following(mesh) as log:
             yield mesh, log
-        finally:
-            following.cancel()
-            await asyncio.wait([following])
-            await bus.close()
+
+
+@asynccontextmanager
+async def following(mesh: Mesh) -> AsyncIterator[Log]:
+    """The decision log of a mesh that is up."""
+    bus = await Bus.open(mesh.credentials.bus, "test")
+    log = Log()
+    task = asyncio.create_task(log.follow(bus))
+    try:
+        yield log
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await bus.close()
 
 
 def rank_pid(mesh: Mesh, deployment: str, node: str = "*") -> int:

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from phaseloom.common.contract.operations import DrawnTokens, Generate, GenerateResult
+from phaseloom.worker.backends.base import AdapterVersion
 
 
 class Looker:
     """A `Watch` that cancels or stops a request once so many of its tokens are done, or stops all
     once so few of their samples are open, and has others join once request 0 has so many tokens; by
-    default none. New tokens are wanted every `tell_every`-th time that it is asked."""
+    default none. New tokens are wanted every `tell_every`-th time that it is asked.
+    `adapters` are what requests are generated with in place of the deployment's own weights."""
 
     def __init__(
         self,
@@ -21,6 +23,7 @@ class Looker:
         stop_once_open: int = -1,
         join_at: Mapping[int, Sequence[Generate]] | None = None,
         tell_every: int = 1,
+        adapters: Mapping[int, AdapterVersion] | None = None,
     ) -> None:
         self.seen: dict[int, list[tuple[int, int]]] = {}
         self.open: dict[int, list[int]] = {}
@@ -36,6 +39,7 @@ class Looker:
         self._stop_at = stop_at or {}
         self._stop_once_open = stop_once_open
         self._join_at = dict(join_at or {})
+        self._adapters = adapters or {}
 
     @property
     def ordered(self) -> list[GenerateResult | None]:
@@ -45,6 +49,9 @@ class Looker:
     def joined(self) -> Sequence[Generate]:
         due = [at for at in self._join_at if self._done(0) >= at]
         return [args for at in due for args in self._join_at.pop(at)]
+
+    def adapter(self, i: int) -> AdapterVersion | None:
+        return self._adapters.get(i)
 
     def is_cancelled(self, i: int) -> bool:
         self.asked.add(i)

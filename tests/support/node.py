@@ -419,7 +419,7 @@ async def running_node(
         f"{configuration.PREFIX}STATEMGR_HOST_SPARE": str(host_spare),
     }
     with short_directory() as directory:
-        async with EmbeddedServer(directory / "nats", [TENANT]) as server:
+        async with EmbeddedServer(directory / "nats", [TENANT], fsync=False) as server:
             bus = await Bus.open(server.credentials.bus, "test")
             try:
                 await bus.provision_tenant(TENANT, 64 * 2**20)

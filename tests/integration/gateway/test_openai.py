@@ -28,9 +28,9 @@ async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
         AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api,
     ):
         model = client.ModelSpec(registered="tiny")
-        job = await mesh.submit_job(
-            "mine", [client.DeploymentSpec("scorer", "rollout", "sampler", model)]
-        )
+        trainer = client.DeploymentSpec("trainer", "train", "fsdp", model, trainable=True)
+        scorer_spec = client.DeploymentSpec("scorer", "rollout", "sampler", model)
+        job = await mesh.submit_job("mine", [scorer_spec, trainer])
         scorer = job.deployment("scorer")
         sampling = client.SamplingParams(6, temperature=0.8, top_k=5)
         expected = (await scorer.generate([client.Prompt(PROMPT, seed=11)], sampling, 2)).sequences[
@@ -58,12 +58,12 @@ async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
             assert answer.usage.prompt_tokens == 3
             assert answer.usage.completion_tokens == 12
 
-        # The log-probabilities are those that `forward` finds.
+        # The log-probabilities are those that the trainer finds.
         tokens = [*PROMPT, *client.int32s(expected[0].tokens)]
-        scored = await scorer.forward([client.Datum(tokens[:-1], tokens[1:])])
+        scored = await job.deployment("trainer").forward([client.Datum(tokens[:-1], tokens[1:])])
         own = client.float32s(scored.logprobs[0])[len(PROMPT) - 1 :]
         told = answers[0].choices[0].logprobs.token_logprobs
-        assert max(abs(a - b) for a, b in zip(own, told, strict=True)) <= 1e-5
+        assert max(abs(a - b) for a, b in zip(own, told, strict=True)) <= 2e-6
 
         chat: Any = await api.chat.completions.create(
             messages=MESSAGES, logprobs=True, top_logprobs=2, extra_body=extra, **common
@@ -88,13 +88,6 @@ async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
                 values = [each["logprob"] for each in choice["logprobs"]["content"]]
                 assert values == client.float32s(sequence.logprobs)
 
-        stream = await api.chat.completions.create(messages=MESSAGES, stream=True, **common)
-        streamed: dict[int, str] = {}
-        async for chunk in stream:
-            for part in chunk.choices:
-                streamed[part.index] = streamed.get(part.index, "") + (part.delta.content or "")
-        assert streamed == {each.index: each.message.content for each in await _chat(api, common)}
-
         several = await api.completions.create(prompt=[PROMPT, PROMPT[:2]], **common)
         assert [each.index for each in several.choices] == [0, 1, 2, 3]
         stopped: Any = await api.completions.create(
@@ -105,11 +98,6 @@ async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
             extra_body={**IDS, "stop_token_ids": list(range(29))},
         )
         assert (len(stopped.choices[0].token_ids), stopped.choices[0].finish_reason) == (1, "stop")
-
-
-async def _chat(api: AsyncOpenAI, common: dict[str, Any]) -> list[Any]:
-    answer = await api.chat.completions.create(messages=MESSAGES, **common)
-    return [*answer.choices]
 
 
 async def test_mistakes_are_told_as_openai_tells_them(short_dir: Path) -> None:

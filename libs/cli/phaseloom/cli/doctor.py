@@ -15,6 +15,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 import msgspec
@@ -50,6 +52,8 @@ _MIN_SHM_BYTES = 64 * 2**20
 _MIN_DISK_BYTES = 2 * 2**30
 _MIN_MEMORY_BYTES = 4 * 2**30
 _MAX_CLOCK_OFFSET_S = 1.0
+_FSYNCS = 20
+_MAX_FSYNC_S = 0.01
 _UNLIMITED_STREAM_CONSUMERS = -1
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
@@ -94,6 +98,7 @@ def doctor(
     """
     findings = [
         *local_findings(runs),
+        *_durability(mesh_file),
         *interpreter_findings(_interpreters(mesh_file)),
         *asyncio.run(server_findings()),
     ]
@@ -112,6 +117,19 @@ def _table(findings: list[Finding]) -> Table:
         mark = f"[{colours[finding.verdict]}]{finding.verdict}[/]"
         table.add_row(mark, finding.check, finding.found, finding.remedy)
     return table
+
+
+def _durability(mesh_file: Path | None) -> list[Finding]:
+    """What a power cut loses of a mesh that `phaseloom up` would start."""
+    return [check_durability(fsync=config.load(MeshConfig, "mesh", file=mesh_file).fsync)]
+
+
+def check_durability(*, fsync: bool) -> Finding:
+    if not fsync:
+        found = "a power cut loses acknowledged operations"
+        remedy = "fsync = true in [mesh]: docs/durability.md"
+        return Finding("durability", Verdict.WARNING, found, remedy)
+    return Finding("durability", Verdict.OK, "what is acknowledged is on disk")
 
 
 # --- this machine --------------------------------------------------------------------------------
@@ -211,6 +229,7 @@ def check_memlock(limit: int, *, has_gpu: bool) -> Finding:
 def _disk(runs: Path) -> Iterator[Finding]:
     existing = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     yield check_disk(shutil.disk_usage(existing).free, existing)
+    yield check_fsync(_fsync_s(existing))
     yield _nvme(existing)
 
 
@@ -220,6 +239,29 @@ def check_disk(free_bytes: int, where: Path) -> Finding:
         remedy = "free some: seals and the operation log fail when it is full, job by job"
         return Finding("disk", Verdict.WARNING, found, remedy)
     return Finding("disk", Verdict.OK, found)
+
+
+def _fsync_s(directory: Path) -> float:
+    """The median time in which a small write gets to the disk."""
+    times_s = []
+    with tempfile.TemporaryFile(dir=directory) as file:
+        for _ in range(_FSYNCS):
+            started_s = time.perf_counter()
+            os.write(file.fileno(), bytes(512))
+            os.fdatasync(file.fileno())
+            times_s.append(time.perf_counter() - started_s)
+    return median(times_s)
+
+
+def check_fsync(fsync_s: float) -> Finding:
+    found = f"{fsync_s * 1e3:.2f} ms a small write; an operation waits for four"
+    if fsync_s > _MAX_FSYNC_S:
+        remedy = (
+            "put the runs directory on a faster disk; `fsync = false` in [mesh] does not wait, and "
+            "a power cut then loses what was acknowledged: docs/durability.md"
+        )
+        return Finding("fsync", Verdict.WARNING, found, remedy)
+    return Finding("fsync", Verdict.OK, found)
 
 
 def _nvme(directory: Path) -> Finding:

@@ -28,6 +28,7 @@ _MODEL_COMMANDS = {
     "add": ("models:add", "Register a model's directory under a name that jobs can give."),
     "convert": ("gguf:convert", "Make a model's directory of a GGUF file."),
     "list": ("models:list_models", "List the registered models."),
+    "merge": ("merging:merge", "Make a whole model's directory of a base and an adapter."),
     "remove": ("models:remove", "Remove the name of a model; its files stay."),
 }
 """The subcommands of `phaseloom model`: `module:function` and the line of help."""

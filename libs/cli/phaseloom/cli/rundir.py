@@ -32,11 +32,37 @@ def new_run_dir(runs: Path) -> Path:
         except FileExistsError:
             number += 1
             run_dir = runs / f"{name}-{number}"
-    partial = runs / f".latest.{os.getpid()}"
+    _point_at(run_dir)
+    return run_dir
+
+
+def _point_at(run_dir: Path) -> None:
+    """Let `latest` beside a run point to it."""
+    partial = run_dir.with_name(f".latest.{os.getpid()}")
     partial.unlink(missing_ok=True)
     partial.symlink_to(run_dir.name)
-    partial.replace(runs / "latest")
-    return run_dir
+    partial.replace(run_dir.with_name("latest"))
+
+
+def run_to_resume(run: str, runs: Path) -> Path:
+    """The directory of a run that has ended, to go on in.
+
+    Args: run: its name under `runs`, or a path; empty: the newest.
+    Raises: CallerError: NOT_FOUND: there is none. FAILED_PRECONDITION: the run has not ended.
+    """
+    if run and not Path(run).is_dir() and (runs / run).is_dir():
+        run = str(runs / run)
+    found = find_run(Path(run) if run else None, runs).resolve()
+    file = found / "mesh.json"
+    pid = msgspec.json.decode(file.read_bytes())["pid"] if file.is_file() else 0
+    if pid and Path(f"/proc/{pid}").exists():
+        raise CallerError(
+            f"the mesh in {found} still runs: process {pid}",
+            code=Code.FAILED_PRECONDITION,
+            field="--resume",
+            remedy="stop it first",
+        )
+    return found
 
 
 def find_run(run: Path | None, runs: Path = RUNS) -> Path:

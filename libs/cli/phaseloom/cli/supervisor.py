@@ -45,6 +45,7 @@ from phaseloom.common.contract.events import NodeLost, NodeUp
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import DeviceKind, Residency
 from phaseloom.common.process import config as configuration
+from phaseloom.common.process.files import replace_file
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport import framing
@@ -134,6 +135,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """When a node is away for longer, what was on it is rebuilt elsewhere where it can be."""
     node_gone_s: float = 1800.0
     """When a node is away for longer, it counts as gone for good; 0: only an operator says so."""
+    fsync: bool = True
+    """Whether NATS has a message on disk before it acknowledges it. Otherwise what it has
+    acknowledged survives a killed process, but not a power cut."""
     ops_max_bytes: int = 2**30
     """The most bytes in a tenant's operation stream; publishing into a full one is refused."""
     tenant_limits: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
@@ -144,6 +148,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     gateway_port: int = 0
     """The port of this machine at which a gateway serves the Tinker API and OpenAI's; 0: none. A
     tenant's API key is `tml-` and its password."""
+    gateways: int = 1
+    """The number of replicas of the gateway, which share its port."""
     gateway_session_s: float = 600.0
     """How long a session of the Tinker SDK may be silent before its models are ended."""
     metrics: bool = False
@@ -171,6 +177,12 @@ class MeshConfig(msgspec.Struct, frozen=True):
                 "a mesh without a scheduler runs nothing",
                 field="mesh.schedulers",
                 remedy="use 1, or 2 for a standby",
+            )
+        if self.gateways < 1:
+            raise CallerError(
+                "a gateway without a replica answers nobody",
+                field="mesh.gateways",
+                remedy="use 1 or more, and gateway_port=0 for no gateway",
             )
         if self.routers < 1:
             raise CallerError(
@@ -207,7 +219,7 @@ def child_specs(
     specs = [*_schedulers(config, secret), *_routers(config)]
     specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
     if config.gateway_port:
-        specs.append(_gateway(config, credentials))
+        specs += _gateways(config, credentials)
     for node in config.nodes:
         specs += _node(node, config, run_dir, sockets, secret)
     return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
@@ -254,14 +266,20 @@ def api_key(password: str) -> str:
     return f"tml-{password}"
 
 
-def _gateway(config: MeshConfig, credentials: Credentials) -> ChildSpec:
-    settings = {
-        "PORT": config.gateway_port,
-        "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
-        "PASSWORDS": credentials.tenants,
-        "SESSION_S": config.gateway_session_s,
-    }
-    return ChildSpec("gateway", "phaseloom.gateway.main", _section("GATEWAY", settings))
+def _gateways(config: MeshConfig, credentials: Credentials) -> list[ChildSpec]:
+    specs = []
+    for number in range(config.gateways):
+        name = f"gateway-{number}"
+        settings = {
+            "NAME": name,
+            "PORT": config.gateway_port,
+            "SHARES_PORT": config.gateways > 1,
+            "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
+            "PASSWORDS": credentials.tenants,
+            "SESSION_S": config.gateway_session_s,
+        }
+        specs.append(ChildSpec(name, "phaseloom.gateway.main", _section("GATEWAY", settings)))
+    return specs
 
 
 def _node(
@@ -439,6 +457,7 @@ class Mesh:
             self.run_dir / NATS,
             config.tenants,
             credentials_file=self.run_dir / "credentials.json",
+            fsync=config.fsync,
         )
         self.metrics_ports: dict[str, int] = {}
         """The port of each service's `http://127.0.0.1:<port>/metrics`, with `config.metrics`."""
@@ -647,10 +666,8 @@ class Mesh:
                 for name, port in self.metrics_ports.items()
             },
         }
-        file = self.run_dir / "mesh.json"
-        partial = file.with_name(".mesh.json")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
-        partial.replace(file)
+        content = msgspec.json.format(msgspec.json.encode(state)) + b"\n"
+        replace_file(self.run_dir / "mesh.json", content, 0o644)
 
 
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:

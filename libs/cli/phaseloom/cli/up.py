@@ -11,7 +11,7 @@ from pathlib import Path
 import uvloop
 from msgspec.structs import replace
 
-from phaseloom.cli.rundir import new_run_dir
+from phaseloom.cli.rundir import new_run_dir, run_to_resume
 from phaseloom.cli.supervisor import Mesh, MeshConfig, api_key
 from phaseloom.common.process import config
 from phaseloom.scheduler.core.policies.registry import check_policies
@@ -26,6 +26,9 @@ def up(
     placement: str | None = None,
     ordering: str | None = None,
     gateway: int = 0,
+    gateways: int = 0,
+    resume: bool = False,
+    run: str = "",
 ) -> None:
     """Run a nats-server and every service on this machine until Ctrl-C, for your own controllers.
 
@@ -43,6 +46,13 @@ def up(
         Policy that decides which ready operation a device runs next. It overrides the file's.
     gateway
         Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
+    gateways
+        How many replicas of the gateway share that port; 0: the file's, or one.
+    resume
+        Go on in the directory of an earlier run, with its jobs, checkpoints, keys and the gateway's
+        records. Give the same settings as then.
+    run
+        The run to go on with, by name or path; without it, the newest.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
@@ -50,8 +60,13 @@ def up(
     settings = config.load(MeshConfig, "mesh", file=mesh_file)
     settings.check()
     settings = with_policies(settings, placement, ordering)
-    settings = replace(settings, gateway_port=gateway or settings.gateway_port)
-    uvloop.run(_up(settings, new_run_dir(runs)))
+    settings = replace(
+        settings,
+        gateway_port=gateway or settings.gateway_port,
+        gateways=gateways or settings.gateways,
+    )
+    settings.check()
+    uvloop.run(_up(settings, run_to_resume(run, runs) if resume else new_run_dir(runs)))
 
 
 async def _up(settings: MeshConfig, run_dir: Path) -> None:

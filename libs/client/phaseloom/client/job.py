@@ -37,6 +37,11 @@ class Deployment:
         self._outbox = outbox
         self._rollouts = Rollouts(self.generate, outbox.start)
 
+    @property
+    def next_seq(self) -> int:
+        """The number of the next operation that is submitted without one of its own."""
+        return self._next_seq
+
     def generate(
         self,
         prompts: Iterable[ops.Prompt],

@@ -10,7 +10,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+)
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -264,13 +271,17 @@ class Mesh:
         await self._until(name, is_active)
         return await self._attach(name, may_be_new=True)
 
-    async def attach(self, name: str) -> MeshJob:
+    async def attach(self, name: str, *, numbered: Collection[str] = ()) -> MeshJob:
         """Open a new session of a job that runs; every older session of the job ends.
 
+        Args:   numbered: deployments whose operations are numbered by programs behind this one
+                (`Deployment.submit`), which submit again what was lost. Where there are some, the
+                newest session goes on, so that what it has stored stays valid, and holes in the
+                numbers are left open. See to it that nobody else goes on with the session.
         Raises: CallerError: NOT_FOUND: there is no such job; FAILED_PRECONDITION: it has ended.
         """
         check_name(name, "name")
-        return await self._attach(name, may_be_new=False)
+        return await self._attach(name, may_be_new=False, numbered=numbered)
 
     async def status(self, name: str) -> api.JobStatus:
         return await self._call("job.status", api.JobRequest(name), api.JobStatus)
@@ -346,14 +357,16 @@ class Mesh:
 
         await self._retried(attempt)
 
-    async def _attach(self, name: str, *, may_be_new: bool) -> MeshJob:
+    async def _attach(
+        self, name: str, *, may_be_new: bool, numbered: Collection[str] = ()
+    ) -> MeshJob:
         key = JobKey(self._tenant, name)
         told = Hooks(hooks.DECLARED.get())
         outbox = Outbox(self._client, key, self._start, self._answer_timeout_s, told)
         # Subscribe before any operation is published, so that no completion can be missed.
         subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
         hand_over(subscription, outbox.on_completion)
-        request = api.JobRequest(name)
+        request = api.JobRequest(name, numbered=[*numbered])
 
         async def attempt() -> api.Attached:
             try:

@@ -64,7 +64,8 @@ class Part:
         self.id = id
         self.kind = kind
         self.payload = payload
-        self.is_stored = False
+        self.stored = asyncio.Event()
+        """Set once the server certainly has it, or it has ended."""
         self.stored_s = 0.0
         self.misses = 0
         self.told: Callable[[Progress], None] | None = None
@@ -116,6 +117,11 @@ class OperationHandle(Generic[R_co]):
     @property
     def refs(self) -> list[After]:
         return [After(part.key.deployment, int(part.key.slot)) for part in self._parts]
+
+    async def stored(self) -> None:
+        """Wait until the mesh has the operation for good, or it has ended without."""
+        for part in self._parts:
+            await part.stored.wait()
 
     def done(self) -> bool:
         return all(part.outcome.done() for part in self._parts)
@@ -303,7 +309,8 @@ class Outbox:
         while not part.outcome.done():
             try:
                 if await self._try_publish(part):
-                    part.is_stored, part.stored_s = True, time.monotonic()
+                    part.stored_s = time.monotonic()
+                    part.stored.set()
                     return
             except ResourceError as error:
                 may_pass = error.info.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
@@ -386,7 +393,7 @@ class Outbox:
         They may still be on their way when the job's end is known.
         """
         deadline = time.monotonic() + self._answer_timeout_s
-        for part in [part for part in self._open.values() if part.is_stored]:
+        for part in [part for part in self._open.values() if part.stored.is_set()]:
             pause_s = _FIRST_PAUSE_S
             while not part.outcome.done() and time.monotonic() < deadline:
                 try:
@@ -402,7 +409,7 @@ class Outbox:
         Later operations end later, so nothing is lost by stopping there.
         """
         oldest = time.monotonic() - min_age_s
-        while (part := self._first_open(name)) and part.is_stored and part.stored_s <= oldest:
+        while (part := self._first_open(name)) and part.stored.is_set() and part.stored_s <= oldest:
             await self._look_up(part)
             if not part.outcome.done():
                 return
@@ -459,6 +466,7 @@ class Outbox:
         if part.outcome.done():
             return
         part.outcome.set_result(outcome)
+        part.stored.set()
         error = outcome if isinstance(outcome, PhaseloomError) else None
         self.hooks.tell(OperationEnded(part.key, part.kind, error))
 
@@ -477,7 +485,7 @@ class Outbox:
         pause_s = _FIRST_PAUSE_S
         while not part.outcome.done():
             try:
-                if part.is_stored:
+                if part.stored.is_set():
                     return await call_api(self._client, key.tenant, call, request, api.Explanation)
             except PhaseloomError as error:
                 if error.info.code is Code.FAILED_PRECONDITION and await self._has_ended(part):

@@ -24,6 +24,11 @@ class Promise:
     handle: OperationHandle[Any] | None = None
     """The operation that it waits for, which the mesh can explain."""
 
+    async def stored(self) -> None:
+        """Wait until the mesh has its operation: from then on it is kept whoever dies."""
+        if self.handle is not None:
+            await self.handle.stored()
+
     async def why(self) -> str:
         """Why it waits, in the scheduler's words."""
         if self.handle is None:

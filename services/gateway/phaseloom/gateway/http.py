@@ -11,12 +11,12 @@ import nats.errors
 from aiohttp import web
 
 from phaseloom.client import CallerError, Code, PhaseloomError
-from phaseloom.gateway.tenants import Tenant, Tenants
+from phaseloom.gateway.replicas import REPLICA
+from phaseloom.gateway.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-TENANTS: web.AppKey[Tenants] = web.AppKey("tenants", Tenants)
 
 _STATUS = {
     Code.NOT_FOUND: 404,
@@ -25,6 +25,11 @@ _STATUS = {
     Code.UNAVAILABLE: 503,
 }
 """Codes that have a status of their own. Other mistakes of a caller are 400, all else is 500."""
+
+_TINKER = "/api/"
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""OpenAI's names for errors."""
+MAX_BODY_BYTES = 64 * 2**20
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,19 +40,18 @@ class Unauthorized(Exception):
 
 def tenant_of(request: web.Request) -> Tenant:
     """The tenant whose key the request has. Raises: Unauthorized."""
-    key = request.headers.get("X-API-Key", "")
-    key = key or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-    tenant = request.app[TENANTS].of_key(key)
-    if tenant is None:
+    seat = request.app[REPLICA].seat(request)
+    if seat is None:
         raise Unauthorized
-    return tenant
+    assert seat.tenant is not None, "the call is passed on where another replica serves the tenant"
+    return seat.tenant
 
 
 async def body_of(request: web.Request, kind: type[T]) -> T:
     """The JSON body. Raises: CallerError: naming the field that is at fault."""
     try:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what, _, where = str(error).partition(" - at `$")
         raise CallerError(what, field=where.strip("`.")) from error
 
@@ -57,27 +61,48 @@ def status_of(error: PhaseloomError) -> int:
     return _STATUS.get(error.info.code, 400 if is_callers else 500)
 
 
-def answers(refused: Callable[[int, str, str], dict[str, Any]]) -> Callable[[Handler], Handler]:
-    """Have errors told in the way of an API.
+def error_body(path: str, status: int, message: str, field: str) -> dict[str, Any]:
+    """An error as the API that the path is of has it."""
+    if path.startswith(_TINKER):
+        return {"detail": message, "field": field}
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": field or None, "code": None}}
 
-    Args: refused: makes the body, of a status, a message and a field.
-    """
 
-    def wrap(handler: Handler) -> Handler:
-        async def answered(request: web.Request) -> web.StreamResponse:
-            try:
-                return await handler(request)
-            except Unauthorized:
-                return web.json_response(refused(401, "there is no such API key", ""), status=401)
-            except PhaseloomError as error:
-                status = status_of(error)
-                log.info("%s %s: %d: %s", request.method, request.path, status, error)
-                body = refused(status, str(error), error.info.field or "")
-                return web.json_response(body, status=status)
-            except nats.errors.Error as error:
-                log.warning("%s %s: %r", request.method, request.path, error)
-                return web.json_response(refused(503, "the mesh gives no answer", ""), status=503)
+def refused(path: str, status: int, message: str, field: str) -> web.Response:
+    return web.json_response(error_body(path, status, message, field), status=status)
 
-        return answered
 
-    return wrap
+@web.middleware
+async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Have every error told in the way of the API that was called."""
+
+    def refuse(status: int, message: str, field: str = "") -> web.Response:
+        log.info("%s %s: %d: %s", request.method, request.path, status, message)
+        return refused(request.path, status, message, field)
+
+    try:
+        return await handler(request)
+    except Unauthorized:
+        return refuse(401, "there is no such API key")
+    except PhaseloomError as error:
+        return refuse(status_of(error), str(error), error.info.field or "")
+    except web.HTTPException as error:
+        return refuse(error.status, _told_of(request, error))
+    except nats.errors.Error as error:
+        log.warning("%s %s: %r", request.method, request.path, error)
+        return refuse(503, "the mesh gives no answer")
+    except Exception:
+        log.exception("%s %s", request.method, request.path)
+        return refuse(500, "the gateway failed; its log says why")
+
+
+def _told_of(request: web.Request, error: web.HTTPException) -> str:
+    match error:
+        case web.HTTPMethodNotAllowed():
+            return f"use {' or '.join(sorted(error.allowed_methods))} for {request.path}"
+        case web.HTTPNotFound():
+            return f"there is no {request.path}; docs/gateway.md lists what is served"
+        case web.HTTPRequestEntityTooLarge():
+            return f"a request has at most {MAX_BODY_BYTES} bytes; send it in parts"
+    return error.reason

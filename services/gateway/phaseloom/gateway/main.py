@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import socket
 
 import msgspec
 from aiohttp import web
@@ -14,12 +14,12 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.gateway import openai, tinker
 from phaseloom.gateway.futures import Futures
-from phaseloom.gateway.http import TENANTS
+from phaseloom.gateway.http import MAX_BODY_BYTES, answered
 from phaseloom.gateway.models import Backends, Models
 from phaseloom.gateway.records import Book
-from phaseloom.gateway.tenants import Tenant, Tenants
+from phaseloom.gateway.replicas import PEERS, REPLICA, Replica, Seat, passed_on, peers
+from phaseloom.gateway.tenants import Tenant
 
-_MAX_BODY_BYTES = 64 * 2**20
 _END_S = 2.0
 """How long calls that wait for a promise may go on when the gateway is told to stop."""
 
@@ -45,6 +45,18 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     session_s: float = 600.0
     """A session of the Tinker SDK that is not heard of for so long is over, and its models are
     ended; the SDK sends a heartbeat every 10 s."""
+
+    shares_port: bool = False
+    """Whether other replicas on this machine listen at the same port, among which the kernel deals
+    out connections."""
+    peer_host: str = ""
+    """The host at which other replicas reach this one; empty: `host`, or this machine's name where
+    that is every address."""
+
+    @property
+    def reached_at(self) -> str:
+        every = self.host in ("0.0.0.0", "::")
+        return self.peer_host or (socket.gethostname() if every else self.host)
 
     @property
     def backends(self) -> Backends:
@@ -75,36 +87,52 @@ async def serve(stop: asyncio.Event) -> None:
     opening = Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
     bus = await lifecycle.unless_stopped(stop, opening)
     try:
-        book = Book(bus)
-        await book.load()
-        async with AsyncExitStack() as connections:
-            tenants = []
-            for name in sorted(set(settings.keys.values())):
-                connecting = connect(bus_config.url, name, settings.passwords[name])
-                mesh = await connections.enter_async_context(connecting)
+
+        async def serve_tenant(seat: Seat) -> None:
+            password = settings.passwords[seat.name]
+            async with connect(bus_config.url, seat.name, password) as mesh:
+                book = Book(bus)
+                await book.load(seat.name)
                 models = Models(mesh, settings.backends)
-                tenants.append(Tenant(name, models, Futures(), book, bus))
-            ending = tinker.end_silent_sessions(tenants, settings.session_s)
-            watching = asyncio.create_task(ending)
-            try:
-                await _listen(settings, Tenants(settings.keys, tenants), stop)
-            finally:
-                await lifecycle.end([watching])
+                seat.tenant = Tenant(seat.name, models, Futures(), book, bus)
+                await tinker.end_silent_sessions(seat.tenant, settings.session_s)
+
+        with socket.create_server((settings.host, 0)) as own:
+            address = f"http://{settings.reached_at}:{own.getsockname()[1]}"
+            tenants = sorted(set(settings.keys.values()))
+            seats = [Seat(name, bus, address, serve_tenant) for name in tenants]
+            app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answered, passed_on])
+            app.add_routes(tinker.routes)
+            app.add_routes(openai.routes)
+            app[REPLICA] = Replica(settings.keys, seats)
+            async with peers() as app[PEERS]:
+                await _listen(app, settings, own, seats, stop)
     finally:
         await bus.close()
 
 
-async def _listen(settings: GatewayConfig, tenants: Tenants, stop: asyncio.Event) -> None:
-    app = web.Application(client_max_size=_MAX_BODY_BYTES)
-    app[TENANTS] = tenants
-    app.add_routes(tinker.routes)
-    app.add_routes(openai.routes)
+async def _listen(
+    app: web.Application,
+    settings: GatewayConfig,
+    own: socket.socket,
+    seats: list[Seat],
+    stop: asyncio.Event,
+) -> None:
+    """Answer calls, and serve tenants, until told to stop.
+
+    Args: own: where the other replicas reach this one.
+    """
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S)
     await runner.setup()
+    keeping = [asyncio.create_task(seat.keep()) for seat in seats]
     try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
+        await web.SockSite(runner, own).start()
+        await web.TCPSite(
+            runner, settings.host, settings.port, reuse_port=settings.shares_port or None
+        ).start()
         await stop.wait()
     finally:
+        await lifecycle.end(keeping)
         await runner.cleanup()
 
 

@@ -8,11 +8,13 @@ mesh's, and nothing of the kind is kept here.
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import Callable, Coroutine, Hashable
+import hashlib
+import itertools
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from phaseloom.client import (
@@ -21,7 +23,7 @@ from phaseloom.client import (
     Code,
     Deployment,
     DeploymentSpec,
-    GenerateResult,
+    GenerateHandle,
     Mesh,
     MeshJob,
     ModelSpec,
@@ -32,7 +34,6 @@ from phaseloom.client import (
 )
 from phaseloom.common.contract.specs import Batching, RegisteredModel
 
-_K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T", "TrainedModel", "VersionedSampler")
 
 POLICY = "policy"
@@ -116,7 +117,8 @@ class VersionedSampler:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
-    ) -> OperationHandle[GenerateResult]:
+        stream: bool = False,
+    ) -> GenerateHandle:
         """Submit a `generate` with a version's weights.
 
         Raises: CallerError: NOT_FOUND: the version is gone.
@@ -129,7 +131,11 @@ class VersionedSampler:
                 )
                 self._holds = version
             return self._deployment.generate(
-                [prompt], sampling, num_samples, prompt_logprobs=prompt_logprobs
+                [prompt],
+                sampling,
+                num_samples,
+                prompt_logprobs=prompt_logprobs,
+                stream=stream,
             )
 
     async def take(
@@ -174,7 +180,7 @@ class Models:
         self._mesh = mesh
         self._backends = backends
         self._trained: dict[str, asyncio.Task[TrainedModel]] = {}
-        self._bases: dict[tuple[str, Adapter | None], asyncio.Task[VersionedSampler]] = {}
+        self._bases: dict[str, asyncio.Task[VersionedSampler]] = {}
 
     @property
     def has_adapters(self) -> bool:
@@ -191,7 +197,8 @@ class Models:
             except CallerError as error:
                 if error.info.code is not Code.ALREADY_EXISTS:
                     raise
-                made = await self._mesh.attach(job)  # an earlier gateway has begun to make it
+                # An earlier gateway has begun to make it.
+                made = await self._mesh.attach(job, numbered=[POLICY])
             return TrainedModel(made)
 
         return await _once(self._trained, job, make)
@@ -203,26 +210,45 @@ class Models:
         """
 
         async def attach() -> TrainedModel:
-            return TrainedModel(await self._mesh.attach(job))
+            return TrainedModel(await self._mesh.attach(job, numbered=[POLICY]))
 
         return await _once(self._trained, job, attach)
 
-    async def base_sampler(self, base: str, adapter: Adapter | None) -> VersionedSampler:
+    async def base_sampler(
+        self, base: RegisteredModel, adapter: Adapter | None
+    ) -> VersionedSampler:
         """The tenant's sampler of a base, for versions that no model is training on.
 
         Args: adapter: as the versions have it, but for its seed.
         """
+        like = None if adapter is None else replace(adapter, seed=0)
+        name = f"base-{hashlib.sha256(msgspec.json.encode((base, like))).hexdigest()[:16]}"
 
         async def make() -> VersionedSampler:
-            name = f"base-{uuid.uuid4().hex[:16]}"
-            model = ModelSpec(registered=base, adapter=adapter)
-            job = await self._mesh.submit_job(name, [self._backends.sampler(model)])
+            model = ModelSpec(registered=base.name, adapter=adapter)
+            job = await self._submit_or_attach(name, [self._backends.sampler(model)])
             sampler = VersionedSampler(job)
-            await sampler.keep(BASE.name)
+            if job.deployment(SAMPLER).next_seq == 1:
+                await sampler.keep(BASE.name)
             return sampler
 
-        like = None if adapter is None else replace(adapter, seed=0)
-        return await _once(self._bases, (base, like), make)
+        return await _once(self._bases, name, make)
+
+    async def _submit_or_attach(self, name: str, specs: list[DeploymentSpec]) -> MeshJob:
+        """A job of an earlier gateway's, or a new one; a number is added for each that ended."""
+        for number in itertools.count():
+            job = f"{name}-{number}"
+            try:
+                return await self._mesh.submit_job(job, specs)
+            except CallerError as made:
+                if made.info.code is not Code.ALREADY_EXISTS:
+                    raise
+            try:
+                return await self._mesh.attach(job)
+            except CallerError as ended:
+                if ended.info.code is not Code.FAILED_PRECONDITION:
+                    raise
+        raise AssertionError("numbers do not end")
 
     async def finish(self, job: str) -> None:
         """End a model's job. Its checkpoints stay."""
@@ -231,7 +257,7 @@ class Models:
 
 
 async def _once(
-    tasks: dict[_K, asyncio.Task[_T]], key: _K, make: Callable[[], Coroutine[Any, Any, _T]]
+    tasks: dict[str, asyncio.Task[_T]], key: str, make: Callable[[], Coroutine[Any, Any, _T]]
 ) -> _T:
     """What `make` makes, made once for all who ask at the same time; again after a failure, and
     once the session of its job is over."""

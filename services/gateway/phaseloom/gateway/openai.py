@@ -11,15 +11,28 @@ import asyncio
 import random
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from phaseloom.client import CallerError, Prompt, SamplingParams, Sequence, float32s, int32s
-from phaseloom.gateway.http import answers, body_of, tenant_of
+from phaseloom.client import (
+    CallerError,
+    GenerateHandle,
+    PhaseloomError,
+    Piece,
+    Prompt,
+    SamplingParams,
+    Sequence,
+    float32s,
+    int32s,
+)
+from phaseloom.common.process import lifecycle
+from phaseloom.gateway.core.text import TextParts
+from phaseloom.gateway.http import body_of, error_body, status_of, tenant_of
 from phaseloom.gateway.records import CheckpointRecord
 from phaseloom.gateway.sampling import Source, check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
@@ -27,17 +40,16 @@ from phaseloom.gateway.tokenizers import ModelTokenizer, tokenizer_of
 
 PREFIX = "/v1"
 _DEFAULT_TOKENS = 16
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_LOOK_S = 1.0
+"""How often it is looked whether the caller of a request still waits."""
+_HUNG_UP = 499
+"""The status of an answer that nobody reads, as others have it in their logs."""
 
 routes = web.RouteTableDef()
 
 
-def _refused(status: int, message: str, field: str) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": field or None, "code": None}}
-
-
-told = answers(_refused)
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -59,6 +71,7 @@ class _Asked(msgspec.Struct, frozen=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     stream: bool = False
+    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -90,14 +103,8 @@ class Tokens(msgspec.Struct, frozen=True):
     token_ids: list[int]
     sampling_params: TokenSampling = TokenSampling()
     request_id: str = ""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """The samples of one prompt."""
-
-    prompt: list[int]
-    sequences: list[Sequence]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -118,10 +125,11 @@ class Call:
             return f"token_id:{token}"
         return self.tokenizer.token(token)
 
-    def text(self, sequence: Sequence) -> str:
-        return self.tokenizer.decode(int32s(sequence.tokens))
+    def text(self) -> TextParts:
+        """The text of a sample that begins."""
+        return TextParts(self.tokenizer.decode, _stops(self.asked))
 
-    async def draw(self, tokens: list[int], limit: int, top: int) -> Drawn:
+    async def submit(self, tokens: list[int], limit: int, top: int) -> GenerateHandle:
         """Sample continuations of a prompt.
 
         Args: limit: the most new tokens. top: of how many likeliest tokens at each position the
@@ -138,8 +146,28 @@ class Call:
         sampling = _sampling(self.asked, min(limit, room), top)
         seed = random.getrandbits(62) if self.asked.seed is None else self.asked.seed
         prompt = Prompt(tokens, seed=seed)
-        handle = await self.source.generate(self.tenant, prompt, sampling, self.asked.n)
-        return Drawn(tokens, (await handle).sequences[0])
+        return await self.source.generate(
+            self.tenant, prompt, sampling, self.asked.n, stream=self.asked.stream
+        )
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an answer is written."""
+
+    envelope: dict[str, Any]
+    """What every answer and every event of a stream has."""
+    choice: Callable[[int, Piece, str], dict[str, Any]]
+    """Writes a choice, whole or the next piece of it; of its index, the piece and its text."""
+    event: str = ""
+    """The `object` of an event of a stream; empty: there is none."""
+    once: dict[str, Any] = field(default_factory=dict)
+    """What an answer, and a stream's first event, has besides."""
+    has_text: bool = True
+
+
+def _stops(asked: _Asked) -> list[str]:
+    return [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
 
 
 def _sampling(asked: _Asked, max_tokens: int, top: int) -> SamplingParams:
@@ -155,7 +183,7 @@ def _sampling(asked: _Asked, max_tokens: int, top: int) -> SamplingParams:
     return SamplingParams(
         max_tokens,
         stop_token_ids=asked.stop_token_ids or [],
-        stop_strings=[asked.stop] if isinstance(asked.stop, str) else asked.stop or [],
+        stop_strings=_stops(asked),
         ignore_eos=asked.ignore_eos,
         top_logprobs=top,
         **{name: value for name, value in given.items() if value is not None},
@@ -163,7 +191,6 @@ def _sampling(asked: _Asked, max_tokens: int, top: int) -> SamplingParams:
 
 
 @routes.get(PREFIX + "/models")
-@told
 async def models(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     saved = tenant.book.all(CheckpointRecord, tenant.name)
@@ -176,7 +203,6 @@ async def models(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/completions")
-@told
 async def completions(request: web.Request) -> web.StreamResponse:
     tenant, asked = tenant_of(request), await body_of(request, Complete)
     call = Call(tenant, await source_of(tenant, asked.model), asked)
@@ -186,29 +212,26 @@ async def completions(request: web.Request) -> web.StreamResponse:
         call.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         for prompt in _prompts(asked.prompt)
     ]
+
+    def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
+        written = {
+            "index": index,
+            "text": text,
+            "finish_reason": piece.stop_reason or None,
+            "logprobs": None if asked.logprobs is None else _logprobs(call, piece),
+        }
+        if asked.return_token_ids:
+            written["token_ids"] = piece.tokens
+            if not piece.offset:
+                written["prompt_token_ids"] = prompts[piece.prompt]
+        return written
+
+    form = Form(_envelope("cmpl", "text_completion", asked.model), choice, "text_completion")
     limit = asked.max_tokens or _DEFAULT_TOKENS
-    drawn = await asyncio.gather(
-        *(call.draw(tokens, limit, asked.logprobs or 0) for tokens in prompts)
-    )
-    choices: list[dict[str, Any]] = []
-    for each in drawn:
-        for sequence in each.sequences:
-            choice = {
-                "index": len(choices),
-                "text": call.text(sequence),
-                "finish_reason": sequence.stop_reason,
-                "logprobs": None if asked.logprobs is None else _logprobs(call, sequence),
-            }
-            if asked.return_token_ids:
-                choice["token_ids"] = int32s(sequence.tokens)
-                choice["prompt_token_ids"] = each.prompt
-            choices.append(choice)
-    answer = _envelope("cmpl", "text_completion", asked.model, drawn, choices)
-    return await _sent(request, asked, answer)
+    return await _answer(request, call, form, prompts, limit=limit, top=asked.logprobs or 0)
 
 
 @routes.post(PREFIX + "/chat/completions")
-@told
 async def chat(request: web.Request) -> web.StreamResponse:
     tenant, asked = tenant_of(request), await body_of(request, Chat)
     call = Call(tenant, await source_of(tenant, asked.model), asked)
@@ -216,48 +239,54 @@ async def chat(request: web.Request) -> web.StreamResponse:
     if asked.tools:
         values["tools"] = asked.tools
     tokens = call.tokenizer.chat(asked.messages, **values)
-    limit = asked.max_completion_tokens or asked.max_tokens or call.source.context
-    drawn = await call.draw(tokens, limit, asked.top_logprobs or 0)
-    choices = []
-    for index, sequence in enumerate(drawn.sequences):
-        choice: dict[str, Any] = {
+    message = "delta" if asked.stream else "message"
+
+    def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
+        role = {} if piece.offset else {"role": "assistant"}
+        written: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": call.text(sequence)},
-            "finish_reason": sequence.stop_reason,
-            "logprobs": {"content": _chat_logprobs(call, sequence)} if asked.logprobs else None,
+            message: {**role, "content": text},
+            "finish_reason": piece.stop_reason or None,
+            "logprobs": {"content": _chat_logprobs(call, piece)} if asked.logprobs else None,
         }
         if asked.return_token_ids:
-            choice["token_ids"] = int32s(sequence.tokens)
-        choices.append(choice)
-    answer = _envelope("chatcmpl", "chat.completion", asked.model, [drawn], choices)
-    if asked.return_token_ids:
-        answer["prompt_token_ids"] = tokens
-    return await _sent(request, asked, answer)
+            written["token_ids"] = piece.tokens
+        return written
+
+    form = Form(
+        _envelope("chatcmpl", "chat.completion", asked.model),
+        choice,
+        "chat.completion.chunk",
+        {"prompt_token_ids": tokens} if asked.return_token_ids else {},
+    )
+    limit = asked.max_completion_tokens or asked.max_tokens or call.source.context
+    return await _answer(request, call, form, [tokens], limit=limit, top=asked.top_logprobs or 0)
 
 
 @routes.post("/inference/v1/generate")
-@told
 async def tokens(request: web.Request) -> web.StreamResponse:
     """Tokens in, tokens out, as vLLM has it and agent frameworks ask for it."""
     tenant, asked = tenant_of(request), await body_of(request, Tokens)
-    params = asked.sampling_params
+    params = msgspec.structs.replace(
+        asked.sampling_params, stream=asked.stream, stream_options=asked.stream_options
+    )
     call = Call(tenant, await source_of(tenant, asked.model), params)
-    limit = params.max_tokens or _DEFAULT_TOKENS
-    drawn = await call.draw(asked.token_ids, limit, params.logprobs or 0)
-    choices = []
-    for index, sequence in enumerate(drawn.sequences):
-        both = zip(int32s(sequence.tokens), float32s(sequence.logprobs), strict=True)
+
+    def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
+        both = zip(piece.tokens, piece.logprobs, strict=True)
         content = [{"token": f"token_id:{token}", "logprob": value} for token, value in both]
-        choices.append(
-            {
-                "index": index,
-                "token_ids": int32s(sequence.tokens),
-                "finish_reason": sequence.stop_reason,
-                "logprobs": {"content": content},
-            }
-        )
-    name = asked.request_id or uuid.uuid4().hex
-    return web.json_response({"request_id": name, "choices": choices})
+        return {
+            "index": index,
+            "token_ids": piece.tokens,
+            "finish_reason": piece.stop_reason or None,
+            "logprobs": {"content": content},
+        }
+
+    form = Form({"request_id": asked.request_id or uuid.uuid4().hex}, choice, has_text=False)
+    limit = params.max_tokens or _DEFAULT_TOKENS
+    return await _answer(
+        request, call, form, [asked.token_ids], limit=limit, top=params.logprobs or 0
+    )
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
@@ -274,26 +303,26 @@ def _prompts(prompt: object) -> list[str | list[int]]:
     )
 
 
-def _tops(call: Call, sequence: Sequence) -> list[dict[str, float]]:
+def _tops(call: Call, piece: Piece) -> list[dict[str, float]]:
     """The likeliest tokens at each position with their log-probabilities."""
-    names = [call.spell(token) for token in int32s(sequence.top_tokens)]
-    both = list(zip(names, float32s(sequence.top_logprobs), strict=True))
-    length = len(int32s(sequence.tokens))
+    names = [call.spell(token) for token in piece.top_tokens]
+    both = list(zip(names, piece.top_logprobs, strict=True))
+    length = len(piece.tokens)
     count = len(both) // max(length, 1)
     return [dict(both[at * count : (at + 1) * count]) for at in range(length)]
 
 
-def _logprobs(call: Call, sequence: Sequence) -> dict[str, Any]:
+def _logprobs(call: Call, piece: Piece) -> dict[str, Any]:
     return {
-        "tokens": [call.spell(token) for token in int32s(sequence.tokens)],
-        "token_logprobs": float32s(sequence.logprobs),
-        "top_logprobs": _tops(call, sequence),
+        "tokens": [call.spell(token) for token in piece.tokens],
+        "token_logprobs": piece.logprobs,
+        "top_logprobs": _tops(call, piece),
         "text_offset": [],
     }
 
 
-def _chat_logprobs(call: Call, sequence: Sequence) -> list[dict[str, Any]]:
-    both = zip(int32s(sequence.tokens), float32s(sequence.logprobs), strict=True)
+def _chat_logprobs(call: Call, piece: Piece) -> list[dict[str, Any]]:
+    both = zip(piece.tokens, piece.logprobs, strict=True)
     return [
         {
             "token": call.spell(token),
@@ -303,42 +332,147 @@ def _chat_logprobs(call: Call, sequence: Sequence) -> list[dict[str, Any]]:
                 {"token": other, "logprob": its, "bytes": None} for other, its in tops.items()
             ],
         }
-        for (token, value), tops in zip(both, _tops(call, sequence), strict=True)
+        for (token, value), tops in zip(both, _tops(call, piece), strict=True)
     ]
 
 
-def _envelope(
-    prefix: str, kind: str, model: str, drawn: list[Drawn], choices: list[dict[str, Any]]
-) -> dict[str, Any]:
-    asked = sum(len(each.prompt) for each in drawn)
-    made = sum(len(int32s(sequence.tokens)) for each in drawn for sequence in each.sequences)
+def _envelope(prefix: str, kind: str, model: str) -> dict[str, Any]:
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": model,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": asked,
-            "completion_tokens": made,
-            "total_tokens": asked + made,
-        },
     }
 
 
-async def _sent(request: web.Request, asked: _Asked, answer: dict[str, Any]) -> web.StreamResponse:
-    """Send the answer; for `stream` as events, each choice in one chunk once it is whole."""
-    if not asked.stream:
-        return web.json_response(answer)
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await stream.prepare(request)
-    is_chat = answer["object"] == "chat.completion"
-    for choice in answer["choices"]:
-        part = {**choice}
-        if is_chat:
-            part["delta"] = part.pop("message")
-        kind = "chat.completion.chunk" if is_chat else answer["object"]
-        chunk = msgspec.json.encode({**answer, "object": kind, "choices": [part]})
-        await stream.write(b"data: " + chunk + b"\n\n")
-    await stream.write(b"data: [DONE]\n\n")
-    return stream
+# --- Answers, whole and as streams ----------------------------------------------------------------
+
+
+async def _answer(
+    request: web.Request,
+    call: Call,
+    form: Form,
+    prompts: list[list[int]],
+    *,
+    limit: int,
+    top: int,
+) -> web.StreamResponse:
+    """Sample, and write the answer while somebody waits for it."""
+    handles: list[GenerateHandle] = []
+
+    async def submitted(tokens: list[int]) -> GenerateHandle:
+        handle = await call.submit(tokens, limit, top)
+        handles.append(handle)
+        return handle
+
+    async def work() -> web.StreamResponse:
+        own = await asyncio.gather(*map(submitted, prompts))
+        answer = _Answer(request, call, prompts, form)
+        return await (answer.stream(own) if call.asked.stream else answer.whole(own))
+
+    task = asyncio.create_task(work())
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=_LOOK_S)
+            if request.transport is None:
+                return web.Response(status=_HUNG_UP)
+        return await task
+    except ConnectionResetError:
+        return web.Response(status=_HUNG_UP)
+    finally:
+        await lifecycle.end([task])
+        for handle in handles:
+            if not handle.done():
+                with suppress(PhaseloomError):  # it ends without anybody who waits, later
+                    await handle.cancel()
+
+
+class _Answer:
+    """An answer that is written."""
+
+    def __init__(
+        self, request: web.Request, call: Call, prompts: list[list[int]], form: Form
+    ) -> None:
+        self._request = request
+        self._call = call
+        self._form = form
+        self._prompts = prompts
+        self._texts: dict[int, TextParts] = {}
+        self._num_drawn = 0
+        self._events = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        self._first = asyncio.Lock()
+
+    async def whole(self, handles: list[GenerateHandle]) -> web.StreamResponse:
+        results = await asyncio.gather(*handles)
+        choices = [
+            self._choice(prompt, _whole(prompt, sample, sequence))
+            for prompt, result in enumerate(results)
+            for sample, sequence in enumerate(result.sequences[0])
+        ]
+        answer = {**self._form.envelope, **self._form.once}
+        return web.json_response({**answer, "choices": choices, "usage": self._usage()})
+
+    async def stream(self, handles: list[GenerateHandle]) -> web.StreamResponse:
+        """Write pieces as they are drawn. What fails before the first one is an answer as ever."""
+        options = self._call.asked.stream_options or StreamOptions()
+        telling = [asyncio.create_task(self._tell(i, each)) for i, each in enumerate(handles)]
+        try:
+            await asyncio.gather(*telling)
+            if options.include_usage:
+                await self._write({"choices": [], "usage": self._usage()})
+        except PhaseloomError as error:
+            if not self._events.prepared:
+                raise
+            told = (status_of(error), str(error), error.info.field or "")
+            await self._write(error_body(self._request.path, *told))
+        finally:
+            await lifecycle.end(telling)
+        await self._events.write(b"data: [DONE]\n\n")
+        return self._events
+
+    async def _tell(self, prompt: int, handle: GenerateHandle) -> None:
+        async for piece in handle.stream():
+            choice = self._choice(prompt, msgspec.structs.replace(piece, prompt=prompt))
+            await self._write({"choices": [choice]})
+
+    async def _write(self, fields: dict[str, Any]) -> None:
+        once: dict[str, Any] = {}
+        async with self._first:
+            if not self._events.prepared:
+                once = self._form.once
+                await self._events.prepare(self._request)
+        kind = {"object": self._form.event} if self._form.event else {}
+        event = msgspec.json.encode({**self._form.envelope, **kind, **once, **fields})
+        await self._events.write(b"data: " + event + b"\n\n")
+
+    def _choice(self, prompt: int, piece: Piece) -> dict[str, Any]:
+        self._num_drawn += len(piece.tokens)
+        index = prompt * self._call.asked.n + piece.sample
+        text = ""
+        if self._form.has_text:
+            parts = self._texts.setdefault(index, self._call.text())
+            text = parts.take(piece.tokens, is_last=bool(piece.stop_reason))
+        return self._form.choice(index, piece, text)
+
+    def _usage(self) -> dict[str, int]:
+        asked = sum(map(len, self._prompts))
+        return {
+            "prompt_tokens": asked,
+            "completion_tokens": self._num_drawn,
+            "total_tokens": asked + self._num_drawn,
+        }
+
+
+def _whole(prompt: int, sample: int, sequence: Sequence) -> Piece:
+    """A sample in one piece."""
+    return Piece(
+        prompt,
+        sample,
+        0,
+        int32s(sequence.tokens),
+        float32s(sequence.logprobs),
+        int32s(sequence.top_tokens),
+        float32s(sequence.top_logprobs),
+        0,
+        sequence.stop_reason,
+    )

@@ -6,15 +6,25 @@ mesh's. So this is only which names stand for what.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
+import time
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
+import nats.errors
 
 from phaseloom.client import Adapter
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.bus import Bus, Conflict
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_S = 30.0
+_PAUSE_S = 0.2
 
 
 class SessionRecord(msgspec.Struct, frozen=True, tag="session"):
@@ -74,35 +84,90 @@ class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
     """That of the model."""
 
 
-Record = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord
-R = TypeVar("R", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord)
+class CallRecord(msgspec.Struct, frozen=True, tag="call"):
+    """A call of several steps, so that another gateway can take those that are left."""
+
+    tenant: str
+    id: str
+    """The name of its promise."""
+    call: str
+    asked: dict[str, Any]
+    """The request."""
+    answer: dict[str, Any] | None = None
+    """What it was answered with; None: there are steps left."""
+
+
+Record = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord | CallRecord
+R = TypeVar("R", SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord, CallRecord)
 
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 class Book:
-    """All records, in memory and in the bucket."""
+    """All records of a tenant, in memory and in the bucket.
+
+    The gateway that serves the tenant is the only one to write them. Each is written by
+    compare-and-set, so that one that does not know yet that another serves the tenant writes
+    nothing.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._records: dict[tuple[type[Record], str, str], Record] = {}
+        self._sequences: dict[str, int] = {}
+        """By key, where in the bucket's stream its record is."""
 
-    async def load(self) -> None:
+    async def load(self, tenant: str) -> None:
         """Read what an earlier gateway has kept."""
         for key in await self._bus.kv_keys(Bucket.GATEWAY):
+            if not key.startswith(f"{tenant}."):
+                continue
             stored = await self._bus.kv_get(Bucket.GATEWAY, key)
             if stored is not None:
+                self._sequences[key] = stored.sequence
                 self._remember(_decoder.decode(stored.payload))
 
     async def put(self, record: Record) -> None:
-        self._remember(record)
-        await self._bus.kv_put(Bucket.GATEWAY, _key(record), msgspec.json.encode(record))
+        """Keep a record. While NATS is away this waits.
+
+        Raises: ResourceError: UNAVAILABLE: another gateway has written the record.
+        """
+        key, value = _key(record), msgspec.json.encode(record)
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                await self._swap(key, value)
+            except nats.errors.Error as error:
+                if time.monotonic() > deadline:
+                    raise
+                log.info("%s is not kept yet: %r", record.id, error)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                self._remember(record)
+                return
+
+    async def _swap(self, key: str, value: bytes) -> None:
+        known = self._sequences.get(key, 0)
+        try:
+            self._sequences[key] = await self._bus.kv_swap(Bucket.GATEWAY, key, value, known)
+        except Conflict:
+            stored = await self._bus.kv_get_raw(Bucket.GATEWAY, key)
+            if stored is not None and stored.is_gone:
+                known = stored.sequence
+                self._sequences[key] = await self._bus.kv_swap(Bucket.GATEWAY, key, value, known)
+            elif stored is not None and stored.payload == value:  # an answer was lost
+                self._sequences[key] = stored.sequence
+            else:
+                raise ResourceError("another gateway serves this tenant now") from None
 
     async def drop(self, record: Record) -> None:
+        key = _key(record)
+        known = self._sequences.get(key)
+        if known is not None:
+            with suppress(Conflict):  # an answer was lost, or another gateway serves the tenant
+                await self._bus.kv_delete(Bucket.GATEWAY, key, known)
+            del self._sequences[key]
         self._records.pop((type(record), record.tenant, record.id), None)
-        stored = await self._bus.kv_get(Bucket.GATEWAY, _key(record))
-        if stored is not None:
-            await self._bus.kv_delete(Bucket.GATEWAY, _key(record), stored.sequence)
 
     def find(self, kind: type[R], tenant: str, id: str) -> R | None:
         found: R | None = self._records.get((kind, tenant, id))  # type: ignore[assignment]

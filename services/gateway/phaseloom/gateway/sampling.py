@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from phaseloom.client import (
     Adapter,
     CallerError,
-    GenerateResult,
-    OperationHandle,
+    GenerateHandle,
     Prompt,
     SamplingParams,
 )
@@ -44,15 +43,21 @@ class Source:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
-    ) -> OperationHandle[GenerateResult]:
+        stream: bool = False,
+    ) -> GenerateHandle:
         sampler = await self._sampler(tenant)
         return await sampler.generate(
-            self.version, prompt, sampling, num_samples, prompt_logprobs=prompt_logprobs
+            self.version,
+            prompt,
+            sampling,
+            num_samples,
+            prompt_logprobs=prompt_logprobs,
+            stream=stream,
         )
 
     async def _sampler(self, tenant: Tenant) -> VersionedSampler:
         if not self.model:
-            return await tenant.models.base_sampler(self.base.name, self.adapter)
+            return await tenant.models.base_sampler(self.base, self.adapter)
         record = tenant.book.get(ModelRecord, tenant.name, self.model)
         return (await tenant.models.trained(record.job)).sampler
 

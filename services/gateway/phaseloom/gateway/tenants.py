@@ -1,8 +1,7 @@
-"""Whose call it is: API keys, and what a gateway holds for each tenant."""
+"""What a gateway holds for each tenant that it serves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from phaseloom.client import CallerError, Code
@@ -54,16 +53,3 @@ class Tenant:
             return None
         model: RegisteredModel = decode(stored.payload, RegisteredModel)
         return model
-
-
-class Tenants:
-    """The tenants by API key."""
-
-    def __init__(self, keys: Mapping[str, str], tenants: Iterable[Tenant]) -> None:
-        """Args: keys: API key → tenant."""
-        self._keys = keys
-        self._tenants = {tenant.name: tenant for tenant in tenants}
-
-    def of_key(self, key: str) -> Tenant | None:
-        """The tenant of an API key; None: it is nobody's."""
-        return self._tenants.get(self._keys.get(key, ""))

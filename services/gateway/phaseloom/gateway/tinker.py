@@ -13,7 +13,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -27,9 +27,10 @@ from phaseloom.client import Adapter, CallerError, Code, OperationHandle, Phasel
 from phaseloom.common.contract import operations as ops
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise
-from phaseloom.gateway.http import answers, body_of, tenant_of
+from phaseloom.gateway.http import body_of, tenant_of
 from phaseloom.gateway.models import POLICY, SAMPLER, TrainedModel, context_of
 from phaseloom.gateway.records import (
+    CallRecord,
     CheckpointRecord,
     ModelRecord,
     SamplerRecord,
@@ -46,7 +47,6 @@ LONG_POLL_S = 30.0
 _PROTOBUF = "application/x-protobuf"
 
 routes = web.RouteTableDef()
-told = answers(lambda status, message, field: {"detail": message, "field": field})
 
 
 class _Loose(msgspec.Struct, frozen=True):
@@ -159,32 +159,27 @@ class OfPath(_Loose, frozen=True):
 
 
 @routes.post(PREFIX + "/client/config")
-@told
 async def client_config(request: web.Request) -> web.Response:
     return web.json_response({"pjwt_auth_enabled": False})
 
 
 @routes.post(PREFIX + "/client/dynamic_config")
-@told
 async def dynamic_config(request: web.Request) -> web.Response:
     return web.json_response({})
 
 
 @routes.post(PREFIX + "/telemetry")
-@told
 async def telemetry(request: web.Request) -> web.Response:
     """Accepted and dropped: it is meant for others."""
     return web.json_response({"status": "accepted"})
 
 
 @routes.get(PREFIX + "/healthz")
-@told
 async def health(request: web.Request) -> web.Response:
     return web.json_response({"status": "ok"})
 
 
 @routes.get(PREFIX + "/get_server_capabilities")
-@told
 async def capabilities(request: web.Request) -> web.Response:
     models = [
         {
@@ -199,7 +194,6 @@ async def capabilities(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/create_session")
-@told
 async def create_session(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     await body_of(request, CreateSession)
@@ -210,7 +204,6 @@ async def create_session(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/session_heartbeat")
-@told
 async def heartbeat(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OfSession)
     if tenant.book.find(SessionRecord, tenant.name, asked.session_id) is None:
@@ -220,7 +213,6 @@ async def heartbeat(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/sessions/{session}/finish")
-@told
 async def finish_session(request: web.Request) -> web.Response:
     tenant, session = tenant_of(request), request.match_info["session"]
     await _end_session(tenant, tenant.book.get(SessionRecord, tenant.name, session))
@@ -232,22 +224,24 @@ async def _end_session(tenant: Tenant, session: SessionRecord) -> None:
     for model in tenant.book.all(ModelRecord, tenant.name):
         if model.id.startswith(f"{session.id}:"):
             await _finish(tenant, model)
+    for call in tenant.book.all(CallRecord, tenant.name):
+        if call.id.startswith(f"{session.id}:"):
+            await tenant.book.drop(call)
     await tenant.book.drop(session)
     tenant.beats.pop(session.id, None)
 
 
-async def end_silent_sessions(tenants: Iterable[Tenant], silent_s: float) -> None:
+async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
     """End sessions that are not heard of for so long, for ever: their programs are gone, and their
     models would keep their places on the mesh. A session of an earlier gateway counts from now."""
     while True:
         now = time.monotonic()
-        for tenant in tenants:
-            for session in tenant.book.all(SessionRecord, tenant.name):
-                if now - tenant.beats.setdefault(session.id, now) > silent_s:
-                    try:
-                        await _end_session(tenant, session)
-                    except (PhaseloomError, nats.errors.Error) as error:
-                        log.warning("session %s is not ended yet: %s", session.id, error)
+        for session in tenant.book.all(SessionRecord, tenant.name):
+            if now - tenant.beats.setdefault(session.id, now) > silent_s:
+                try:
+                    await _end_session(tenant, session)
+                except (PhaseloomError, nats.errors.Error) as error:
+                    log.warning("session %s is not ended yet: %s", session.id, error)
         await asyncio.sleep(silent_s / 4)
 
 
@@ -255,7 +249,6 @@ async def end_silent_sessions(tenants: Iterable[Tenant], silent_s: float) -> Non
 
 
 @routes.post(PREFIX + "/create_model")
-@told
 async def create_model(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, CreateModel)
     await tenant.base(asked.base_model)
@@ -274,7 +267,7 @@ async def create_model(request: web.Request) -> web.Response:
         asked.model_seq_id,
         ModelRecord("", "", "", asked.base_model, 0, asked.user_metadata or {}, adapter),
     )
-    return _promised(_creating(tenant, record))
+    return await _promised(_creating(tenant, record))
 
 
 async def _new_model(
@@ -304,7 +297,6 @@ def _creating(tenant: Tenant, record: ModelRecord) -> tuple[str, Promise]:
 
 
 @routes.post(PREFIX + "/get_info")
-@told
 async def get_info(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OfModel)
     model = tenant.book.get(ModelRecord, tenant.name, asked.model_id)
@@ -325,7 +317,6 @@ async def get_info(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/unload_model")
-@told
 async def unload_model(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OfModel)
     model = tenant.book.get(ModelRecord, tenant.name, asked.model_id)
@@ -335,7 +326,7 @@ async def unload_model(request: web.Request) -> web.Response:
         return {"type": "unload_model", "model_id": model.id}
 
     name = f"unload {model.id}"
-    return _promised((name, tenant.futures.promise(name, unload)))
+    return await _promised((name, tenant.futures.promise(name, unload)))
 
 
 async def _finish(tenant: Tenant, model: ModelRecord) -> None:
@@ -386,7 +377,6 @@ async def _opened(tenant: Tenant, name: str) -> Opened:
 
 
 @routes.post(PREFIX + "/forward_backward")
-@told
 async def forward_backward(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     asked = convert.read_request(await request.read())
@@ -414,11 +404,10 @@ async def forward_backward(request: web.Request) -> web.Response:
 
         name = f"refused {name}"
         promise = tenant.futures.promise(name, refuse)
-    return _promised((name, promise))
+    return await _promised((name, promise))
 
 
 @routes.post(PREFIX + "/optim_step")
-@told
 async def optim_step(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OptimStep)
     opened = await _opened(tenant, asked.model_id)
@@ -427,31 +416,42 @@ async def optim_step(request: web.Request) -> web.Response:
     async def answer(result: ops.OptimStepResult) -> Answer:
         return {"type": "optim_step", "metrics": result.metrics}
 
-    return _promised(opened.promise(asked.seq_id, args, answer))
+    return await _promised(opened.promise(asked.seq_id, args, answer))
 
 
 @routes.post(PREFIX + "/save_weights")
-@told
 async def save_weights(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
+    return await _promised(await _save_weights(tenant, asked))
+
+
+async def _save_weights(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise]:
     opened = await _opened(tenant, asked.model_id)
     path = _path(opened.record, "weights", asked.path or f"{asked.seq_id:06d}")
     name = _mesh_name(asked.path or "", asked.seq_id)
     saved = _checkpoint(opened.record, path, POLICY, name, asked.user_metadata)
 
-    async def answer(result: ops.SaveStateResult) -> Answer:
-        await tenant.book.put(saved)
-        return {"type": "save_weights", "path": path}
+    def begin() -> Begun:
+        handle = opened.submit(asked.seq_id, ops.SaveState(name))
 
-    args = ops.SaveState(name)
-    return _promised(opened.promise(asked.seq_id, args, answer))
+        async def save() -> dict[str, Any]:
+            await handle
+            await tenant.book.put(saved)
+            return {"type": "save_weights", "path": path}
+
+        return save, handle
+
+    return await _kept(tenant, opened.name(asked.seq_id), "save_weights", asked, begin)
 
 
 @routes.post(PREFIX + "/load_weights")
-@told
 async def load_weights(request: web.Request) -> web.Response:
-    """Load a checkpoint into a model, or into a new one that this makes."""
     tenant, asked = tenant_of(request), await body_of(request, LoadWeights)
+    return await _promised(await _load_weights(tenant, asked))
+
+
+async def _load_weights(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promise]:
+    """Load a checkpoint into a model, or into a new one that this makes."""
     saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
     if asked.session_id is not None and asked.model_seq_id is not None:
         like = ModelRecord("", "", "", saved.base, 1, asked.user_metadata or {}, saved.adapter)
@@ -460,45 +460,80 @@ async def load_weights(request: web.Request) -> web.Response:
         record = tenant.book.get(ModelRecord, tenant.name, asked.model_id or "")
     seq = asked.seq_id or 0
 
-    async def load() -> Answer:
-        model = await tenant.models.train(record.job, record.base, record.adapter)
-        args = ops.LoadState(saved.name, saved.source, asked.optimizer)
-        await Opened(tenant, record, model).submit(seq, args)
-        return {"type": "load_weights", "path": asked.path, "model_id": record.id}
+    def begin() -> Begun:
+        async def load() -> dict[str, Any]:
+            model = await tenant.models.train(record.job, record.base, record.adapter)
+            args = ops.LoadState(saved.name, saved.source, asked.optimizer)
+            await Opened(tenant, record, model).submit(seq, args)
+            return {"type": "load_weights", "path": asked.path, "model_id": record.id}
 
-    name = f"{record.id}:{seq}"
-    return _promised((name, tenant.futures.promise(name, load)))
+        return load, None
+
+    return await _kept(tenant, f"{record.id}:{seq}", "load_weights", asked, begin)
+
+
+Begun = tuple[Callable[[], Coroutine[Any, Any, dict[str, Any]]], OperationHandle[Any] | None]
+"""The steps of a call, and the operation that they wait for."""
+
+
+async def _kept(
+    tenant: Tenant, name: str, call: str, asked: msgspec.Struct, begin: Callable[[], Begun]
+) -> tuple[str, Promise]:
+    """The promise of a call of several steps. It is kept, so that it goes on whoever dies."""
+    record = tenant.book.find(CallRecord, tenant.name, name)
+    if record is None:
+        record = CallRecord(tenant.name, name, call, msgspec.to_builtins(asked))
+        await tenant.book.put(record)
+    kept = record
+    promise = tenant.futures.find(name)
+    if promise is None:
+        steps, handle = begin() if kept.answer is None else (None, None)
+
+        async def work() -> Answer:
+            if steps is None:
+                return kept.answer or {}
+            answer = await steps()
+            await tenant.book.put(replace(kept, answer=answer))
+            return answer
+
+        promise = tenant.futures.promise(name, work, handle)
+    return name, promise
 
 
 # --- Sampling -------------------------------------------------------------------------------------
 
 
 @routes.post(PREFIX + "/save_weights_for_sampler")
-@told
 async def save_weights_for_sampler(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
+    return await _promised(await _save_for_sampler(tenant, asked))
+
+
+async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise]:
     opened = await _opened(tenant, asked.model_id)
     record, sampler = opened.record, opened.model.sampler
-    name = opened.name(asked.seq_id)
-    known = tenant.futures.find(name)
-    if known is not None:
-        return _promised((name, known))
-    handle = opened.submit(asked.seq_id, ops.PublishWeights())
+    path = None if asked.path is None else _path(record, "sampler_weights", asked.path)
     version = _mesh_name(asked.path or "", asked.seq_id)
 
-    async def save() -> Answer:
-        if asked.path is not None:
-            path = _path(record, "sampler_weights", asked.path)
-            await sampler.take(handle, version, keep=0)
-            await tenant.book.put(_checkpoint(record, path, SAMPLER, version, asked.user_metadata))
-            return {"type": "save_weights_for_sampler", "path": path}
-        session = record.id.partition(":")[0]
-        sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
-        await sampler.take(handle, version, keep=_KEPT_VERSIONS)
-        await tenant.book.put(SamplerRecord(tenant.name, sampling, record.base, record.id, version))
-        return {"type": "save_weights_for_sampler", "sampling_session_id": sampling}
+    def begin() -> Begun:
+        handle = opened.submit(asked.seq_id, ops.PublishWeights())
 
-    return _promised((name, tenant.futures.promise(name, save, handle)))
+        async def save() -> dict[str, Any]:
+            if path is not None:
+                await sampler.take(handle, version, keep=0)
+                saved = _checkpoint(record, path, SAMPLER, version, asked.user_metadata)
+                await tenant.book.put(saved)
+                return {"type": "save_weights_for_sampler", "path": path}
+            session = record.id.partition(":")[0]
+            sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
+            await sampler.take(handle, version, keep=_KEPT_VERSIONS)
+            saved_as = SamplerRecord(tenant.name, sampling, record.base, record.id, version)
+            await tenant.book.put(saved_as)
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampling}
+
+        return save, handle
+
+    return await _kept(tenant, opened.name(asked.seq_id), "save_for_sampler", asked, begin)
 
 
 _KEPT_VERSIONS = 4
@@ -506,7 +541,6 @@ _KEPT_VERSIONS = 4
 
 
 @routes.post(PREFIX + "/create_sampling_session")
-@told
 async def create_sampling_session(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, CreateSamplingSession)
     tenant.book.get(SessionRecord, tenant.name, asked.session_id)
@@ -519,7 +553,6 @@ async def create_sampling_session(request: web.Request) -> web.Response:
 
 
 @routes.get(PREFIX + "/samplers/{sampler}")
-@told
 async def get_sampler(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     record = tenant.book.get(SamplerRecord, tenant.name, request.match_info["sampler"])
@@ -529,7 +562,6 @@ async def get_sampler(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/asample")
-@told
 async def sample(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, Sample)
     source = await source_of(tenant, asked.sampling_session_id)
@@ -560,21 +592,22 @@ async def sample(request: web.Request) -> web.Response:
 
         promise = drawing = tenant.futures.promise(name, draw)
     sequences = [f"{name}:{index}" for index in range(asked.num_samples)]
-    return _promised((name, promise), sample_sequence_ids=sequences)
+    return await _promised((name, promise), sample_sequence_ids=sequences)
 
 
 # --- Promises -------------------------------------------------------------------------------------
 
 
-def _promised(promised: tuple[str, Promise], **more: Any) -> web.Response:
+async def _promised(promised: tuple[str, Promise], **more: Any) -> web.Response:
+    """Give the name of a promise, once the mesh has its operation."""
+    await promised[1].stored()
     return web.json_response({"request_id": promised[0], **more})
 
 
 @routes.post(PREFIX + "/retrieve_future")
-@told
 async def retrieve_future(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, RetrieveFuture)
-    promise = tenant.futures.find(asked.request_id) or _earlier(tenant, asked.request_id)
+    promise = tenant.futures.find(asked.request_id) or await _earlier(tenant, asked.request_id)
     if promise is None:
         return web.json_response({"detail": "nothing was promised by that name"}, status=410)
     try:
@@ -592,8 +625,12 @@ async def retrieve_future(request: web.Request) -> web.Response:
     return web.json_response(answer)
 
 
-def _earlier(tenant: Tenant, name: str) -> Promise | None:
+async def _earlier(tenant: Tenant, name: str) -> Promise | None:
     """A promise that an earlier gateway made: its name says of which operation."""
+    call = tenant.book.find(CallRecord, tenant.name, name)
+    if call is not None:
+        kind, again = _CALLS[call.call]
+        return (await again(tenant, msgspec.convert(call.asked, kind)))[1]
     if name.startswith("create "):
         made = tenant.book.find(ModelRecord, tenant.name, name.removeprefix("create "))
         return None if made is None else _creating(tenant, made)[1]
@@ -607,6 +644,14 @@ def _earlier(tenant: Tenant, name: str) -> Promise | None:
         return _answer_of(await trained.job.outcome(POLICY, int(seq) + record.offset))
 
     return tenant.futures.promise(name, found)
+
+
+_CALLS: dict[str, tuple[type[Any], Callable[..., Coroutine[Any, Any, tuple[str, Promise]]]]] = {
+    "save_weights": (SaveWeights, _save_weights),
+    "load_weights": (LoadWeights, _load_weights),
+    "save_for_sampler": (SaveWeights, _save_for_sampler),
+}
+"""The calls of several steps."""
 
 
 def _answer_of(done: ops.Completion) -> Answer:
@@ -626,7 +671,6 @@ def _answer_of(done: ops.Completion) -> Answer:
 
 
 @routes.get(PREFIX + "/training_runs")
-@told
 async def list_runs(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     runs = [_run(model) for model in tenant.book.all(ModelRecord, tenant.name)]
@@ -634,7 +678,6 @@ async def list_runs(request: web.Request) -> web.Response:
 
 
 @routes.get(PREFIX + "/training_runs/{run}")
-@told
 async def get_run(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     return web.json_response(
@@ -643,7 +686,6 @@ async def get_run(request: web.Request) -> web.Response:
 
 
 @routes.get(PREFIX + "/training_runs/{run}/checkpoints")
-@told
 async def list_run_checkpoints(request: web.Request) -> web.Response:
     tenant, run = tenant_of(request), request.match_info["run"]
     tenant.book.get(ModelRecord, tenant.name, run)
@@ -652,7 +694,6 @@ async def list_run_checkpoints(request: web.Request) -> web.Response:
 
 
 @routes.get(PREFIX + "/checkpoints")
-@told
 async def list_checkpoints(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     saved = [_told(each) for each in tenant.book.all(CheckpointRecord, tenant.name)]
@@ -660,7 +701,6 @@ async def list_checkpoints(request: web.Request) -> web.Response:
 
 
 @routes.delete(PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}")
-@told
 async def delete_checkpoint(request: web.Request) -> web.Response:
     """Forget a checkpoint's path, and remove a sampler's files while its model lives.
 
@@ -681,7 +721,6 @@ async def delete_checkpoint(request: web.Request) -> web.Response:
 
 
 @routes.post(PREFIX + "/weights_info")
-@told
 async def weights_info(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OfPath)
     saved = tenant.book.get(CheckpointRecord, tenant.name, asked.tinker_path or asked.path)
@@ -689,7 +728,6 @@ async def weights_info(request: web.Request) -> web.Response:
 
 
 @routes.get(PREFIX + "/sessions")
-@told
 async def list_sessions(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     sessions = [each.id for each in tenant.book.all(SessionRecord, tenant.name)]
@@ -697,7 +735,6 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 
 @routes.get(PREFIX + "/sessions/{session}")
-@told
 async def get_session(request: web.Request) -> web.Response:
     tenant, session = tenant_of(request), request.match_info["session"]
     tenant.book.get(SessionRecord, tenant.name, session)

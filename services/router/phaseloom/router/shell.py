@@ -107,12 +107,18 @@ class Sessions:
             self._newest[key] = int(stored.payload) if stored else 0
         return self._newest[key]
 
-    async def give(self, job: JobKey) -> int:
-        """Give out a job's next session number; every older session is over from now on."""
+    async def give(self, job: JobKey, *, resumes: bool) -> int:
+        """Give out a job's next session number; every older session is over from now on.
+
+        Args: resumes: give the newest number once more, where there is one.
+        """
         key = str(job)
         while True:
             stored = await self._bus.kv_get_raw(Bucket.SESSIONS, key)
             last = 0 if stored is None or stored.is_gone else int(stored.payload)
+            if resumes and last:
+                self._newest[key] = last
+                return last
             try:
                 await self._bus.kv_swap(
                     Bucket.SESSIONS, key, str(last + 1).encode(), stored.sequence if stored else 0
@@ -349,7 +355,7 @@ class Router:
     # --- API ------------------------------------------------------------------------------------
 
     async def attach(self, tenant: str, request: JobRequest) -> Attached:
-        """Open a new session of a job and end every older one.
+        """Open a new session of a job and end every older one, or go on with the newest.
 
         Raises: CallerError: no such job, or it has ended.
         """
@@ -364,7 +370,7 @@ class Router:
             )
         status: JobStatus = decode(view.payload, JobStatus)
         results.check_attachable(status)
-        session = await self._sessions.give(job)
+        session = await self._sessions.give(job, resumes=bool(request.numbered))
         # From this place of the log on, the scheduler refuses operations of older sessions, which a
         # replica that does not know of this session yet may still let pass.
         await self._bus.append(SessionOpened(job, session), msg_id=f"session:{job}:{session}")
@@ -375,7 +381,7 @@ class Router:
         outcomes = results.stored_seqs(
             await self._bus.subjects(streams.DONE, f"{streams.PREFIX}.done.{job}.>")
         )
-        status, fillers = results.attach_status(job, status, operations, outcomes)
+        status, fillers = results.attach_status(job, status, operations, outcomes, request.numbered)
         for filler in fillers:
             await self._log(filler, 0)
         stored = await self._bus.kv_get(Bucket.CHECKPOINTS, str(job))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -84,9 +85,13 @@ class Ranks:
         self._layout = spec.layout
         files = file_shapes(parameter_shapes(spec.model))
         self._whole = plan(files, trainable=False).slots
+        place = RankGroup(
+            world_size=spec.layout.num_ranks,
+            store_path=str(directory / "store"),
+            node_directory=str(directory),
+        )
         self.ranks = [
-            Rank(spec, RankGroup(rank, spec.layout.num_ranks, str(directory / "store")), warnings)
-            for rank in range(spec.layout.num_ranks)
+            Rank(spec, replace(place, rank=rank), warnings) for rank in range(place.world_size)
         ]
         first = [rank.receive() for rank in self.ranks]
         failed = [answer.error for answer in first if answer.error]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from peft import PeftModel
 
 from phaseloom.common.contract.arrays import float32s, int32s
-from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, ResourceError
 from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
@@ -38,13 +38,13 @@ from phaseloom.common.contract.specs import (
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
-from phaseloom.worker.backends.layout import check_layout
 from phaseloom.worker.rank.process import _identity
 from phaseloom.worker.state.devicememory import scratch_tensor
 from phaseloom.worker.state.heap import Heap
 from tests.support.pretrained import loaded, pinned, save_model
 from tests.support.saved import load, save
 from tests.unit.worker.backends.models import batch, generate
+from tests.unit.worker.backends.ranks import Ranks
 
 ADAPTER = Adapter(rank=4, alpha=8.0, seed=5)
 ADAM = AdamParams(learning_rate=0.02)
@@ -77,7 +77,7 @@ def deployment(
     return DeploymentSpec("policy", "train", backend, model, trainable=backend == "fsdp")
 
 
-def train(backend: Backend, steps: int = STEPS) -> list[float]:
+def train(backend: Backend | Ranks, steps: int = STEPS) -> list[float]:
     losses = []
     for _ in range(steps):
         made = backend.forward_backward(
@@ -253,16 +253,52 @@ def test_unknown_layers_are_refused(directory: Path, started: Any) -> None:
     assert "q_proj" in caught.value.info.remedy
 
 
-def test_what_cannot_train_adapters_says_so(directory: Path, started: Any) -> None:
-    spread = replace(deployment(directory), layout=Layout(dp=2))
-    for spec, ranks, field in (
-        (spread, RankGroup(0, 2), "layout.dp"),
-        (replace(deployment(directory), backend="megatron"), RankGroup(), "model.adapter"),
-    ):
-        with pytest.raises(CallerError) as caught:
-            check_layout(spec, ranks)
-        assert caught.value.info.code is Code.FAILED_PRECONDITION
-        assert caught.value.info.field == field
+@pytest.mark.parametrize(
+    ("adapter", "changes"),
+    [
+        (ADAPTER, {}),
+        (ADAPTER, {"dtype": "bfloat16"}),
+        (replace(ADAPTER, rank=5, targets=("lm_head", "o_proj")), {}),
+    ],
+    ids=["float32", "bfloat16", "head"],
+)
+def test_two_ranks_train_an_adapter_like_one(
+    directory: Path, tmp_path: Path, started: Any, adapter: Adapter, changes: dict[str, Any]
+) -> None:
+    """Each holds half of the adapter's rows and maps the whole base; what they have in the end a
+    rank alone loads, and both go on alike."""
+    spec = deployment(directory, adapter=adapter, **changes)
+    alone, heap = started(spec)
+    initial, trained = tmp_path / "initial", tmp_path / "trained"
+    initial.mkdir()
+    trained.mkdir()
+    save(alone, heap, initial)
+    ranks = Ranks(replace(spec, layout=Layout(dp=2)), tmp_path)
+    try:
+        ranks.load(initial)
+        assert ranks.weights_sha256() == alone.weights_sha256()
+        is_exact = "dtype" not in changes
+        expected = train(alone)
+        assert train(ranks) == pytest.approx(expected, rel=1e-5 if is_exact else 0.05)
+        undisturbed = ranks.heaps()
+        ranks.load(initial)
+        ranks.offload_between_calls(is_on=True)
+        train(ranks)
+        assert ranks.heaps() == undisturbed
+        args = ForwardBackward(batch(4, loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY)
+        ranks.forward_backward(args)
+        ranks.save(trained)
+        load(alone, heap, trained)
+        assert ranks.weights_sha256() == alone.weights_sha256()
+        norms = [
+            each.optim_step(OptimStep(ADAM)).metrics["grad_norm:mean"] for each in (alone, ranks)
+        ]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+        held = [{slot.name: slot.shape for slot in slots} for slots in ranks.slots]
+        for slot in alone.version_slots:
+            assert held[0][slot.name][0] + held[1][slot.name][0] == slot.shape[0]
+    finally:
+        ranks.close()
 
 
 def test_a_node_has_a_base_once_a_dtype(directory: Path, tmp_path: Path, started: Any) -> None:

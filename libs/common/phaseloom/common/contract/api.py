@@ -27,6 +27,11 @@ class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     job: str
     failed: bool = False
     """For `job.finish`: whether the controller gives up, or an operator cancels the job."""
+    numbered: list[str] = []
+    """For `session.attach`: deployments whose sequence numbers are given by programs behind the
+    caller, which submit again what was lost. Where there are some, the job's newest session goes on
+    in place of another, so that what it has stored stays valid, and holes in their numbers are left
+    open. The caller sees to it that nobody else goes on with the session."""
 
 
 class CreateDeployment(msgspec.Struct, frozen=True):

@@ -156,6 +156,10 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Share of a call's samples that is its long tail: once no more are left on any replica, they
     may be gathered on fewer replicas, so that another job's work begins on the devices of the
     others. Only where batches are shared, on one node, by replicas of one rank. 0: never."""
+    max_adapters: int = 0
+    """The number of versions of other adapters on its base that each rank of a `sampler` with an
+    adapter has room for on its device, beside its own. Each takes as much scratch memory as the
+    deployment's own adapter, whose rank and targets are the most that they may have."""
     activation_checkpointing: bool = False
     """Whether training computes each layer's activations again in the backward pass, instead of
     keeping them: less memory, the time of one more forward pass, the same gradients to the

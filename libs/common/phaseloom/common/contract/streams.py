@@ -35,7 +35,7 @@ class Bucket(StrEnum):
     VIEW = "view"
     """scheduler → people, router. Projections: job status by `<tenant>.<job>`."""
     LEASES = "leases"
-    """agent, scheduler. Who is alive; the revision fences the holder."""
+    """agent, scheduler, gateway. Who is alive; the revision fences the holder."""
     SEALS = "seals"
     """agents. The commit record of each deployment's newest seal: a `SealRecord`."""
     SESSIONS = "sessions"

@@ -55,6 +55,11 @@ def scheduler_lease_key() -> str:
     return "scheduler"
 
 
+def gateway_lease_key(tenant: str) -> str:
+    """The key under which the gateway that serves a tenant is known; the value is its URL."""
+    return f"gateway.{tenant}"
+
+
 def session_lease_key(job: JobKey) -> str:
     """The key under which a job's controller is known to live; the value is its session number."""
     return f"session.{job}"

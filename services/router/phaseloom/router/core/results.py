@@ -5,7 +5,7 @@ Everything here is pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -68,6 +68,7 @@ def attach_status(
     status: JobStatus,
     operations: dict[str, set[int]],
     outcomes: dict[str, set[int]],
+    numbered: Collection[str] = (),
 ) -> tuple[JobStatus, list[QueuedOperation]]:
     """The status with each deployment's next free `seq` and open operations, and filler operations.
 
@@ -78,6 +79,8 @@ def attach_status(
     numbers begin below them.
 
     Args: operations, outcomes: `stored_seqs` of the two streams.
+          numbered: deployments whose holes are left open: others number their operations, and
+          submit again what was lost.
     """
     deployments, fillers = [], []
     for deployment in status.deployments:
@@ -88,7 +91,8 @@ def attach_status(
         deployments.append(
             msgspec.structs.replace(deployment, next_seq=next_seq, open_operations=waiting)
         )
-        fillers += [_filler(job, deployment.name, seq) for seq in holes]
+        if deployment.name not in numbered:
+            fillers += [_filler(job, deployment.name, seq) for seq in holes]
     return msgspec.structs.replace(status, deployments=deployments), fillers
 
 

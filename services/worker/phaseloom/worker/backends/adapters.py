@@ -7,6 +7,9 @@ that `peft` gives them in files, so that a checkpoint is an adapter that it load
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +24,53 @@ _PREFIX = "base_model.model."
 """Before a parameter's name, in the names of `peft`."""
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """An adapter's part of one layer."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    def added(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """y + scale·B·A·x."""
+        return torch.add(y, F.linear(F.linear(x, self.a), self.b), alpha=self.scale)
+
+
+Layers = Mapping[str, Matrices]
+"""The matrices of an adapter, by the names of the layers."""
+
+
+@dataclass
+class RowAdapters:
+    """Which rows of the next pass have which adapter; all layers of a model have one in common.
+
+    The base's part of a layer is computed for all rows at once, as if there were no adapters, then
+    each adapter's for its own rows.
+    """
+
+    groups: Sequence[tuple[torch.Tensor | None, Layers | None]] = field(default_factory=list)
+    """The rows, None: all of them, and their adapter, None: the model's own. Empty: all rows have
+    the model's own."""
+
+    @contextmanager
+    def of(self, groups: Sequence[tuple[torch.Tensor | None, Layers | None]]) -> Iterator[None]:
+        """Within this, passes have these groups."""
+        self.groups = groups
+        try:
+            yield
+        finally:
+            self.groups = []
+
+
 class LowRank(nn.Module):
     """A linear layer of the base, with weights W and bias b, and its adapter: it gives
     W·x + b + (alpha / rank)·B·A·x."""
 
-    def __init__(self, base: nn.Linear, adapter: Adapter) -> None:
+    def __init__(self, name: str, base: nn.Linear, adapter: Adapter, rows: RowAdapters) -> None:
+        """Args: name: the layer's, in the model."""
         super().__init__()
+        self.name, self.rows = name, rows
         # The same parameters, so that who shares them with another layer goes on to do so.
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = nn.Linear(base.in_features, adapter.rank, bias=False)
@@ -34,8 +78,19 @@ class LowRank(nn.Module):
         self.scale = adapter.alpha / adapter.rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low = F.linear(F.linear(x, self.lora_A.weight), self.lora_B.weight)
-        return torch.add(F.linear(x, self.weight, self.bias), low, alpha=self.scale)
+        y = F.linear(x, self.weight, self.bias)
+        own = Matrices(self.lora_A.weight, self.lora_B.weight, self.scale)
+        if not self.rows.groups:
+            return own.added(x, y)
+        for index_R, layers in self.rows.groups:
+            matrices = own if layers is None else layers.get(self.name)
+            if matrices is None:
+                continue
+            if index_R is None:
+                y = matrices.added(x, y)
+            else:
+                y[index_R] = matrices.added(x[index_R], y[index_R])
+        return y
 
 
 def adapt(model: PreTrainedModel, adapter: Adapter) -> None:
@@ -53,9 +108,10 @@ def adapt(model: PreTrainedModel, adapter: Adapter) -> None:
                 remedy=f"use some of {', '.join(known)}",
             )
     generator = torch.Generator().manual_seed(adapter.seed)
+    rows = RowAdapters()
     for name in sorted(layers):
         if _last(name) in adapter.targets:
-            added = LowRank(layers[name], adapter)
+            added = LowRank(name, layers[name], adapter, rows)
             model.set_submodule(name, added)
             if not added.lora_A.weight.is_meta:
                 bound = 1 / math.sqrt(added.lora_A.in_features)
@@ -68,12 +124,29 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are a deployment's state, by their names in files: the adapter's where
     the model has one, else all. Tied ones occur once."""
     adapted = {
-        f"{_PREFIX}{name}.{part}.weight": getattr(module, part).weight
+        file_name(name, part): getattr(module, part).weight
         for name, module in model.named_modules()
         if isinstance(module, LowRank)
         for part in ("lora_A", "lora_B")
     }
     return adapted or dict(model.named_parameters())
+
+
+def rows_of(model: nn.Module) -> RowAdapters:
+    """Where an adapted model is told the adapters of rows."""
+    return next(module.rows for module in model.modules() if isinstance(module, LowRank))
+
+
+def file_name(layer: str, part: str) -> str:
+    """The name in files of `lora_A` or `lora_B` of a layer."""
+    return f"{_PREFIX}{layer}.{part}.weight"
+
+
+def layer_and_part(name: str) -> tuple[str, str]:
+    """The layer, and `lora_A` or `lora_B`, of a tensor by its name in files; the part is empty
+    where the tensor is no adapter's."""
+    layer, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+    return (layer, part) if part in ("lora_A", "lora_B") else (name, "")
 
 
 def adapter_config(spec: ModelSpec) -> dict[str, Any]:

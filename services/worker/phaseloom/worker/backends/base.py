@@ -34,7 +34,7 @@ from phaseloom.common.contract.operations import (
     OptimStep,
     OptimStepResult,
 )
-from phaseloom.common.contract.specs import DeploymentSpec, DeviceKind
+from phaseloom.common.contract.specs import Adapter, DeploymentSpec, DeviceKind
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding
 from phaseloom.worker.state.devicememory import DeviceMemory
@@ -73,6 +73,20 @@ class GroupBroken(ResourceError):
     """
 
 
+@dataclass(frozen=True)
+class AdapterVersion:
+    """Weights of an adapter, which never change, on the base of the deployment that is to generate
+    with them."""
+
+    name: str
+    """Names these weights and no others."""
+    adapter: Adapter
+    slots: Sequence[TensorSlot]
+    """Its tensors, by the names of files."""
+    memory: memoryview
+    """Where they lie, in host memory."""
+
+
 class Watch(Protocol):
     """The view of those who wait for requests that are generated together.
 
@@ -83,6 +97,10 @@ class Watch(Protocol):
     def joined(self) -> Sequence[Generate]:
         """Take the checked requests that came since the last time: they are to be decoded with
         the others as soon as there is room, and have the next places."""
+        ...
+
+    def adapter(self, i: int) -> AdapterVersion | None:
+        """What the request is to be generated with; None: the deployment's own weights."""
         ...
 
     def is_cancelled(self, i: int) -> bool:

@@ -315,11 +315,23 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _shard(
-    root: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, precision: MixedPrecisionPolicy
+    root: scoring.Scorer,
+    layers: list[nn.Module],
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
 ) -> None:
-    """Shard each layer, and the root with the rest."""
+    """Shard each layer, and the root with the rest; the weights of an adapter's base stay whole on
+    every rank."""
+    own = {*own_parameters(root.model).values()}
+    base = {*root.parameters()} - own
     for module in [*layers, root]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=precision,
+            ignored_params=base,
+        )
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -371,7 +383,7 @@ def _precision(masters: Region | None, dtype: torch.dtype) -> MixedPrecisionPoli
 
 def _preset_gradients(model: nn.Module, gradients: Views, mesh: DeviceMesh) -> None:
     """Make every shard's gradient a view into the heap, which FSDP2 adds to."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model).items():
         if name not in gradients:
             continue
         assert isinstance(parameter, DTensor)
@@ -391,7 +403,7 @@ def _move_parameters(scorer: scoring.Scorer, views: Views, padded: Views) -> Non
     FSDP2 gathers from shards with their padding; it takes a tensor that has it as it is, and would
     copy one that lacks it out of the heap.
     """
-    parameters = dict(scorer.model.named_parameters())
+    parameters = own_parameters(scorer.model)
     for name, parameter in parameters.items():
         assert isinstance(parameter, DTensor)
         views[name].copy_(parameter.to_local().detach())

@@ -168,6 +168,15 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
     able = CAPABILITIES[spec.backend]
+    if spec.max_adapters and (spec.backend != "sampler" or spec.model.adapter is None):
+        raise CallerError(
+            f"the {spec.backend} deployment cannot generate with other adapters",
+            code=Code.FAILED_PRECONDITION,
+            field="max_adapters",
+            remedy="leave it out, or declare a model.adapter and the backend 'sampler'",
+        )
+    if spec.max_adapters < 0:
+        raise CallerError("it is below 0", field="max_adapters", remedy="use 0 or more")
     if spec.model.adapter is not None:
         _check_adapter(spec, able)
     axes = able.axes
@@ -191,14 +200,7 @@ def _check_adapter(spec: DeploymentSpec, able: Capabilities) -> None:
             f"the {spec.backend} backend cannot do adapters",
             code=Code.FAILED_PRECONDITION,
             field="model.adapter",
-            remedy="use the backends 'fsdp' and 'sampler', or leave the adapter out",
-        )
-    if able.trains and spec.layout.num_ranks > 1:
-        raise CallerError(
-            "an adapter is trained on one rank",
-            code=Code.FAILED_PRECONDITION,
-            field="layout.dp",
-            remedy="use layout.dp = 1",
+            remedy="use the backends 'fsdp', 'sampler' and 'vllm', or leave the adapter out",
         )
 
 

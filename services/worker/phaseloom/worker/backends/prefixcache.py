@@ -90,7 +90,9 @@ class PrefixCache:
         self._now = 0
         """The present state of the weights."""
         self._roots: dict[int, _Block] = {}
-        """By origin, oldest first."""
+        """By origin, oldest first. Those below 0 are of other adapters' versions."""
+        self._versions: dict[str, int] = {}
+        """Origins of other adapters' versions, which never change."""
         self._used: OrderedDict[_Block, None] = OrderedDict()
         """All blocks, the one used longest ago first. A block comes before its parent, so the
         first has no children."""
@@ -115,13 +117,20 @@ class PrefixCache:
         self._roots = {origin: root for origin, root in self._roots.items() if root.children}
         self._roots[self._now] = _Block(None, ())
 
-    def find(self, tokens: Sequence[int], num_generated: int) -> Prefix:
+    def find(self, tokens: Sequence[int], num_generated: int, version: str = "") -> Prefix:
         """What is kept of a prompt, without its last token, which must be run for its logits.
 
         Args: num_generated: how many of the last tokens are an earlier answer's.
+              version: of another adapter, where the prompt is run with one.
         """
         wanted = tuple(tokens[:-1])
-        origins = [*reversed(self._roots)] if num_generated else [self._now]
+        if version:
+            origins = [self._versions.setdefault(version, -1 - len(self._versions))]
+            self._roots.setdefault(origins[0], _Block(None, ()))
+        elif num_generated:
+            origins = [each for each in reversed(self._roots) if each >= 0]
+        else:
+            origins = [self._now]
         found = [(origin, *_matched(self._roots[origin], wanted)) for origin in origins]
         whole = [each for each in found if each[1] == len(wanted)]
         origin, num_tokens, path = (whole or found)[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from msgspec.structs import replace
 
 from phaseloom.common.contract.arrays import int32s, length
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import (
     Datum,
     Forward,
@@ -31,8 +33,9 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
+from phaseloom.worker.backends.adaptercache import AdapterCache, place_bytes
 from phaseloom.worker.backends.adapters import own_parameters
-from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, AdapterVersion, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
     Ints,
     forward_batch,
@@ -56,7 +59,7 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.prefixcache import Prefix, planned_bytes, prefix_cache
 from phaseloom.worker.backends.sharedbase import SharedBase, base_scratch_bytes
-from phaseloom.worker.state.devicememory import DeviceMemory
+from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 
 WAVE_TOKENS = 65536
 """Most cache columns (rows × capacity) decoded at a time: bounds the KV cache."""
@@ -97,6 +100,13 @@ class SamplerBackend(InferenceBackend):
             parameter.data = views[name]
         self._decoder = decoder_of(self._model)
         self._prefixes = prefix_cache(spec, heap, self._decoder)
+        self._adapters = None
+        if spec.model.adapter is not None:
+            places = torch.empty(0, dtype=torch.uint8, device=self._device)
+            if spec.max_adapters:
+                start = base_scratch_bytes(spec.model, ranks)
+                places = scratch_tensor(heap)[start : start + _adapter_bytes(spec)]
+            self._adapters = AdapterCache(self._model, self.version_slots, places)
         self._scorer = scoring.Scorer(self._model, TORCH_DTYPES[self._dtype])
         return_freed_memory()
 
@@ -104,7 +114,19 @@ class SamplerBackend(InferenceBackend):
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
         check_spec(spec, ranks)
         base_bytes = base_scratch_bytes(spec.model, ranks)
-        return Memory(_layout(spec).heap_bytes, base_bytes + planned_bytes(spec))
+        scratch_bytes = base_bytes + _adapter_bytes(spec) + planned_bytes(spec)
+        return Memory(_layout(spec).heap_bytes, scratch_bytes)
+
+    def check_adapter(self, version: AdapterVersion) -> None:
+        """Check that requests may be generated with a version. Raises: CallerError: why not."""
+        if self._adapters is None:
+            raise CallerError(
+                "this deployment has no adapter, so it cannot take another's place",
+                code=Code.FAILED_PRECONDITION,
+                field="args.weights",
+                remedy="declare it with an adapter on the base, and max_adapters",
+            )
+        self._adapters.check(version)
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         call = _Call(watch)
@@ -112,7 +134,8 @@ class SamplerBackend(InferenceBackend):
         with torch.inference_mode():
             self._take(call, requests)
             while call.has_waiting or batch.waves:
-                wave = call.next_wave(batch)
+                places = self._adapters.num_places if self._adapters else 0
+                wave = call.next_wave(batch, places)
                 if wave:
                     self._begin(call, batch, wave)
                 elif batch.waves:
@@ -122,7 +145,10 @@ class SamplerBackend(InferenceBackend):
 
     def _take(self, call: _Call, requests: Seq[Generate]) -> None:
         for args in requests:
-            call.add(args, self._scored_prompts(args))
+            version = call.next_adapter
+            with nullcontext() if self._adapters is None else self._adapters.alone(version):
+                scored = self._scored_prompts(args)
+            call.add(args, scored, version)
 
     def forward(self, args: Forward) -> ForwardResult:
         with torch.inference_mode():
@@ -137,6 +163,8 @@ class SamplerBackend(InferenceBackend):
         """Drop the prefix cache: every call reads the weights themselves from the heap."""
         if self._base is not None:
             self._base.refill()
+        if self._adapters is not None:
+            self._adapters.forget()
         if self._prefixes is not None:
             self._prefixes.forget()
 
@@ -159,7 +187,8 @@ class SamplerBackend(InferenceBackend):
         expand_B = expand_B.to(self._device)
         call.accept(rows, prefill.logits_BV.index_select(0, expand_B).cpu())
         origins = [prefixes[i].origin for i in expand_B.tolist()]
-        batch.add(rows, prefill.cache.rows(expand_B), origins)
+        adapters = [wave[i].adapter for i in expand_B.tolist()]
+        batch.add(rows, prefill.cache.rows(expand_B), origins, adapters)
         self._keep_ended(batch)
 
     def _found(self, call: _Call, wave: list[_Prompt]) -> list[Prefix]:
@@ -167,7 +196,14 @@ class SamplerBackend(InferenceBackend):
         cache = self._prefixes
         if cache is None:
             return [Prefix(0)] * len(wave)
-        found = [cache.find(p.tokens_T.tolist(), len(p.start.generated)) for p in wave]
+        found = [
+            cache.find(
+                p.tokens_T.tolist(),
+                len(p.start.generated),
+                p.adapter.name if p.adapter else "",
+            )
+            for p in wave
+        ]
         for prompt, prefix in zip(wave, found, strict=True):
             call.begun(prompt, prefix.num_tokens)
         return found
@@ -199,6 +235,16 @@ class SamplerBackend(InferenceBackend):
         self, wave: list[_Prompt], prefixes: list[Prefix], room: int
     ) -> Prefill[Any]:
         """Run prompts of which nothing is kept, or all but equally many tokens."""
+        with self._with([prompt.adapter for prompt in wave]):
+            return self._prefill_with(wave, prefixes, room)
+
+    def _with(self, adapters: Seq[AdapterVersion | None]) -> AbstractContextManager[None]:
+        """Within this, passes run with the adapters of their rows."""
+        if self._adapters is None or not any(adapters):
+            return nullcontext()
+        return self._adapters.rows(adapters)
+
+    def _prefill_with(self, wave: list[_Prompt], prefixes: list[Prefix], room: int) -> Prefill[Any]:
         rest = [
             prompt.tokens_T[prefix.num_tokens :]
             for prompt, prefix in zip(wave, prefixes, strict=True)
@@ -231,7 +277,8 @@ class SamplerBackend(InferenceBackend):
         if not batch.waves:
             return
         last_B = torch.cat([rows.last_B for rows in batch.waves]).to(self._device)
-        logits_BV = self._decoder.step(last_B, batch.cache).cpu()
+        with self._with([each for wave in batch.adapters for each in wave]):
+            logits_BV = self._decoder.step(last_B, batch.cache).cpu()
         logits = torch.split(logits_BV, batch.num_rows_by_wave)
         for rows, logits_RV in zip(batch.waves, logits, strict=True):
             call.accept(rows, logits_RV)
@@ -294,6 +341,8 @@ class _Prompt:
     start: Start
     max_tokens: int
     """New tokens that a sample of it may still get."""
+    adapter: AdapterVersion | None
+    """None: the deployment's own weights."""
 
 
 class _Batch:
@@ -307,6 +356,8 @@ class _Batch:
         self.waves: list[Rows] = []
         self.origins: list[list[int]] = []
         """`Prefix.origin` of each row asked for, by wave."""
+        self.adapters: list[list[AdapterVersion | None]] = []
+        """The adapter of each row that is still there, by wave; None: the deployment's own."""
         self._cache: Cache | None = None
 
     @property
@@ -327,9 +378,21 @@ class _Batch:
         """New tokens that a row may still get, at most."""
         return max((rows.room for rows in self.waves), default=0)
 
-    def add(self, rows: Rows, cache: Cache, origins: list[int]) -> None:
+    @property
+    def versions(self) -> set[str]:
+        """The adapters' versions that rows need, beside the deployment's own."""
+        return {each.name for wave in self.adapters for each in wave if each is not None}
+
+    def add(
+        self,
+        rows: Rows,
+        cache: Cache,
+        origins: list[int],
+        adapters: list[AdapterVersion | None],
+    ) -> None:
         self.waves.append(rows)
         self.origins.append(origins)
+        self.adapters.append(adapters)
         is_first = len(self.waves) == 1
         self._cache = cache if is_first else self.cache.joined(cache, self.room)
 
@@ -339,13 +402,16 @@ class _Batch:
         if all(live) and sum(live) >= KEEP_ROWS * sum(self.num_rows_by_wave):
             return
         starts = np.cumsum([0, *self.num_rows_by_wave[:-1]])
-        kept = [
-            rows.drop_finished() + int(start)
-            for rows, start in zip(self.waves, starts, strict=True)
+        left = [rows.drop_finished() for rows in self.waves]
+        kept = [rows_R + int(start) for rows_R, start in zip(left, starts, strict=True)]
+        self.adapters = [
+            [adapters[row] for row in rows_R.tolist()]
+            for adapters, rows_R in zip(self.adapters, left, strict=True)
         ]
         is_left = [bool(rows.num_rows) for rows in self.waves]
         self.waves = [*compress(self.waves, is_left)]
         self.origins = [*compress(self.origins, is_left)]
+        self.adapters = [*compress(self.adapters, is_left)]
         if self.waves:
             cache = self.cache
             self._cache = cache.rows(torch.cat(kept).to(cache.padding_B.device))
@@ -385,10 +451,15 @@ class _Call:
     def args(self, prompt: _Prompt) -> Generate:
         return self._requests[prompt.request].args
 
-    def add(self, args: Generate, scored: GenerateResult) -> None:
+    @property
+    def next_adapter(self) -> AdapterVersion | None:
+        """What the request that is added next is generated with."""
+        return self._watch.adapter(len(self._requests))
+
+    def add(self, args: Generate, scored: GenerateResult, adapter: AdapterVersion | None) -> None:
         if args.stream:
             self._streams.add(len(self._requests))
-        prompts = _prompts(args, len(self._requests))
+        prompts = _prompts(args, len(self._requests), adapter)
         total = args.num_samples * sum(prompt.max_tokens for prompt in prompts)
         num_open = args.num_samples * len(prompts)
         self._requests.append(_Request(args, scored, total, num_open))
@@ -405,8 +476,9 @@ class _Call:
         ):
             metrics[name] = metrics.get(name, 0.0) + num
 
-    def next_wave(self, batch: _Batch) -> list[_Prompt]:
-        """Prompts to begin with now, beside what decodes already.
+    def next_wave(self, batch: _Batch, num_adapters: int) -> list[_Prompt]:
+        """Prompts to begin with now, beside what decodes already, with so many versions of other
+        adapters at most.
 
         Those that wait begin when all of them fit, or when half of the memory is free: each wave
         that joins others costs a copy of the cache.
@@ -415,7 +487,12 @@ class _Call:
         num_rows, longest, room = sum(batch.num_rows_by_wave), batch.columns, batch.room
         is_half_free = num_rows * (longest + room) <= WAVE_TOKENS / 2
         wave: list[_Prompt] = []
+        versions = batch.versions
         for prompt in self._waiting:
+            if prompt.adapter is not None:
+                versions.add(prompt.adapter.name)
+            if len(versions) > num_adapters:
+                break
             num_samples = self.args(prompt).num_samples
             longest = max(longest, prompt.tokens_T.size)
             room = max(room, prompt.max_tokens)
@@ -490,7 +567,7 @@ class _Call:
             self._watch.ended(i, result)
 
 
-def _prompts(args: Generate, request: int) -> list[_Prompt]:
+def _prompts(args: Generate, request: int, adapter: AdapterVersion | None) -> list[_Prompt]:
     if not args.prompts:
         return []
     tokens = [prompt.tokens for prompt in args.prompts]
@@ -502,7 +579,7 @@ def _prompts(args: Generate, request: int) -> list[_Prompt]:
         asked, generated = tokens_P[i][:num_asked].tolist(), tokens_P[i][num_asked:].tolist()
         start = Start(prompt.seed, prompt.sample, asked, generated)
         limit = args.sampling.max_tokens - prompt.num_generated
-        prompts.append(_Prompt(request, i, tokens_P[i], start, limit))
+        prompts.append(_Prompt(request, i, tokens_P[i], start, limit, adapter))
     return prompts
 
 
@@ -514,6 +591,13 @@ def _left_pad(tokens: list[Ints]) -> tuple[torch.Tensor, torch.Tensor]:
         padded_PT[row, length - tokens_T.size :] = tokens_T
     padding_P = [length - tokens_T.size for tokens_T in tokens]
     return torch.from_numpy(padded_PT), torch.tensor(padding_P)
+
+
+def _adapter_bytes(spec: DeploymentSpec) -> int:
+    """Scratch memory of each rank for versions of other adapters."""
+    if not spec.max_adapters or spec.model.adapter is None:
+        return 0
+    return spec.max_adapters * place_bytes(_layout(spec).slots)
 
 
 def _layout(spec: DeploymentSpec) -> Layout:

@@ -151,6 +151,9 @@ class _Ended:
     def joined(self) -> tuple[()]:
         return ()
 
+    def adapter(self, i: int) -> None:
+        """None: all are generated with the deployment's own weights."""
+
     def is_cancelled(self, i: int) -> bool:
         return False
 

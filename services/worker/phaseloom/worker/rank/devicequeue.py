@@ -525,6 +525,9 @@ class ShareWatch:
     def joined(self) -> Sequence[Generate]:
         return ()
 
+    def adapter(self, i: int) -> None:
+        """None: all are generated with the deployment's own weights."""
+
     def is_cancelled(self, i: int) -> bool:
         key = self._operations[i]
         return key in self._cancelled and not self._cancelled.keeps_partial(key)

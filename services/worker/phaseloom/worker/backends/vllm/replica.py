@@ -130,6 +130,9 @@ class Agreed:
     def _news(self, asked: Callable[[int], bool], known: set[int]) -> list[int]:
         return [i for i in range(self._num_requests) if i not in known and asked(i)]
 
+    def adapter(self, i: int) -> None:
+        """None: all are generated with the deployment's own weights."""
+
     def is_cancelled(self, i: int) -> bool:
         return i in self._cancelled
 

@@ -1,0 +1,170 @@
+"""`phaseloom model merge` adds an adapter to the weights of its base: a whole model's directory.
+
+The adapter is a checkpoint of a job, or a directory of `peft`. Every file but those with adapted
+weights is the base's own. The result is what `merge_and_unload()` of `peft` makes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from phaseloom.common.contract.errors import CallerError, Code
+
+_PACKAGES = ("torch", "safetensors")
+_PREFIX = "base_model.model."
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """What counts of an `adapter_config.json`."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str = "LORA"
+    bias: str = "none"
+    use_dora: bool = False
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    modules_to_save: list[str] | None = None
+
+
+def merge(base: Path, adapter: Path, directory: Path, *, console: Console | None = None) -> None:
+    """Make a whole model's directory of a base and an adapter on it.
+
+    Parameters
+    ----------
+    base
+        The directory of the model that the adapter was trained on.
+    adapter
+        The adapter: a checkpoint of a job, or a directory that peft has saved.
+    directory
+        The directory to make.
+    """
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise CallerError(
+            f"weights are merged with {', '.join(missing)}, which this environment does not have",
+            code=Code.FAILED_PRECONDITION,
+            remedy="pip install 'phaseloom[worker]'",
+        )
+    if directory.exists():
+        raise CallerError(
+            f"{directory} exists",
+            code=Code.ALREADY_EXISTS,
+            field="directory",
+            remedy="name a directory that is to be made",
+        )
+    config = _config(adapter)
+    # The directory appears whole: one that is there need not be made again.
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _merge(base, adapter, config, partial)
+    except CallerError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(directory)
+    (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
+
+
+def _config(adapter: Path) -> _Config:
+    path = adapter / "adapter_config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CallerError(
+            f"{path} cannot be read: {error}",
+            field="adapter",
+            remedy="name a directory with adapter_config.json and adapter_model.safetensors",
+        ) from error
+    plain = _Config(config.r, config.lora_alpha)
+    known = msgspec.structs.replace(config, modules_to_save=config.modules_to_save or None)
+    fields = _Config.__struct_fields__
+    odd = [name for name in fields if getattr(known, name) != getattr(plain, name)]
+    if odd or config.r < 1:
+        raise CallerError(
+            f"{path} has {', '.join(odd) or 'r'} = {getattr(config, (odd or ['r'])[0])!r}, which "
+            "is not merged here",
+            code=Code.FAILED_PRECONDITION,
+            field="adapter",
+            remedy="merge it with peft",
+        )
+    return config
+
+
+def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    try:
+        matrices = load_file(adapter / "adapter_model.safetensors")
+        shutil.copytree(base, directory)
+        files = sorted(directory.glob("*.safetensors"))
+        left = _by_weight(matrices)
+        for file in files:
+            tensors = load_file(file)
+            mine = [name for name in tensors if name in left]
+            for name in mine:
+                tensors[name] = _added(name, tensors[name], *left.pop(name), config)
+            if mine:
+                save_file(tensors, file, {"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise CallerError(
+            f"the weights cannot be read or written: {error}",
+            field="adapter",
+            remedy="name the directories of a model and of an adapter on it",
+        ) from error
+    if left:
+        raise CallerError(
+            f"the base has no weights {min(left)!r}",
+            code=Code.FAILED_PRECONDITION,
+            field="base",
+            remedy="name the directory of the model that the adapter was trained on; an adapter "
+            "on lm_head needs one whose embeddings are not tied",
+        )
+
+
+def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The pair (A, B) that is added to each of the base's weights.
+
+    Raises: CallerError: there are tensors of another kind.
+    """
+    pairs: dict[str, tuple[Any, Any]] = {}
+    rest = set(matrices)
+    for name in sorted(matrices):
+        layer, _, _ = name.rpartition(".lora_A.weight")
+        other = f"{layer}.lora_B.weight"
+        if layer and other in matrices:
+            pairs[f"{layer.removeprefix(_PREFIX)}.weight"] = matrices[name], matrices[other]
+            rest -= {name, other}
+    if rest or not pairs:
+        raise CallerError(
+            f"{min(rest, default='nothing')!r} in adapter_model.safetensors is no part of a pair "
+            "of low-rank matrices",
+            code=Code.FAILED_PRECONDITION,
+            field="adapter",
+            remedy="merge it with peft",
+        )
+    return pairs
+
+
+def _added(name: str, weight: Any, a: Any, b: Any, config: _Config) -> Any:
+    """W + (alpha / r)·B·A, rounded once to the dtype of the base."""
+    found = (tuple(weight.shape), a.shape[0], b.shape[1])
+    if found != ((b.shape[0], a.shape[1]), config.r, config.r):
+        raise CallerError(
+            f"{name} is {tuple(weight.shape)} in the base, and the adapter's matrices are "
+            f"{tuple(b.shape)} and {tuple(a.shape)} of rank {config.r}",
+            code=Code.FAILED_PRECONDITION,
+            field="base",
+            remedy="name the directory of the model that the adapter was trained on",
+        )
+    delta = (b @ a) * (config.lora_alpha / config.r)
+    return (weight + delta).to(weight.dtype).contiguous()

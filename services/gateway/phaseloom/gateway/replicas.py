@@ -1,0 +1,181 @@
+"""Which replica of the gateway serves a tenant, and how the others pass its calls on.
+
+A tenant is served by the replica that holds the tenant's lease, so its models have one session and
+its records one writer. Any other replica passes a call on to that one, and does so again where that
+one has died: calls are named, so that the same again is the same. A replica that loses a lease
+forgets the tenant, and whoever holds the lease next goes on from the records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import nats.errors
+from aiohttp import web
+from yarl import URL
+
+from phaseloom.client import ResourceError
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.process import lifecycle
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.leases import Lease, gateway_lease_key
+from phaseloom.gateway.tenants import Tenant
+
+log = logging.getLogger(__name__)
+
+_PASSED_ON = "X-Phaseloom-Passed-On"
+"""The header of a call that another replica has passed on: it is passed on once at most."""
+_NOT_HERE = 421
+"""Misdirected: the replica does not serve the tenant, or no longer."""
+_LEASE_TTL_S = 3.0
+_PAUSE_S = 0.1
+_SEARCH_S = 20.0
+"""How long a call waits for a replica that serves its tenant."""
+_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=2.0, sock_read=600.0)
+_PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key")
+
+
+class Seat:
+    """A tenant at this replica, which serves it while it has the tenant's lease."""
+
+    def __init__(
+        self,
+        tenant: str,
+        bus: Bus,
+        address: str,
+        serve: Callable[[Seat], Coroutine[Any, Any, None]],
+    ) -> None:
+        """
+        Args: address: the URL at which other replicas reach this one.
+              serve: sets `tenant`, and goes on until it is cancelled.
+        """
+        self.name = tenant
+        self.tenant: Tenant | None = None
+        """The tenant; None: another replica serves it."""
+        self._bus = bus
+        self._address = address
+        self._serve = serve
+
+    async def keep(self) -> None:
+        """Serve the tenant whenever nobody else does, until cancelled."""
+        key = gateway_lease_key(self.name)
+        while True:
+            lease = await Lease.acquire(self._bus, key, self._address.encode(), _LEASE_TTL_S)
+            tasks = [asyncio.create_task(self._serve(self)), asyncio.create_task(lease.keep())]
+            try:
+                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    log.warning("%s is not served here any more: %r", self.name, task.exception())
+            finally:
+                self.tenant = None
+                await lifecycle.end(tasks)
+                with suppress(nats.errors.Error):
+                    await lease.release()
+            await asyncio.sleep(_PAUSE_S)
+
+    async def holder(self) -> str | None:
+        """The URL of the replica that serves the tenant; None: it is this one, or none now."""
+        try:
+            stored = await self._bus.kv_get(Bucket.LEASES, gateway_lease_key(self.name))
+        except nats.errors.Error as error:
+            log.info("who serves %s cannot be read: %r", self.name, error)
+            return None
+        address = None if stored is None else stored.payload.decode()
+        return None if address == self._address else address
+
+
+class Replica:
+    """What this replica serves, and how it reaches the others."""
+
+    def __init__(self, keys: Mapping[str, str], seats: Iterable[Seat]) -> None:
+        """Args: keys: API key → tenant."""
+        self._keys = keys
+        self._seats = {seat.name: seat for seat in seats}
+
+    def seat(self, request: web.Request) -> Seat | None:
+        """That of the tenant whose key the request has; None: it has nobody's."""
+        key = request.headers.get("X-API-Key", "")
+        key = key or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        return self._seats.get(self._keys.get(key, ""))
+
+
+REPLICA: web.AppKey[Replica] = web.AppKey("replica", Replica)
+PEERS: web.AppKey[aiohttp.ClientSession] = web.AppKey("peers", aiohttp.ClientSession)
+
+
+def peers() -> aiohttp.ClientSession:
+    """What calls are passed on with. Many wait at the same time."""
+    return aiohttp.ClientSession(timeout=_TIMEOUT, connector=aiohttp.TCPConnector(limit=0))
+
+
+@web.middleware
+async def passed_on(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer a call where its tenant is served."""
+    seat = request.app[REPLICA].seat(request)
+    if seat is None:
+        return await handler(request)
+    deadline = time.monotonic() + _SEARCH_S
+    while True:
+        tenant = seat.tenant
+        answer: web.StreamResponse | None = None
+        if tenant is not None:
+            answer = await handler(request)
+            if seat.tenant is not tenant and not answer.prepared:
+                answer = None  # it ended with the lease, and says nothing of the call
+        elif _PASSED_ON in request.headers:
+            return web.Response(status=_NOT_HERE)
+        elif address := await seat.holder():
+            answer = await _pass_on(request, address)
+        if answer is not None:
+            return answer
+        if time.monotonic() > deadline:
+            raise ResourceError(
+                "no replica of the gateway serves this tenant now", remedy="try again"
+            )
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | None:
+    """Another replica's answer; None: it has none."""
+    headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
+    url = URL(address + request.raw_path, encoded=True)
+    body = await request.read()
+    try:
+        async with request.app[PEERS].request(
+            request.method, url, headers={**headers, _PASSED_ON: "1"}, data=io.BytesIO(body)
+        ) as answer:
+            if answer.status == _NOT_HERE:
+                return None
+            if answer.content_type == "text/event-stream":
+                return await _stream_on(request, answer)
+            return web.Response(
+                status=answer.status,
+                body=await answer.read(),
+                headers={"Content-Type": answer.headers.get("Content-Type", "text/plain")},
+            )
+    except (aiohttp.ClientError, TimeoutError) as error:
+        log.info("%s gives no answer: %r", address, error)
+        return None
+
+
+async def _stream_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await stream.prepare(request)
+    try:
+        async for chunk in answer.content.iter_any():
+            await stream.write(chunk)
+    except aiohttp.ClientError as error:
+        log.info("a stream ends early: %r", error)
+        stream.force_close()  # what was sent cannot be taken back: the caller sees no proper end
+        if request.transport is not None:
+            request.transport.abort()
+    return stream

@@ -1,0 +1,181 @@
+"""Streams of OpenAI's API, as its unmodified client reads them, on a whole mesh."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import openai
+import pytest
+import torch
+from openai import AsyncOpenAI
+
+from phaseloom.common.contract.events import CancelRequested, OperationFinished, QueuedOperation
+from phaseloom.common.contract.operations import Outcome
+from tests.support.bytetokens import save_tokenizer
+from tests.support.gateway import TEMPLATE, serving
+from tests.support.jobs import following
+from tests.support.pretrained import save_model
+from tests.support.tinymodel import VOCAB
+
+pytestmark = pytest.mark.timeout(240)
+LONG = 1500
+"""New tokens of a sample: long enough to be told in several parts."""
+BYTES = sorted(set("aé中😀 bcdefghijkl".encode()))
+TOKENS = [bytes([byte]) for byte in BYTES] + [b"%d" % i for i in range(VOCAB - len(BYTES))]
+"""The model says more broken characters than whole ones."""
+TEXT = "aé中"
+
+
+def model(directory: Path) -> Path:
+    saved = save_model(directory, torch.float32, max_position_embeddings=20_000)
+    save_tokenizer(saved, TOKENS)
+    (saved / "chat_template.jinja").write_text(TEMPLATE)
+    return saved
+
+
+class Joined:
+    """What the chunks of a stream say of each choice."""
+
+    def __init__(self) -> None:
+        self.text: dict[int, str] = defaultdict(str)
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[float]] = defaultdict(list)
+        self.ends: dict[int, str] = {}
+        self.num_chunks = 0
+        self.usage: Any = None
+
+    async def read(self, stream: AsyncIterator[Any]) -> Joined:
+        async for chunk in stream:
+            self.num_chunks += 1
+            assert self.usage is None, "the usage comes last"
+            self.usage = chunk.usage
+            for choice in chunk.choices:
+                at = choice.index
+                assert at not in self.ends
+                if hasattr(choice, "delta"):
+                    assert (choice.delta.role == "assistant") == (at not in self.text)
+                    self.text[at] += choice.delta.content
+                    self.logprobs[at] += [each.logprob for each in choice.logprobs.content]
+                else:
+                    self.text[at] += choice.text
+                    self.logprobs[at] += choice.logprobs.token_logprobs
+                    assert len(choice.logprobs.top_logprobs) == len(choice.token_ids)
+                self.tokens[at] += choice.token_ids
+                if choice.finish_reason:
+                    self.ends[at] = choice.finish_reason
+        return self
+
+    def check(self, whole: Any) -> None:
+        """It is what the answer without a stream says."""
+        for choice in whole.choices:
+            at = choice.index
+            is_chat = hasattr(choice, "message")
+            assert self.text[at] == (choice.message.content if is_chat else choice.text)
+            assert self.tokens[at] == choice.token_ids
+            assert self.ends[at] == choice.finish_reason
+            own = (
+                [each.logprob for each in choice.logprobs.content]
+                if is_chat
+                else choice.logprobs.token_logprobs
+            )
+            assert self.logprobs[at] == pytest.approx(own, abs=1e-4)
+        assert len(whole.choices) == len(self.ends)
+
+
+async def test_streams_send_what_the_whole_answer_has_while_it_is_drawn(short_dir: Path) -> None:
+    saved = await asyncio.to_thread(model, short_dir / "long")
+    async with (
+        serving(short_dir, long=saved) as served,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api,
+    ):
+        ids = {"return_token_ids": True}
+        common: dict[str, Any] = {"model": "long", "n": 2, "seed": 5, "max_tokens": LONG}
+        usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        asked = {**common, "prompt": [TEXT, "bcd"], "logprobs": 2, "extra_body": ids}
+
+        whole = await api.completions.create(**asked)
+        streamed = await Joined().read(await api.completions.create(**asked, **usage))
+        streamed.check(whole)
+        assert streamed.num_chunks > 8, "tokens come while they are drawn"
+        assert streamed.usage == whole.usage
+        said = whole.choices[0].text
+
+        # Nothing of a stop string is told, be it cut over tokens and chunks or not.
+        stop = next(
+            said[at : at + 3] for at in range(40, LONG) if "\ufffd" not in said[at : at + 3]
+        )
+        stopped = {**asked, "stop": ["never said", stop]}
+        whole = await api.completions.create(**stopped)
+        assert whole.choices[0].text == said[: said.index(stop)]
+        assert whole.choices[0].finish_reason == "stop"
+        (await Joined().read(await api.completions.create(**stopped, stream=True))).check(whole)
+
+        messages: Any = [{"role": "user", "content": TEXT}]
+        asked = {**common, "messages": messages, "logprobs": True, "extra_body": ids}
+        chat = await api.chat.completions.create(**asked)
+        streamed = await Joined().read(await api.chat.completions.create(**asked, **usage))
+        streamed.check(chat)
+        assert streamed.usage == chat.usage
+
+        headers = {"Authorization": f"Bearer {served.key()}"}
+        tokens = {"model": "long", "token_ids": [3, 1], "stream": True}
+        tokens |= {"sampling_params": {"max_tokens": LONG, "seed": 5}}
+        async with (
+            aiohttp.ClientSession(served.url, headers=headers) as http,
+            http.post("/inference/v1/generate", json=tokens) as response,
+        ):
+            lines = [line.removeprefix(b"data: ").strip() async for line in response.content]
+        assert lines[-2:] == [b"[DONE]", b""]
+        events = [msgspec.json.decode(line) for line in lines[:-2] if line]
+        plain: Any = await api.completions.create(
+            model="long", prompt=[3, 1], seed=5, max_tokens=LONG, extra_body=ids
+        )
+        drawn = [token for each in events for token in each["choices"][0]["token_ids"]]
+        assert drawn == plain.choices[0].token_ids
+        assert events[-1]["choices"][0]["finish_reason"] == plain.choices[0].finish_reason
+
+
+async def test_who_hangs_up_cancels_and_a_refusal_has_its_status(short_dir: Path) -> None:
+    saved = await asyncio.to_thread(model, short_dir / "long")
+    async with (
+        serving(short_dir, long=saved) as served,
+        following(served.mesh) as log,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api,
+    ):
+        with pytest.raises(openai.BadRequestError, match="vocabulary"):
+            await api.completions.create(model="long", prompt=[VOCAB], stream=True)
+
+        endless: dict[str, Any] = {"model": "long", "prompt": TEXT, "max_tokens": 19_000}
+        endless["extra_body"] = {"ignore_eos": True}
+        stream = await api.completions.create(**endless, stream=True)
+        async for _ in stream:
+            break
+        await stream.close()
+        ended = await log.until(
+            lambda event: (
+                isinstance(event, OperationFinished) and event.outcome is Outcome.CANCELLED
+            )
+        )
+        assert isinstance(ended, OperationFinished)
+
+        # Who waits for a whole answer, too.
+        waiting = asyncio.create_task(api.completions.create(**endless))
+        queued = await log.until(
+            lambda event: (
+                isinstance(event, QueuedOperation)
+                and event.kind == "generate"
+                and (event.key.seq or 0) > (ended.key.seq or 0)
+            )
+        )
+        assert isinstance(queued, QueuedOperation)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await log.until(
+            lambda event: isinstance(event, CancelRequested) and event.key == queued.key
+        )

@@ -1,0 +1,26 @@
+"""A tokenizer whose tokens are bytes, as GPT-2's kin has them: characters are cut over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+
+def tokenizer(tokens: Sequence[bytes]) -> Tokenizer:
+    """Args: tokens: what each token says."""
+    spelling: Any = bytes_to_unicode
+    spelled = spelling()
+    words = {"".join(spelled[byte] for byte in token): i for i, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(words, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def save_tokenizer(directory: Path, tokens: Sequence[bytes]) -> None:
+    """Write the tokenizer of a model's directory anew."""
+    tokenizer(tokens).save(str(directory / "tokenizer.json"))
