@@ -44,7 +44,6 @@ from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.tensorslices import Box
-from phaseloom.statemgr.versions.publishing import MAX_VERSIONS_OF_A_RANK
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.peerfetch import fetch, home
 from tests.support.statedaemon import (
@@ -257,25 +256,6 @@ async def test_what_is_no_table_of_tensors_is_refused(short_dir: Path) -> None:
         close_fds([fd])
         await rank.close()
         await d.agent.drop_wpg(SAMPLER, 1)
-
-
-async def test_a_rank_that_begins_versions_without_end_is_told_the_limit(short_dir: Path) -> None:
-    async with daemon(short_dir) as d:
-        policy = await start(d, POLICY)
-
-        async def create(seq: int) -> None:
-            key, nothing = VersionKey(POLICY, seq), TensorTable.of([]).packed
-            _, fds = await policy.client._link.call(CreateVersion(key, 64, nothing))
-            close_fds(fds)
-
-        for seq in range(1, MAX_VERSIONS_OF_A_RANK + 1):
-            await create(seq)
-        with pytest.raises(ResourceError, match=f"at most {MAX_VERSIONS_OF_A_RANK} are") as caught:
-            await create(MAX_VERSIONS_OF_A_RANK + 1)
-        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
-        assert caught.value.info.details["limit"] == str(MAX_VERSIONS_OF_A_RANK)
-        await d.agent.drop_versions([VersionKey(POLICY, 1)])
-        await create(MAX_VERSIONS_OF_A_RANK + 1)
 
 
 def _frame(body: StateMessage, num_fds: int) -> bytes:

@@ -17,9 +17,6 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import DeploymentState, DiskMethod
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.disk.blockfile import probe
-from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.heap import Heap
-from tests.support.machine import needs_prefault
 from tests.support.meshcerts import certificates
 from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import (
@@ -36,7 +33,6 @@ from tests.support.statedaemon import (
     start_ranks,
     taken,
 )
-from tests.support.staterank import slots_of
 
 FOURTH = DeploymentKey("acme", "letters", "sampler")
 SIZE = 2 * MiB
@@ -123,25 +119,6 @@ async def test_switch_out_of_what_is_on_nvme_moves_nothing_and_needs_no_room(
             await d.agent.switch_in(POLICY, 1, 3, [])
         assert stale.value.info.code is Code.ABORTED
         await d.agent.switch_in(POLICY, 1, 6, [])
-        assert rank.digest() == content
-
-
-@needs_prefault
-async def test_memory_of_a_host_copy_is_there_before_its_rank_copies_out(short_dir: Path) -> None:
-    async with daemon(short_dir) as d:
-        await d.agent.register_wpg(["token"], POLICY, 1, [0], 0)
-        rank = Rank(Heap(SIZE + MiB), slots_of(SIZE + MiB))
-        rank.client = await RankStateClient.connect(
-            d.socket, "token", applied=rank.applied, on_loaded=rank.loaded
-        )
-        d.ranks.append(rank.client)
-        await rank.client.register_heap(rank.heap, rank.slots)
-        async with asyncio.timeout(30):
-            while memory_of(d) < SIZE + MiB:
-                await d.agent.status()
-        content = rank.run(1)
-        await rank.client.commit_initial(1)
-        await d.agent.switch_in(POLICY, 1, 1, [])
         assert rank.digest() == content
 
 

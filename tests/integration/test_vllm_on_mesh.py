@@ -92,6 +92,46 @@ async def test_vllm_syncs_what_fsdp_published_and_draws_what_our_sampler_draws(
     assert {name for name in os.listdir("/dev/shm") if "shm" in name} <= in_shared_memory
 
 
+async def test_vllm_syncs_an_adapter_that_two_ranks_train_and_draws_what_our_sampler_draws(
+    short_dir: Path, tmp_path: Path
+) -> None:
+    """The ranks' state is the adapter's; what a kill leaves draws the same."""
+    directory = await asyncio.to_thread(save_model, tmp_path / "model", **vllm.tiny())
+    config = replace(MESH, models={"tiny": str(directory)})
+    model = client.ModelSpec(registered="tiny", adapter=client.Adapter(rank=4, alpha=8.0))
+    specs = [
+        client.DeploymentSpec(
+            "policy", "train", "fsdp", model, trainable=True, layout=Layout(dp=2)
+        ),
+        replace(vllm.spec(layout=Layout(tp=2)), model=model),
+        client.DeploymentSpec("own", "rollout", "sampler", model),
+    ]
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        job = await connection.submit_job("job", specs)
+        policy, sampler, own = (job.deployment(name) for name in ("policy", "sampler", "own"))
+        first = await draws(sampler)
+        assert first == await draws(own)
+        for step in range(3):
+            args = lesson(step)
+            await policy.forward_backward(args.batch, args.loss)
+            await policy.optim_step(AdamParams(5e-2))
+        published = policy.publish_weights()
+        await sampler.sync_weights(published)
+        await own.sync_weights(published)
+        learned = await draws(sampler)
+        assert learned != first
+        assert learned == await draws(own)
+        kill_rank(mesh, "job.sampler")
+        assert await draws(sampler) == learned
+        saved = [await each.save_state(each.name) for each in (sampler, own)]
+        assert saved[0].weights_sha256 == saved[1].weights_sha256
+        checkpoint = mesh.run_dir / "checkpoints" / TENANT / saved[0].path
+        names = {path.name for path in checkpoint.iterdir()}
+        assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+        await job.finish()
+        assert log.failures() == []
+
+
 async def test_job_for_vllm_is_refused_where_no_node_has_it(short_dir: Path) -> None:
     mesh_config = replace(MESH, nodes=[NodeConfig("rollout-0", "rollout", [2**20])])
     async with running_mesh(mesh_config, short_dir) as (mesh, _), tenant(mesh) as connection:

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 BLOCK_BYTES = 4096
+_UNUSED_S = 30.0
+"""How long the directory may be in use after what works in it was killed."""
 
 
 def missing() -> str:
@@ -61,9 +63,17 @@ class PowerCut:
         assert said == "mounted\n", f"the file system does not come up: {said}"
 
     def unmount(self) -> None:
-        """Nothing is lost. Everything that works in the directory must have ended."""
+        """Nothing is lost. Everything that works in the directory must have ended, or be ending.
+
+        Raises: AssertionError: something goes on working in it.
+        """
         assert self._process is not None
-        subprocess.run(["umount", str(self.directory)], check=True)
+        deadline_s = time.monotonic() + _UNUSED_S
+        while subprocess.run(
+            ["umount", str(self.directory)], check=False, stderr=subprocess.DEVNULL
+        ).returncode:
+            assert time.monotonic() < deadline_s, f"{self.directory} is still used"
+            time.sleep(0.02)
         self._process.communicate()
         self._process = None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.statemgr.checkpoints.savedstate import SavedState
+from phaseloom.statemgr.checkpoints.loading import SavedState
 from phaseloom.statemgr.checkpoints.shards import write_state
 from phaseloom.statemgr.disk.disk import Disk
 from phaseloom.worker.backends.base import Backend

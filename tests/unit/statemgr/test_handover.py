@@ -88,7 +88,7 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
         _version(before, number)
     manifest = manifest_of(
         *(before.residency, before.versions, before.shared_copies),
-        *(before.snapshots, before.seals, ""),
+        *(before.snapshots, before.seals),
     )
     index = [os.memfd_create("index") for _ in INDEX_HANDLES]
     os.pwrite(index[0], encode_record(1, encode_manifest(manifest)), 0)
@@ -100,7 +100,7 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
     agent: Peer[StateMessage] = Peer(one, StateMessage)
     asyncio.get_running_loop().set_default_executor(SideBySide(2))
     with other:
-        assert await adoption.restore(agent) == ""
+        await adoption.restore(agent)
         assert len(node.shared_copies.all()) == 2
         assert len(node.versions.committed()) == 2
         node.validate()

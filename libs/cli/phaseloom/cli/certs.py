@@ -8,7 +8,6 @@ nodes with a new authority in another directory.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
+from phaseloom.common.process.files import replace_file
 from phaseloom.common.transport.certificates import (
     CA_FILE,
     CA_KEY_FILE,
@@ -64,9 +64,9 @@ def make_certificates(directory: Path, nodes: Sequence[str]) -> None:
         place.mkdir(parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = authority.sign(key, node)
-        _write(place / CA_FILE, _pem(authority.certificate), 0o644)
-        _write(place / CERTIFICATE_FILE, _pem(certificate), 0o644)
-        _write(place / KEY_FILE, _pem_of_key(key), 0o600)
+        replace_file(place / CA_FILE, _pem(authority.certificate), 0o644)
+        replace_file(place / CERTIFICATE_FILE, _pem(certificate), 0o644)
+        replace_file(place / KEY_FILE, _pem_of_key(key), 0o600)
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _authority(directory: Path) -> _Authority:
     certificate, key = directory / CA_FILE, directory / CA_KEY_FILE
     if not key.exists():
         made = _new_authority()
-        _write(certificate, _pem(made.certificate), 0o644)
-        _write(key, _pem_of_key(made.key), 0o600)
+        replace_file(certificate, _pem(made.certificate), 0o644)
+        replace_file(key, _pem_of_key(made.key), 0o600)
         return made
     try:
         loaded = serialization.load_pem_private_key(key.read_bytes(), None)
@@ -160,13 +160,3 @@ def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write a file whole or not at all, never readable to more people than `mode` says."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-    partial.replace(path)

@@ -22,6 +22,7 @@ def simulate(
     workload: Path | None = None,
     virtual_cluster: tuple[str, ...] = (),
     start_h: float | None = None,
+    slowdowns: Path | None = None,
     out: Path = Path("runs/simulate"),
     processes: int = 0,
 ) -> None:
@@ -43,6 +44,8 @@ def simulate(
         With `philly`: take only the jobs of this cluster; may be given several times.
     start_h
         With `philly`: the hour at which the window of 580 hours begins.
+    slowdowns
+        With `jigsaw-*`: JSON file with a table of slowdowns instead of the paper's.
     out
         Folder for the results.
     processes
@@ -66,7 +69,7 @@ def simulate(
             remedy=f"one of {', '.join(SCENARIOS)}",
         )
     chosen = SCENARIOS[scenario]
-    options = Options(policy, seed, workload, virtual_cluster, start_h, processes)
+    options = Options(policy, seed, workload, virtual_cluster, start_h, slowdowns, processes)
     chosen.check(scenario, options)
     with _bar(console) as progress:
         task = progress.add_task(scenario, total=None, what="")

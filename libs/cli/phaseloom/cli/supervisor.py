@@ -45,6 +45,7 @@ from phaseloom.common.contract.events import NodeLost, NodeUp
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import DeviceKind, Residency
 from phaseloom.common.process import config as configuration
+from phaseloom.common.process.files import replace_file
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport import framing
@@ -665,10 +666,8 @@ class Mesh:
                 for name, port in self.metrics_ports.items()
             },
         }
-        file = self.run_dir / "mesh.json"
-        partial = file.with_name(".mesh.json")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
-        partial.replace(file)
+        content = msgspec.json.format(msgspec.json.encode(state)) + b"\n"
+        replace_file(self.run_dir / "mesh.json", content, 0o644)
 
 
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:

@@ -24,7 +24,7 @@ async def register_heap(
     Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
              DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
     """
-    table = node.layouts.read(request.tensors, rank.wpg)
+    table = node.layouts.read(request.tensors)
     node.residency.check_heap(rank, request, table)
     # The copies of the deployment's other ranks stay: a switch-in needs all in host memory at once.
     what = f"the host copy of {rank.owner}"
@@ -45,12 +45,10 @@ async def register_heap(
         rank.wpg.check_alive()
         sharing.settle_copy(node, rank, rank.applied, rank.digest)
         return HeapRegistered(rank.applied), []
-    if rank.state is State.FILLING:
-        tiering.prefault.begin(rank)
     return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
 
 
-async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: CommitInitial) -> None:
+async def commit_initial(node: Node, rank: Rank, request: CommitInitial) -> None:
     """Make the bytes with which a rank has filled its extent its initial state.
 
     Raises: CallerError: the rank is not filling its extent. ResourceError: DATA_LOSS: the bytes do
@@ -62,9 +60,6 @@ async def commit_initial(node: Node, tiering: Tiering, rank: Rank, request: Comm
         raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
     if request.applied < 0:
         raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
-    await tiering.prefault.end(rank)
-    rank.wpg.check_alive()
-    assert rank.extent is not None
     extent = node.memory[rank.extent]
     memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
     if not await has_digest(memory, request.digest):

@@ -129,7 +129,6 @@ class StateManager:
         *,
         secret: str,
         resume_timeout_s: float,
-        serve_versions_at: Callable[[str], None],
     ) -> None:
         self._node = parts.node
         self._parts = parts
@@ -137,7 +136,6 @@ class StateManager:
         self._rank_calls = self._calls_of_ranks()
         self._secret = secret
         self._resume_timeout_s = resume_timeout_s
-        self._serve_versions_at = serve_versions_at
         self._num_agents = 0
         self._handover: Handover | None = None
         self._is_known_what_was = asyncio.Event()
@@ -255,10 +253,7 @@ class StateManager:
         return Welcome(needs_handles=False)
 
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
-        endpoint = await handover.restore(session.peer)
-        if endpoint not in {"", self._node.endpoint}:
-            # Other nodes know the endpoint of the daemon before.
-            self._serve_versions_at(endpoint)
+        await handover.restore(session.peer)
         self._is_known_what_was.set()
         lost = await handover.finish(self._resume_timeout_s)
         session.is_handing_over = False
@@ -327,7 +322,7 @@ class StateManager:
         publishing, exporter = parts.publishing, parts.exporter
         return {
             RegisterHeap: partial(register_heap, node, parts.tiering, parts.replicator),
-            CommitInitial: partial(commit_initial, node, parts.tiering),
+            CommitInitial: partial(commit_initial, node),
             CreateVersion: lambda rank, body: publishing.create(rank.wpg, body),
             CommitVersion: lambda rank, body: publishing.commit(rank.wpg, body),
             CommitParts: lambda rank, body: publishing.commit_parts(rank.wpg, body),

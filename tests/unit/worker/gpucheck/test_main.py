@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from phaseloom.worker.cuda import driver as cuda
-from phaseloom.worker.cuda.driver import CudaError
+from phaseloom.worker.cuda.driver import CudaError, Driver
 from phaseloom.worker.gpucheck import __main__ as gpucheck
 from phaseloom.worker.gpucheck import patterns
 from phaseloom.worker.gpucheck.__main__ import (
@@ -55,7 +56,7 @@ def test_proofs_need_torch_and_the_standard_library_only() -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "14\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "16\n"), done.stderr
 
 
 def test_outcome_of_a_proof_is_what_it_found_or_why_not() -> None:
@@ -72,6 +73,20 @@ def test_outcome_of_a_proof_is_what_it_found_or_why_not() -> None:
     ):
         outcome = run_proof("b", lambda error=error: _raising(error))  # type: ignore[misc]
         assert (outcome.verdict, outcome.detail) == (verdict, detail)
+
+
+def test_what_this_torch_lacks_is_skipped_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is asked of a device."""
+    nobody: Driver = sys  # type: ignore[assignment]  # nothing of it is used
+    monkeypatch.setattr(torch.cuda.green_contexts, "SUPPORTED", False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    proofs = plan([8])
+    for name, lacking in (
+        ("Green Contexts", "this torch has no Green Contexts"),
+        ("NCCL's memory over switches", "this torch has no NCCL"),
+    ):
+        outcome = run_proof(name, partial(proofs[name], nobody))
+        assert (outcome.verdict, outcome.detail) == (Verdict.SKIPPED, lacking)
 
 
 def test_table_and_json_have_every_proof_and_figure() -> None:

@@ -13,7 +13,6 @@ import mmap
 import os
 
 HUGE_BYTES = 2 * 1024 * 1024
-_MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -80,20 +79,3 @@ def make_huge(memory: memoryview) -> bool:
         memory[start]
     done: int = _libc.madvise(address + first, num_bytes, _MADV_COLLAPSE)
     return done == 0
-
-
-def touch(memory: memoryview) -> bool:
-    """Prefault all of a mapping of `map_file`, on huge pages where the system gives them.
-
-    The memory's content stays. It takes long: run it in a thread.
-
-    Args:    memory: writable memory that begins with a whole page.
-    Returns: False where the system cannot prefault (before Linux 5.14), or has too little memory.
-    """
-    if not len(memory):
-        return True
-    is_huge = make_huge(memory)
-    # This also prefaults the memory beside whole huge pages.
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    done: int = _libc.madvise(address, len(memory), _MADV_POPULATE_WRITE)
-    return is_huge or done == 0

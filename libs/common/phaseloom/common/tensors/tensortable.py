@@ -28,13 +28,6 @@ _ALIGNED = bytes(range(0, 256, ALIGNMENT_BYTES))
 """Every value of the lowest byte of an aligned offset."""
 _POSITIVE = bytes(range(128))
 """Every value of the highest byte of a number that is not below zero."""
-_ROW_BYTES = 304
-"""Most bytes that one tensor takes in CPython: a `TensorSlot`, its two integers, its name without
-the characters, and the references of columns and rows to them."""
-_KIND_BYTES = 416
-_DIM_BYTES = 48
-_TABLE_BYTES = 4096
-"""Bytes that a table with empty columns takes."""
 
 T = TypeVar("T")
 _Column = Annotated[list[T], msgspec.Meta(max_length=MAX_TENSORS)]
@@ -132,27 +125,6 @@ class TensorTable:
             strict=True,
         )
         return [TensorSlot(*row) for row in rows]
-
-    @cached_property
-    def memory_bytes(self) -> int:
-        """Most bytes that the table takes in memory, packed, as columns and as slots together.
-
-        Cost: O(n) in tensors, once.
-        """
-        columns = self._columns
-        text = "".join([*columns.names, *(kind.dtype for kind in columns.kinds)])
-        char_bytes = 1 if text.isascii() else 4
-        num_dims = sum(
-            len(kind.shape) + len(kind.global_shape) + len(kind.start) for kind in columns.kinds
-        )
-        return (
-            _TABLE_BYTES
-            + len(self.packed)
-            + _ROW_BYTES * len(self)
-            + _KIND_BYTES * len(columns.kinds)
-            + _DIM_BYTES * num_dims
-            + char_bytes * len(text)
-        )
 
     @cached_property
     def end(self) -> int | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import sysconfig
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, PREFIX
 from phaseloom.common.process import diewithparent
+from phaseloom.common.process.files import replace_file
 from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig
 
 MESH_USER = "mesh"
@@ -118,7 +118,7 @@ class EmbeddedServer:
         binary = find_binary()
         await check_version(binary)
         self._directory.mkdir(parents=True, exist_ok=True)
-        _write_private(self._directory / "nats.conf", self._config())
+        replace_file(self._directory / "nats.conf", self._config().encode())
         with (self._directory / "nats.log").open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *diewithparent.launcher([str(binary), "-c", str(self._directory / "nats.conf")]),
@@ -132,7 +132,7 @@ class EmbeddedServer:
         except BaseException:
             await self.kill()
             raise
-        _write_private(
+        replace_file(
             self._credentials_file, msgspec.json.format(msgspec.json.encode(self.credentials))
         )
 
@@ -315,13 +315,3 @@ def _read_port(file: Path) -> int | None:
         return None  # not there yet, or half written
     addresses = ports.get("nats") or []
     return int(addresses[0].rpartition(":")[2]) if addresses else None
-
-
-def _write_private(file: Path, text: str | bytes) -> None:
-    """Replace a file by one that only its owner can read, in one step."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as output:
-        output.write(text.encode() if isinstance(text, str) else text)
-    partial.replace(file)

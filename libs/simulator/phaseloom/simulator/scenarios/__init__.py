@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phaseloom.simulator.scenarios import (
+    jigsaw,
     llmd_replay,
     philly,
     plexrl_fig8,
@@ -27,6 +28,7 @@ SCENARIOS: dict[str, Scenario] = {
     "weave-tails": weave_tails.SCENARIO,
     "philly": philly.SCENARIO,
     "llmd-replay": llmd_replay.SCENARIO,
+    **jigsaw.SCENARIOS,
 }
 
 __all__ = ["SCENARIOS", "Scenario"]

@@ -36,6 +36,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     over_bound: float | None = None
     """The makespan over the bound that no schedule of the same jobs can beat
     (`simulator.bounds`)."""
+    over_serial: float | None = None
+    """The throughput over that of the same jobs one after the other on the same devices."""
+    over_rollmux: float | None = None
+    """The throughput over that of rounds in which one job trains while another rolls out."""
     mean_wait_s: float | None = None
     """The mean time of an operation from ready to permitted."""
     queueing_delay: float | None = None
@@ -129,6 +133,8 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "bubble_ratio": ("bubbles", lambda v: f"{v:.1%}"),
     "makespan_s": ("makespan", lambda v: f"{v / 3600:.2f} h"),
     "over_bound": ("makespan / bound", lambda v: f"{v:.3f}"),
+    "over_serial": ("over serial", lambda v: f"{v:.3f}"),
+    "over_rollmux": ("over RollMux", lambda v: f"{v:.3f}"),
     "queueing_delay": ("queueing / alone", lambda v: f"{v:.3f}"),
     "mean_wait_s": ("mean wait", lambda v: f"{v:.1f} s"),
     "utilisation": ("utilisation", lambda v: f"{v:.1%}"),

@@ -38,6 +38,8 @@ class Options:
     virtual_clusters: tuple[str, ...] = ()
     start_h: float | None = None
     """The hour at which the window of a trace of real arrivals begins."""
+    slowdowns: Path | None = None
+    """A table of slowdowns instead of the scenario's own."""
     processes: int = 0
     """The number of runs at once; 0: one on each core."""
     advance: Advance = lambda what, done, total: None
@@ -67,6 +69,10 @@ class Options:
         return [results[index] for index in range(len(cases))]
 
 
+_FLAGS = {"virtual_clusters": "virtual-cluster", "start_h": "start-h"}
+"""The options whose flags have other names."""
+
+
 class Scenario(NamedTuple):
     about: str
     run: Callable[[Options], Report]
@@ -82,9 +88,9 @@ class Scenario(NamedTuple):
 
         Raises: CallerError: the scenario does not take this option.
         """
-        for field in ("workload", "virtual_clusters", "start_h"):
+        for field in ("workload", "virtual_clusters", "start_h", "slowdowns"):
             if getattr(options, field) not in (None, ()) and field not in self.accepts:
-                flag = field.removesuffix("s").replace("_", "-")
+                flag = _FLAGS.get(field, field)
                 raise CallerError(
                     f"scenario {name} has arrivals and jobs of its own",
                     field=flag,

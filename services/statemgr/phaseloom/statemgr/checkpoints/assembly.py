@@ -14,9 +14,7 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.resharding import box_runs
 from phaseloom.common.tensors.safetensors import item_bytes, tensor_bytes
-
-Box = tuple[tuple[int, int], ...]
-"""A box of a tensor: (first index, index after the last) along each axis."""
+from phaseloom.statemgr.transfer.tensorslices import Box, rest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +72,22 @@ def assemble(ranks: Sequence[Sequence[TensorSlot]]) -> list[WholeTensor]:
 def _assemble(name: str, slices: list[tuple[int, TensorSlot]]) -> WholeTensor:
     first = slices[0][1]
     shape = global_shape(first)
-    boxes: dict[Box, tuple[int, TensorSlot]] = {}
+    holders: dict[str, tuple[int, TensorSlot]] = {}
+    left = [Box(name, [0] * len(shape), [*shape])] if math.prod(shape) else []
     for rank, slot in slices:
         same = (slot.role, slot.dtype, global_shape(slot)) == (first.role, first.dtype, shape)
         if not same or not is_sound(slot):
             raise _contradiction(name, f"rank {rank} says otherwise of it than rank {slices[0][0]}")
         if math.prod(slot.shape):
-            boxes.setdefault(_box(slot), (rank, slot))
-    if sum(math.prod(slot.shape) for _, slot in boxes.values()) != math.prod(shape):
+            holders.setdefault(f"{slot.start} + {slot.shape}", (rank, slot))
+    for _, slot in holders.values():
+        left = rest_of(left, Box(name, _start(slot), slot.shape))
+    num_elements = sum(math.prod(slot.shape) for _, slot in holders.values())
+    if num_elements != math.prod(shape):
         raise _contradiction(name, "its slices do not make a whole")
-    if _some_overlap(list(boxes)):
+    if left:
         raise _contradiction(name, "its slices overlap")
-    return WholeTensor(name, first.role, first.dtype, shape, list(boxes.values()))
+    return WholeTensor(name, first.role, first.dtype, shape, list(holders.values()))
 
 
 def is_sound(slot: TensorSlot) -> bool:
@@ -105,40 +107,16 @@ def is_sound(slot: TensorSlot) -> bool:
         return False
 
 
-def _box(slot: TensorSlot) -> Box:
-    start = slot.start or [0] * len(slot.shape)
-    return tuple((at, at + size) for at, size in zip(start, slot.shape, strict=True))
-
-
-def _some_overlap(boxes: list[Box]) -> bool:
-    """Whether two of the boxes overlap. Cost: O(n log n) where they are split along one axis."""
-    if len(boxes) < 2:
-        return False
-    axis = max(range(len(boxes[0])), key=lambda axis: len({box[axis] for box in boxes}))
-    boxes = sorted(boxes, key=lambda box: box[axis])
-    for number, box in enumerate(boxes):
-        for following in range(number + 1, len(boxes)):
-            other = boxes[following]
-            if other[axis][0] >= box[axis][1]:
-                break
-            if _overlap(box, other):
-                return True
-    return False
-
-
-def _overlap(a: Box, b: Box) -> bool:
-    return all(
-        low < other_high and other_low < high
-        for (low, high), (other_low, other_high) in zip(a, b, strict=True)
-    )
+def _start(slot: TensorSlot) -> list[int]:
+    return slot.start or [0] * len(slot.shape)
 
 
 def slot_runs(rank: int, slot: TensorSlot) -> Iterator[Run]:
     """The longest runs of bytes of a slice, in the order of the whole tensor."""
     if not math.prod(slot.shape):
         return
-    start = slot.start or [0] * len(slot.shape)
-    offsets, length = box_runs(slot.shape, item_bytes(slot.dtype), start, global_shape(slot))
+    shape, item = slot.shape, item_bytes(slot.dtype)
+    offsets, length = box_runs(shape, item, _start(slot), global_shape(slot))
     for number, at in enumerate(offsets):
         yield Run(at, rank, slot.offset + number * length, length)
 

@@ -1,22 +1,57 @@
-"""Loads a checkpoint's files into ranks' memory.
+"""Loads a checkpoint that `shards.py` or another program wrote, into ranks of any layout.
 
-The states of all ranks are read into staging buffers and verified before the first rank is changed.
-A rank without state is filled directly.
+Only the blocks of a file that hold bytes of the wanted tensors are read. Each block is verified,
+where `shards.py` wrote the file. The states of all ranks are read into staging buffers and verified
+before the first rank is changed. A rank without state is filled directly.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
+import queue
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import saved_by
+from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import CheckpointRead, LoadStaged, ReadCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.savedstate import SavedState
+from phaseloom.common.tensors.safetensors import (
+    LENGTH_BYTES,
+    Entry,
+    Index,
+    decode_header,
+    header_bytes,
+    index_name,
+)
+from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
+from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
+from phaseloom.statemgr.checkpoints.shards import (
+    ADAPTER,
+    CHUNK_BYTES,
+    DEPTH,
+    MODEL,
+    TRAINING,
+    Piece,
+    address,
+    buffers_for_chunks,
+    checksums,
+    chunks_of,
+    sums_of,
+)
 from phaseloom.statemgr.checkpoints.staging import Staging
-from phaseloom.statemgr.disk.disk import Disk
+from phaseloom.statemgr.disk.blockfile import BlockFile
+from phaseloom.statemgr.disk.disk import Disk, threads
+from phaseloom.statemgr.disk.statefile import names_within
 from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
@@ -104,3 +139,276 @@ def _fill(saved: SavedState, rank: Rank, memory: memoryview) -> str:
     """Fill the memory of a rank. Returns: the memory's digest. Blocking: call it in a thread."""
     saved.fill(rank.tensors, memory)
     return digest_of(memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    num_bytes: int
+    sums: FileSums | None
+    """The checksums of the file's blocks; None: another program wrote the file."""
+    entries: list[Entry] = field(default_factory=list)
+
+
+class SavedState:
+    """An open checkpoint, whose index and headers are read and verified.
+
+    All methods but `open` are blocking: call them in a thread.
+    """
+
+    @classmethod
+    async def open(cls, disk: Disk, directory: Path, *, has_training: bool = True) -> SavedState:
+        """Open a checkpoint.
+
+        Args:   has_training: whether to look for training state; else there is none.
+        Raises: ResourceError: DATA_LOSS, naming the file. CallerError: it holds no model.
+        """
+        try:
+            marker = await marker_of(directory)
+        except (OSError, ValueError) as error:
+            raise _data_loss(directory / MARKER_FILE, str(error)) from error
+        return await asyncio.to_thread(cls, disk, directory, marker, has_training=has_training)
+
+    def __init__(
+        self, disk: Disk, directory: Path, marker: Marker | None, *, has_training: bool
+    ) -> None:
+        """Args: marker: the checkpoint's marker; None: it has none. Raises: as `open`."""
+        self._disk = disk
+        self._directory = directory
+        self.marker = marker
+        self._files: dict[str, _File] = {}
+        self._weights = self._tensors(MODEL) or self._tensors(ADAPTER)
+        self._training = self._tensors(TRAINING) if has_training else {}
+        if not self._weights:
+            raise CallerError(
+                f"checkpoint {directory.name!r} holds no model",
+                code=Code.NOT_FOUND,
+                field="args.name",
+                remedy="name one that save_state has written",
+            )
+
+    def check_fits(self, slots: Iterable[TensorSlot]) -> None:
+        """Check that the checkpoint is of the model whose tensors these are.
+
+        Raises: CallerError: FAILED_PRECONDITION: it is of another model, or a slot is unsound.
+        """
+        held = list(slots)
+        if unsound := next((slot.name for slot in held if not is_sound(slot)), None):
+            raise CallerError(
+                f"{unsound}: its shape, place and size contradict one another",
+                code=Code.FAILED_PRECONDITION,
+                field=f"tensors[{unsound}]",
+            )
+        weights, training = _described(held)
+        _check_same(MODEL, self._weights, weights)
+        if training and self._training:
+            _check_same(TRAINING, self._training, training)
+
+    def fill(self, slots: Iterable[TensorSlot], memory: memoryview) -> None:
+        """Put a rank's slices where they belong in its memory; all other memory becomes zeroes.
+
+        Training state becomes zeroes, too, where the checkpoint has none.
+        """
+        wanted: dict[str, list[Piece]] = {}
+        for slot in slots:
+            group = self._weights if slot.role is Role.WEIGHT else self._training
+            if slot.name not in group:
+                continue
+            file, entry = group[slot.name]
+            wanted.setdefault(file, []).extend(
+                Piece(
+                    entry.offset + run.whole_offset, memory[run.offset : run.offset + run.num_bytes]
+                )
+                for run in slot_runs(0, slot)
+            )
+        ctypes.memset(address(memory), 0, len(memory))
+        buffers = buffers_for_chunks()
+        for name, pieces in wanted.items():
+            self._fill_from(self._files[name], pieces, buffers)
+
+    def _fill_from(
+        self, file: _File, pieces: list[Piece], buffers: queue.SimpleQueue[memoryview]
+    ) -> None:
+        chunks = chunks_of(sorted(pieces, key=lambda piece: piece.file_offset))
+        with self._opened(file) as opened, threads(DEPTH) as reading:
+
+            def read(start: int, chunk: list[Piece]) -> None:
+                buffer = buffers.get()
+                try:
+                    base = address(buffer)
+                    self._read_chunk(file, opened, start, _span(start, chunk), buffer)
+                    for piece in chunk:
+                        source = base + piece.file_offset - start
+                        ctypes.memmove(address(piece.memory), source, len(piece.memory))
+                finally:
+                    buffers.put(buffer)
+
+            for each in [reading.submit(read, start, chunk) for start, chunk in chunks]:
+                each.result()
+
+    def _read_chunk(
+        self,
+        file: _File,
+        opened: BlockFile,
+        start: int,
+        blocks: tuple[int, int],
+        buffer: memoryview,
+    ) -> None:
+        """Fill a buffer with verified blocks. The buffer begins at offset `start` of the file.
+
+        Args: blocks: (offset of the first block, offset after the last), in the file.
+        """
+        begin, end = blocks[0], min(blocks[1], file.num_bytes)
+        chunk = buffer[begin - start : end - start]
+        try:
+            count = opened.read(chunk, begin)
+        except OSError as error:
+            raise self._loss(file, error.strerror or repr(error), begin, end) from error
+        if count < len(chunk):
+            raise self._loss(file, "it ends early", begin + count, end)
+        if file.sums is None:
+            return
+        for number, checksum in enumerate(checksums(chunk), start=begin // BLOCK_BYTES):
+            if checksum != file.sums.of_block(number):
+                at = number * BLOCK_BYTES
+                raise self._loss(file, "its checksum does not match", at, at + BLOCK_BYTES)
+
+    @contextmanager
+    def _opened(self, file: _File) -> Iterator[BlockFile]:
+        try:
+            opened = self._disk.open(file.path)
+        except OSError as error:
+            raise self._loss(file, error.strerror or repr(error), 0, file.num_bytes) from error
+        with contextlib.closing(opened):
+            yield opened
+
+    def _tensors(self, stem: str) -> dict[str, tuple[str, Entry]]:
+        """The file of each tensor and its entry there, by the tensor's name; empty: the checkpoint
+        has no files with this stem."""
+        single = f"{stem}.safetensors"
+        index = self._directory / index_name(stem)
+        if self._has(single):
+            return {entry.name: (single, entry) for entry in self._entries(single)}
+        if not self._has(index.name):
+            return {}
+        try:
+            places = msgspec.json.decode(self._small(index), type=Index).weight_map
+        except msgspec.DecodeError as error:
+            raise _data_loss(index, str(error)) from error
+        found: dict[str, tuple[str, Entry]] = {}
+        for name in sorted(set(places.values())):
+            if Path(name).name != name:
+                raise _data_loss(index, f"it names a file elsewhere: {name!r}")
+            found |= {entry.name: (name, entry) for entry in self._entries(name)}
+        if found.keys() != places.keys():
+            raise _data_loss(index, "it names other tensors than its files have")
+        return found
+
+    def _has(self, name: str) -> bool:
+        if self.marker is None:
+            return (self._directory / name).is_file()
+        return name in self.marker.files
+
+    def _sums(self, name: str) -> FileSums | None:
+        """The checksums of a file; None: another program wrote the checkpoint.
+
+        Raises: ResourceError: DATA_LOSS: the marker does not name the file.
+        """
+        if self.marker is None:
+            return None
+        if name not in self.marker.files:
+            raise _data_loss(self._directory / name, f"{MARKER_FILE} does not name it")
+        return self.marker.files[name]
+
+    def _small(self, path: Path) -> bytes:
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise _data_loss(path, error.strerror or repr(error)) from error
+        sums = self._sums(path.name)
+        if sums is not None and sums != sums_of(content):
+            raise _data_loss(path, "its checksum does not match")
+        return content
+
+    def _entries(self, name: str) -> list[Entry]:
+        path = self._directory / name
+        sums = self._sums(name)
+        try:
+            file = _File(path, path.stat().st_size, sums)
+        except OSError as error:
+            raise _data_loss(path, error.strerror or repr(error)) from error
+        if sums is not None and sums.num_bytes != file.num_bytes:
+            raise _data_loss(path, f"it has {file.num_bytes} bytes, not {sums.num_bytes}")
+        try:
+            with path.open("rb") as opened:
+                length = header_bytes(opened.read(LENGTH_BYTES))
+                file.entries.extend(decode_header(opened.read(length), file.num_bytes))
+        except (OSError, ValueError) as error:
+            raise _data_loss(path, str(error)) from error
+        self._verify(file, LENGTH_BYTES + length)
+        self._files[name] = file
+        return file.entries
+
+    def _verify(self, file: _File, end: int) -> None:
+        """Verify the blocks up to `end`, which hold the header. The entries are known by now, so
+        that an error can name the tensors."""
+        last = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, file.num_bytes)
+        with self._opened(file) as opened:
+            for start in range(0, last, CHUNK_BYTES):
+                stop = min(start + CHUNK_BYTES, last)
+                buffer = memoryview(bytearray(stop - start))
+                self._read_chunk(file, opened, start, (start, stop), buffer)
+
+    def _loss(self, file: _File, why: str, start: int, end: int) -> ResourceError:
+        first = min((entry.offset for entry in file.entries), default=file.num_bytes)
+        header = Entry("its header", "uint8", (first,), 0)
+        named = names_within([header, *file.entries], start, end)
+        return _data_loss(file.path, f"{named}, bytes {start} to {end}: {why}", offset=start)
+
+
+Expected = dict[str, tuple[str, tuple[int, ...]]]
+"""The dtype and whole shape of each tensor, by name."""
+
+
+def _described(slots: Iterable[TensorSlot]) -> tuple[Expected, Expected]:
+    weights: Expected = {}
+    training: Expected = {}
+    for slot in slots:
+        group = weights if slot.role is Role.WEIGHT else training
+        group[slot.name] = (slot.dtype, global_shape(slot))
+    return weights, training
+
+
+def _check_same(
+    stem: str,
+    stored: Mapping[str, tuple[str, Entry]],
+    expected: Expected,
+) -> None:
+    found = {name: (entry.dtype, entry.shape) for name, (_, entry) in stored.items()}
+    if found == expected:
+        return
+    names = sorted(found.keys() | expected.keys())
+    differing = [name for name in names if found.get(name) != expected.get(name)]
+    raise CallerError(
+        f"the checkpoint's {stem} is another: {len(differing)} tensors, first {differing[0]}",
+        code=Code.FAILED_PRECONDITION,
+        field="args.name",
+        remedy="load a checkpoint of the same architecture",
+    )
+
+
+def _span(start: int, pieces: list[Piece]) -> tuple[int, int]:
+    """The blocks that hold the pieces of a chunk: (offset of the first, offset after the last)."""
+    first = pieces[0].file_offset // BLOCK_BYTES * BLOCK_BYTES
+    last = max(piece.end for piece in pieces)
+    return first, min(-(-last // BLOCK_BYTES) * BLOCK_BYTES, start + CHUNK_BYTES)
+
+
+def _data_loss(path: Path, why: str, **details: int) -> ResourceError:
+    return ResourceError(
+        f"{path.name} of checkpoint {path.parent.name!r}: {why}",
+        code=Code.DATA_LOSS,
+        field="args.name",
+        details={"file": path, **details},
+        remedy="load another checkpoint",
+    )

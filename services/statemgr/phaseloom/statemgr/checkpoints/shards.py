@@ -1,4 +1,4 @@
-"""Writes a deployment's whole state as safetensors files; `savedstate.py` reads them back.
+"""Writes a deployment's whole state as safetensors files; `loading.py` reads them back.
 
 `model*.safetensors`, their index where there are several, and `config.json` are what `transformers`
 loads; `adapter_model.safetensors` and `adapter_config.json` what `peft` loads.

@@ -3,7 +3,7 @@
 A snapshot is copied between two operations. Its checksums are taken right after that, while the
 ranks go on, and are in the node's manifest: so the files hold exactly the copied bytes, also where
 the next daemon writes them. Memory that is no longer needed is parked while the incarnation lasts,
-so that the next snapshot finds it prefaulted.
+so that the next snapshot need not touch it first.
 """
 
 from __future__ import annotations

@@ -71,8 +71,6 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     part: str = ""
     """The name of the part, where a version is written in parts; empty: the file holds all of the
     version, or its manifest."""
-    incarnation: int = 0
-    """The incarnation that was copied, where the file is a node's part of a checkpoint."""
 
     @property
     def num_bytes(self) -> int:
@@ -117,15 +115,13 @@ def seal_header(
     *,
     rank_offset: int = 0,
     num_ranks: int = 0,
-    incarnation: int = 0,
 ) -> StateHeader:
     """The header of a seal, or of a node's part of a checkpoint.
 
     Args: sections: the sections of this node's ranks, in order. rank_offset: the first of these
           ranks. num_ranks: the number of ranks on all nodes; 0: this node has all of them.
-          incarnation: the one that was copied; 0: that of a seal is not told.
     """
-    header = StateHeader("seal", deployment, seq, sections, incarnation=incarnation)
+    header = StateHeader("seal", deployment, seq, sections)
     if num_ranks <= len(sections):
         return header
     return msgspec.structs.replace(header, rank_offset=rank_offset, num_ranks=num_ranks)

@@ -7,58 +7,32 @@ import re
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
-from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
-from phaseloom.statemgr.residency.incarnations import Wpg
 
 PAGE_BYTES = 4096
 _OFFSET = attrgetter("offset")
-_MAX_BYTES_OF_A_RANK = 512 * 1024 * 1024
-"""Limit of the layouts of one rank, in bytes when decoded: room for the one that it registers and
-the one that it publishes, each with as many tensors as there may be."""
 
 
 class Layouts:
-    """The layouts in use that ranks have sent; equal bytes are decoded, and checked, once.
+    """The layouts in use that ranks have sent; equal bytes are decoded, and checked, once."""
 
-    A rank that sends new layouts without end is refused: the decoded bytes of all that the ranks of
-    one incarnation have sent and that are in use are bounded.
-    """
-
-    def __init__(self, max_bytes_of_a_rank: int = _MAX_BYTES_OF_A_RANK) -> None:
-        self._max_bytes_of_a_rank = max_bytes_of_a_rank
+    def __init__(self) -> None:
         self._alive: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()
 
-    def read(self, packed: bytes, wpg: Wpg) -> TensorTable:
+    def read(self, packed: bytes) -> TensorTable:
         """The decoded layout, which is new or in use already.
 
-        Raises: CallerError: the bytes are no table of tensors. ResourceError: RESOURCE_EXHAUSTED:
-                the incarnation's layouts in use would take too much.
+        Raises: CallerError: the bytes are no table of tensors.
         """
         table = self._alive.get(packed)
         if table is None:
             table = TensorTable.read(packed)
-        if table not in wpg.layouts:
-            self._check_share(wpg, table)
-            wpg.layouts.add(table)
         if table.end is not None:
             self._alive[table.packed] = table
         return table
-
-    def _check_share(self, wpg: Wpg, table: TensorTable) -> None:
-        used = sum(each.memory_bytes for each in wpg.layouts)
-        limit = self._max_bytes_of_a_rank * len(wpg.ranks)
-        if used + table.memory_bytes > limit:
-            raise ResourceError(
-                f"a layout of {len(table)} tensors takes {table.memory_bytes} bytes: other layouts "
-                f"of {wpg} take {used} of {limit}",
-                code=Code.RESOURCE_EXHAUSTED,
-                field="tensors",
-                remedy="have fewer tensors on one rank, or publish all versions in one layout",
-                details={"needed_bytes": table.memory_bytes, "used_bytes": used, "limit": limit},
-            )
 
 
 def rounded(num_bytes: int) -> int:

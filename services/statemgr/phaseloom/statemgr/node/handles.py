@@ -93,11 +93,6 @@ class HandleRegistry:
         self._write()
         await self._tell(agent, keep=[], drop=sorted(self._held - self._handles().keys()))
 
-    async def recorded(self) -> None:
-        """Wait for the `record` calls under way; their callers go on before this caller does."""
-        async with self._lock:
-            pass
-
     def _handles(self) -> dict[int, int]:
         return self._memory.handles() | dict(zip(INDEX_HANDLES, self._fds, strict=True))
 

@@ -92,7 +92,6 @@ class Node:
                 self.shared_copies,
                 self.snapshots,
                 self.seals,
-                self.endpoint,
             ),
         )
         self.digests = Digests(self.residency, self.memory, self.change)

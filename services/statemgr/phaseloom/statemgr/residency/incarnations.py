@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from weakref import WeakSet
 
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
@@ -247,8 +246,6 @@ class Wpg:
     prepared: PreparedSeal | None = None
     sealed: set[int] = field(default_factory=set)
     """The seqs of the seals that this incarnation has written."""
-    layouts: WeakSet[TensorTable] = field(default_factory=WeakSet, repr=False)
-    """The layouts that the ranks have sent and that are still in use."""
     rank_offset: int = 0
     """The rank, among those of all nodes, of the first one on this node; `Rank.index` counts from
     it."""

@@ -44,7 +44,6 @@ from phaseloom.statemgr.residency.incarnations import (
     Step,
     Wpg,
 )
-from phaseloom.statemgr.tiering.prefault import Prefault
 from phaseloom.statemgr.tiering.versionmoves import VersionMoves
 from phaseloom.statemgr.versions.versions import Version
 
@@ -75,19 +74,16 @@ class Tiering:
         self._moves = node.moves
         self._tasks: asyncio.TaskGroup
         self.versions = VersionMoves(node)
-        self.prefault = Prefault(node)
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
         self._moves.start(tasks)
-        self.prefault.start(tasks)
         if self._spare_bytes:
             self._write_back = tasks.create_task(self._keep_writing_back())
 
     def stop(self) -> None:
         if self._write_back is not None:
             self._write_back.cancel()
-        self.prefault.stop()
         self._moves.stop()
 
     # --- what the other parts ask for ---

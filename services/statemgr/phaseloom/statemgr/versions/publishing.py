@@ -30,10 +30,6 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights, description_of
 
-MAX_VERSIONS_OF_A_RANK = 128
-"""The most versions, parts and manifests counted, that one rank may have here: far more than syncs
-need, and far fewer than the limit of file descriptors allows."""
-
 
 class Publishing:
     def __init__(self, node: Node, tiering: Tiering, weights: Weights) -> None:
@@ -53,7 +49,7 @@ class Publishing:
         _check_maker(wpg, key)
         if key.part:
             check_part(key.part, "version.part")
-        table = node.layouts.read(request.tensors, wpg)
+        table = node.layouts.read(request.tensors)
         check_layout(table, request.num_bytes)
         await self._drop_stale(key, wpg)
         version = node.versions.find(key)
@@ -65,7 +61,6 @@ class Publishing:
             version = None
         if version is not None:
             return description_of(version, tensors=b""), []
-        self._check_number(wpg)
         version = await self._begin(wpg, key, request.num_bytes, table, pool_of(wpg))
         node.versions.opened(version, wpg)
         assert version.extent is not None
@@ -95,21 +90,6 @@ class Publishing:
             stale += [mine] if mine.incarnation != wpg.incarnation else []
         for version in stale:
             await self._weights.discard(version)
-
-    def _check_number(self, wpg: Wpg) -> None:
-        """Check that an incarnation has not too many versions here.
-
-        Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
-        """
-        number = self._node.versions.num_written(wpg.key, wpg.incarnation)
-        limit = MAX_VERSIONS_OF_A_RANK * len(wpg.ranks)
-        if number >= limit:
-            raise ResourceError(
-                f"{wpg} has written {number} weights versions, and parts of such, that are here",
-                code=Code.RESOURCE_EXHAUSTED,
-                remedy=f"at most {limit} are held: drop what nothing needs",
-                details={"num_versions": number, "limit": limit},
-            )
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
         """Take the version that a rank has written; it is immutable from now on. Idempotent.
@@ -145,7 +125,6 @@ class Publishing:
             if version is None or version.digest != digest_of(memoryview(content)):
                 self._check_manifest(wpg, key, request.manifest)
                 await self._discard_earlier(wpg, key, request.manifest)
-                self._check_number(wpg)
                 slots = manifest_slots(len(content))
                 version = await self._begin(wpg, key, len(content), slots)
                 self._node.memory_of(version)[:] = content

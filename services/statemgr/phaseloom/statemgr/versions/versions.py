@@ -244,11 +244,6 @@ class Versions:
             and not (version.is_committed and self.is_readable(key))
         ]
 
-    def num_written(self, policy: object, incarnation: int) -> int:
-        """The number of versions here that this incarnation of a policy has written."""
-        written = (v for k, v in self._versions.items() if k.policy == policy)
-        return sum(version.incarnation == incarnation for version in written)
-
     def committed(self) -> list[VersionKey]:
         return sorted(key for key, version in self._versions.items() if version.is_committed)
 

@@ -124,7 +124,7 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are a deployment's state, by their names in files: the adapter's where
     the model has one, else all. Tied ones occur once."""
     adapted = {
-        f"{_PREFIX}{name}.{part}.weight": getattr(module, part).weight
+        file_name(name, part): getattr(module, part).weight
         for name, module in model.named_modules()
         if isinstance(module, LowRank)
         for part in ("lora_A", "lora_B")
@@ -135,6 +135,11 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def rows_of(model: nn.Module) -> RowAdapters:
     """Where an adapted model is told the adapters of rows."""
     return next(module.rows for module in model.modules() if isinstance(module, LowRank))
+
+
+def file_name(layer: str, part: str) -> str:
+    """The name in files of `lora_A` or `lora_B` of a layer."""
+    return f"{_PREFIX}{layer}.{part}.weight"
 
 
 def layer_and_part(name: str) -> tuple[str, str]:

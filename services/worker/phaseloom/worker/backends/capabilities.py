@@ -90,6 +90,7 @@ CAPABILITIES: Final = {
         dtypes=DTYPES,
         joins=True,
         prefix_cache=True,
+        adapters=True,
     ),
     "noop": Capabilities(
         tuple(sorted(MUTATING_KINDS | READING_KINDS)), axes=Layout.__struct_fields__, joins=True

@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import ModelSpec
 from phaseloom.common.contract.state_layout import TensorSlot, host_start
-from phaseloom.worker.backends.adapters import adapt, adapter_config, own_parameters
+from phaseloom.worker.backends.adapters import LowRank, adapt, adapter_config, own_parameters
 from phaseloom.worker.backends.architectures import (
     attention_kernel,
     check_attention,
@@ -120,6 +120,21 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, list[int]]:
         if spec.adapter is not None:
             adapt(model, spec.adapter)
     return {name: list(parameter.shape) for name, parameter in own_parameters(model).items()}
+
+
+def adapted_weights(spec: ModelSpec) -> dict[str, str]:
+    """The name of the weight of each layer that has an adapter, tied ones by their first names;
+    allocates nothing."""
+    with torch.device("meta"):
+        model = _from_config(model_config(spec))
+        assert spec.adapter is not None
+        adapt(model, spec.adapter)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: names[id(module.weight)]
+        for name, module in model.named_modules()
+        if isinstance(module, LowRank)
+    }
 
 
 class HeapTensors:

@@ -1,8 +1,9 @@
 """The weights of a base, which all ranks of a node that run it have in common.
 
-They lie in a file of the node's runtime directory, laid out as a heap has them, in the dtype that
-the ranks compute with. Its name is a digest of the registered files and of that dtype. The first
-rank writes it, all map it read-only, and nothing of it is in a heap: a switch moves none of it.
+They lie in a file of the node's runtime directory, laid out as a heap would have them, in the dtype
+that the ranks compute with. Its name is a digest of the registered files and of that layout. The
+first rank writes it, all map it read-only, and nothing of it is in a heap: a switch moves none of
+it.
 
 A GPU's ranks each have a copy in their scratch memory, which counts as theirs and is filled again
 from the node's whenever they come back.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
@@ -24,6 +26,7 @@ from torch import nn
 
 from phaseloom.common.contract.errors import InternalError, ResourceError
 from phaseloom.common.contract.specs import DeviceKind, ModelSpec
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.backends import pretrained
 from phaseloom.worker.backends.base import RankGroup
 from phaseloom.worker.backends.layout import Layout, plan
@@ -34,32 +37,52 @@ DIRECTORY = "bases"
 """Where bases are in a node's runtime directory."""
 
 
-class SharedBase:
-    """The weights of a model under an adapter."""
+class BaseMemory:
+    """The weights of a base, laid out as these slots say."""
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec, ranks: RankGroup, heap: DeviceMemory
+        self,
+        spec: ModelSpec,
+        slots: Sequence[TensorSlot],
+        num_bytes: int,
+        ranks: RankGroup,
+        heap: DeviceMemory,
+        *,
+        scratch_start: int = 0,
     ) -> None:
-        """Have the model use the node's weights, which are made if they are not there.
+        """Map the node's weights, which are made if they are not there.
 
+        Args:   scratch_start: where their copy begins in the scratch memory of a device.
         Raises: as `pretrained.fill_memory`; ResourceError: no room for them.
         """
-        layout = _layout(spec)
-        self._here = _mapped(spec, layout, ranks)
-        self._there = self._here
+        self._here = _mapped(spec, slots, num_bytes, ranks)
+        self.tensor = self._here
+        """uint8; read-only unless a device has a copy."""
         if ranks.device_kind is DeviceKind.CUDA:
-            self._there = scratch_tensor(heap)[: layout.heap_bytes]
-        dtype = TORCH_DTYPES[layout.weights.dtype]
-        parameters = dict(model.named_parameters())
-        for name, slot in layout.weights.slots.items():
-            weight = self._there[slot.offset : slot.offset + slot.num_bytes]
-            parameters[name].data = weight.view(dtype).view(slot.shape)
+            self.tensor = scratch_tensor(heap)[scratch_start : scratch_start + num_bytes]
         self.refill()
 
     def refill(self) -> None:
         """Copy the weights to the device again, where it has a copy of its own."""
-        if self._there is not self._here:
-            self._there.copy_(self._here)
+        if self.tensor is not self._here:
+            self.tensor.copy_(self._here)
+
+
+class SharedBase:
+    """The weights of a model of `transformers` under an adapter."""
+
+    def __init__(
+        self, model: nn.Module, spec: ModelSpec, ranks: RankGroup, heap: DeviceMemory
+    ) -> None:
+        """Have the model use the node's weights. Raises: as `BaseMemory`."""
+        layout = _layout(spec)
+        memory = BaseMemory(spec, layout.slots, layout.heap_bytes, ranks, heap)
+        dtype = TORCH_DTYPES[layout.weights.dtype]
+        parameters = dict(model.named_parameters())
+        for name, slot in layout.weights.slots.items():
+            weight = memory.tensor[slot.offset : slot.offset + slot.num_bytes]
+            parameters[name].data = weight.view(dtype).view(slot.shape)
+        self.refill = memory.refill
 
 
 def base_scratch_bytes(spec: ModelSpec, ranks: RankGroup) -> int:
@@ -74,41 +97,44 @@ def _layout(spec: ModelSpec) -> Layout:
     return plan(parameter_shapes(base), trainable=False, dtype=weights_dtype(base))
 
 
-def _mapped(spec: ModelSpec, layout: Layout, ranks: RankGroup) -> torch.Tensor:
+def _mapped(
+    spec: ModelSpec, slots: Sequence[TensorSlot], num_bytes: int, ranks: RankGroup
+) -> torch.Tensor:
     """The node's copy of a base, uint8, read-only; it is made if it is not there."""
     directory = Path(ranks.node_directory, DIRECTORY)
     directory.mkdir(exist_ok=True)
-    path = directory / _digest(spec, layout)
+    path = directory / _digest(spec, slots)
     with Path(f"{path}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the kernel if the rank dies
         if not path.exists():
-            _write(path, spec, layout)
+            _write(path, spec, slots, num_bytes)
     with path.open("rb") as file:
-        mapping = mmap.mmap(file.fileno(), layout.heap_bytes, prot=mmap.PROT_READ)
+        mapping = mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ)
     with catch_warnings():
         simplefilter("ignore", UserWarning)  # that it must not be written to
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _digest(spec: ModelSpec, layout: Layout) -> str:
+def _digest(spec: ModelSpec, slots: Sequence[TensorSlot]) -> str:
     if spec.pinned is None:
         raise InternalError("an adapter's base is no registered model")
     files = sorted((file.name, file.blake3) for file in spec.pinned.files)
-    return blake3(msgspec.json.encode((files, layout.weights.dtype))).hexdigest()
+    return blake3(msgspec.json.encode((files, slots))).hexdigest()
 
 
-def _write(path: Path, spec: ModelSpec, layout: Layout) -> None:
+def _write(path: Path, spec: ModelSpec, slots: Sequence[TensorSlot], num_bytes: int) -> None:
     """Write a base under its name, whole or not at all."""
     assert spec.pinned is not None
     draft = path.with_suffix(".draft")
     try:
         with draft.open("wb+") as file:
-            os.posix_fallocate(file.fileno(), 0, layout.heap_bytes)
-            with mmap.mmap(file.fileno(), layout.heap_bytes) as mapping:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            with mmap.mmap(file.fileno(), num_bytes) as mapping:
                 pretrained.fill_memory(
                     torch.frombuffer(mapping, dtype=torch.uint8),
-                    layout.slots,
+                    slots,
                     spec.pinned,
+                    names=parameter_shapes(replace(spec, adapter=None)),
                     ties_embeddings=bool(spec.config.get("tie_word_embeddings")),
                 )
         draft.chmod(0o400)
@@ -116,7 +142,7 @@ def _write(path: Path, spec: ModelSpec, layout: Layout) -> None:
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise ResourceError(
-            f"the base {spec.registered!r} takes {layout.heap_bytes} bytes of {path.parent}: "
+            f"the base {spec.registered!r} takes {num_bytes} bytes of {path.parent}: "
             f"{error.strerror}",
             remedy="free space there, or give the worker another runtime_directory",
         ) from error

@@ -74,6 +74,8 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
         "AdamW over switches": proofs.optimizer,
         "AdamW on the host": proofs.optimizer_on_host,
         "FSDP2 over switches": sharding.sharded_training,
+        "NCCL's memory over switches": sharding.nccl_residue,
+        "Green Contexts": proofs.green_contexts,
         "kvikio": proofs.kvikio_file,
     }
     for name in ("fsdp", "megatron", "sampler", "vllm"):

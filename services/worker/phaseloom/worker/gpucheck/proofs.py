@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -391,6 +392,43 @@ def kvikio_file(driver: Driver) -> Found:
             os.unlink(path)
     require(num_differing(target, 13) == 0, "what came back differs")
     return Found("written and read back")
+
+
+def green_contexts(driver: Driver) -> Found:
+    """A part of the device's multiprocessors alone computes what all of them do, where the driver
+    and torch have Green Contexts."""
+    green: Any = getattr(torch.cuda, "green_contexts", None)
+    if green is None or not green.SUPPORTED:
+        raise Skipped("this torch has no Green Contexts")
+    there = torch.cuda.get_device_properties(driver.device).multi_processor_count
+    num_sms = max(8, there // 4 // 8 * 8)
+    try:
+        part = green.GreenContext.create(num_sms=num_sms, device_id=driver.device)
+    except RuntimeError as error:
+        raise Skipped(f"this machine has no Green Contexts: {error}") from error
+    # Whole numbers so small that no order of adding them up rounds.
+    factor = torch.randint(-4, 5, (4096, 4096), device=f"cuda:{driver.device}").float()
+
+    def multiplied() -> tuple[torch.Tensor, float]:
+        product = factor @ factor
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        for _ in range(TURNS):
+            product = factor @ factor
+        torch.cuda.synchronize()
+        return product, (time.perf_counter() - started_s) / TURNS
+
+    expected, all_s = multiplied()
+    part.set_context()
+    try:
+        found, part_s = multiplied()
+    finally:
+        part.pop_context()
+    require(torch.equal(found, expected), "a part computes something else")
+    return Found(
+        f"present: {num_sms} of {there} multiprocessors compute the same",
+        {"share of multiprocessors": num_sms / there, "times as long": part_s / all_s},
+    )
 
 
 def offload_and_load(heap: CudaHeap, extent: memoryview) -> None:

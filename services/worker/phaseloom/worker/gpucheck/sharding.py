@@ -1,11 +1,14 @@
-"""The proof that FSDP2 trains over NCCL on weights that lie in a heap, over switches.
+"""The proofs that FSDP2 trains over NCCL on weights that lie in a heap, over switches, and that
+what NCCL keeps on the device meanwhile does not grow.
 
-Done in the way of the `fsdp` backend: every parameter's shard is a view into the heap, and FSDP2
-rebuilds what it derives from it. One rank only, because there may be only one device.
+The first is done in the way of the `fsdp` backend: every parameter's shard is a view into the heap,
+and FSDP2 rebuilds what it derives from it. One rank only, because there may be only one device:
+with more, NCCL keeps more.
 """
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +23,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from phaseloom.worker.cuda.driver import Driver
-from phaseloom.worker.gpucheck.proofs import Found, Skipped, offload_and_load, require, with_heap
+from phaseloom.worker.gpucheck.proofs import (
+    SLACK_BYTES,
+    Found,
+    MiB,
+    Skipped,
+    offload_and_load,
+    require,
+    with_heap,
+)
 
 WIDTH, LAYERS, STEPS = 1024, 3, 4
 RATE = 10.0
@@ -37,6 +48,36 @@ def sharded_training(driver: Driver) -> Found:
         disturbed = _trained(driver, mesh, is_disturbed=True)
     require(torch.equal(undisturbed, disturbed), "weights differ")
     return Found(f"{STEPS} steps of {undisturbed.numel()} weights, equal with and without")
+
+
+def nccl_residue(driver: Driver) -> Found:
+    """What NCCL keeps on the device while a rank's heap is off it does not grow with switches."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        raise Skipped("this torch has no NCCL")
+    before = driver.free_bytes()
+    with with_heap(driver, 64 * MiB) as (heap, extent):
+
+        def kept() -> int:
+            """Bytes that are taken while the heap is off the device."""
+            heap.copy_out(extent)
+            heap.release()
+            gc.collect()
+            torch.cuda.empty_cache()
+            taken = before - driver.free_bytes()
+            heap.copy_in(extent)
+            return taken
+
+        alone, turns = kept(), []
+        with _group(driver.device):
+            for _ in range(STEPS):
+                dist.all_reduce(heap.tensor().view(torch.float32))
+                torch.cuda.synchronize(driver.device)
+                turns.append(kept() - alone)
+        left = kept() - alone
+    grown = turns[-1] - turns[0]
+    require(grown <= SLACK_BYTES, f"{grown} bytes more after {STEPS} switches than after one")
+    figures = {"kept with a group, MiB": turns[-1] / MiB, "left after it, MiB": left / MiB}
+    return Found(f"the same after {STEPS} switches", figures)
 
 
 @contextmanager

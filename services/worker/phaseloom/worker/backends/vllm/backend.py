@@ -7,7 +7,7 @@ own prompts; its ranks (`replica`) all draw the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,12 +27,15 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
     Sequence,
 )
-from phaseloom.common.contract.specs import Batching, DeploymentSpec, Layout
+from phaseloom.common.contract.specs import Batching, DeploymentSpec, DeviceKind, Layout
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
+from phaseloom.worker.backends.adapters import adapter_config, own_parameters
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.experts import is_fused
 from phaseloom.worker.backends.gathering import inside, weights_digest
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
+from phaseloom.worker.backends.layout import Layout as AdapterLayout
 from phaseloom.worker.backends.layout import plan as plan_layout
 from phaseloom.worker.backends.model import (
     TORCH_DTYPES,
@@ -45,9 +48,12 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain
+from phaseloom.worker.backends.sharedbase import BaseMemory
 from phaseloom.worker.backends.stoptext import StopText
+from phaseloom.worker.backends.vllm.adapters import Part, parts_by_weight, plan_adapter
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Scored, Settings, Step, plan
+from phaseloom.worker.backends.vllm.loader import Placement
 from phaseloom.worker.backends.vllm.replica import Agreed, join
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
@@ -64,23 +70,44 @@ class VllmBackend(InferenceBackend, Member):
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_spec(spec, ranks)
         super().__init__(spec)
-        shapes = parameter_shapes(spec.model)
         self._replica = join(spec.layout, ranks)
-        placement = plan(settings_of(spec), shapes)
-        if placement.num_bytes != heap.num_bytes:
-            raise InternalError(f"{placement.num_bytes} bytes in a heap of {heap.num_bytes}")
-        self._engine = Engine(settings_of(spec), as_tensor(heap), scratch_tensor(heap), shapes)
+        settings, shapes = settings_of(spec), parameter_shapes(spec.model)
+        planned = _plan(spec, settings)
+        if planned.heap_bytes != heap.num_bytes:
+            raise InternalError(f"{planned.heap_bytes} bytes in a heap of {heap.num_bytes}")
         self._tensors = HeapTensors(heap)
-        self.slots = placement.slots
+        self.slots = planned.slots
         self._dtype = weights_dtype(spec.model)
         self.version_slots = plan_layout(shapes, trainable=False, dtype=self._dtype).slots
+        views = {slot.name: self._tensors.view(slot) for slot in self.slots}
+        memory, scratch, self._base = as_tensor(heap), scratch_tensor(heap), None
+        if planned.adapter is not None:
+            model, weights = spec.model, planned.weights
+            self._base = BaseMemory(
+                model,
+                weights.slots,
+                weights.num_bytes,
+                ranks,
+                heap,
+                scratch_start=settings.kv_bytes,
+            )
+            memory = self._base.tensor
+            self.config = adapter_config(model)
+        self._engine = Engine(
+            settings,
+            memory,
+            scratch[: settings.kv_bytes],
+            planned.shapes,
+            is_filled=self._base is not None,
+        )
+        if planned.adapter is not None:
+            self._engine.add_adapter(parts_by_weight(spec.model, planned.parts, views))
         self._held = self._replica.gathered(holding_of(self.slots))
         self.holdings: Seq[Holding] = self._replica.spread(self._held)
         self._keeps_prompts = spec.batching is Batching.SHARED or spec.prefix_cache
-        if spec.model.pinned is None:
+        if spec.model.pinned is None or planned.adapter is not None:
             own = holding_of(self.slots)
-            views = {slot.name: self._tensors.view(slot) for slot in self.slots}
-            for name, parameter in build_model(spec.model).named_parameters():
+            for name, parameter in own_parameters(build_model(spec.model)).items():
                 if name in own:
                     views[name].copy_(parameter.data[inside(own[name])])
         return_freed_memory()
@@ -90,8 +117,10 @@ class VllmBackend(InferenceBackend, Member):
         check_spec(spec, ranks)
         join(spec.layout, ranks)
         settings = settings_of(spec)
-        placement = plan(settings, parameter_shapes(spec.model))
-        return Memory(placement.num_bytes, settings.kv_bytes)
+        planned = _plan(spec, settings)
+        is_copied = planned.adapter is not None and ranks.device_kind is DeviceKind.CUDA
+        base_bytes = planned.weights.num_bytes if is_copied else 0
+        return Memory(planned.heap_bytes, settings.kv_bytes + base_bytes)
 
     @collective
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
@@ -136,6 +165,8 @@ class VllmBackend(InferenceBackend, Member):
         )
 
     def weights_changed(self) -> None:
+        if self._base is not None:
+            self._base.refill()
         self._engine.forget_prompts()
 
     def close(self) -> None:
@@ -159,6 +190,37 @@ class VllmBackend(InferenceBackend, Member):
                 if step.prompt is not None:
                     found[step.name] = pack_float32s([*step.prompt.logprobs])
         return [found[f"{i}"] for i in range(len(batch))]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A rank's memory."""
+
+    shapes: Mapping[str, Seq[int]]
+    """Of the weights that vLLM's model has, whole."""
+    weights: Placement
+    """Where these lie: in the heap, or where an adapter's base does."""
+    adapter: AdapterLayout | None
+    """What the heap has if there is one."""
+    parts: Seq[Part] = ()
+
+    @property
+    def heap_bytes(self) -> int:
+        return self.weights.num_bytes if self.adapter is None else self.adapter.heap_bytes
+
+    @property
+    def slots(self) -> list[TensorSlot]:
+        return self.weights.slots if self.adapter is None else self.adapter.slots
+
+
+def _plan(spec: DeploymentSpec, settings: Settings) -> _Planned:
+    """torch's process group is that of the replica's ranks. Raises: CallerError."""
+    shapes = parameter_shapes(replace(spec.model, adapter=None))
+    weights = plan(settings, shapes)
+    if spec.model.adapter is None:
+        return _Planned(shapes, weights, None)
+    layout, parts = plan_adapter(spec.model, weights, parameter_shapes(spec.model))
+    return _Planned(shapes, weights, layout, parts)
 
 
 @dataclass
@@ -379,7 +441,7 @@ class _Call:
 def settings_of(spec: DeploymentSpec) -> Settings:
     """Settings of the engine of one of its ranks. Raises: CallerError: the model's config."""
     """Raises: CallerError: vLLM is not given models with experts yet."""
-    if any(map(is_fused, parameter_shapes(spec.model))):
+    if any(map(is_fused, parameter_shapes(replace(spec.model, adapter=None)))):
         raise CallerError(
             "the vllm backend cannot do models with experts",
             field="model.config.model_type",

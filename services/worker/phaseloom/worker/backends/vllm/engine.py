@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.process.config import hand_down
+from phaseloom.worker.backends.vllm.adapters import Added, add_adapter
 from phaseloom.worker.backends.vllm.draws import KEY, Draw, Draws
 from phaseloom.worker.backends.vllm.loader import (
     LOAD_FORMAT,
@@ -132,16 +133,23 @@ class Engine:
     """vLLM's scheduler and worker over weights in `memory`."""
 
     def __init__(
-        self, settings: Settings, memory: torch.Tensor, scratch: torch.Tensor, shapes: Shapes
+        self,
+        settings: Settings,
+        memory: torch.Tensor,
+        scratch: torch.Tensor,
+        shapes: Shapes,
+        *,
+        is_filled: bool = False,
     ) -> None:
         """Build the model on the memory, whose content is then zero, and the KV cache on the
         scratch memory. torch's process group is that of the replica's ranks.
 
+        Args:   is_filled: whether the memory has the weights already, and is not written to.
         Raises: CallerError: RESOURCE_EXHAUSTED, the KV cache is too small for one sequence.
         """
 
         def move_in(model: nn.Module, dtype: torch.dtype) -> None:
-            move(model, place(model, shapes, dtype), memory)
+            move(model, place(model, shapes, dtype), memory, is_filled=is_filled)
 
         with engine_args(settings) as args:
             load_into(move_in)
@@ -174,6 +182,11 @@ class Engine:
     @property
     def _runner(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.model_runner
+
+    def add_adapter(self, parts: Mapping[str, Sequence[Added]]) -> None:
+        """Have layers add an adapter's part to what they compute. Args: parts: by the names of
+        their weights."""
+        add_adapter(self._runner.model, parts)
 
     def _use_scratch(self, scratch: torch.Tensor) -> None:
         """Make every layer's KV cache a view of this memory; vLLM's own allocation goes."""

@@ -227,13 +227,17 @@ class HeapLoader(BaseModelLoader):  # type: ignore[misc]
             _use_weights_in_place(model.modules())
 
 
-def move(model: nn.Module, placement: Placement, memory: torch.Tensor) -> None:
-    """Make each parameter a view of `memory`, uint8, which has the placement's size or more."""
+def move(model: nn.Module, placement: Placement, memory: torch.Tensor, *, is_filled: bool) -> None:
+    """Make each parameter a view of `memory`, uint8, which has the placement's size or more.
+
+    Args: is_filled: whether it has its content, and may not be written to.
+    """
     for name, parameter in model.named_parameters():
         num_bytes = parameter.numel() * parameter.element_size()
         at = placement.offsets[name]
         view = memory[at : at + num_bytes].view(parameter.dtype).view(parameter.shape)
-        view.copy_(parameter.data)  # padding is zero
+        if not is_filled:
+            view.copy_(parameter.data)  # padding is zero
         parameter.data = view
 
 

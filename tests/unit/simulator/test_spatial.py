@@ -1,0 +1,198 @@
+"""Sharing in space: sub-stages, slowdowns, policies against the optimum, gathered tails."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.simulator.scenarios import SCENARIOS
+from phaseloom.simulator.scenarios.jigsaw import PAPER_TABLE
+from phaseloom.simulator.scenarios.scenario import Options
+from phaseloom.simulator.spatial import slowdown
+from phaseloom.simulator.spatial.chains import POLICIES, Chain, Pair, Stage, run
+from phaseloom.simulator.spatial.merging import (
+    Gathered,
+    Tail,
+    balanced,
+    gain_literal_s,
+    gain_s,
+)
+from phaseloom.simulator.spatial.optimum import least_makespan_s
+from phaseloom.simulator.spatial.slowdown import WAIT, Kind, SlowdownTable
+from phaseloom.simulator.spatial.substages import cut
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+TABLE = slowdown.read(PAPER_TABLE)
+
+
+def golden(name: str) -> Any:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("case", golden("substages")["cases"], ids=lambda case: case["name"])
+def test_cut_as_by_hand(case: dict[str, Any]) -> None:
+    assert [list(part) for part in cut(case["tokens"])] == case["out"], case["why"]
+
+
+@given(st.lists(st.integers(0, 2000), max_size=200))
+def test_cut_covers_every_step_once_and_neighbours_differ(tokens: list[int]) -> None:
+    parts = cut(tokens)
+    assert [step for part in parts for step in range(part.start, part.end)] == [*range(len(tokens))]
+    assert all(a.bucket != b.bucket for a, b in pairwise(parts))
+
+
+def test_cut_by_edges_of_ones_own() -> None:
+    tokens = [64] * 10 + [8] * 10
+    assert len(cut(tokens)) == 1
+    assert [part.bucket for part in cut(tokens, edges=(16,))] == [1, 0]
+
+
+@pytest.mark.parametrize("case", golden("migration")["cases"], ids=lambda case: case["name"])
+def test_gain_of_gathering_as_printed(case: dict[str, Any]) -> None:
+    rows = zip(case["T"], case["s"], case["Tp"], case["sp"], case["M"], strict=True)
+    gathered = Gathered(case["TX"], case["t"], case["s_t"])
+    gain = gain_literal_s([Tail(*row) for row in rows], gathered)
+    assert gain == pytest.approx(case["dT"]), case["why"]
+
+
+def test_the_printed_gain_counts_twice_what_runs_at_once() -> None:
+    """A tail of 10 s beside 10 s of training on two workers: gathered, nobody ends earlier."""
+    tails = [Tail(10.0, 1.0, 10.0, 1.2, 0.5)] * 2
+    gathered = Gathered(10.0, 0, 1.2)
+    assert gain_literal_s(tails, gathered) == pytest.approx(22 - 22.5)
+    assert gain_s(tails, gathered) == pytest.approx(0.0)
+    assert gain_s(tails, gathered._replace(other_slowdown=1.1)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("case", golden("multiplexing")["balance"], ids=lambda case: case["name"])
+def test_balanced_batches_as_by_hand(case: dict[str, Any]) -> None:
+    assert balanced(case["N"], case["n"], case["t"], case["s"], case["a"]) == case["out"]
+
+
+@given(st.integers(2, 16), st.integers(16, 400), st.floats(1.0, 3.0))
+def test_balanced_batches_end_together(workers: int, total: int, slow: float) -> None:
+    sizes = balanced(total, workers, 0, slow)
+    assert sum(sizes) == total
+    assert max(sizes[0] * slow, *sizes[1:]) <= total / workers * slow + 1
+    assert max(sizes[1:]) - min(sizes[1:]) <= 1
+
+
+@pytest.mark.parametrize("case", golden("multiplexing")["chains"], ids=lambda case: case["name"])
+def test_least_makespan_as_by_search(case: dict[str, Any]) -> None:
+    memory = case.get("memory", {})
+    kinds = {
+        name: Kind({0.5: units["1"], 1.0: units["2"]}, memory.get(name, 0.0))
+        for name, units in golden("multiplexing")["slow"].items()
+    }
+    table = SlowdownTable("golden", kinds, splits=(0.5,))
+    first, second = ([Stage(k, s, i) for i, (k, s) in enumerate(case[job])] for job in "AB")
+    pair = Pair(first, second, table)
+    assert least_makespan_s(pair) == pytest.approx(case["makespan"], rel=0.005), case["why"]
+
+
+def test_slowdown_between_two_measured_shares_and_beyond() -> None:
+    kind = Kind({0.5: 2.0, 1.0: 1.0})
+    table = SlowdownTable("mine", {"a": kind, "b": kind}, beside={"a": {"b": 1.5}})
+    assert table.alone("a", 0.75) == pytest.approx(1.5)
+    assert table.alone("a", 0.1) == 2.0
+    assert table.slowdown("a", 0.75, "b") == pytest.approx(2.25)
+    assert table.slowdown("b", 0.75, "a") == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "is no table of slowdowns"),
+        ('{"source": "x", "kinds": {"a": {"shares": {"1.0": 0}}}}', "positive"),
+        ('{"source": "x", "kinds": {"a": {"shares": {"1.0": 1}}}, "speed": 2}', "speed"),
+        (
+            '{"source": "x", "kinds": {"a": {"shares": {"1.0": 1}}}, "beside": {"b": {"a": 1}}}',
+            "among the kinds",
+        ),
+        ('{"source": "x", "kinds": {"a": {"shares": {"1.0": 1}}}}', "lacks decode_small"),
+    ],
+)
+def test_a_bad_table_is_refused_with_the_reason(text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(CallerError, match=why) as refused:
+        SCENARIOS["jigsaw-fig19"].run(Options(seeds=(0,), slowdowns=path, processes=1))
+    assert refused.value.info.field == "slowdowns"
+
+
+def chains_of(seed: int) -> tuple[Chain, Chain]:
+    rng = Random(seed)
+    kinds = [*TABLE.kinds, WAIT]
+
+    def one() -> Chain:
+        return [Stage(rng.choice(kinds), rng.uniform(1, 20), i // 2) for i in range(8)]
+
+    return one(), one()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=5, deadline=None)
+def test_no_policy_beats_the_optimum(name: str, seed: int) -> None:
+    pair = Pair(*chains_of(seed), TABLE)
+    ran = run(pair, POLICIES[name])
+    longest_s = max(pair.total_s)
+    assert ran.makespan_s >= longest_s * (1 - 1e-9)
+    # Short stages take at least a cell of the optimum's grid.
+    assert ran.makespan_s >= 0.95 * least_makespan_s(pair, cells=100)
+
+
+def test_serial_takes_the_sum_and_what_cannot_fit_is_never_together() -> None:
+    trains = [Stage("train", 10.0, 0)]
+    pair = Pair(trains, trains, TABLE)
+    for name in ("serial", "greedy", "lookahead", "fair"):
+        assert run(pair, POLICIES[name]).makespan_s == pytest.approx(20.0), name
+
+
+def test_what_has_begun_is_not_stopped() -> None:
+    first = [Stage("decode_large", 5.0, 0), Stage("decode_small", 5.0, 0)]
+    pair = Pair(first, [Stage("train", 10.0, 0)], TABLE)
+    _, state = pair.advance(pair.start, (1.0, 0.0))
+    assert state[0].has_begun
+    assert all(rates[0] > 0 for rates in pair.options(state))
+
+
+def test_a_wait_takes_nothing_of_the_device() -> None:
+    pair = Pair([Stage(WAIT, 10.0, 0)], [Stage("train", 10.0, 0)], TABLE)
+    assert run(pair, POLICIES["static"]).makespan_s == pytest.approx(16.4)
+    assert run(pair, POLICIES["greedy"]).makespan_s == pytest.approx(10.0)
+
+
+def test_scenario_tells_gain_over_its_rivals_and_takes_a_table_of_ones_own(tmp_path: Path) -> None:
+    options = Options(policies=("serial", "greedy", "lookahead"), seeds=(0,), processes=1)
+    report = SCENARIOS["jigsaw-fig19"].run(options)
+    found = {record.policy: record for record in report.records}
+    assert found["serial"].over_serial == pytest.approx(1.0)
+    assert found["lookahead"].over_serial is not None
+    assert found["lookahead"].over_serial > 1.3
+    assert found["lookahead"].more["of_optimum"] <= 1.01
+    # Where nothing is gained side by side, lookahead leaves the device to one at a time.
+    beside = {kind: dict.fromkeys(TABLE.kinds, 4.0) for kind in TABLE.kinds}
+    contended = msgspec.structs.replace(TABLE, beside=beside)
+    path = tmp_path / "contended.json"
+    path.write_bytes(msgspec.json.encode(contended))
+    options = Options(("lookahead",), (0,), slowdowns=path, processes=1)
+    (record,) = SCENARIOS["jigsaw-fig19"].run(options).records
+    assert record.over_serial is not None
+    assert 0.97 < record.over_serial < found["lookahead"].over_serial
+
+
+def test_tails_are_gathered_only_where_somebody_gains() -> None:
+    records = SCENARIOS["jigsaw-fig20"].run(Options(seeds=(0, 1), processes=1)).records
+    gains = {(r.policy, r.workload, r.seed): r.more["over_stay"] for r in records}
+    assert all(gain >= 1.0 for (policy, *_), gain in gains.items() if policy != "literal")
+    assert max(gain for (policy, *_), gain in gains.items() if policy == "balanced") > 1.1
