@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from phaseloom.gateway.core.text import TextParts
 from tests.support.bytetokens import tokenizer
@@ -56,3 +57,13 @@ def test_text_that_may_begin_a_stop_string_waits_until_it_does_not() -> None:
     parts = TextParts(decode, ["ab "])
     tokens = [TOKENS.index(word) for word in (b"a", b"ab", b"a", b"ab", b" ", b"a")]
     assert [parts.take([token], is_last=False) for token in tokens] == ["", "a", "ab", "a", "", ""]
+
+
+def test_space_behind_a_special_token_is_kept() -> None:
+    words = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "</s>": 2}, unk_token="</s>"))
+    words.add_special_tokens(["</s>"])
+    words.decoder = decoders.Metaspace()
+    parts = TextParts(words.decode, [])
+    told = [parts.take([token], is_last=False) for token in (0, 2, 2, 1, 2, 0)]
+    assert told == ["a", "", "", " b", "", " a"]
+    assert "".join(told) == words.decode([0, 2, 2, 1, 2, 0])

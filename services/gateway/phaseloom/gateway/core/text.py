@@ -37,8 +37,10 @@ class TextParts:
         before = self._decode(self._told)
         text = self._decode([*self._told, *self._open])
         if is_last or not text.endswith(_BROKEN):
-            self._told, self._open = self._open or self._told, []
-            self._held += text[len(before) :]
+            new = text[len(before) :]
+            # A token without text, as a special one, says nothing of the space behind it.
+            self._told, self._open = self._open if new else self._told + self._open, []
+            self._held += new
         return self._release(is_last)
 
     def _release(self, is_last: bool) -> str:
