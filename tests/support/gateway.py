@@ -44,7 +44,10 @@ class Served:
     async def start_sdk(
         self, *words: str, python: Path = Path(sys.executable), cwd: Path | None = None
     ) -> asyncio.subprocess.Process:
-        """A program that uses the Tinker SDK. Args: words: the program's, for the interpreter."""
+        """A program that uses the Tinker SDK, or OpenAI's.
+
+        Args: words: the program's, for the interpreter.
+        """
         return await asyncio.create_subprocess_exec(
             str(python),
             "-W",
@@ -59,6 +62,8 @@ class Served:
                 "TINKER_BASE_URL": self.url,
                 "TINKER_API_KEY": self.key(),
                 "TINKER_TELEMETRY": "0",
+                "OPENAI_BASE_URL": f"{self.url}/v1",
+                "OPENAI_API_KEY": self.key(),
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
             },

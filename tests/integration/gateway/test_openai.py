@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from phaseloom import client
 from tests.support.gateway import serving
-from tests.support.jobs import tenant
+from tests.support.jobs import TENANT, tenant
 
 pytestmark = pytest.mark.timeout(240)
 PROMPT = [1, 5, 9]
@@ -57,6 +57,8 @@ async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
                 assert choice.finish_reason == sequence.stop_reason
             assert answer.usage.prompt_tokens == 3
             assert answer.usage.completion_tokens == 12
+            drew = answer.system_fingerprint.removeprefix(f"{TENANT}.")
+            assert (await mesh.status(drew)).state == "active"
 
         # The log-probabilities are those that the trainer finds.
         tokens = [*PROMPT, *client.int32s(expected[0].tokens)]

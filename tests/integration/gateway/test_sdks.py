@@ -1,10 +1,12 @@
-"""What others have written against the Tinker API, unmodified, in environments of their own."""
+"""What others have written, unmodified, in environments of their own, on the gateway's APIs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from phaseloom.cli.rundir import open_bus
+from phaseloom.common.contract.api import JobStatus
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.streams import Bucket
 from tests.support.gateway import ended, serving
+from tests.support.pretrained import loaded
 from tests.support.tinymodel import config
 
 pytestmark = [pytest.mark.sdks, pytest.mark.timeout(600)]
 OLD = Path(os.environ.get("OLD_SDK_PYTHON", ".venv-tinker-old/bin/python")).absolute()
 COOKBOOK = Path(os.environ.get("COOKBOOK_PYTHON", ".venv-cookbook/bin/python")).absolute()
+TRL = Path(os.environ.get("TRL_PYTHON", ".venv-trl/bin/python")).absolute()
 _NUM_CHATS = 128
 
 
@@ -93,3 +101,54 @@ async def test_recipes_of_the_cookbook_run(short_dir: Path) -> None:
         )
         losses = [step["train_mean_nll"] for step in tuned if "train_mean_nll" in step]
         assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.skipif(not TRL.exists(), reason="make test-sdks installs it")
+async def test_trl_trains_on_what_the_mesh_draws_with_its_weights(short_dir: Path) -> None:
+    model = await asyncio.to_thread(save_bytes_model, short_dir / "bytes")
+    output = short_dir / "trained"
+    async with serving(short_dir, bytes=model) as served:
+        words = ["--model", model, "--output", output, "--run", served.mesh.run_dir]
+        words += ["--phaseloom", Path(sys.executable).parent / "phaseloom"]
+        example = Path(__file__).parents[3] / "examples" / "trl_grpo.py"
+        program = await served.start_sdk(str(example), *map(str, words), python=TRL)
+        said = [json.loads(line) for line in (await ended(program)).splitlines()]
+        async with open_bus(served.mesh.credentials.bus, "test") as bus:
+            views = [await bus.kv_get(Bucket.VIEW, key) for key in await bus.kv_keys(Bucket.VIEW)]
+            names = await bus.kv_keys(Bucket.MODELS)
+            registered = {name for name in names if await bus.kv_get(Bucket.MODELS, name)}
+    drawn = [each for each in said if each["event"] == "drawn"]
+    rewarded = [each for each in said if each["event"] == "rewarded"]
+    steps = [each for each in said if each["event"] == "step"]
+    assert [each["step"] for each in drawn] == [0, 1]
+    assert [each["step"] for each in steps] == [1, 2]
+    assert all(math.isfinite(each["loss"]) and each["grad_norm"] > 0 for each in steps)
+    for batch, scored in zip(drawn, rewarded, strict=True):
+        assert len(batch["completion_ids"]) == 8
+        assert scored["completion_ids"] == batch["completion_ids"]
+
+    # Each batch is drawn with the weights that the trainer has at that step, and no others.
+    for batch in drawn:
+        errors = [
+            await asyncio.to_thread(largest_error, output / f"step-{step}", batch)
+            for step in range(3)
+        ]
+        assert [error < 1e-4 for error in errors] == [step == batch["step"] for step in range(3)]
+
+    # Nothing of it stays on the mesh.
+    assert registered == {"bytes", "tiny"}
+    jobs = [decode(each.payload, JobStatus) for each in views if each is not None]
+    assert {job.state for job in jobs} == {"done"}
+
+
+def largest_error(directory: Path, batch: dict[str, Any]) -> float:
+    """How far the told log-probabilities are from those of the saved model."""
+    model: Any = loaded(directory)
+    worst = 0.0
+    for key in range(len(batch["completion_ids"])):
+        prompt, drawn = batch["prompt_ids"][key], batch["completion_ids"][key]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + drawn])).logits[0, len(prompt) - 1 : -1]
+        own = logits.log_softmax(-1)[range(len(drawn)), drawn]
+        worst = max(worst, float((own - torch.tensor(batch["logprobs"][key])).abs().max()))
+    return worst

@@ -410,6 +410,9 @@ class _Answer:
             for sample, sequence in enumerate(result.sequences[0])
         ]
         answer = {**self._form.envelope, **self._form.once}
+        # What OpenAI's clients have a field for: here it is the job that has drawn.
+        tenant, job, *_ = handles[0].key.split(".")
+        answer["system_fingerprint"] = f"{tenant}.{job}"
         return web.json_response({**answer, "choices": choices, "usage": self._usage()})
 
     async def stream(self, handles: list[GenerateHandle]) -> web.StreamResponse:
