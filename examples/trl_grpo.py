@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="where the weights are saved")
     parser.add_argument("--name", default="trl", help="what the weights are registered as")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--phaseloom", default="phaseloom", help="the command")
     parser.add_argument("--run", type=Path, help="the mesh's run directory; else the newest one")
     options = parser.parse_args()

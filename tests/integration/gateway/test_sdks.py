@@ -109,7 +109,7 @@ async def test_trl_trains_on_what_the_mesh_draws_with_its_weights(short_dir: Pat
     output = short_dir / "trained"
     async with serving(short_dir, bytes=model) as served:
         words = ["--model", model, "--output", output, "--run", served.mesh.run_dir]
-        words += ["--phaseloom", Path(sys.executable).parent / "phaseloom"]
+        words += ["--phaseloom", Path(sys.executable).parent / "phaseloom", "--learning-rate", 1e-3]
         example = Path(__file__).parents[3] / "examples" / "trl_grpo.py"
         program = await served.start_sdk(str(example), *map(str, words), python=TRL)
         said = [json.loads(line) for line in (await ended(program)).splitlines()]
