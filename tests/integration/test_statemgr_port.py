@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 
@@ -20,3 +21,9 @@ async def test_port_that_somebody_took_meanwhile_costs_no_state(short_dir: Path)
             await d.launch()
             assert await d.endpoint() != endpoint
             assert rank.digest() == content
+        # Other nodes know this one.
+        async with asyncio.timeout(30):
+            while await d.endpoint() != endpoint:
+                pass
+        with socket.create_connection((host, int(port))):
+            await d.agent.switch_out(POLICY, 1, 1)

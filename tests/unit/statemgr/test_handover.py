@@ -88,7 +88,7 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
         _version(before, number)
     manifest = manifest_of(
         *(before.residency, before.versions, before.shared_copies),
-        *(before.snapshots, before.seals),
+        *(before.snapshots, before.seals, ""),
     )
     index = [os.memfd_create("index") for _ in INDEX_HANDLES]
     os.pwrite(index[0], encode_record(1, encode_manifest(manifest)), 0)

@@ -92,8 +92,11 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     part = SnapshotPart(11, 24, table, b"checksum")
     snapshots[KEY, "operation"] = Snapshot(KEY, 3, "operation", "name", 5, [part], 2, 4)
     seals[KEY, 4] = HostSeal(KEY, 4, 12, 100)
-    encoded = encode_manifest(manifest_of(residency, versions, shared_copies, snapshots, seals))
+    encoded = encode_manifest(
+        manifest_of(residency, versions, shared_copies, snapshots, seals, "host:1")
+    )
     manifest = decode_manifest(encoded)
+    assert manifest.endpoint == "host:1"
     gone = DeploymentKey("acme", "gone", "policy")
     assert dict(manifest.fences) == {gone: 9, KEY: 3, FROZEN: 1}
     other, wpg = manifest.wpgs

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 200_000
 """New objects between two runs of the garbage collector."""
+_LISTEN_AGAIN_S = 1.0
+"""Pause between two tries to listen at a port that somebody else has, in seconds."""
 
 
 class StateManagerConfig(msgspec.Struct, frozen=True):
@@ -86,8 +88,8 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     """Address at which weights versions are served to other nodes' daemons."""
     port: int = 0
-    """TCP port at which weights versions are served; 0: the one of the daemon before, or else any
-    free port. `StatusReport.endpoint` has the one in use."""
+    """TCP port at which weights versions are served; 0: any free port. `StatusReport.endpoint` has
+    the one in use."""
     site: str = ""
     """Name of the group of nodes that fast links join. A weights version crosses to each other site
     once, and the nodes there pass it on among themselves. Empty: every node fetches for itself."""
@@ -132,25 +134,27 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     parts, session = await _parts(config, node)
     tiering, exporter = parts.tiering, parts.exporter
     server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, session)
-    remote = _listen(config)
-    node.endpoint = f"{config.host}:{remote.getsockname()[1]}"
+    addresses = _Addresses(node, server, config.host, config.port)
     local = framing.listen(config.socket)
     in_background = (tiering, exporter, sharing, node.digests)
     try:
         async with asyncio.TaskGroup() as tasks:
             for part in in_background:
                 part.start(tasks)
+            addresses.start(tasks)
             manager = StateManager(
-                parts, secret=config.secret, resume_timeout_s=config.resume_timeout_s
+                parts,
+                secret=config.secret,
+                resume_timeout_s=config.resume_timeout_s,
+                serve_versions_at=addresses.add,
             )
-            serving = [
-                tasks.create_task(server.serve(remote)),
-                tasks.create_task(framing.serve(local, StateMessage, manager.session, max_fds=0)),
-            ]
+            serving = tasks.create_task(
+                framing.serve(local, StateMessage, manager.session, max_fds=0)
+            )
             log.info("%s serves at %s and %s", config.node, config.socket, node.endpoint)
             await stop.wait()
-            for each in serving:
-                each.cancel()
+            serving.cancel()
+            addresses.stop()
             for part in in_background:
                 part.stop()
     finally:
@@ -158,7 +162,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
         for part in in_background:
             part.stop()
         local.close()
-        remote.close()
+        addresses.close()
         node.device_copies.close()
         node.handles.close()
         node.memory.close()
@@ -216,22 +220,67 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     return parts, server.session
 
 
-def _listen(config: StateManagerConfig) -> socket.socket:
-    """Listen for other nodes: at the configured port, else at the one of the daemon before, which
-    they know, else at any.
+class _Addresses:
+    """The addresses at which other nodes reach this one: its own, and after a kill also the one
+    that they know from before.
 
-    Raises: OSError: somebody else has the configured port.
+    Call `start` with a task group; then `stop`, then `close`.
     """
-    known = Path(f"{config.socket}.port")
-    listener: socket.socket | None = None
-    if not config.port and known.exists():
+
+    def __init__(self, node: Node, server: tls.Server, host: str, port: int) -> None:
+        """Raises: OSError: somebody else has the port."""
+        self._node = node
+        self._server = server
+        self._listeners = [_listen(host, port)]
+        self._serving: list[asyncio.Task[None]] = []
+        self._tasks: asyncio.TaskGroup
+        node.endpoint = f"{host}:{self._listeners[0].getsockname()[1]}"
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._serve(self._listeners[0])
+
+    def stop(self) -> None:
+        for task in self._serving:
+            task.cancel()
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+    def add(self, endpoint: str) -> None:
+        """Serve at another endpoint too: at once where that works, or else as soon as it does.
+
+        From then on `Node.endpoint` is this one, which other nodes know.
+        """
+        if not self._try_to_add(endpoint):
+            self._serving.append(self._tasks.create_task(self._keep_trying(endpoint)))
+
+    async def _keep_trying(self, endpoint: str) -> None:
+        while True:
+            await asyncio.sleep(_LISTEN_AGAIN_S)
+            if self._try_to_add(endpoint):
+                return
+
+    def _try_to_add(self, endpoint: str) -> bool:
+        host, _, port = endpoint.rpartition(":")
         try:
-            listener = socket.create_server((config.host, int(known.read_text())))
-        except (OSError, ValueError) as error:
-            log.warning("other nodes are served at another port than before: %s", error)
-    listener = listener or socket.create_server((config.host, config.port))
+            listener = _listen(host, int(port))
+        except OSError as error:
+            log.warning("versions cannot be served at %s yet: %s", endpoint, error)
+            return False
+        self._listeners.append(listener)
+        self._serve(listener)
+        self._node.endpoint = endpoint
+        return True
+
+    def _serve(self, listener: socket.socket) -> None:
+        self._serving.append(self._tasks.create_task(self._server.serve(listener)))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.create_server((host, port))
     listener.setblocking(False)
-    known.write_text(str(listener.getsockname()[1]))
     return listener
 
 

@@ -129,6 +129,7 @@ class StateManager:
         *,
         secret: str,
         resume_timeout_s: float,
+        serve_versions_at: Callable[[str], None],
     ) -> None:
         self._node = parts.node
         self._parts = parts
@@ -136,6 +137,7 @@ class StateManager:
         self._rank_calls = self._calls_of_ranks()
         self._secret = secret
         self._resume_timeout_s = resume_timeout_s
+        self._serve_versions_at = serve_versions_at
         self._num_agents = 0
         self._handover: Handover | None = None
         self._is_known_what_was = asyncio.Event()
@@ -253,7 +255,10 @@ class StateManager:
         return Welcome(needs_handles=False)
 
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
-        await handover.restore(session.peer)
+        endpoint = await handover.restore(session.peer)
+        if endpoint not in {"", self._node.endpoint}:
+            # Other nodes know the endpoint of the daemon before.
+            self._serve_versions_at(endpoint)
         self._is_known_what_was.set()
         lost = await handover.finish(self._resume_timeout_s)
         session.is_handing_over = False

@@ -75,24 +75,24 @@ class Handover:
             raise CallerError(f"{len(fds)} descriptors for handles {handles}", field="handles")
         self._handles.update(zip(handles, fds, strict=True))
 
-    async def restore(self, agent: Peer[StateMessage]) -> None:
+    async def restore(self, agent: Peer[StateMessage]) -> str:
         """Rebuild the node's records from the manifest, and verify the memory that it names.
 
         Where the manifest is missing or cannot be read, nothing is taken over.
+
+        Returns: the endpoint at which the daemon before served versions; empty: it is not known.
         """
         held = set(self._handles)
         try:
             index = [self._handles.pop(handle) for handle in INDEX_HANDLES]
         except KeyError:
-            self._give_up(agent, "its agent keeps no index")
-            return
+            return self._give_up(agent, "its agent keeps no index")
         found = newest_record([os.pread(fd, os.fstat(fd).st_size, 0) for fd in index])
         try:
             manifest = decode_manifest(found[1] if found else b"")
         except msgspec.DecodeError as error:
             close_fds(index)
-            self._give_up(agent, f"its index cannot be read: {error}")
-            return
+            return self._give_up(agent, f"its index cannot be read: {error}")
         for key, incarnation in manifest.fences:
             self._node.residency.fence(key, incarnation)
         await _side_by_side(map(self._restore_copy, manifest.shared_copies))
@@ -116,12 +116,14 @@ class Handover:
         self._handles.clear()
         # Only now: before, the manifest that would be recorded was not whole.
         self._node.handles.take_over(agent, self._index, index, found[0] if found else 0, held)
+        return manifest.endpoint
 
-    def _give_up(self, agent: Peer[StateMessage], why: str) -> None:
+    def _give_up(self, agent: Peer[StateMessage], why: str) -> str:
         log.error("nothing can be taken over from the daemon before: %s", why)
         close_fds(self._handles.values())
         self._handles.clear()
         self._node.handles.attach(agent)
+        return ""
 
     def _restore_wpg(self, entry: WpgEntry) -> None:
         wpg = Wpg(entry.key, entry.incarnation, entry.seal_seq, epoch=entry.epoch)

@@ -26,7 +26,7 @@ from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Versions
 
-MAGIC = b"PLMANIF7"
+MAGIC = b"PLMANIF6"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
@@ -100,6 +100,8 @@ class SharedCopyEntry(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """All that a state manager holds in host memory, as the next one finds it."""
 
+    endpoint: str
+    """host:port at which other nodes were told to fetch versions."""
     fences: list[tuple[DeploymentKey, int]]
     """The newest incarnation ever seen of each deployment."""
     wpgs: list[WpgEntry]
@@ -110,12 +112,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The seals that are in host memory; the others are found on disk."""
 
 
-def manifest_of(
+def manifest_of(  # noqa: PLR0917 - all that a node has
     residency: Residency,
     versions: Versions,
     shared_copies: SharedCopies,
     snapshots: Snapshots,
     seals: HostSeals,
+    endpoint: str,
 ) -> Manifest:
     """The manifest of all that the node holds in host memory now."""
     wpgs = []
@@ -128,6 +131,7 @@ def manifest_of(
         wpgs.append(_entry_of(WpgEntry, wpg, ranks=ranks, prepared=prepared))
     in_memory = [version for version in versions.known() if version.extent is not None]
     return Manifest(
+        endpoint=endpoint,
         fences=residency.fences(),
         wpgs=wpgs,
         versions=[_entry_of(VersionEntry, version) for version in in_memory],

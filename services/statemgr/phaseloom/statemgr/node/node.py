@@ -92,6 +92,7 @@ class Node:
                 self.shared_copies,
                 self.snapshots,
                 self.seals,
+                self.endpoint,
             ),
         )
         self.digests = Digests(self.residency, self.memory, self.change)
