@@ -68,7 +68,7 @@ def _until_gone(pid: int) -> None:
         os.sched_yield()
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
 async def test_program_goes_on_over_a_restart_of_the_whole_mesh(short_dir: Path, how: str) -> None:
     """The same program, on a mesh that stays and on one that ends and is started again."""
     port = 0

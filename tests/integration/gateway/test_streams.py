@@ -146,7 +146,7 @@ async def test_who_hangs_up_cancels_and_a_refusal_has_its_status(short_dir: Path
     async with (
         serving(short_dir, long=saved) as served,
         following(served.mesh) as log,
-        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api,
     ):
         with pytest.raises(openai.BadRequestError, match="vocabulary"):
             await api.completions.create(model="long", prompt=[VOCAB], stream=True)
