@@ -64,7 +64,7 @@ async def agent() -> AsyncIterator[Agent]:
 async def test_agent_that_comes_while_another_is_told_gets_all(*, is_before_gone: bool) -> None:
     """What the one before has said that it keeps, or never will, is not with this one."""
     memory = HostMemory(64 * SIZE)
-    manifest = Manifest([], [], [], [], [], [])
+    manifest = Manifest("", [], [], [], [], [], [])
     handles = HandleRegistry(memory, lambda: manifest)
     extents = {memory.reserve(SIZE, "state") for _ in range(2 * MAX_FDS)}
     async with agent() as first, agent() as second:
