@@ -178,7 +178,7 @@ class _Unsynced:
             os.close(copy)
 
     def gone(self, inode: int) -> None:
-        """Forget a file that has no name left."""
+        """Forget a file that has no name left, and its last fsync with it."""
         self._ranges.pop(inode, None)
         (self._durable / str(inode)).unlink(missing_ok=True)
 

@@ -120,7 +120,7 @@ def _table(findings: list[Finding]) -> Table:
 
 
 def _durability(mesh_file: Path | None) -> list[Finding]:
-    """What a power cut loses of a mesh that `phaseloom up` would start."""
+    """The finding about power cuts, for a mesh that `phaseloom up` would start."""
     return [check_durability(fsync=config.load(MeshConfig, "mesh", file=mesh_file).fsync)]
 
 
