@@ -204,7 +204,7 @@ def saved() -> dict[str, Any]:
     )
     said["count"] = len(listed())
     page = rest.list_user_checkpoints(limit=2, offset=1).result()
-    said["page"] = [len(page.checkpoints), page.cursor.total_count]
+    said["page"] = [len(page.checkpoints), page.cursor.total_count if page.cursor else 0]
     # Whoever has loaded it goes on, also where it is deleted.
     rest.delete_checkpoint_from_tinker_path(path).result()
     for each in paths:

@@ -101,7 +101,12 @@ async def download(request: web.Request) -> web.StreamResponse:
     """A checkpoint as a tar file with one directory."""
     tenant, record = _asked(request)
     if request.match_info["tenant"] != tenant.name:
-        raise CallerError("there is no such archive", code=Code.NOT_FOUND, field="tenant")
+        raise CallerError(
+            "there is no such archive",
+            code=Code.NOT_FOUND,
+            field="tenant",
+            remedy="ask for the checkpoint's `archive`, and use the address as it is",
+        )
     content = await tenant.models.archive(record.source, record.name)
     headers = {"Content-Type": ARCHIVE_TYPE, "Content-Length": str(content.num_bytes)}
     answer = web.StreamResponse(headers=headers)

@@ -660,11 +660,12 @@ async def retrieve_future(request: web.Request) -> web.Response:
     try:
         answer = await asyncio.wait_for(asyncio.shield(promise.task), LONG_POLL_S)
     except TimeoutError:
+        state, reason = await promise.queue()
         pending = {
             "type": "try_again",
             "request_id": asked.request_id,
-            "queue_state": "paused_capacity",
-            "queue_state_reason": await promise.why(),
+            "queue_state": state,
+            "queue_state_reason": reason,
         }
         return web.json_response(pending, status=408)
     if isinstance(answer, bytes):
