@@ -25,6 +25,7 @@ SAMPLING = client.SamplingParams(24, ignore_eos=True)
 LONG = client.SamplingParams(1500, ignore_eos=True)
 BATCH = [client.Datum([1, 2, 3, 4], [2, 3, 4, 5])]
 TTL_S = 600.0
+KEPT = NamedWeights("policy", job="first", checkpoint="kept")
 
 
 def model(rank: int) -> client.ModelSpec:
@@ -64,6 +65,28 @@ async def refusal(operation: client.OperationHandle[object]) -> tuple[Code, str]
         await operation
     assert caught.value.info.remedy
     return caught.value.info.code, caught.value.info.field
+
+
+async def check_refusals(
+    shared: client.Deployment, own: client.Deployment, older: int, gone: int
+) -> None:
+    """Args: shared, own: samplers with room for adapters and without. older: a version of the job
+    `first`. gone: one that it had."""
+    named = NamedWeights("policy", older, "first")
+    for weights, code, field in (
+        (replace(named, version=99), Code.NOT_FOUND, "version"),
+        (replace(named, version=gone), Code.NOT_FOUND, "version"),
+        (replace(named, job="nobody"), Code.NOT_FOUND, "job"),
+        (replace(named, version=0), Code.INVALID_ARGUMENT, "version"),
+        (replace(named, checkpoint="kept"), Code.INVALID_ARGUMENT, "checkpoint"),
+        (replace(KEPT, checkpoint="none"), Code.NOT_FOUND, "checkpoint"),
+    ):
+        refused = shared.generate(PROMPTS, SAMPLING, weights=weights)
+        assert await refusal(refused) == (code, f"args.weights.{field}")
+    plain = (Code.FAILED_PRECONDITION, "args.weights")
+    assert await refusal(own.generate(PROMPTS, SAMPLING, weights=named)) == plain
+    assert await refusal(own.forward(BATCH, weights=named)) == plain
+    assert await refusal(own.forward(BATCH, weights=KEPT)) == plain
 
 
 async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
@@ -118,22 +141,19 @@ async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
         assert tokens(await handle) == long
         assert tokens(await shared.generate(PROMPTS, SAMPLING, 2)) == expected[3]
 
-        for weights, code, field in (
-            (NamedWeights("policy", 99, "first"), Code.NOT_FOUND, "args.weights.version"),
-            (NamedWeights("policy", gone.seq, "first"), Code.NOT_FOUND, "args.weights.version"),
-            (NamedWeights("policy", 1, "nobody"), Code.NOT_FOUND, "args.weights.job"),
-            (NamedWeights("policy", 0, "first"), Code.INVALID_ARGUMENT, "args.weights.version"),
-        ):
-            refused = shared.generate(PROMPTS, SAMPLING, weights=weights)
-            assert await refusal(refused) == (code, field)
-        plain = (Code.FAILED_PRECONDITION, "args.weights")
-        assert await refusal(own.generate(PROMPTS, SAMPLING, weights=older)) == plain
-        assert await refusal(own.forward(BATCH, weights=older)) == plain
+        await check_refusals(shared, own, older.seq, gone.seq)
 
-        # The versions of a job that has ended are nobody's any more.
+        # The versions of a job that has ended are nobody's any more, its checkpoints stay.
+        await first.deployment("policy").save_state("kept")
         await first.finish()
         ended = shared.generate(PROMPTS, SAMPLING, weights=older)
         assert await refusal(ended) == (Code.NOT_FOUND, "args.weights.version")
         assert tokens(await shared.generate(PROMPTS, SAMPLING, 2, weights=theirs)) == expected[2]
+        for sampling in (shared, job.deployment("pair")):
+            drawn = [sampling.generate(PROMPTS, SAMPLING, 2, weights=each) for each in (KEPT, None)]
+            assert [tokens(await each) for each in drawn] == [expected[1], expected[3]]
+            again = await sampling.forward(BATCH, weights=KEPT)
+            assert np.abs(np.array(lp) - np.array(again.logprobs[0])).max() <= 1e-5
         await log.caught_up()
-        assert not [each for each in log.failures() if each.incarnation]
+        ran = [each for each in log.failures() if each.incarnation]
+        assert [each.key.job for each in ran] == ["shared"], "the checkpoint that there is not"

@@ -11,16 +11,19 @@ from typing import Any
 import aiohttp
 import pytest
 
+from phaseloom.common.contract.events import JobSubmitted
 from tests.support.gateway import OTHER, SDK_CHILD, serving, told
-from tests.support.jobs import tenant
+from tests.support.jobs import following, tenant
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize(("part", "rank"), [("whole", 8), ("full", 0)])
 async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path, part: str, rank: int) -> None:
-    async with serving(short_dir) as served:
+    async with serving(short_dir) as served, following(served.mesh) as log:
         said = await served.sdk(part)
+        await log.caught_up()
+        specs = [event.spec for event in log.events if isinstance(event, JobSubmitted)]
     assert said["models"] == ["tiny"]
     assert said["info"] == ["tiny", rank > 0, rank]
     assert said["losses"][0] == said["before"]
@@ -39,10 +42,16 @@ async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path, part: str, 
     assert "there is no loss 'kto'" in said["refused"]
     assert "of a part of the batch, are dropped" in said["partial"]
     assert said["after"] > 0.0
-    assert said["runs"] == 3
+    assert said["runs"] == 4
     assert said["listed"] == said["paths"]
     assert "NotFoundError" in said["gone"]
-    names = {path.name for path in await asyncio.to_thread(short_dir.glob, "**/sampler/*-*")}
+    assert said["both"] == [said["newer"], said["base"]]
+    deployments = [sorted(each.name for each in spec.deployments) for spec in specs]
+    # The base's sampler, and that of all models' adapters; or each model has one.
+    assert deployments.count(["sampler"]) == (2 if rank else 1)
+    assert deployments.count(["policy"] if rank else ["policy", "sampler"]) == 4
+    saved_by = "policy" if rank else "sampler"
+    names = {path.name for path in await asyncio.to_thread(short_dir.glob, f"**/{saved_by}/*-*")}
     assert any(name.endswith("-a_name") for name in names)
     assert not any(name.endswith("-gone") for name in names)
     assert "there is no model 'none'" in said["unknown_model"]

@@ -373,7 +373,7 @@ class Opened:
 
 async def _opened(tenant: Tenant, name: str) -> Opened:
     record = tenant.book.get(ModelRecord, tenant.name, name)
-    return Opened(tenant, record, await tenant.models.trained(record.job))
+    return Opened(tenant, record, await tenant.models.trained(record.job, record.adapter))
 
 
 @routes.post(PREFIX + "/forward_backward")
@@ -514,19 +514,23 @@ async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Pr
     record, sampler = opened.record, opened.model.sampler
     path = None if asked.path is None else _path(record, "sampler_weights", asked.path)
     version = _mesh_name(asked.path or "", asked.seq_id)
+    keep = _KEPT_VERSIONS if path is None else 0
 
     def begin() -> Begun:
-        handle = opened.submit(asked.seq_id, ops.PublishWeights())
+        # An adapter's sampler reads checkpoints of the policy.
+        args = ops.PublishWeights() if sampler is not None else ops.SaveState(version, keep=keep)
+        handle = opened.submit(asked.seq_id, args)
 
         async def save() -> dict[str, Any]:
+            if sampler is not None:
+                await sampler.take(handle, version, keep)
+            await handle
             if path is not None:
-                await sampler.take(handle, version, keep=0)
-                saved = _checkpoint(record, path, SAMPLER, version, asked.user_metadata)
-                await tenant.book.put(saved)
+                by = POLICY if sampler is None else SAMPLER
+                await tenant.book.put(_checkpoint(record, path, by, version, asked.user_metadata))
                 return {"type": "save_weights_for_sampler", "path": path}
             session = record.id.partition(":")[0]
             sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
-            await sampler.take(handle, version, keep=_KEPT_VERSIONS)
             saved_as = SamplerRecord(tenant.name, sampling, record.base, record.id, version)
             await tenant.book.put(saved_as)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampling}
@@ -640,7 +644,7 @@ async def _earlier(tenant: Tenant, name: str) -> Promise | None:
         return None
 
     async def found() -> Answer:
-        trained = await tenant.models.trained(record.job)
+        trained = await tenant.models.trained(record.job, record.adapter)
         return _answer_of(await trained.job.outcome(POLICY, int(seq) + record.offset))
 
     return tenant.futures.promise(name, found)
@@ -702,19 +706,16 @@ async def list_checkpoints(request: web.Request) -> web.Response:
 
 @routes.delete(PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}")
 async def delete_checkpoint(request: web.Request) -> web.Response:
-    """Forget a checkpoint's path, and remove a sampler's files while its model lives.
-
-    Other files stay: an operation of `policy` would take a number that the SDK gives to its calls.
-    """
+    """Forget a checkpoint's path, and remove a sampler's files while its model lives."""
     tenant, what = tenant_of(request), request.match_info
     path = f"tinker://{what['run']}/{what['checkpoint']}"
     record = tenant.book.get(CheckpointRecord, tenant.name, path)
     await tenant.book.drop(record)
     model = tenant.book.find(ModelRecord, tenant.name, record.model)
-    if model is not None and record.source == f"{model.job}/{SAMPLER}":
+    if model is not None and "/sampler_weights/" in path:
         try:
-            trained = await tenant.models.trained(model.job)
-            await trained.sampler.delete(record.name)
+            trained = await tenant.models.trained(model.job, model.adapter)
+            await trained.delete(record.name)
         except PhaseloomError as error:
             log.info("the files of %s stay: %s", path, error)
     return web.json_response({})
@@ -805,7 +806,7 @@ def _run(model: ModelRecord) -> dict[str, Any]:
 
 
 def _told(saved: CheckpointRecord) -> dict[str, Any]:
-    kind = "sampler" if saved.source.endswith(f"/{SAMPLER}") else "training"
+    kind = "sampler" if "/sampler_weights/" in saved.id else "training"
     return {
         "checkpoint_id": "/".join(saved.id.split("/")[3:]),
         "checkpoint_type": kind,

@@ -127,7 +127,16 @@ def _check_weights(weights: ops.NamedWeights | None) -> None:
     check_name(weights.policy, "args.weights.policy")
     if weights.job:
         check_name(weights.job, "args.weights.job")
-    check_range(weights.version, 1, SEQ_END - 1, "args.weights.version", "a publish's seq")
+    if not weights.checkpoint:
+        check_range(weights.version, 1, SEQ_END - 1, "args.weights.version", "a publish's seq")
+        return
+    check_name(weights.checkpoint, "args.weights.checkpoint")
+    if weights.version:
+        raise CallerError(
+            "a version and a checkpoint are named",
+            field="args.weights.checkpoint",
+            remedy="name one of them",
+        )
 
 
 def _check_sampling(sampling: ops.SamplingParams) -> None:

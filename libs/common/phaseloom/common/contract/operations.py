@@ -95,14 +95,17 @@ class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NamedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A weights version of the tenant: an adapter on the base of the deployment that reads it."""
+    """Weights of the tenant that are an adapter on the base of the deployment that reads them: a
+    version, or a checkpoint."""
 
     policy: str
-    """The deployment that published it."""
-    version: int
-    """The `seq` of the `publish_weights`."""
+    """The deployment that published the version, or saved the checkpoint."""
+    version: int = 0
+    """The `seq` of the `publish_weights`; 0: a checkpoint is named."""
     job: str = ""
     """The policy's job; empty: that of the operation."""
+    checkpoint: str = ""
+    """The name of a checkpoint. It must stay until the operation has ended."""
 
 
 class Generate(Message, frozen=True):

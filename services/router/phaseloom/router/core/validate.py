@@ -184,7 +184,10 @@ def _version(key: OperationKey, args: Args) -> VersionKey | None:
     match args:
         case SyncWeights(policy=name, version=seq):
             return VersionKey(DeploymentKey(key.tenant, key.job, name), seq)
-        case Generate(weights=NamedWeights() as named) | Forward(weights=NamedWeights() as named):
+        case (
+            Generate(weights=NamedWeights(checkpoint="") as named)
+            | Forward(weights=NamedWeights(checkpoint="") as named)
+        ):
             policy = DeploymentKey(key.tenant, named.job or key.job, named.policy)
             return VersionKey(policy, named.version)
     return None

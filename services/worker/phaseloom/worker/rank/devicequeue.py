@@ -486,8 +486,8 @@ def _share(
 
 
 def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
-    """The permits of those operations that name weights, in their places; empty: none does."""
-    permits = tuple(None if call.version is None else call.permit for call in calls)
+    """The permits of those operations that name versions, in their places; empty: none does."""
+    permits = tuple(None if call.permit.adapter is None else call.permit for call in calls)
     return permits if any(permits) else ()
 
 

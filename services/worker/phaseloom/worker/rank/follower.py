@@ -28,7 +28,7 @@ from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.devicequeue import ShareWatch
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import Ranks
-from phaseloom.worker.rank.namedweights import NamedWeights
+from phaseloom.worker.rank.namedweights import WeightsReader
 from phaseloom.worker.rank.tails import Tail
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import (
@@ -86,7 +86,7 @@ class Follower:
     executor: Executor
     ranks: Ranks
     weights: RankWeights = field(init=False)
-    named: NamedWeights = field(init=False)
+    named: WeightsReader = field(init=False)
     _fetched: FetchedVersion | None = None
     """Prepared for a `sync_weights`, until all ranks have what they need."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
@@ -95,7 +95,7 @@ class Follower:
 
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
-        self.named = NamedWeights(self.state.versions, self.executor)
+        self.named = WeightsReader(self.state, self.executor)
 
     def cancel(self, cancel: CancelRun) -> None:
         self._cancelled.add(cancel.operation, keeps_partial=cancel.keeps_partial)
@@ -130,8 +130,9 @@ class Follower:
     async def _results(self, share: RunShare, operations: list[Operation]) -> list[ShareResult]:
         backend, args = self.executor.backend, [operation.args for operation in operations]
         first = args[0]
+        permits = share.naming or [None] * len(args)
         versions = [
-            None if permit is None else await self.named.read(permit) for permit in share.naming
+            await self.named.read(each, permit) for each, permit in zip(args, permits, strict=True)
         ]
         if share.zero_gradients:
             await self.ranks.here(backend.zero_gradients)
@@ -147,8 +148,7 @@ class Follower:
             case LoadState() if share.prepares:
                 return [await or_failed(self._load(first))]
             case _:
-                version = versions[0] if versions else None
-                return [await self.ranks.here(lambda: self.executor.compute(first, version))]
+                return [await self.ranks.here(lambda: self.executor.compute(first, versions[0]))]
 
     async def _generate(
         self, requests: list[Generate], share: RunShare, versions: list[AdapterVersion | None]

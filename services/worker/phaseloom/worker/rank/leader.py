@@ -61,7 +61,7 @@ from phaseloom.worker.backends.base import AdapterVersion
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
-from phaseloom.worker.rank.namedweights import NamedWeights
+from phaseloom.worker.rank.namedweights import WeightsReader
 from phaseloom.worker.rank.outcomes import (
     Outcomes,
     Ran,
@@ -110,7 +110,7 @@ class Leader:
     """Reading operations that run on the devices."""
     _outcomes: Outcomes = field(init=False)
     _moving: StateOperations = field(init=False)
-    _named_weights: NamedWeights = field(init=False)
+    _weights: WeightsReader = field(init=False)
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One `save_state` runs at a time: each takes as much host memory as the state, and the last
     one must be what the job falls back to."""
@@ -120,7 +120,7 @@ class Leader:
         self._moving = StateOperations(
             self.settings, self.bus, self.state, self.executor, self.ranks, self._outcomes
         )
-        self._named_weights = NamedWeights(self.state.versions, self.executor)
+        self._weights = WeightsReader(self.state, self.executor)
 
     async def run(self, given: RunPermits) -> None:
         """Return once every outcome, or its permit's return, is in the decision log.
@@ -330,15 +330,15 @@ class Leader:
     async def _run(self, call: Call, batch: _PermitBatch) -> Result | None:
         args = call.operation.args
         if not kind_for(args).moves_state:
-            call.version = await self._named(call.permit)
+            call.version = await self._named(args, call.permit)
             return await self.queue.run(call)
         self.executor.check(args)
         return await self._move(call, args, batch)
 
-    async def _named(self, permit: Permit) -> AdapterVersion | None:
-        """The weights version that an operation names. Raises: NotNow, Refused."""
+    async def _named(self, args: Args, permit: Permit) -> AdapterVersion | None:
+        """The weights that an operation names. Raises: NotNow, Refused."""
         try:
-            return await self._named_weights.read(permit)
+            return await self._weights.read(args, permit)
         except PhaseloomError as error:
             raise not_had(error) from error
 
