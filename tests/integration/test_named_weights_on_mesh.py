@@ -156,4 +156,5 @@ async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
             assert np.abs(np.array(lp) - np.array(again.logprobs[0])).max() <= 1e-5
         await log.caught_up()
         ran = [each for each in log.failures() if each.incarnation]
-        assert [each.key.job for each in ran] == ["shared"], "the checkpoint that there is not"
+        jobs = sorted(each.key.job for each in ran)
+        assert jobs == ["first", "shared"], "checkpoints that are not there, or not read here"
