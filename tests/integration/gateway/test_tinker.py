@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from phaseloom.common.contract.events import JobSubmitted
-from tests.support.gateway import OTHER, SDK_CHILD, serving, told
-from tests.support.jobs import following, tenant
+from tests.support.gateway import OTHER, Served
+from tests.support.jobs import following
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.mark.parametrize(("part", "rank"), [("whole", 8), ("full", 0)])
-async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path, part: str, rank: int) -> None:
-    async with serving(short_dir) as served, following(served.mesh) as log:
-        said = await served.sdk(part)
-        await log.caught_up()
-        specs = [event.spec for event in log.events if isinstance(event, JobSubmitted)]
+async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, rank: int) -> None:
+    said = await served.sdk(part)
     assert said["models"] == ["tiny"]
     assert said["info"] == ["tiny", rank > 0, rank]
     assert said["losses"][0] == said["before"]
@@ -46,41 +40,31 @@ async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path, part: str, 
     assert said["listed"] == said["paths"]
     assert "NotFoundError" in said["gone"]
     assert said["both"] == [said["newer"], said["base"]]
-    deployments = [sorted(each.name for each in spec.deployments) for spec in specs]
-    # The base's sampler, and that of all models' adapters; or each model has one.
-    assert deployments.count(["sampler"]) == (2 if rank else 1)
-    assert deployments.count(["policy"] if rank else ["policy", "sampler"]) == 4
     saved_by = "policy" if rank else "sampler"
-    names = {path.name for path in await asyncio.to_thread(short_dir.glob, f"**/{saved_by}/*-*")}
+    saved = await asyncio.to_thread(served.mesh.run_dir.glob, f"**/{saved_by}/*-*")
+    names = {path.name for path in saved}
     assert any(name.endswith("-a_name") for name in names)
     assert not any(name.endswith("-gone") for name in names)
     assert "there is no model 'none'" in said["unknown_model"]
     assert "NotFoundError" in said["unknown_path"]
+    async with following(served.mesh) as log:
+        jobs = [event for event in log.events if isinstance(event, JobSubmitted)]
+    adapters = [job for job in jobs if job.job.job.startswith("adapters-")]
+    assert len(adapters) == 1, "one sampler for all models that train adapters"
+    for job in jobs:
+        if job.job.job.startswith("tinker-"):
+            names = {spec.name for spec in job.spec.deployments}
+            is_whole = job.spec.deployments[0].model.adapter is None
+            assert names == ({"policy", "sampler"} if is_whole else {"policy"})
 
 
-async def test_reward_rises_through_the_sdk(short_dir: Path) -> None:
-    async with serving(short_dir) as served:
-        rewards = (await served.sdk("reward"))["rewards"]
+async def test_reward_rises_through_the_sdk(served: Served) -> None:
+    rewards = (await served.sdk("reward"))["rewards"]
     assert rewards[-1] > rewards[0] + 0.3, rewards
 
 
-async def test_losses_are_the_same_bits_whoever_is_killed(short_dir: Path) -> None:
-    async with serving(short_dir) as served:
-        quiet = await served.sdk("steps")
-        disturbed = await served.start_sdk(str(SDK_CHILD), "steps")
-        assert disturbed.stderr is not None
-        victims = {"begun": "gateway", "step 8": "worker-train-0", "step 20": "router-0"}
-        victims |= {"step 25": "gateway", "step 35": "scheduler", "step 45": "gateway"}
-        while victims and (line := (await disturbed.stderr.readline()).decode()):
-            if service := victims.pop(line.strip(), None):
-                for pid in served.mesh.pids(service):
-                    os.kill(pid, signal.SIGKILL)
-        assert not victims, "the program ended before all were killed"
-        assert await told(disturbed) == quiet
-
-
-async def test_nothing_of_a_tenant_is_another_tenants(short_dir: Path) -> None:
-    async with serving(short_dir) as served, aiohttp.ClientSession(served.url) as http:
+async def test_nothing_of_a_tenant_is_another_tenants(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http:
 
         async def post(call: str, key: str, **body: Any) -> tuple[int, dict[str, Any]]:
             headers = {"X-API-Key": key}
@@ -130,8 +114,8 @@ async def test_nothing_of_a_tenant_is_another_tenants(short_dir: Path) -> None:
         assert (await post("session_heartbeat", own, **session))[0] == 410
 
 
-async def test_calls_out_of_order_run_in_order(short_dir: Path) -> None:
-    async with serving(short_dir) as served, aiohttp.ClientSession(served.url) as http:
+async def test_calls_out_of_order_run_in_order(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http:
         headers = {"X-API-Key": served.key()}
 
         async def post(call: str, **body: Any) -> dict[str, Any]:
@@ -149,33 +133,3 @@ async def test_calls_out_of_order_run_in_order(short_dir: Path) -> None:
         assert "metrics" in await post("retrieve_future", **first)
         assert (await waiting)["path"] == f"tinker://{model['model_id']}/weights/after"
         assert await post("save_weights", **model, seq_id=2, path="after") == second
-
-
-async def test_models_of_a_program_that_is_gone_are_ended(short_dir: Path) -> None:
-    async with (
-        serving(short_dir, session_s=2.0) as served,
-        tenant(served.mesh) as mesh,
-        aiohttp.ClientSession(served.url, headers={"X-API-Key": served.key()}) as http,
-    ):
-
-        async def post(call: str, **body: Any) -> tuple[int, dict[str, Any]]:
-            async with http.post(f"/api/v1/{call}", json=body) as answer:
-                return answer.status, await answer.json()
-
-        _, session = await post("create_session")
-        _, promise = await post("create_model", **session, model_seq_id=0, base_model="tiny")
-        making = asyncio.create_task(post("retrieve_future", **promise))
-        while not making.done():
-            assert (await post("session_heartbeat", **session))[0] == 200
-            await asyncio.sleep(0.1)
-        _, made = await making
-        job = f"tinker-{session['session_id']}-0"
-        while (await mesh.status(job)).state != "done":
-            await asyncio.sleep(0.1)
-        # Its models are ended first, so that a gateway that dies between goes on with it.
-        while (await post("session_heartbeat", **session))[0] != 410:
-            await asyncio.sleep(0.1)
-        status, refused = await post(
-            "optim_step", model_id=made["model_id"], seq_id=1, adam_params={"learning_rate": 1.0}
-        )
-        assert (status, "is done" in refused["detail"]) == (400, True), refused

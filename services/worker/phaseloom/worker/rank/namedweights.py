@@ -127,13 +127,8 @@ class WeightsReader:
         path = f"{source}/{named.checkpoint}"
         async with self._lock(path):
             try:
-                opened = await self.state.open_adapter(named.checkpoint, source)
-                # A name may be used again once its checkpoint is deleted.
-                name = f"{path}@{opened.operation}"
-                version = self._kept.get(name)
-                if version is None or not opened.operation:
-                    version = await self._from_files(named.checkpoint, source, name, opened)
-                    backend.check_adapter(version)
+                version = await self._from_files(named.checkpoint, source)
+                backend.check_adapter(version)
             except PhaseloomError as error:
                 if error.info.field != "args.name":
                     raise
@@ -142,12 +137,28 @@ class WeightsReader:
             self._keep(version)
         return version
 
-    async def _from_files(
-        self, checkpoint: str, source: str, name: str, opened: AdapterOpened
-    ) -> AdapterVersion:
-        slots = TensorTable.read(opened.tensors).tensors
-        memory = await self.state.read_adapter(checkpoint, source, _end(slots))
-        return AdapterVersion(name, self._adapter(opened), slots, memory)
+    async def _from_files(self, checkpoint: str, source: str) -> AdapterVersion:
+        """The checkpoint that has the name now; it is kept or read."""
+        now = await self.state.open_adapter(checkpoint, source)
+        while True:
+            opened = now
+            # Another one may have the name later.
+            name = f"{source}/{checkpoint}@{opened.operation}"
+            version = self._kept.get(name) if opened.operation else None
+            if version is not None:
+                return version
+            slots = TensorTable.read(opened.tensors).tensors
+            error: PhaseloomError | None = None
+            try:
+                memory = await self.state.read_adapter(checkpoint, source, _end(slots))
+            except PhaseloomError as found:
+                error = found
+            now = await self.state.open_adapter(checkpoint, source)
+            if now != opened:
+                continue  # it was overwritten meanwhile
+            if error is not None:
+                raise error
+            return AdapterVersion(name, self._adapter(opened), slots, memory)
 
     def _adapter(self, opened: AdapterOpened) -> Adapter:
         """What a checkpoint is, by its config. Raises: CallerError: nothing that is read here."""
