@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")
 
 @pytest.mark.parametrize(("part", "rank"), [("whole", 8), ("full", 0)])
 async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, rank: int) -> None:
-    said = await served.sdk(part)
+    async with following(served.mesh) as log:
+        said = await served.sdk(part)
+        await log.caught_up()
+        jobs = {e.job.job: e.spec for e in log.events if isinstance(e, JobSubmitted)}
     assert said["models"] == ["tiny"]
     assert said["info"] == ["tiny", rank > 0, rank]
     assert said["losses"][0] == said["before"]
@@ -47,15 +50,11 @@ async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, r
     assert not any(name.endswith("-gone") for name in names)
     assert "there is no model 'none'" in said["unknown_model"]
     assert "NotFoundError" in said["unknown_path"]
-    async with following(served.mesh) as log:
-        jobs = [event for event in log.events if isinstance(event, JobSubmitted)]
-    adapters = [job for job in jobs if job.job.job.startswith("adapters-")]
-    assert len(adapters) == 1, "one sampler for all models that train adapters"
-    for job in jobs:
-        if job.job.job.startswith("tinker-"):
-            names = {spec.name for spec in job.spec.deployments}
-            is_whole = job.spec.deployments[0].model.adapter is None
-            assert names == ({"policy", "sampler"} if is_whole else {"policy"})
+    adapters = [name for name in jobs if name.startswith("adapters-")]
+    assert not rank or len(adapters) == 1, "one sampler for all models that train adapters"
+    for spec in (spec for name, spec in jobs.items() if name.startswith("tinker-")):
+        has_sampler = len(spec.deployments) == 2
+        assert has_sampler == (spec.deployments[0].model.adapter is None)
 
 
 async def test_reward_rises_through_the_sdk(served: Served) -> None:
