@@ -79,9 +79,6 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     checkpoint_file_bytes: int = 5_000_000_000
     """Largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
     file."""
-    host_spare: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
-    """Share of `host_memory_bytes` that should be free, or be had without waiting for a disk: the
-    host copies that are needed last are written to NVMe in the background. 0: none is."""
     nvme_bytes: int | None = None
     """Budget in bytes of host copies on NVMe. 0: host copies stay in memory; None: as much as the
     disk takes. Seals and versions are not counted."""
@@ -192,8 +189,7 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     disk = directory.disk.path
     log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
     nvme_bytes = _nvme_budget(Path(config.directory), config.nvme_bytes)
-    spare_bytes = int(config.host_spare * config.host_memory_bytes)
-    tiering = Tiering(node, nvme_bytes, spare_bytes)
+    tiering = Tiering(node, nvme_bytes)
     exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
     home = Home(identity, "", config.site, timeout_s)

@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from phaseloom.common.contract.errors import InternalError, PhaseloomError
@@ -30,15 +29,6 @@ HostCopy = Rank | SharedCopy
 """A host copy that can move: a rank's own (named by the rank), or a shared copy."""
 
 
-class Direction(StrEnum):
-    """The direction of a move; the value is its label in metrics and logs."""
-
-    PROMOTE = "promote"
-    DEMOTE = "demote"
-    WRITE_BACK = "write_back"
-    """Down to NVMe, while the copy stays in host memory too."""
-
-
 def _future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
@@ -48,17 +38,19 @@ class Move:
     """One move of a host copy that is under way."""
 
     what: HostCopy
-    direction: Direction
+    is_up: bool
+    """Whether the copy is promoted; else it is demoted."""
     is_hint: bool = False
-    """Whether the move follows a hint, and nobody waits for it; withdrawing the hint cancels it."""
+    """Whether a hint began the move: only copies that are needed later make room for it."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set to end the move early; read by the thread that moves the bytes."""
     done: asyncio.Future[None] = field(default_factory=_future)
     """The end of the move, with its failure."""
 
     @property
-    def is_up(self) -> bool:
-        return self.direction is Direction.PROMOTE
+    def name(self) -> str:
+        """The name of the move in metrics and logs."""
+        return "promote" if self.is_up else "demote"
 
 
 Work = Callable[[Move], Awaitable[None]]
@@ -107,17 +99,19 @@ class Moves:
     def under_way(self) -> list[Move]:
         return list(self._moves.values())
 
-    async def do(self, what: HostCopy, direction: Direction, work: Work) -> None:
-        """Begin a move and wait for its end; it goes on where the caller is cancelled."""
-        await asyncio.shield(self._begin(Move(what, direction), work).done)
+    async def promote(self, what: HostCopy, work: Work) -> None:
+        """Promote a host copy and wait for the end; it goes on where the caller is cancelled."""
+        await asyncio.shield(self._begin(Move(what, is_up=True), work).done)
+
+    async def demote(self, what: HostCopy, work: Work) -> None:
+        """Demote a host copy, likewise."""
+        await asyncio.shield(self._begin(Move(what, is_up=False), work).done)
 
     async def settled(self, what: HostCopy) -> None:
-        """Wait until no move of the host copy is under way: a promotion is joined, a demotion or
-        write-back cancelled."""
+        """Wait until no move of the host copy is under way: a promotion is joined, a
+        demotion cancelled."""
         while (move := self._moves.get(what)) is not None:
-            if move.is_up:
-                move.is_hint = False
-            else:
+            if not move.is_up:
                 move.cancelled.set()
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(move.done)
@@ -125,13 +119,7 @@ class Moves:
     def hint(self, what: HostCopy, work: Work) -> None:
         """Begin to promote a host copy that will be needed, unless a move of it is under way."""
         if what not in self._moves:
-            self._begin(Move(what, Direction.PROMOTE, is_hint=True), work)
-
-    def withdraw(self, what: HostCopy) -> None:
-        """Cancel the promotion that a hint began, unless somebody waits for it by now."""
-        move = self._moves.get(what)
-        if move is not None and move.is_hint:
-            move.cancelled.set()
+            self._begin(Move(what, is_up=True, is_hint=True), work)
 
     def give_up(self, what: HostCopy, file: Path) -> None:
         """Give up a host copy that nobody needs: cancel its move, or else remove its file.
@@ -161,7 +149,7 @@ class Moves:
         A step that the transition table does not have ends this process: nobody knows where the
         copy is, and the next daemon verifies both places.
         """
-        labels = {"node": self._name, "direction": move.direction}
+        labels = {"node": self._name, "direction": move.name}
         failure: PhaseloomError | None = None
         try:
             with metrics.timed(metrics.TRANSFER_DURATION, **labels):
@@ -170,7 +158,7 @@ class Moves:
         except InvalidTransition:
             raise
         except PhaseloomError as error:
-            log.info("the %s of %s ended: %s", move.direction, move.what, error)
+            log.info("the %s of %s ended: %s", move.name, move.what, error)
             failure = error
         file = self._stale_file(move.what)
         if file is not None:

@@ -435,7 +435,7 @@ class Node:
             assert number == self.memory[extent].num_holders, "an owner that holds nothing"
 
     def nvme_used_bytes(self) -> int:
-        """Bytes of host copies on NVMe, with those being written there and those written back."""
+        """Bytes of host copies on NVMe, with those being written there."""
         return self.residency.nvme_used_bytes() + self.shared_copies.nvme_used_bytes()
 
     def owned_bytes(self) -> tuple[int, int]:

@@ -57,8 +57,6 @@ class Step(StrEnum):
     DEMOTE_BEGUN = "demote begun"
     DEMOTE_VERIFIED = "demote verified"
     DEMOTE_FAILED = "demote failed"
-    WRITTEN_BACK = "written back"
-    """The host copy is on NVMe now, and in host memory too while nothing needs the room."""
     PROMOTE_BEGUN = "promote begun"
     PROMOTE_VERIFIED = "promote verified"
     PROMOTE_FAILED = "promote failed"
@@ -77,7 +75,6 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.HOST, Step.DEMOTE_BEGUN): State.DEMOTING,
     (State.DEMOTING, Step.DEMOTE_VERIFIED): State.DEMOTED,
     (State.DEMOTING, Step.DEMOTE_FAILED): State.HOST,
-    (State.DEMOTING, Step.WRITTEN_BACK): State.HOST,
     (State.DEMOTED, Step.PROMOTE_BEGUN): State.PROMOTING,
     (State.PROMOTING, Step.PROMOTE_VERIFIED): State.HOST,
     (State.PROMOTING, Step.PROMOTE_FAILED): State.DEMOTED,
@@ -140,8 +137,6 @@ class Rank:
     """The digest of the newest host copy; empty: the copy is dirty, or no copy is whole."""
     is_dirty: bool = False
     """Whether the newest host copy is whole, but its digest is not taken yet."""
-    is_written_back: bool = False
-    """Whether the newest host copy is on NVMe beside being in host memory."""
     num_copies: int = 0
     """Copies of the heap that were begun; tells the newest host copy from those before."""
     frozen: bool = False
@@ -217,7 +212,7 @@ class Rank:
 
     def overwritten(self) -> None:
         """Record that the host copy is being overwritten: no copy is whole until `copied`."""
-        self.digest, self.is_dirty, self.is_written_back = "", False, False
+        self.digest, self.is_dirty = "", False
         self.num_copies += 1
 
     @property

@@ -19,7 +19,7 @@ from phaseloom.common.contract.state_agent import DeploymentState, RegisterWpg
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
-from phaseloom.statemgr.memory.layouts import check_heap, check_layout, exhausted, rounded
+from phaseloom.statemgr.memory.layouts import check_heap, check_layout, exhausted
 from phaseloom.statemgr.residency.incarnations import (
     OFFLOADED,
     ON_DEVICE,
@@ -483,12 +483,8 @@ class Residency:
             rank.extent_bytes
             for wpg in self.alive()
             for rank in wpg.ranks
-            if rank.state in ON_NVME or rank.state is State.DEMOTING or rank.is_written_back
+            if rank.state in ON_NVME or rank.state is State.DEMOTING
         )
-
-    def written_back_bytes(self) -> int:
-        """Bytes of host memory that can be had at once, because their content is on NVMe too."""
-        return sum(rounded(rank.extent_bytes) for rank in self.demotable() if rank.is_written_back)
 
     def device_used_bytes(self, device: int) -> int:
         """Bytes of the heaps on a device and of their scratch memory, those on their way in or out
@@ -551,7 +547,6 @@ class Residency:
         assert (rank.token in self._tokens) == (rank.state is not State.LOST)
         assert rank.state not in OFFLOADED or rank.is_whole, f"{rank}: no whole host copy"
         assert not (rank.is_dirty and rank.digest)
-        assert not rank.is_written_back or rank.digest
         assert not (rank.is_dirty and rank.state in ON_NVME)
         assert rank.wpg.prepared is None or rank.state not in {State.DEMOTING, *ON_NVME}
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
