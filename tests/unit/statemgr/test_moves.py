@@ -52,8 +52,7 @@ async def world(directory: Path) -> AsyncIterator[World]:
     files = await asyncio.to_thread(StateDirectory, directory)
     node = Node(NodeId("n"), files, [SIZE], 2 * SIZE, 10.0)
     tiering = Tiering(node, 10 * SIZE)
-    async with asyncio.TaskGroup() as tasks:
-        tiering.start(tasks)
+    async with node.background.running():
         yield World(node, tiering)
         await node.until(lambda: not node.moves)
         node.validate()

@@ -142,8 +142,7 @@ async def world(directory: Path, *, room: int = 2, closed: bool = True) -> Async
     node = Node(NodeId("n"), gated, [SIZE], room * SIZE, 10.0)
     tiering = Tiering(node, 10 * SIZE)
     made = World(node, gated, tiering)
-    async with asyncio.TaskGroup() as tasks:
-        tiering.start(tasks)
+    async with node.background.running():
         for name in NAMES:
             await made.add(name)
             async with tiering.in_host(made.wpgs[name]):
@@ -462,8 +461,7 @@ async def test_memory_that_is_given_back_is_not_taken_again_by_who_reads_it_for_
     tmp_path: Path,
 ) -> None:
     """The digest of a dirty copy may be late; to read what was given back is to take it."""
-    async with world(tmp_path, closed=False) as w, asyncio.TaskGroup() as tasks:
-        w.node.digests.start(tasks)
+    async with world(tmp_path, closed=False) as w:
         (rank,) = w.wpgs["b"].ranks
         assert rank.extent is not None
         memory = w.node.memory[rank.extent]

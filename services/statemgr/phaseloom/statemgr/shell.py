@@ -250,8 +250,7 @@ class StateManager:
         self._node.handles.attach(session.peer)
         if is_first:
             self._is_known_what_was.set()
-            # Before anything can be demoted to where files are removed.
-            self._parts.tiering.sweep().add_done_callback(lambda _: self._node.settled.set())
+            self._node.background.begin(self._settle())
         return Welcome(needs_handles=False)
 
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
@@ -263,11 +262,14 @@ class StateManager:
         lost = await handover.finish(self._resume_timeout_s)
         session.is_handing_over = False
         session.peer.max_fds = 0
+        await self._settle()
+        log.info("taken over from the daemon before; lost: %s", lost or "nothing")
+        return HandoverFinished(lost)
+
+    async def _settle(self) -> None:
         # Before anything can be demoted to where files are removed.
         await self._parts.tiering.sweep()
         self._node.settled.set()
-        log.info("taken over from the daemon before; lost: %s", lost or "nothing")
-        return HandoverFinished(lost)
 
     async def _greet_rank(self, session: Session, hello: RankHello) -> Done:
         await self._until_known_what_was()

@@ -109,7 +109,7 @@ class Loader:
             extent, digest = sources[rank]
             await node.ask(rank, LoadStaged(digest), [node.memory[extent].fd])
 
-        async with node.holding(lambda: set(wpg.devices)):
+        async with node.holding(wpg):
             for rank in wpg.ranks:
                 if rank.state is not State.RESIDENT:
                     raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)

@@ -21,6 +21,7 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.residency.incarnations import InvalidTransition, Rank, SharedCopy
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,9 @@ class Move:
     what: HostCopy
     is_up: bool
     """Whether the copy is promoted; else it is demoted."""
-    is_hint: bool = False
+    is_hint: bool
     """Whether a hint began the move: only copies that are needed later make room for it."""
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event
     """Set to end the move early; read by the thread that moves the bytes."""
     done: asyncio.Future[None] = field(default_factory=_future)
     """The end of the move, with its failure."""
@@ -61,10 +62,11 @@ Raises: PhaseloomError: the copy is where it was, or is lost.
 
 
 class Moves:
-    """The moves under way, by host copy: call `start` with a task group, `stop` to cancel them."""
+    """The moves under way, by host copy."""
 
     def __init__(
         self,
+        background: Background,
         name: NodeId,
         directory: StateDirectory,
         stale_file: Callable[[HostCopy], Path | None],
@@ -74,19 +76,12 @@ class Moves:
         is needed.
         announce: called when a move has ended.
         """
+        self._background = background
         self._name = name
         self._directory = directory
         self._stale_file = stale_file
         self._announce = announce
         self._moves: dict[HostCopy, Move] = {}
-        self._tasks: asyncio.TaskGroup
-
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-
-    def stop(self) -> None:
-        for move in self._moves.values():
-            move.cancelled.set()
 
     def __len__(self) -> int:
         """The number of moves under way."""
@@ -101,11 +96,11 @@ class Moves:
 
     async def promote(self, what: HostCopy, work: Work) -> None:
         """Promote a host copy and wait for the end; it goes on where the caller is cancelled."""
-        await asyncio.shield(self._begin(Move(what, is_up=True), work).done)
+        await asyncio.shield(self._begin(what, work, is_up=True).done)
 
     async def demote(self, what: HostCopy, work: Work) -> None:
         """Demote a host copy, likewise."""
-        await asyncio.shield(self._begin(Move(what, is_up=False), work).done)
+        await asyncio.shield(self._begin(what, work, is_up=False).done)
 
     async def settled(self, what: HostCopy) -> None:
         """Wait until no move of the host copy is under way: a promotion is joined, a
@@ -119,7 +114,7 @@ class Moves:
     def hint(self, what: HostCopy, work: Work) -> None:
         """Begin to promote a host copy that will be needed, unless a move of it is under way."""
         if what not in self._moves:
-            self._begin(Move(what, is_up=True, is_hint=True), work)
+            self._begin(what, work, is_up=True, is_hint=True)
 
     def give_up(self, what: HostCopy, file: Path) -> None:
         """Give up a host copy that nobody needs: cancel its move, or else remove its file.
@@ -137,10 +132,10 @@ class Moves:
         with contextlib.suppress(InternalError), error_boundary(metrics.UNFORESEEN, "move"):
             await asyncio.to_thread(self._directory.discard, file)
 
-    def _begin(self, move: Move, work: Work) -> Move:
-        assert move.what not in self._moves
-        self._moves[move.what] = move
-        self._tasks.create_task(self._run(move, work))
+    def _begin(self, what: HostCopy, work: Work, *, is_up: bool, is_hint: bool = False) -> Move:
+        assert what not in self._moves
+        move = self._moves[what] = Move(what, is_up, is_hint, self._background.event())
+        self._background.begin(self._run(move, work))
         return move
 
     async def _run(self, move: Move, work: Work) -> None:

@@ -65,7 +65,7 @@ class Sealer:
         """
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
-        async with self._tiering.in_host(wpg), node.holding(lambda: set(wpg.devices)):
+        async with self._tiering.in_host(wpg), node.holding(wpg):
             if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:

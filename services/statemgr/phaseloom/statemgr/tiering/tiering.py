@@ -50,25 +50,14 @@ Victim = HostCopy | Version
 
 
 class Tiering:
-    """Promotion and demotion of host copies; memory for those who need some.
-
-    Call `start` with a task group. `stop` cancels the moves that are under way and returns at once.
-    """
+    """Promotion and demotion of host copies; memory for those who need some."""
 
     def __init__(self, node: Node, nvme_budget_bytes: int) -> None:
         self.nvme_budget_bytes = nvme_budget_bytes
         self.node = node
         self._directory = node.directory
         self._moves = node.moves
-        self._tasks: asyncio.TaskGroup
         self.versions = VersionMoves(node)
-
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-        self._moves.start(tasks)
-
-    def stop(self) -> None:
-        self._moves.stop()
 
     # --- what the other parts ask for ---
 
@@ -157,8 +146,8 @@ class Tiering:
             if copy.state is State.DEMOTED:
                 self._moves.hint(copy, self._work_up(copy))
 
-    def sweep(self) -> asyncio.Task[None]:
-        """Begin to remove the files of host copies that nobody has any more; returns the task.
+    async def sweep(self) -> None:
+        """Remove the files of host copies that nobody has any more.
 
         Called once, when the handover is done.
         """
@@ -167,7 +156,7 @@ class Tiering:
         copies += [rank for wpg in node.residency.alive() for rank in wpg.ranks]
         kept = {node.file_of(c) for c in copies if c.state in ON_NVME}
         stale = (directory.all_demoted() | directory.shared_copies()) - kept
-        return self._tasks.create_task(asyncio.to_thread(directory.discard, *stale))
+        await asyncio.to_thread(directory.discard, *stale)
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
         """Whether a whole file of the host copy is on NVMe; reading it verifies its blocks.
