@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES
+from phaseloom.statemgr.checkpoints.files import BLOCK_BYTES
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
 from tests.support.statedaemon import (

@@ -16,7 +16,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import DeploymentState, DiskMethod
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.disk.blockfile import probe
+from phaseloom.statemgr.disk.disk import probe
 from tests.support.meshcerts import certificates
 from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import (

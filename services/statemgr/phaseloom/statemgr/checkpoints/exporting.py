@@ -31,8 +31,7 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
-from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
-from phaseloom.statemgr.checkpoints.marker import Marker
+from phaseloom.statemgr.checkpoints.files import Checkpoints, Marker, name_taken, writing
 from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
 from phaseloom.statemgr.checkpoints.shards import Written, write_state
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot

@@ -33,8 +33,14 @@ from phaseloom.common.tensors.safetensors import (
     index_name,
 )
 from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
-from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of
-from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
+from phaseloom.statemgr.checkpoints.files import (
+    BLOCK_BYTES,
+    MARKER_FILE,
+    Checkpoints,
+    FileSums,
+    Marker,
+    marker_of,
+)
 from phaseloom.statemgr.checkpoints.shards import (
     ADAPTER,
     CHUNK_BYTES,
@@ -49,8 +55,7 @@ from phaseloom.statemgr.checkpoints.shards import (
     sums_of,
 )
 from phaseloom.statemgr.checkpoints.staging import Staging
-from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.disk import Disk, threads
+from phaseloom.statemgr.disk.disk import BlockFile, Disk, threads
 from phaseloom.statemgr.disk.statefile import names_within
 from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.sharing import sharing

@@ -24,6 +24,7 @@ from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RankResume, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
+from phaseloom.statemgr.disk.statefile import HostSeal
 from phaseloom.statemgr.handover.manifest import (
     RankEntry,
     SharedCopyEntry,
@@ -43,7 +44,6 @@ from phaseloom.statemgr.residency.incarnations import (
     State,
     Wpg,
 )
-from phaseloom.statemgr.seals.hostseals import HostSeal
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.versions import Version

@@ -32,7 +32,7 @@ from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshots
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.disk.statefile import Place, parts_in
+from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals, Place, parts_in
 from phaseloom.statemgr.handover.manifest import manifest_of
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.memory.layouts import Layouts
@@ -43,7 +43,6 @@ from phaseloom.statemgr.node.handles import HandleRegistry
 from phaseloom.statemgr.node.moves import HostCopy, Moves
 from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step, Wpg
 from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
 

@@ -24,8 +24,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
-from phaseloom.statemgr.disk.blockfile import PAGE_BYTES, MemoryFile
-from phaseloom.statemgr.disk.disk import read_block
+from phaseloom.statemgr.disk.disk import PAGE_BYTES, MemoryFile, read_block
 from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import Place, StateHeader, encode_header
 from phaseloom.statemgr.memory.layouts import rounded

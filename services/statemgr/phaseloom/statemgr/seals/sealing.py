@@ -14,10 +14,10 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
 from phaseloom.common.contract.state_rank import CopyOut
-from phaseloom.statemgr.disk.blockfile import MemoryFile
-from phaseloom.statemgr.disk.disk import read_part, write_state
+from phaseloom.statemgr.disk.disk import MemoryFile, read_part, write_state
 from phaseloom.statemgr.disk.files import NEVER, find_parts
 from phaseloom.statemgr.disk.statefile import (
+    HostSeal,
     Place,
     Section,
     StateHeader,
@@ -29,7 +29,6 @@ from phaseloom.statemgr.disk.statefile import (
 from phaseloom.statemgr.memory.extents import copy, joined
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
-from phaseloom.statemgr.seals.hostseals import HostSeal
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
