@@ -242,7 +242,7 @@ async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> 
         extent = await w.tiering.reserve(HEAP, "a version")
         await w.at_gate()
         w.directory.gate.clear()
-        version = w.node.versions.begin(key, HEAP, slots, extent)
+        version = w.node.versions.begin(key, HEAP, TensorTable.of(slots), extent)
         w.node.versions.commit(version, digest_of(w.node.memory[extent].view(HEAP)))
         moves = w.tiering.versions
         both = [asyncio.create_task(moves.persist(version)) for _ in range(2)]
@@ -307,7 +307,7 @@ async def test_seal_of_an_incarnation_that_is_over_does_not_replace_that_of_the_
         version = VersionKey(key, 1)
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
         extent = await w.tiering.reserve(HEAP, "a version")
-        cut = w.node.versions.begin(version, HEAP, slots, extent)
+        cut = w.node.versions.begin(version, HEAP, TensorTable.of(slots), extent)
         w.node.versions.commit(cut, digest_of(w.node.memory[extent].view(HEAP)))
         await sealer.prepare(PrepareSeal(key, 1, 1))
         w.directory.gate.clear()

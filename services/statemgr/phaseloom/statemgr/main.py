@@ -41,7 +41,6 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -189,7 +188,6 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
         else:
             sealer.found(header, str(path))
     publishing = Publishing(node, tiering, weights)
-    slices = Slices(node, weights)
     replicator = Replicator(node, sealer, weights)
     gate = Gate(config.secret)
     server = Server(
@@ -198,7 +196,7 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
         delta_share=config.delta_share,
     )
     parts = Parts(
-        *(node, sealer, publishing, weights, slices, tiering),
+        *(node, sealer, publishing, weights, tiering),
         *(exporter, loader, replicator, disk),
     )
     return parts, server.session

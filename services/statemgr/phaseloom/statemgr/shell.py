@@ -76,7 +76,6 @@ from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import switch_in, switch_out
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.versions import not_here
 from phaseloom.statemgr.versions.weights import Weights
 
@@ -112,7 +111,6 @@ class Parts:
     sealer: Sealer
     publishing: Publishing
     weights: Weights
-    slices: Slices
     tiering: Tiering
     exporter: Exporter
     loader: Loader
@@ -352,7 +350,7 @@ class StateManager:
 
     async def _open_slices(self, rank: Rank, body: OpenSlices) -> Answer:
         await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank)
-        return await self._parts.slices.open(rank.wpg, body)
+        return await self._parts.weights.open_slices(rank.wpg, body)
 
     async def _hold_version(self, rank: Rank, body: HoldVersion) -> None:
         sharing.hold_version(self._node, rank, body.version, body.applied)

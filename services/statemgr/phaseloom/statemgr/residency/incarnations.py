@@ -6,6 +6,7 @@ holds the incarnations of all deployments.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -250,8 +251,9 @@ class Wpg:
     """Switches, seals and promotions that need the host copies to stay in host memory."""
     last_used: int = 0
     """When the incarnation was used last, as a count of the uses of this node's deployments."""
-    next_use_s: float | None = None
-    """The predicted time of the next use, on the shell's clock; None: there is no prediction."""
+    next_use_s: float = math.inf
+    """The predicted time of the next use, on the shell's clock; infinite: there is no
+    prediction."""
 
     @property
     def is_lost(self) -> bool:
@@ -332,10 +334,9 @@ class SharedCopy:
         return max(wpg.last_used for wpg in self.wpgs)
 
     @property
-    def next_use_s(self) -> float | None:
-        """The earliest predicted use of all users; None: there is no prediction."""
-        known = [wpg.next_use_s for wpg in self.wpgs if wpg.next_use_s is not None]
-        return min(known, default=None)
+    def next_use_s(self) -> float:
+        """The earliest predicted use of all users; infinite: there is no prediction."""
+        return min(wpg.next_use_s for wpg in self.wpgs)
 
     def __str__(self) -> str:
         return f"shared copy {self.number} of {self.owner} at {self.applied}"

@@ -68,7 +68,7 @@ class Tiering:
         pool: str = "",
         *,
         may_freeze: bool = False,
-        after_s: float | None = None,
+        after_s: float = -math.inf,
     ) -> int:
         """Reserve an extent; copies and versions that nothing needs leave memory to make room.
 
@@ -137,7 +137,7 @@ class Tiering:
         A hint without a time withdraws the prediction; promotions that have begun go on.
         """
         if hint.in_s is None:
-            wpg.next_use_s = None
+            wpg.next_use_s = math.inf
             return
         wpg.next_use_s = time.monotonic() + hint.in_s
         shared = {rank.shared_copy for rank in wpg.ranks if rank.shared_copy is not None}
@@ -173,7 +173,7 @@ class Tiering:
 
     # --- moves ---
 
-    async def _with_room(self, take: Callable[[], T], after_s: float | None = None) -> T:
+    async def _with_room(self, take: Callable[[], T], after_s: float = -math.inf) -> T:
         failed: set[Victim] = set()
         while True:
             try:
@@ -201,15 +201,15 @@ class Tiering:
                 log.warning("%s stays in host memory: %s", victim, error)
                 failed.add(victim)
 
-    def _victims(self, after_s: float | None) -> list[Victim]:
+    def _victims(self, after_s: float) -> list[Victim]:
         """The copies and versions that may leave host memory, in this order.
 
         1. Versions that can leave at once.
         2. Host copies, the one that is needed last first.
         3. Versions for which ranks or a disk must be waited for; left out for a hint (`after_s`).
         """
-        copies = self._demotable(after_s)
-        last = self.versions.unread(at_once=False) if after_s is None else []
+        copies = [copy for copy in self._demotable() if _user_of(copy).next_use_s > after_s]
+        last = self.versions.unread(at_once=False) if after_s == -math.inf else []
         return [*self.versions.unread(at_once=True), *copies, *last]
 
     def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
@@ -227,15 +227,15 @@ class Tiering:
                 going[move.what] = move.done
         return going
 
-    def _demotable(self, after_s: float | None = None) -> list[HostCopy]:
+    def _demotable(self) -> list[HostCopy]:
         """The host copies that can be demoted now, the one that is needed last first.
 
         A copy that is being moved is left out. So is one whose memory has another holder: where a
         weights version shares the memory, it goes with the version.
         """
         node = self.node
-        shared = node.shared_copies.demotable(after_s)
-        copies: list[HostCopy] = [*node.residency.demotable(after_s)]
+        shared = node.shared_copies.demotable()
+        copies: list[HostCopy] = [*node.residency.demotable()]
         copies += [c for c in shared if c.extent and node.memory[c.extent].num_holders == 1]
         return sorted((copy for copy in copies if copy not in self._moves), key=_need)
 
@@ -325,7 +325,7 @@ class Tiering:
     async def _promote_own(self, move: Move) -> None:
         node, rank = self.node, move.what
         assert isinstance(rank, Rank)
-        after_s = rank.wpg.next_use_s if move.is_hint else None
+        after_s = rank.wpg.next_use_s if move.is_hint else -math.inf
         await self._with_room(lambda: self._occupy(rank), after_s)
         node.residency.step(rank, Step.PROMOTE_BEGUN)
         assert rank.extent is not None
@@ -352,7 +352,7 @@ class Tiering:
         node, copy = self.node, move.what
         assert isinstance(copy, SharedCopy)
         what = f"the host copy of {copy.owner}"
-        after_s = copy.next_use_s if move.is_hint else None
+        after_s = copy.next_use_s if move.is_hint else -math.inf
         extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
         if not node.is_needed(copy):
             node.memory.free(extent)
@@ -426,9 +426,12 @@ def _need(copy: HostCopy) -> tuple[float, int]:
     Copies without a prediction come before all others, then the latest predicted use comes first;
     equals are ordered by least recent use.
     """
-    user = copy if isinstance(copy, SharedCopy) else copy.wpg
-    next_use_s = math.inf if user.next_use_s is None else user.next_use_s
-    return -next_use_s, user.last_used
+    user = _user_of(copy)
+    return -user.next_use_s, user.last_used
+
+
+def _user_of(copy: HostCopy) -> SharedCopy | Wpg:
+    return copy if isinstance(copy, SharedCopy) else copy.wpg
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:
