@@ -134,7 +134,7 @@ class Staging:
 
     async def until_proved(self, snapshot: Snapshot) -> None:
         """Wait for the snapshot's checksums."""
-        if not snapshot.has_checksums:
+        if any(part.checksums is None for part in snapshot.parts):
             # The daemon that made it may have been killed before they were in.
             under_way = self._under_way.get(snapshot)
             await asyncio.shield(under_way or self._begin_checksums(snapshot))
