@@ -27,7 +27,7 @@ from phaseloom.common.contract.operations import Operation, SaveState
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.transport.bus import Bus
-from phaseloom.statemgr.checkpoints.files import BLOCK_BYTES
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.rank.devicequeue import Call
 from phaseloom.worker.rank.executor import Executor

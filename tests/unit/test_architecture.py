@@ -161,6 +161,7 @@ STATEMGR_PURE = (
     "sharing.sharedcopies",
     "versions.versions",
     "checkpoints.snapshots",
+    "checkpoints.marker",
     "disk.statefile",
     "transfer.tensorslices",
     "checkpoints.assembly",
@@ -246,7 +247,8 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),
         ("api", "checks", "continuation", "events", "state_agent", "streaming"),
-        ("kinds", "state_rank", "streams"),
+        ("checkpoints", "kinds", "streams"),
+        ("state_rank",),
         ("schema",),
     ],
     "phaseloom.scheduler.core": [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.operations import SaveStateResult
-from phaseloom.statemgr.checkpoints.files import FileSums, Marker, decode_marker, superseded
+from phaseloom.statemgr.checkpoints.marker import FileSums, Marker, decode_marker, superseded
 
 MARKER = Marker(
     "op", SaveStateResult("job/policy/c", "f" * 64), 7, 3, 2, {"m": FileSums(5, 2**20, "0" * 16)}

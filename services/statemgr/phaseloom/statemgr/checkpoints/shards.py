@@ -42,7 +42,8 @@ from phaseloom.common.tensors.safetensors import (
     split,
 )
 from phaseloom.statemgr.checkpoints.assembly import WholeTensor, assemble
-from phaseloom.statemgr.checkpoints.files import BLOCK_BYTES, FileSums, write_synced, writing
+from phaseloom.statemgr.checkpoints.files import write_synced, writing
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.disk.disk import BlockFile, Cancelled, Disk
 
 MODEL, ADAPTER, TRAINING = "model", "adapter_model", "training"
