@@ -276,6 +276,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("tenants",),
         ("replicas", "sampling"),
         ("http",),
+        ("checkpoints",),
         ("openai", "tinker"),
         ("main",),
     ],
