@@ -286,13 +286,7 @@ class Deployment:
         return self._submit([args], after, ops.LoadStateResult, timeout_s)
 
     def submit(
-        self,
-        seq: int | None,
-        id: str,
-        args: ops.Args,
-        *,
-        after: Awaited = (),
-        timeout_s: float = 0.0,
+        self, seq: int, id: str, args: ops.Args, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[Any]:
         """Submit an operation under a number of your own, for callers that number theirs.
 
@@ -301,16 +295,12 @@ class Deployment:
         the job, has the same outcome. The result has its arrays packed; `int32s` and `float32s`
         unpack them.
 
-        Args: seq: None: the operation only reads, and has no place in the order.
-              id: names the operation: the same again for the same, and for no other. Letters and
-                  digits only where there is no `seq`.
+        Args: id: names the operation: the same again for the same, and for no other.
         """
         payload = encode(ops.Operation(id, self._session, args, _refs(after), timeout_s))
         self._outbox.check_room(len(payload))
-        if seq is not None:
-            self._next_seq = max(self._next_seq, seq + 1)
-        slot = f"r{id}" if seq is None else str(seq)
-        key = OperationKey(self._job.tenant, self._job.job, self.name, slot)
+        self._next_seq = max(self._next_seq, seq + 1)
+        key = OperationKey(self._job.tenant, self._job.job, self.name, str(seq))
         part = Part(key, id, ops.kind_of(args), payload)
         self._outbox.submit(part)
         return OperationHandle([part], lambda results: results[0], self._outbox)

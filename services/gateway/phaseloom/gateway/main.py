@@ -12,7 +12,7 @@ from phaseloom.client import CallerError, connect
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
-from phaseloom.gateway import openai, tinker
+from phaseloom.gateway import checkpoints, openai, tinker
 from phaseloom.gateway.futures import Futures
 from phaseloom.gateway.http import MAX_BODY_BYTES, answered
 from phaseloom.gateway.models import Backends, Models
@@ -42,8 +42,6 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     rollout_backend: str = "sampler"
     scratch_bytes: int = 0
     """Of each sampler, on its device: vLLM's KV cache."""
-    max_adapters: int = 8
-    """Adapters that the sampler of a base keeps on its device."""
     session_s: float = 600.0
     """A session of the Tinker SDK that is not heard of for so long is over, and its models are
     ended; the SDK sends a heartbeat every 10 s."""
@@ -68,7 +66,6 @@ class GatewayConfig(msgspec.Struct, frozen=True):
             self.train_pool,
             self.rollout_pool,
             self.scratch_bytes,
-            self.max_adapters,
         )
 
     def check(self) -> None:
@@ -106,6 +103,7 @@ async def serve(stop: asyncio.Event) -> None:
             seats = [Seat(name, bus, address, serve_tenant) for name in tenants]
             app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answered, passed_on])
             app.add_routes(tinker.routes)
+            app.add_routes(checkpoints.routes)
             app.add_routes(openai.routes)
             app[REPLICA] = Replica(settings.keys, seats)
             async with peers() as app[PEERS]:

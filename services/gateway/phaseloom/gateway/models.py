@@ -1,9 +1,8 @@
 """Models of a tenant as jobs of the mesh: those that are trained, and samplers of fixed weights.
 
-A trained model is a job with the deployment `policy`. One that trains all weights has a `sampler`
-beside it; those that train adapters on one base are sampled by one deployment of their tenant. The
-SDK numbers the calls of a model from 1, and the mesh numbers the operations of `policy` alike. So
-order, retries and results after a restart are the mesh's, and nothing of the kind is kept here.
+A trained model is a job with two deployments. The SDK numbers the calls of a model from 1, and the
+mesh numbers the operations of `policy` alike. So order, retries and results after a restart are the
+mesh's, and nothing of the kind is kept here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +20,7 @@ from msgspec.structs import replace
 from phaseloom.client import (
     Adapter,
     CallerError,
+    CheckpointArchive,
     Code,
     Deployment,
     DeploymentSpec,
@@ -29,16 +28,14 @@ from phaseloom.client import (
     Mesh,
     MeshJob,
     ModelSpec,
-    NamedWeights,
     OperationHandle,
     Prompt,
     PublishWeightsResult,
     SamplingParams,
 )
-from phaseloom.common.contract.operations import DeleteCheckpoint
 from phaseloom.common.contract.specs import Batching, RegisteredModel
 
-_T = TypeVar("_T", "TrainedModel", "VersionedSampler", "SharedSampler")
+_T = TypeVar("_T", "TrainedModel", "VersionedSampler")
 
 POLICY = "policy"
 SAMPLER = "sampler"
@@ -54,8 +51,6 @@ class Version(NamedTuple):
 
 BASE = Version("base")
 """A base's sampler before anything was loaded."""
-LEAST_ROOM = 32
-"""The lowest rank that a shared sampler has room for: the SDK's rank where none is told."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,6 @@ class Backends:
     rollout_pool: str = "rollout"
     scratch_bytes: int = 0
     """Of each sampler, on its device: vLLM's KV cache."""
-    max_adapters: int = 8
-    """Adapters that a shared sampler keeps on its device."""
 
     @property
     def has_adapters(self) -> bool:
@@ -88,9 +81,6 @@ class Backends:
             batching=Batching.SHARED,
             scratch_bytes=self.scratch_bytes,
         )
-
-    def shared_sampler(self, model: ModelSpec) -> DeploymentSpec:
-        return replace(self.sampler(model), max_adapters=self.max_adapters)
 
 
 def context_of(base: RegisteredModel) -> int:
@@ -150,23 +140,23 @@ class VersionedSampler:
             )
 
     async def take(
-        self, published: OperationHandle[PublishWeightsResult], version: str, keep: int
+        self,
+        published: OperationHandle[PublishWeightsResult],
+        version: str,
+        keep: int,
+        ttl_s: float = 0.0,
     ) -> None:
-        """Take published weights, and keep them as a version. Args: keep: see `save_state`."""
+        """Take published weights, and keep them as a version.
+
+        Args: keep, ttl_s: see `save_state`.
+        """
         await published
         async with self._lock:
             self._holds = None
             await self._deployment.sync_weights(published)
             self._holds = Version(version)
-            saved = self._deployment.save_state(version, keep=keep)
+            saved = self._deployment.save_state(version, keep=keep, ttl_s=ttl_s)
         await saved
-
-    async def delete(self, version: str) -> None:
-        """Remove the files of a version that it saved.
-
-        Raises: CallerError: FAILED_PRECONDITION: it has loaded them since it began.
-        """
-        await self._deployment.delete_checkpoint(version)
 
     async def keep(self, version: str) -> None:
         """Keep the weights that it begins with as a version."""
@@ -175,54 +165,13 @@ class VersionedSampler:
             self._holds = Version(version)
 
 
-class SharedSampler:
-    """A sampler that draws with all adapters of a tenant on one base, several in one batch."""
-
-    def __init__(self, job: MeshJob) -> None:
-        self.job = job
-        self._deployment: Deployment = job.deployment(SAMPLER)
-
-    def generate(
-        self,
-        version: Version,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        num_samples: int,
-        *,
-        prompt_logprobs: bool = False,
-        stream: bool = False,
-    ) -> GenerateHandle:
-        """Submit a `generate` with a version's weights."""
-        job, _, deployment = version.source.partition("/")
-        return self._deployment.generate(
-            [prompt],
-            sampling,
-            num_samples,
-            prompt_logprobs=prompt_logprobs,
-            stream=stream,
-            weights=NamedWeights(deployment, job=job, checkpoint=version.name),
-        )
-
-
 class TrainedModel:
     """A model that is trained, in this session of its job."""
 
-    def __init__(self, job: MeshJob, adapter: Adapter | None) -> None:
+    def __init__(self, job: MeshJob) -> None:
         self.job = job
         self.policy: Deployment = job.deployment(POLICY)
-        self.sampler = VersionedSampler(job) if adapter is None else None
-        """None: its tenant's shared sampler draws with its adapter."""
-
-    async def delete(self, version: str) -> None:
-        """Remove the files of a version that was saved to sample from.
-
-        Raises: CallerError: FAILED_PRECONDITION: the state that it has was loaded from them.
-        """
-        if self.sampler is not None:
-            await self.sampler.delete(version)
-        else:
-            # The SDK numbers the operations of the policy: this one has no place among them.
-            await self.policy.submit(None, uuid.uuid4().hex, DeleteCheckpoint(version))
+        self.sampler = VersionedSampler(job)
 
 
 class Models:
@@ -233,7 +182,6 @@ class Models:
         self._backends = backends
         self._trained: dict[str, asyncio.Task[TrainedModel]] = {}
         self._bases: dict[str, asyncio.Task[VersionedSampler]] = {}
-        self._shared: dict[str, asyncio.Task[SharedSampler]] = {}
 
     @property
     def has_adapters(self) -> bool:
@@ -244,9 +192,7 @@ class Models:
 
         async def make() -> TrainedModel:
             model = ModelSpec(registered=base, adapter=adapter)
-            specs = [self._backends.policy(model)]
-            if adapter is None:
-                specs.append(self._backends.sampler(model))
+            specs = [self._backends.policy(model), self._backends.sampler(model)]
             try:
                 made = await self._mesh.submit_job(job, specs)
             except CallerError as error:
@@ -254,27 +200,33 @@ class Models:
                     raise
                 # An earlier gateway has begun to make it.
                 made = await self._mesh.attach(job, numbered=[POLICY])
-            return TrainedModel(made, adapter)
+            return TrainedModel(made)
 
         return await _once(self._trained, job, make)
 
-    async def trained(self, job: str, adapter: Adapter | None) -> TrainedModel:
+    async def trained(self, job: str) -> TrainedModel:
         """A model that was made, here or by an earlier gateway.
 
         Raises: PhaseloomError: its job has ended, or was not made.
         """
 
         async def attach() -> TrainedModel:
-            return TrainedModel(await self._mesh.attach(job, numbered=[POLICY]), adapter)
+            return TrainedModel(await self._mesh.attach(job, numbered=[POLICY]))
 
         return await _once(self._trained, job, attach)
 
-    async def base_sampler(self, base: RegisteredModel) -> VersionedSampler:
-        """The tenant's sampler of a base, for versions of all weights that no model trains on."""
-        name = f"base-{_digest(base)}"
+    async def base_sampler(
+        self, base: RegisteredModel, adapter: Adapter | None
+    ) -> VersionedSampler:
+        """The tenant's sampler of a base, for versions that no model is training on.
+
+        Args: adapter: as the versions have it, but for its seed.
+        """
+        like = None if adapter is None else replace(adapter, seed=0)
+        name = f"base-{hashlib.sha256(msgspec.json.encode((base, like))).hexdigest()[:16]}"
 
         async def make() -> VersionedSampler:
-            model = ModelSpec(registered=base.name)
+            model = ModelSpec(registered=base.name, adapter=adapter)
             job = await self._submit_or_attach(name, [self._backends.sampler(model)])
             sampler = VersionedSampler(job)
             if job.deployment(SAMPLER).next_seq == 1:
@@ -282,22 +234,6 @@ class Models:
             return sampler
 
         return await _once(self._bases, name, make)
-
-    async def shared_sampler(self, base: RegisteredModel, adapter: Adapter) -> SharedSampler:
-        """The tenant's sampler for adapters like this one on a base: of the same targets, of any
-        alpha and seed, and of any rank up to the next power of two."""
-        rank = LEAST_ROOM
-        while rank < adapter.rank:
-            rank *= 2
-        room = Adapter(rank, targets=adapter.targets)
-        name = f"adapters-{_digest(base, room)}"
-
-        async def make() -> SharedSampler:
-            model = ModelSpec(registered=base.name, adapter=room)
-            specs = [self._backends.shared_sampler(model)]
-            return SharedSampler(await self._submit_or_attach(name, specs))
-
-        return await _once(self._shared, name, make)
 
     async def _submit_or_attach(self, name: str, specs: list[DeploymentSpec]) -> MeshJob:
         """A job of an earlier gateway's, or a new one; a number is added for each that ended."""
@@ -315,14 +251,44 @@ class Models:
                     raise
         raise AssertionError("numbers do not end")
 
+    async def sizes(self, job: str = "") -> dict[tuple[str, str], int]:
+        """The bytes of each checkpoint, by who saved it and its name. Args: job: of this one only.
+
+        Raises: PhaseloomError: the mesh gives no answer.
+        """
+        listed = await self._mesh.list_checkpoints(job)
+        return {(f"{c.job}/{c.deployment}", c.name): c.num_bytes for c in listed.checkpoints}
+
+    async def delete(self, source: str, name: str) -> None:
+        """Remove a checkpoint's files, if they are there still.
+
+        Args:   source: the `<job>/<deployment>` that saved it.
+        Raises: PhaseloomError: the files stay.
+        """
+        try:
+            await self._mesh.delete_checkpoint(*_saver(source), name)
+        except CallerError as error:
+            if error.info.code is not Code.NOT_FOUND:
+                raise
+
+    async def expire(self, source: str, name: str, ttl_s: float) -> None:
+        """Keep a checkpoint for so long from now. Raises: CallerError: NOT_FOUND; no such time."""
+        await self._mesh.expire_checkpoint(*_saver(source), name, ttl_s)
+
+    async def archive(self, source: str, name: str) -> CheckpointArchive:
+        """Open a checkpoint as a tar file. Raises: CallerError: NOT_FOUND."""
+        return await self._mesh.archive_checkpoint(*_saver(source), name)
+
     async def finish(self, job: str) -> None:
         """End a model's job. Its checkpoints stay."""
         self._trained.pop(job, None)
         await self._mesh.finish(job)
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+def _saver(source: str) -> tuple[str, str]:
+    """The job and the deployment that saved a checkpoint."""
+    job, _, deployment = source.partition("/")
+    return job, deployment
 
 
 async def _once(

@@ -9,6 +9,8 @@ forgets the tenant, and whoever holds the lease next goes on from the records.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import io
 import logging
 import time
@@ -21,7 +23,7 @@ import nats.errors
 from aiohttp import web
 from yarl import URL
 
-from phaseloom.client import ResourceError
+from phaseloom.client import PhaseloomError, ResourceError
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
@@ -35,11 +37,21 @@ _PASSED_ON = "X-Phaseloom-Passed-On"
 _NOT_HERE = 421
 """Misdirected: the replica does not serve the tenant, or no longer."""
 _LEASE_TTL_S = 3.0
+_MAX_DIGITS = 12
+"""Of a time in Unix seconds."""
 _PAUSE_S = 0.1
 _SEARCH_S = 20.0
 """How long a call waits for a replica that serves its tenant."""
+LOOK_S = 1.0
+"""How often it is looked whether the caller of a request still waits."""
+HUNG_UP = 499
+"""The status of an answer that nobody reads, as others have it in their logs."""
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=2.0, sock_read=600.0)
-_PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key")
+_PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key", "Host", "X-Forwarded-Proto")
+_PASSED_BACK = ("Content-Type", "Content-Length")
+"""Headers of an answer that is a stream."""
+ARCHIVE_TYPE = "application/x-tar"
+_STREAMS = ("text/event-stream", ARCHIVE_TYPE)
 
 
 class Seat:
@@ -68,6 +80,7 @@ class Seat:
         key = gateway_lease_key(self.name)
         while True:
             lease = await Lease.acquire(self._bus, key, self._address.encode(), _LEASE_TTL_S)
+            log.info("%s is served here, at %s", self.name, self._address)
             tasks = [asyncio.create_task(self._serve(self)), asyncio.create_task(lease.keep())]
             try:
                 ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -90,6 +103,10 @@ class Seat:
         address = None if stored is None else stored.payload.decode()
         return None if address == self._address else address
 
+    async def is_lost_by(self, address: str) -> bool:
+        """Whether another replica than the one at this URL, or this one, serves the tenant now."""
+        return self.tenant is not None or (await self.holder() or address) != address
+
 
 class Replica:
     """What this replica serves, and how it reaches the others."""
@@ -100,10 +117,28 @@ class Replica:
         self._seats = {seat.name: seat for seat in seats}
 
     def seat(self, request: web.Request) -> Seat | None:
-        """That of the tenant whose key the request has; None: it has nobody's."""
+        """That of the tenant whose key the request has, or a signature by it; None: it has
+        nobody's."""
         key = request.headers.get("X-API-Key", "")
         key = key or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        return self._seats.get(self._keys.get(key, ""))
+        return self._seats.get(self._keys.get(key, "") or self._signer(request))
+
+    def signature(self, tenant: str, path: str, expires_s: int) -> str:
+        """What makes a path one that can be read without a key, until it expires."""
+        key = min(key for key, name in self._keys.items() if name == tenant)
+        signed = f"GET {path} {expires_s}".encode()
+        return hmac.new(key.encode(), signed, hashlib.sha256).hexdigest()
+
+    def _signer(self, request: web.Request) -> str:
+        """The tenant that has signed the request's path; empty: nobody has."""
+        tenant = request.match_info.get("tenant", "")
+        signature, expires = (request.query.get(name, "") for name in ("signature", "expires"))
+        is_number = expires.isdecimal() and expires.isascii() and len(expires) < _MAX_DIGITS
+        if tenant not in self._keys.values() or not is_number or request.method != "GET":
+            return ""
+        due = self.signature(tenant, request.path, int(expires))
+        is_due = hmac.compare_digest(due.encode(), signature.encode())
+        return tenant if is_due and time.time() <= int(expires) else ""
 
 
 REPLICA: web.AppKey[Replica] = web.AppKey("replica", Replica)
@@ -124,17 +159,21 @@ async def passed_on(
     if seat is None:
         return await handler(request)
     deadline = time.monotonic() + _SEARCH_S
-    while True:
+    while request.transport is not None:
         tenant = seat.tenant
         answer: web.StreamResponse | None = None
         if tenant is not None:
-            answer = await handler(request)
-            if seat.tenant is not tenant and not answer.prepared:
+            try:
+                answer = await handler(request)
+            except PhaseloomError:
+                if seat.tenant is tenant:
+                    raise
+            if answer is not None and seat.tenant is not tenant and not answer.prepared:
                 answer = None  # it ended with the lease, and says nothing of the call
         elif _PASSED_ON in request.headers:
             return web.Response(status=_NOT_HERE)
         elif address := await seat.holder():
-            answer = await _pass_on(request, address)
+            answer = await _pass_on_while_served(request, seat, address)
         if answer is not None:
             return answer
         if time.monotonic() > deadline:
@@ -142,6 +181,26 @@ async def passed_on(
                 "no replica of the gateway serves this tenant now", remedy="try again"
             )
         await asyncio.sleep(_PAUSE_S)
+    return web.Response(status=HUNG_UP)
+
+
+async def _pass_on_while_served(
+    request: web.Request, seat: Seat, address: str
+) -> web.StreamResponse | None:
+    """Another replica's answer; None: it has none, or has lost the lease while this waited for it,
+    as one on a host that hangs. Where the caller hangs up, so does this."""
+    passing = asyncio.create_task(_pass_on(request, address))
+    try:
+        while not passing.done():
+            await asyncio.wait([passing], timeout=LOOK_S)
+            if request.transport is None:
+                return web.Response(status=HUNG_UP)
+            if not passing.done() and await seat.is_lost_by(address):
+                log.warning("%s has lost %s, and is not waited for", address, seat.name)
+                return None
+        return passing.result()
+    finally:
+        await lifecycle.end([passing])
 
 
 async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | None:
@@ -155,7 +214,7 @@ async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | N
         ) as answer:
             if answer.status == _NOT_HERE:
                 return None
-            if answer.content_type == "text/event-stream":
+            if answer.content_type in _STREAMS:
                 return await _stream_on(request, answer)
             return web.Response(
                 status=answer.status,
@@ -168,14 +227,17 @@ async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | N
 
 
 async def _stream_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    told = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
+    stream = web.StreamResponse(headers=told)
     await stream.prepare(request)
     try:
         async for chunk in answer.content.iter_any():
             await stream.write(chunk)
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, asyncio.CancelledError) as error:
         log.info("a stream ends early: %r", error)
         stream.force_close()  # what was sent cannot be taken back: the caller sees no proper end
         if request.transport is not None:
             request.transport.abort()
+        if isinstance(error, asyncio.CancelledError):
+            raise
     return stream
