@@ -216,6 +216,20 @@ def saved() -> dict[str, Any]:
     return said
 
 
+def long() -> dict[str, Any]:
+    """The same long sample twice."""
+    client = tinker.ServiceClient().create_sampling_client(base_model="long")
+    prompt = types.ModelInput.from_ints(TOKENS[:2])
+    params = types.SamplingParams(max_tokens=4000, temperature=1.0, seed=4)
+    drawn = []
+    for _ in range(2):
+        asked = client.sample(prompt=prompt, num_samples=1, sampling_params=params)
+        print("asked", file=sys.stderr, flush=True)
+        drawn.append([*(asked.result().sequences[0].tokens or [])])
+        print("drawn", file=sys.stderr, flush=True)
+    return {"drawn": drawn}
+
+
 def reward(rank: int) -> dict[str, Any]:
     """Policy gradients on a reward: how often a sample has the token 3.
 
@@ -251,6 +265,7 @@ PARTS = {
     "whole": whole,
     "full": lambda: whole(0),
     "steps": lambda: steps(int(sys.argv[2])),
+    "long": long,
     "reward": lambda: reward(int(sys.argv[2])),
     "saved": saved,
 }

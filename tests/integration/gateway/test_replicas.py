@@ -17,12 +17,15 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+import torch
 
 from loadtest.processes import children
 from phaseloom.cli.supervisor import Mesh
+from phaseloom.common.contract.events import QueuedOperation
 from tests.support.directories import short_directory
 from tests.support.gateway import SDK_CHILD, Served, serving, told
-from tests.support.jobs import TENANT
+from tests.support.jobs import TENANT, Log, following
+from tests.support.pretrained import save_model
 from tests.support.processes import until_gone
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -37,7 +40,10 @@ PAUSE_S = 0.05
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Served]:
     with short_directory() as directory:
-        async with serving(directory, replicas=2) as running:
+        model = await asyncio.to_thread(
+            save_model, directory / "long", torch.float32, max_position_embeddings=20_000
+        )
+        async with serving(directory, replicas=2, long=model) as running:
             yield running
 
 
@@ -93,6 +99,7 @@ async def test_any_replica_answers_for_the_one_that_was_killed(served: Served) -
         assert await call("save_weights", **model, seq_id=2, path="after") == save
 
 
+@pytest.mark.slow
 async def test_nobody_waits_for_a_replica_that_hangs(served: Served) -> None:
     """What it was passed is passed to the one that serves the tenant now."""
     async with aiohttp.ClientSession(served.url) as http:
@@ -181,6 +188,30 @@ async def test_losses_are_the_same_bits_in_a_storm_of_kills(served: Served, seed
         served, NUM_STORM_STEPS, victims, lambda found: [rng.choice(found)]
     )
     assert disturbed == undisturbed
+
+
+@pytest.mark.slow
+async def test_sample_on_its_way_is_drawn_anew_when_the_gateway_dies(served: Served) -> None:
+    """The SDK asks for it again by itself."""
+    program = await served.start_sdk(str(SDK_CHILD), "long")
+    assert program.stderr is not None
+    async with following(served.mesh) as log:
+        while (await program.stderr.readline()).decode().strip() != "drawn":
+            pass
+        await log.caught_up()
+        num_before = len(drawing(log))
+        await log.until(lambda _: len(drawing(log)) > num_before)
+        served.mesh.kill("gateway")
+        first, second = (await told(program))["drawn"]
+        await log.caught_up()
+    assert first == second
+    assert len(drawing(log)) == num_before + 2, "it was not killed while it was drawn"
+
+
+def drawing(log: Log) -> list[QueuedOperation]:
+    """The samples that were asked for."""
+    queued = [event for event in log.events if isinstance(event, QueuedOperation)]
+    return [event for event in queued if event.kind == "generate"]
 
 
 @pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
