@@ -160,7 +160,6 @@ STATEMGR_PURE = (
     "residency.residency",
     "sharing.sharedcopies",
     "versions.versions",
-    "seals.hostseals",
     "checkpoints.snapshots",
     "checkpoints.marker",
     "disk.statefile",
