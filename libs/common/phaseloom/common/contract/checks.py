@@ -28,7 +28,9 @@ MAX_STOP_TOKENS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
 MAX_TOP_LOGPROBS = 20
+MAX_TARGETS = 128
 MAX_REPETITION_PENALTY = 100.0
+MAX_TTL_S = 30 * 86400.0
 
 _INT32_END = 1 << 31
 _SEED_END = 1 << 63
@@ -61,15 +63,18 @@ def check_generate(key: OperationKey, args: ops.Generate) -> None:
             field="args.prompt_top_logprobs",
             remedy="set prompt_logprobs, too, or leave it out",
         )
+    _check_weights(args.weights)
     for i, prompt in enumerate(args.prompts):
         _check_generated(prompt, args.sampling.max_tokens, f"args.prompts[{i}].num_generated")
 
 
 def check_forward(key: OperationKey, args: ops.Forward) -> None:
     check_batch(args.batch)
+    _check_weights(args.weights)
 
 
 def check_forward_backward(key: OperationKey, args: ops.ForwardBackward) -> None:
+    check_num_targets(args)
     check_batch(args.batch, _LOSS_ARRAYS[args.loss])
     _check_unused(args)
     _check_clip(args)
@@ -95,6 +100,10 @@ def check_load_state(key: OperationKey, args: ops.LoadState) -> None:
     saved_by(key.deployment_key, args.source)
 
 
+def check_publish_weights(key: OperationKey, args: ops.PublishWeights) -> None:
+    check_between(args.ttl_s, 0.0, MAX_TTL_S, "args.ttl_s")
+
+
 def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
     check_name(args.policy, "args.policy")
     check_range(args.version, 1, SEQ_END - 1, "args.version", "a publish's seq")
@@ -118,6 +127,24 @@ def _check_generated(prompt: ops.Prompt, max_tokens: int, field: str) -> None:
             f"{prompt.num_generated} tokens were generated, and max_tokens is {max_tokens}",
             field=field,
             remedy="raise max_tokens, which counts them, or leave the prompt out",
+        )
+
+
+def _check_weights(weights: ops.NamedWeights | None) -> None:
+    if weights is None:
+        return
+    check_name(weights.policy, "args.weights.policy")
+    if weights.job:
+        check_name(weights.job, "args.weights.job")
+    if not weights.checkpoint:
+        check_range(weights.version, 1, SEQ_END - 1, "args.weights.version", "a publish's seq")
+        return
+    check_name(weights.checkpoint, "args.weights.checkpoint")
+    if weights.version:
+        raise CallerError(
+            "a version and a checkpoint are named",
+            field="args.weights.checkpoint",
+            remedy="name one of them",
         )
 
 
@@ -190,6 +217,19 @@ def check_batch(batch: list[ops.Datum], needed: tuple[str, ...] = ()) -> None:
         _check_datum(datum, needed, f"args.batch[{i}]")
 
 
+def check_num_targets(args: ops.ForwardBackward) -> None:
+    """Raises: CallerError: several targets a position, and a loss that takes one."""
+    if args.loss is ops.Loss.CROSS_ENTROPY:
+        return
+    for i, datum in enumerate(args.batch):
+        if datum.num_targets != 1:
+            raise CallerError(
+                f"the loss {args.loss} takes one target a position",
+                field=f"args.batch[{i}].num_targets",
+                remedy="use cross_entropy, or one target",
+            )
+
+
 def _check_unused(args: ops.ForwardBackward) -> None:
     """Refuse a factor that the loss does not use: it was meant to do something."""
     unused, used = ("weights", "advantages")
@@ -207,13 +247,16 @@ def _check_unused(args: ops.ForwardBackward) -> None:
 def _check_datum(datum: ops.Datum, needed: tuple[str, ...], field: str) -> None:
     _check_ints(datum.tokens, f"{field}.tokens")
     num_tokens = length(datum.tokens)
+    check_range(datum.num_targets, 1, MAX_TARGETS, f"{field}.num_targets", "targets a position")
+    num_targets = num_tokens * datum.num_targets
     _check_ints(datum.targets, f"{field}.targets")
-    _check_length(datum.targets, num_tokens, f"{field}.targets")
+    _check_length(datum.targets, num_targets, f"{field}.targets")
     for name in ("weights", "logprobs", "advantages"):
         values: Float32s | None = getattr(datum, name)
         if values is not None:
             _check_floats(values, f"{field}.{name}")
-            _check_length(values, num_tokens, f"{field}.{name}")
+            expected = num_targets if name == "weights" else num_tokens
+            _check_length(values, expected, f"{field}.{name}")
         elif name in needed:
             raise CallerError(
                 f"the loss needs {name}",
@@ -252,12 +295,12 @@ def _check_whole(values: Int32s | Float32s, field: str, kind: str) -> None:
         )
 
 
-def _check_length(values: Int32s | Float32s, num_tokens: int, field: str) -> None:
-    if length(values) != num_tokens:
+def _check_length(values: Int32s | Float32s, expected: int, field: str) -> None:
+    if length(values) != expected:
         raise CallerError(
-            f"{length(values)} values for {num_tokens} tokens",
+            f"{length(values)} values where {expected} are due",
             field=field,
-            remedy="every array of a datum has the length of tokens",
+            remedy="give one for each token; of targets and weights num_targets for each",
         )
 
 
