@@ -19,6 +19,7 @@ from phaseloom.common.transport.leases import Lease, node_lease_key
 from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import serve_nodes
+from phaseloom.worker.agent.processes import Processes
 from phaseloom.worker.agent.shell import Agent
 from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
 from phaseloom.worker.agent.wpg import remove_old_stores
@@ -58,7 +59,7 @@ async def serve(stop: asyncio.Event) -> None:
                 revision=lease.revision,
                 bus=bus,
                 state=state,
-                interpreters=interpreters,
+                processes=Processes(interpreters, tasks),
                 agent_socket=agent_socket,
                 tasks=tasks,
             )
