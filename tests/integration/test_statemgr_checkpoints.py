@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,25 @@ import pytest
 from msgspec import structs
 from safetensors.numpy import load_file
 
+from phaseloom.common.contract.codec import JSON
+from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Operation, SaveState
+from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.transport.bus import Bus
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.rank.devicequeue import Call
+from phaseloom.worker.rank.executor import Executor
+from phaseloom.worker.rank.group import GroupLost, Ranks
+from phaseloom.worker.rank.outcomes import Outcomes
+from phaseloom.worker.rank.stateops import StateOperations
+from phaseloom.worker.rank.wire import Payload, RankConfig
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
+from tests.support.node import policy_spec
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
@@ -176,9 +190,43 @@ async def test_snapshot_at_another_operation_than_the_last_is_refused(short_dir:
         with pytest.raises(CallerError) as stale:
             await rank.client.take_snapshot("op", "c", 0)
         assert stale.value.info.code is Code.FAILED_PRECONDITION
-        with pytest.raises(CallerError, match=r"there is no snapshot of .*"):
+        with pytest.raises(ResourceError, match=r"there is no snapshot of .*"):
             await rank.client.write_checkpoint("op", "c", CONFIG, 0)
         assert await save(rank, "c")
+
+
+async def test_save_whose_snapshot_is_gone_is_left_to_the_next_incarnation(
+    short_dir: Path, bus: Bus
+) -> None:
+    """As where the agent has died and the rank has not yet: its word must not be the outcome."""
+    async with saving(short_dir) as d:
+        rank = await active(d)
+        settings = RankConfig("", POLICY, 1, policy_spec(), "node", 0, "", "")
+        factory = backend_factory("fsdp")
+        backend = factory(settings.spec, Heap(factory.plan(settings.spec).heap_bytes))
+        agent: Any = None  # of several ranks only
+        with ThreadPoolExecutor(1) as thread:
+            state = StateOperations(
+                settings,
+                bus,
+                rank.client,
+                Executor(settings, backend, applied=rank.seq),
+                Ranks(thread, agent),
+                Outcomes(settings, bus),
+            )
+            args = SaveState("c")
+            operation = Operation("op", 1, args)
+            key = OperationKey(POLICY.tenant, POLICY.job, POLICY.deployment, "2")
+            permit = Permit(
+                CommandId(1, 0), NodeId("node"), 1, key, "op", "save_state", 1, 1, rank.seq
+            )
+            call = Call(permit, operation, Payload(key, b"", JSON), "")
+            with pytest.raises(GroupLost):
+                await state.save(
+                    call, args, lambda: rank.client.take_snapshot("other", "other", rank.seq)
+                )
+        # It is made where it can be.
+        assert await save(rank, "c", "op")
 
 
 async def test_snapshot_that_host_memory_has_no_room_for_is_refused_with_the_numbers(

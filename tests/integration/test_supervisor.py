@@ -19,7 +19,7 @@ from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.events import Notice
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.natsserver import Credentials
-from tests.support.processes import descendant_pids, gone, until_gone
+from tests.support.processes import descendant_pids, free_port, gone, until_gone
 
 pytestmark = pytest.mark.usefixtures("noop_nodes")
 
@@ -110,6 +110,34 @@ async def test_mesh_says_what_is_missing_when_a_service_does_not_come_up(tmp_pat
                 missing = str(error.value)
                 log = (tmp_path / "logs" / "scheduler.log").read_text()
     assert "Traceback" not in log
+
+
+async def test_mesh_is_ready_only_when_its_own_gateway_and_nodes_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when something else has the port, nor for nodes of an earlier run in the directory."""
+    port = free_port()
+    stranger = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port)
+    config = MeshConfig(gateway_port=port, fsync=False)
+    async with Mesh(config, tmp_path) as mesh:
+        assert await missing_but(mesh, "gateway") == "gateway"
+        stranger.close()
+        await stranger.wait_closed()
+        await mesh.ready()
+    monkeypatch.setenv("PHASELOOM_WORKER_PRELOAD", "no agent starts with this")
+    async with Mesh(config, tmp_path) as mesh:
+        assert await missing_but(mesh, "node") == "node rollout-0, node train-0"
+
+
+async def missing_but(mesh: Mesh, what: str) -> str:
+    """What is missing when all else is up."""
+    missing = ""
+    async with asyncio.timeout(120):
+        while not missing or not all(each.startswith(what) for each in missing.split(", ")):
+            with pytest.raises(ResourceError) as error:
+                await mesh.ready(timeout_s=1)
+            missing = str(error.value).partition(": no ")[2].partition(";")[0]
+    return missing
 
 
 NOOP = DeploymentSpec("policy", "train", "noop", ModelSpec({}))

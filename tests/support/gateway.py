@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig, api_key
 from phaseloom.common.process import config as configuration
 from tests.support.jobs import TENANT
 from tests.support.pretrained import save_model
+from tests.support.processes import free_port
 
 OTHER = "other"
 TEMPLATE = "{% for each in messages %}{{ each.content }} {% endfor %}"
@@ -27,6 +27,8 @@ _NODES = [
     NodeConfig("rollout-0", "rollout", [16 * 2**20]),
     NodeConfig("train-0", "train", [16 * 2**20]),
 ]
+_MAX_JOBS = 20
+"""So many of a program's jobs fit beside those that programs before it have left."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ class Served:
             },
         )
 
-    async def sdk(self, part: str, python: Path = Path(sys.executable)) -> dict[str, Any]:
+    async def sdk(self, *part: str, python: Path = Path(sys.executable)) -> dict[str, Any]:
         """What a part of `sdk_child.py` tells in the end; on stderr it says how far it is."""
-        return await told(await self.start_sdk(str(SDK_CHILD), part, python=python))
+        return await told(await self.start_sdk(str(SDK_CHILD), *part, python=python))
 
 
 async def ended(process: asyncio.subprocess.Process) -> bytes:
@@ -100,9 +102,7 @@ async def serving(
         await asyncio.to_thread(save_model, model, torch.float32)
         (model / "chat_template.jinja").write_text(TEMPLATE)
     names = {name: str(path) for name, path in {"tiny": model, **models}.items()}
-    if not port:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = int(listener.getsockname()[1])
+    port = port or free_port()
     config = MeshConfig(
         nodes=_NODES,
         tenants=[TENANT, OTHER],
@@ -110,6 +110,8 @@ async def serving(
         gateway_port=port,
         gateways=replicas,
         gateway_session_s=session_s,
+        max_group_jobs=_MAX_JOBS,
+        fsync=False,
     )
     async with Mesh(config, directory / "run") as mesh:
         await mesh.ready()

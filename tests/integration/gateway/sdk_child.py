@@ -1,4 +1,5 @@
-"""What a user of the Tinker SDK does, in an interpreter that has the SDK: python sdk_child.py PART.
+"""What a user of the Tinker SDK does, in an interpreter that has the SDK: python sdk_child.py PART
+[COUNT].
 
 What comes out is told as one JSON object on stdout. It imports nothing of ours.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections import deque
 from typing import Any
 
 import tinker
@@ -15,6 +17,10 @@ from tinker import types
 
 TOKENS = [1, 5, 9, 2, 7, 3, 11, 4]
 STEP = types.AdamParams(learning_rate=1e-2)
+IN_FLIGHT = 8
+"""Pairs of calls."""
+SAMPLE_EVERY = 10
+"""Steps."""
 
 
 def datum(**more: Any) -> types.Datum:
@@ -59,6 +65,8 @@ def whole(rank: int = 8) -> dict[str, Any]:
     said: dict[str, Any] = {
         "models": [m.model_name for m in service.get_server_capabilities().supported_models]
     }
+    rest = service.create_rest_client()
+    earlier = len(rest.list_training_runs().result().training_runs)
     client = service.create_lora_training_client(base_model="tiny", rank=rank)
     info = client.get_info()
     said["info"] = [info.model_data.model_name, info.is_lora, info.lora_rank]
@@ -114,8 +122,7 @@ def whole(rank: int = 8) -> dict[str, Any]:
     said["refused"] = failure(lambda: client.forward_backward([rl], "kto").result())
     said["partial"] = failure(lambda: client.optim_step(STEP).result())
     said["after"] = step(client)
-    rest = service.create_rest_client()
-    said["runs"] = len(rest.list_training_runs().result().training_runs)
+    said["runs"] = len(rest.list_training_runs().result().training_runs) - earlier
     said["listed"] = [
         each.tinker_path for each in rest.list_checkpoints(client.model_id).result().checkpoints
     ]
@@ -131,20 +138,30 @@ def whole(rank: int = 8) -> dict[str, Any]:
     return said
 
 
-def steps() -> dict[str, Any]:
-    """Sixty pairs of calls, all on their way before the first is answered."""
+def steps(count: int) -> dict[str, Any]:
+    """Pairs of calls, several on their way before the first is answered; now and then a sample."""
     client = tinker.ServiceClient().create_lora_training_client(base_model="tiny", rank=8)
     print("begun", file=sys.stderr, flush=True)
-    pairs = [
-        (client.forward_backward([LESSON], "cross_entropy"), client.optim_step(STEP))
-        for _ in range(60)
-    ]
-    losses = []
-    for trained, stepped in pairs:
-        losses.append(trained.result().metrics["loss:sum"])
+    asked: deque[tuple[Any, Any]] = deque()
+    said: dict[str, Any] = {"losses": [], "sampled": []}
+
+    def answered() -> None:
+        trained, stepped = asked.popleft()
+        said["losses"].append(trained.result().metrics["loss:sum"])
         stepped.result()
-        print(f"step {len(losses)}", file=sys.stderr, flush=True)
-    return {"losses": losses, "sampled": sampled(client.save_weights_and_get_sampling_client())}
+        number = len(said["losses"])
+        print(f"step {number}", file=sys.stderr, flush=True)
+        if number % SAMPLE_EVERY == 0:
+            said["sampled"].append(sampled(client.save_weights_and_get_sampling_client()))
+
+    for _ in range(count):
+        if len(asked) == IN_FLIGHT:
+            answered()
+        trained = client.forward_backward([LESSON], "cross_entropy")
+        asked.append((trained, client.optim_step(STEP)))
+    while asked:
+        answered()
+    return said
 
 
 def reward() -> dict[str, Any]:
@@ -175,7 +192,12 @@ def reward() -> dict[str, Any]:
     return {"rewards": rewards}
 
 
-PARTS = {"whole": whole, "full": lambda: whole(0), "steps": steps, "reward": reward}
+PARTS = {
+    "whole": whole,
+    "full": lambda: whole(0),
+    "steps": lambda: steps(int(sys.argv[2])),
+    "reward": reward,
+}
 
 if __name__ == "__main__":
     json.dump(PARTS[sys.argv[1]](), sys.stdout)

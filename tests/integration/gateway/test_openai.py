@@ -1,29 +1,39 @@
-"""OpenAI's API, as its unmodified client uses it, on a whole mesh."""
+"""OpenAI's API, as its unmodified client uses it, on a whole mesh; and what becomes of a session of
+the Tinker API whose program is gone, for which this mesh does not wait long."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+import pytest_asyncio
 from openai import AsyncOpenAI
 
 from phaseloom import client
-from tests.support.gateway import serving
+from tests.support.directories import short_directory
+from tests.support.gateway import Served, serving
 from tests.support.jobs import TENANT, tenant
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 PROMPT = [1, 5, 9]
 MESSAGES: Any = [{"role": "user", "content": "w1 w5"}, {"role": "user", "content": "w9"}]
 IDS: dict[str, Any] = {"return_token_ids": True}
 
 
-async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    with short_directory() as directory:
+        async with serving(directory, session_s=2.0) as running:
+            yield running
+
+
+async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
     """By tokens, by text and as a chat it is one prompt, with one answer."""
     async with (
-        serving(short_dir) as served,
         tenant(served.mesh) as mesh,
         AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api,
     ):
@@ -102,9 +112,8 @@ async def test_completions_are_what_the_mesh_draws(short_dir: Path) -> None:
         assert (len(stopped.choices[0].token_ids), stopped.choices[0].finish_reason) == (1, "stop")
 
 
-async def test_mistakes_are_told_as_openai_tells_them(short_dir: Path) -> None:
+async def test_mistakes_are_told_as_openai_tells_them(served: Served) -> None:
     async with (
-        serving(short_dir) as served,
         AsyncOpenAI(base_url=f"{served.url}/v1", api_key="tml-x", max_retries=0) as stranger,
         AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api,
     ):
@@ -138,3 +147,32 @@ async def test_mistakes_are_told_as_openai_tells_them(short_dir: Path) -> None:
         good = await api.completions.create(model="tiny", prompt=PROMPT, max_tokens=2)
         assert good.usage is not None
         assert good.usage.completion_tokens == 2
+
+
+async def test_models_of_a_program_that_is_gone_are_ended(served: Served) -> None:
+    async with (
+        tenant(served.mesh) as mesh,
+        aiohttp.ClientSession(served.url, headers={"X-API-Key": served.key()}) as http,
+    ):
+
+        async def post(call: str, **body: Any) -> tuple[int, dict[str, Any]]:
+            async with http.post(f"/api/v1/{call}", json=body) as answer:
+                return answer.status, await answer.json()
+
+        _, session = await post("create_session")
+        _, promise = await post("create_model", **session, model_seq_id=0, base_model="tiny")
+        making = asyncio.create_task(post("retrieve_future", **promise))
+        while not making.done():
+            assert (await post("session_heartbeat", **session))[0] == 200
+            await asyncio.sleep(0.1)
+        _, made = await making
+        job = f"tinker-{session['session_id']}-0"
+        while (await mesh.status(job)).state != "done":
+            await asyncio.sleep(0.1)
+        # Its models are ended first, so that a gateway that dies between goes on with it.
+        while (await post("session_heartbeat", **session))[0] != 410:
+            await asyncio.sleep(0.1)
+        status, refused = await post(
+            "optim_step", model_id=made["model_id"], seq_id=1, adam_params={"learning_rate": 1.0}
+        )
+        assert (status, "is done" in refused["detail"]) == (400, True), refused

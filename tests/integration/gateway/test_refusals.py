@@ -5,16 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from phaseloom.gateway import openai, tinker
-from tests.support.gateway import OTHER, serving
+from tests.support.gateway import OTHER, Served
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 BODIES: list[bytes] = [
     b"",
     b"{",
@@ -38,8 +37,8 @@ def calls() -> list[tuple[str, str]]:
     return found
 
 
-async def test_no_call_fails_for_what_its_body_says(short_dir: Path) -> None:
-    async with serving(short_dir) as served, aiohttp.ClientSession(served.url) as http:
+async def test_no_call_fails_for_what_its_body_says(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http:
         headers = {"X-API-Key": served.key()}
 
         async def refused(method: str, path: str, **more: Any) -> int:
@@ -61,8 +60,8 @@ async def test_no_call_fails_for_what_its_body_says(short_dir: Path) -> None:
         assert await refused("POST", "/v1/completions", data=io.BytesIO(bytes(65 * 2**20))) == 413
 
 
-async def test_every_call_that_names_something_knows_only_its_own_tenants(short_dir: Path) -> None:
-    async with serving(short_dir) as served, aiohttp.ClientSession(served.url) as http:
+async def test_every_call_that_names_something_knows_only_its_own_tenants(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http:
 
         async def call(method: str, where: str, key: str, **body: Any) -> tuple[int, Any]:
             headers = {"X-API-Key": key}

@@ -1,18 +1,48 @@
-"""Several replicas of the gateway, and a mesh that goes on where an earlier one has ended."""
+"""Several replicas of the gateway, and a program of the Tinker SDK while what its calls go through
+is killed: it gets the same losses and samples, bit for bit, as one that nothing disturbs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
-from tests.support.gateway import SDK_CHILD, serving, told
+from loadtest.processes import children
+from phaseloom.cli.supervisor import Mesh
+from tests.support.directories import short_directory
+from tests.support.gateway import SDK_CHILD, Served, serving, told
+from tests.support.processes import until_gone
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+NUM_STEPS = 20
+NUM_STORM_STEPS = 120
+VICTIMS = ("gateway", "router", "agent", "rank", "scheduler")
+KILLS_OF_EACH = 4
+PAUSE_S = 0.05
+"""Before a call is made again, as each client has it."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    with short_directory() as directory:
+        async with serving(directory, replicas=2) as running:
+            yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def quiet(served: Served) -> dict[str, Any]:
+    """What the program gets that nothing disturbs."""
+    return await served.sdk("steps", str(NUM_STEPS))
 
 
 class Caller:
@@ -28,20 +58,17 @@ class Caller:
                 async with self._http.post(
                     f"/api/v1/{call}", json=body, headers=self._headers
                 ) as answer:
-                    if answer.status in (408, 503):
-                        continue
-                    assert answer.status == 200, await answer.text()
-                    said: dict[str, object] = await answer.json(content_type=None)
-                    return said
-            except aiohttp.ClientConnectionError:  # a replica was killed: ask another
-                continue
+                    if answer.status not in (408, 503):
+                        assert answer.status == 200, await answer.text()
+                        said: dict[str, object] = await answer.json(content_type=None)
+                        return said
+            except aiohttp.ClientConnectionError:
+                pass  # a replica was killed: ask another
+            await asyncio.sleep(PAUSE_S)
 
 
-async def test_any_replica_answers_for_the_one_that_was_killed(short_dir: Path) -> None:
-    async with (
-        serving(short_dir, replicas=2) as served,
-        aiohttp.ClientSession(served.url) as http,
-    ):
+async def test_any_replica_answers_for_the_one_that_was_killed(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http:
         call = Caller(http, served.key())
         session = await call("create_session")
         asked = {**session, "model_seq_id": 0, "base_model": "tiny"}
@@ -53,8 +80,7 @@ async def test_any_replica_answers_for_the_one_that_was_killed(short_dir: Path) 
         save = await call("save_weights", **model, seq_id=2, path="after")
         waiting = [asyncio.create_task(call("retrieve_future", **save)) for _ in range(4)]
         for replica in ("gateway-0", "gateway-1"):
-            for pid in served.mesh.kill(replica):
-                await asyncio.to_thread(_until_gone, pid)
+            await until_gone(served.mesh.kill(replica), timeout_s=60)
             assert await call("session_heartbeat", **session) == {"type": "session_heartbeat"}
         first = await call("optim_step", **step, seq_id=1)
         assert "metrics" in await call("retrieve_future", **first)
@@ -63,24 +89,77 @@ async def test_any_replica_answers_for_the_one_that_was_killed(short_dir: Path) 
         assert await call("save_weights", **model, seq_id=2, path="after") == save
 
 
-def _until_gone(pid: int) -> None:
-    while Path(f"/proc/{pid}").exists():
-        os.sched_yield()
+def processes(mesh: Mesh, kind: str) -> list[int]:
+    """Those of a service or a replica, the agents, or the ranks; none: they are started again."""
+    if kind == "rank":
+        # An agent's fork server is its child, and the ranks are the fork server's.
+        servers = [pid for agent in mesh.pids("worker") for pid in children(agent)]
+        return [rank for server in servers for rank in children(server)]
+    return mesh.pids({"agent": "worker"}.get(kind, kind))
+
+
+async def under_kills(
+    served: Served,
+    num_steps: int,
+    victims: dict[str, str],
+    choose: Callable[[list[int]], list[int]],
+) -> dict[str, Any]:
+    """What the program gets.
+
+    Args: victims: a line that it writes when it is so far → whose processes are killed then.
+          choose: of these.
+    """
+    program = await served.start_sdk(str(SDK_CHILD), "steps", str(num_steps))
+    assert program.stderr is not None
+    while victims and (line := (await program.stderr.readline()).decode()):
+        if kind := victims.pop(line.strip(), None):
+            while not (found := processes(served.mesh, kind)):
+                await asyncio.sleep(0.02)
+            for pid in choose(found):
+                with suppress(ProcessLookupError):  # it has just ended with another
+                    os.kill(pid, signal.SIGKILL)
+    said = await told(program)
+    assert not victims, "the program ended before all were killed"
+    return said
+
+
+async def test_losses_are_the_same_bits_whoever_is_killed(
+    served: Served, quiet: dict[str, Any]
+) -> None:
+    victims = {"begun": "gateway", "step 3": "worker-train-0", "step 7": "router"}
+    victims |= {"step 11": "scheduler", "step 13": "rank", "step 15": "gateway"}
+    assert await under_kills(served, NUM_STEPS, victims, lambda all_: all_) == quiet
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_losses_are_the_same_bits_in_a_storm_of_kills(served: Served, seed: int) -> None:
+    """Twenty processes are killed, at random steps."""
+    rng = random.Random(seed)
+    kinds = [*VICTIMS] * KILLS_OF_EACH
+    at = rng.sample(range(NUM_STORM_STEPS - 1), len(kinds))
+    victims = dict(zip([f"step {step + 1}" for step in at], kinds, strict=True))
+    undisturbed = await served.sdk("steps", str(NUM_STORM_STEPS))
+    assert len(undisturbed["losses"]) == NUM_STORM_STEPS
+    disturbed = await under_kills(
+        served, NUM_STORM_STEPS, victims, lambda found: [rng.choice(found)]
+    )
+    assert disturbed == undisturbed
 
 
 @pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
-async def test_program_goes_on_over_a_restart_of_the_whole_mesh(short_dir: Path, how: str) -> None:
+async def test_program_goes_on_over_a_restart_of_the_whole_mesh(
+    short_dir: Path, quiet: dict[str, Any], how: str
+) -> None:
     """The same program, on a mesh that stays and on one that ends and is started again."""
-    port = 0
     async with serving(short_dir) as served:
-        quiet = await served.sdk("steps")
-        port = served.port
-        program = await served.start_sdk(str(SDK_CHILD), "steps")
+        program = await served.start_sdk(str(SDK_CHILD), "steps", str(NUM_STEPS))
         assert program.stderr is not None
-        while (await program.stderr.readline()).decode().strip() != "step 20":
+        while (await program.stderr.readline()).decode().strip() != "step 8":
             pass
         if how == "killed":
             for pid in served.mesh.pids():
                 os.kill(pid, signal.SIGKILL)
-    async with serving(short_dir, port=port):
+    async with serving(short_dir, port=served.port):
         assert await told(program) == quiet

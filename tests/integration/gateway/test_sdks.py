@@ -34,7 +34,7 @@ _NUM_CHATS = 128
 @pytest.mark.skipif(not OLD.exists(), reason="make test-sdks installs it")
 async def test_oldest_sdk_does_what_the_newest_does(short_dir: Path) -> None:
     async with serving(short_dir) as served:
-        old, new = await served.sdk("whole", OLD), await served.sdk("whole")
+        old, new = await served.sdk("whole", python=OLD), await served.sdk("whole")
     for name in ("losses", "sampled", "named", "earlier", "loaded", "went_on", "drawn", "ppo"):
         assert old[name] == new[name], name
 

@@ -12,19 +12,21 @@ import aiohttp
 import msgspec
 import openai
 import pytest
+import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 
 from phaseloom.common.contract.events import CancelRequested, OperationFinished, QueuedOperation
 from phaseloom.common.contract.operations import Outcome
 from tests.support.bytetokens import save_tokenizer
-from tests.support.gateway import TEMPLATE, serving
+from tests.support.directories import short_directory
+from tests.support.gateway import TEMPLATE, Served, serving
 from tests.support.jobs import following
 from tests.support.pretrained import save_model
 from tests.support.tinymodel import VOCAB
 
-pytestmark = pytest.mark.timeout(240)
-LONG = 1500
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+LONG = 300
 """New tokens of a sample: long enough to be told in several parts."""
 BYTES = sorted(set("aé中😀 bcdefghijkl".encode()))
 TOKENS = [bytes([byte]) for byte in BYTES] + [b"%d" % i for i in range(VOCAB - len(BYTES))]
@@ -88,12 +90,16 @@ class Joined:
         assert len(whole.choices) == len(self.ends)
 
 
-async def test_streams_send_what_the_whole_answer_has_while_it_is_drawn(short_dir: Path) -> None:
-    saved = await asyncio.to_thread(model, short_dir / "long")
-    async with (
-        serving(short_dir, long=saved) as served,
-        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api,
-    ):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    with short_directory() as directory:
+        saved = await asyncio.to_thread(model, directory / "long")
+        async with serving(directory, long=saved) as running:
+            yield running
+
+
+async def test_streams_send_what_the_whole_answer_has_while_it_is_drawn(served: Served) -> None:
+    async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api:
         ids = {"return_token_ids": True}
         common: dict[str, Any] = {"model": "long", "n": 2, "seed": 5, "max_tokens": LONG}
         usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
@@ -141,12 +147,10 @@ async def test_streams_send_what_the_whole_answer_has_while_it_is_drawn(short_di
         assert events[-1]["choices"][0]["finish_reason"] == plain.choices[0].finish_reason
 
 
-async def test_who_hangs_up_cancels_and_a_refusal_has_its_status(short_dir: Path) -> None:
-    saved = await asyncio.to_thread(model, short_dir / "long")
+async def test_who_hangs_up_cancels_and_a_refusal_has_its_status(served: Served) -> None:
     async with (
-        serving(short_dir, long=saved) as served,
         following(served.mesh) as log,
-        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api,
+        AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api,
     ):
         with pytest.raises(openai.BadRequestError, match="vocabulary"):
             await api.completions.create(model="long", prompt=[VOCAB], stream=True)

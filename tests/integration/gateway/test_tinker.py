@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.support.gateway import OTHER, SDK_CHILD, serving, told
-from tests.support.jobs import tenant
+from tests.support.gateway import OTHER, Served
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.mark.parametrize(("part", "rank"), [("whole", 8), ("full", 0)])
-async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path, part: str, rank: int) -> None:
-    async with serving(short_dir) as served:
-        said = await served.sdk(part)
+async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, rank: int) -> None:
+    said = await served.sdk(part)
     assert said["models"] == ["tiny"]
     assert said["info"] == ["tiny", rank > 0, rank]
     assert said["losses"][0] == said["before"]
@@ -42,36 +37,21 @@ async def test_sdk_trains_samples_saves_and_goes_on(short_dir: Path, part: str, 
     assert said["runs"] == 3
     assert said["listed"] == said["paths"]
     assert "NotFoundError" in said["gone"]
-    names = {path.name for path in await asyncio.to_thread(short_dir.glob, "**/sampler/*-*")}
+    saved = await asyncio.to_thread(served.mesh.run_dir.glob, "**/sampler/*-*")
+    names = {path.name for path in saved}
     assert any(name.endswith("-a_name") for name in names)
     assert not any(name.endswith("-gone") for name in names)
     assert "there is no model 'none'" in said["unknown_model"]
     assert "NotFoundError" in said["unknown_path"]
 
 
-async def test_reward_rises_through_the_sdk(short_dir: Path) -> None:
-    async with serving(short_dir) as served:
-        rewards = (await served.sdk("reward"))["rewards"]
+async def test_reward_rises_through_the_sdk(served: Served) -> None:
+    rewards = (await served.sdk("reward"))["rewards"]
     assert rewards[-1] > rewards[0] + 0.3, rewards
 
 
-async def test_losses_are_the_same_bits_whoever_is_killed(short_dir: Path) -> None:
-    async with serving(short_dir) as served:
-        quiet = await served.sdk("steps")
-        disturbed = await served.start_sdk(str(SDK_CHILD), "steps")
-        assert disturbed.stderr is not None
-        victims = {"begun": "gateway", "step 8": "worker-train-0", "step 20": "router-0"}
-        victims |= {"step 25": "gateway", "step 35": "scheduler", "step 45": "gateway"}
-        while victims and (line := (await disturbed.stderr.readline()).decode()):
-            if service := victims.pop(line.strip(), None):
-                for pid in served.mesh.pids(service):
-                    os.kill(pid, signal.SIGKILL)
-        assert not victims, "the program ended before all were killed"
-        assert await told(disturbed) == quiet
-
-
-async def test_nothing_of_a_tenant_is_another_tenants(short_dir: Path) -> None:
-    async with serving(short_dir) as served, aiohttp.ClientSession(served.url) as http:
+async def test_nothing_of_a_tenant_is_another_tenants(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http:
 
         async def post(call: str, key: str, **body: Any) -> tuple[int, dict[str, Any]]:
             headers = {"X-API-Key": key}
@@ -121,8 +101,8 @@ async def test_nothing_of_a_tenant_is_another_tenants(short_dir: Path) -> None:
         assert (await post("session_heartbeat", own, **session))[0] == 410
 
 
-async def test_calls_out_of_order_run_in_order(short_dir: Path) -> None:
-    async with serving(short_dir) as served, aiohttp.ClientSession(served.url) as http:
+async def test_calls_out_of_order_run_in_order(served: Served) -> None:
+    async with aiohttp.ClientSession(served.url) as http:
         headers = {"X-API-Key": served.key()}
 
         async def post(call: str, **body: Any) -> dict[str, Any]:
@@ -140,33 +120,3 @@ async def test_calls_out_of_order_run_in_order(short_dir: Path) -> None:
         assert "metrics" in await post("retrieve_future", **first)
         assert (await waiting)["path"] == f"tinker://{model['model_id']}/weights/after"
         assert await post("save_weights", **model, seq_id=2, path="after") == second
-
-
-async def test_models_of_a_program_that_is_gone_are_ended(short_dir: Path) -> None:
-    async with (
-        serving(short_dir, session_s=2.0) as served,
-        tenant(served.mesh) as mesh,
-        aiohttp.ClientSession(served.url, headers={"X-API-Key": served.key()}) as http,
-    ):
-
-        async def post(call: str, **body: Any) -> tuple[int, dict[str, Any]]:
-            async with http.post(f"/api/v1/{call}", json=body) as answer:
-                return answer.status, await answer.json()
-
-        _, session = await post("create_session")
-        _, promise = await post("create_model", **session, model_seq_id=0, base_model="tiny")
-        making = asyncio.create_task(post("retrieve_future", **promise))
-        while not making.done():
-            assert (await post("session_heartbeat", **session))[0] == 200
-            await asyncio.sleep(0.1)
-        _, made = await making
-        job = f"tinker-{session['session_id']}-0"
-        while (await mesh.status(job)).state != "done":
-            await asyncio.sleep(0.1)
-        # Its models are ended first, so that a gateway that dies between goes on with it.
-        while (await post("session_heartbeat", **session))[0] != 410:
-            await asyncio.sleep(0.1)
-        status, refused = await post(
-            "optim_step", model_id=made["model_id"], seq_id=1, adam_params={"learning_rate": 1.0}
-        )
-        assert (status, "is done" in refused["detail"]) == (400, True), refused

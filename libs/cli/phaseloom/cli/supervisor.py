@@ -64,6 +64,9 @@ _STOP_TIMEOUT_S = 12.0
 _READY_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 1.0
 _ANSWER_PAUSE_S = 0.02
+_HEAD_BYTES = 64
+_ANY_CALL = "/api/v1/get_server_capabilities"
+"""A call of the gateway that is answered for a tenant."""
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -465,6 +468,8 @@ class Mesh:
         self._stack = AsyncExitStack()
         self._supervising: asyncio.Task[None] | None = None
         self._bus: Bus | None = None
+        self._begins_at = 1
+        """Where in the decision log this mesh begins."""
 
     @property
     def url(self) -> str:
@@ -485,6 +490,8 @@ class Mesh:
             await stack.enter_async_context(self._server)
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
+            # An earlier run in this directory has told of its nodes, too.
+            self._begins_at = await self._bus.log_end() + 1
             await self._register_models(self._bus)
             specs = child_specs(
                 self.config, self.run_dir, sockets, self.credentials, secrets.token_urlsafe(24)
@@ -534,7 +541,7 @@ class Mesh:
                     group.create_task(self._answers(call, encode(request), service, missing))
                 if self.config.gateway_port:
                     missing.add("gateway")
-                    group.create_task(self._listens(self.config.gateway_port, missing))
+                    group.create_task(self._gateway_serves(self.config.gateway_port, missing))
         except TimeoutError:
             raise ResourceError(
                 f"the mesh is not up after {timeout_s:.0f} s: no {', '.join(sorted(missing))}",
@@ -611,7 +618,7 @@ class Mesh:
     async def _nodes_up(self, missing: set[str]) -> None:
         assert self._bus is not None
         wanted = {f"node {node.name}" for node in self.config.nodes}
-        async with aclosing(self._bus.read_log()) as entries:
+        async with aclosing(self._bus.read_log(self._begins_at)) as entries:
             async for entry in entries:
                 if isinstance(entry.event, NodeUp):
                     missing.discard(f"node {entry.event.node}")
@@ -620,15 +627,20 @@ class Mesh:
                 if not missing & wanted:
                     return
 
-    async def _listens(self, port: int, missing: set[str]) -> None:
+    async def _gateway_serves(self, port: int, missing: set[str]) -> None:
+        """Wait until the gateway serves a tenant. Something else may listen at the port, and a
+        gateway of this run's that was killed may have the tenant's lease for a while."""
+        key = api_key(self.credentials.tenants[self.config.tenants[0]])
         while "gateway" in missing:
             try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except ConnectionRefusedError:
-                await asyncio.sleep(_ANSWER_PAUSE_S)
-            else:
-                writer.close()
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    status = await _status_of(port, _ANY_CALL, key)
+            except (OSError, TimeoutError):
+                status = ""
+            if status == "200":
                 missing.discard("gateway")
+            else:
+                await asyncio.sleep(_ANSWER_PAUSE_S)
 
     async def _answers(self, call: str, request: bytes, service: str, missing: set[str]) -> None:
         """Wait for any answer of a service, an error too: what is asked for does not exist."""
@@ -668,6 +680,20 @@ class Mesh:
         }
         content = msgspec.json.format(msgspec.json.encode(state)) + b"\n"
         replace_file(self.run_dir / "mesh.json", content, 0o644)
+
+
+async def _status_of(port: int, path: str, key: str) -> str:
+    """The status that this machine answers a GET with; something else where it speaks no HTTP.
+
+    Raises: OSError: nothing listens at the port, or it hangs up.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(f"GET {path} HTTP/1.0\r\nX-API-Key: {key}\r\n\r\n".encode())
+        head = await reader.read(_HEAD_BYTES)
+    finally:
+        writer.close()
+    return head.decode(errors="replace").partition(" ")[2][:3]
 
 
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:

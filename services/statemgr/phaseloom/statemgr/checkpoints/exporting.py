@@ -148,9 +148,9 @@ class Exporter:
         """Write the operation's snapshot to disk; the write goes on where the caller is gone.
         Idempotent.
 
-        Raises: CallerError: FAILED_PRECONDITION: there is no such snapshot; ALREADY_EXISTS: the
-                name is another operation's. ResourceError: RESOURCE_EXHAUSTED: the disk is full,
-                and nothing of the checkpoint is left behind.
+        Raises: CallerError: ALREADY_EXISTS: the name is another operation's. ResourceError:
+                ABORTED: there is no such snapshot; RESOURCE_EXHAUSTED: the disk is full, and
+                nothing of the checkpoint is left behind.
         """
         key, operation = rank.wpg.key, request.operation
         async with self._locks[key]:
@@ -174,11 +174,10 @@ class Exporter:
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
         snapshot = self._node.snapshots.get((key, request.operation))
         if snapshot is None or snapshot.name != request.name:
-            raise CallerError(
-                f"there is no snapshot of {key} for {request.name!r}",
-                code=Code.FAILED_PRECONDITION,
-                field="operation",
-                remedy="send TakeSnapshot first",
+            raise ResourceError(
+                f"there is no snapshot of {key} for {request.name!r}: none was taken, or the agent "
+                "has gone since",
+                code=Code.ABORTED,
             )
         write = _Write(snapshot)
         self._writes[(key, request.operation)] = write

@@ -44,7 +44,7 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.devicequeue import Call
 from phaseloom.worker.rank.executor import Executor, Refused
-from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.group import GroupLost, Ranks
 from phaseloom.worker.rank.outcomes import Outcomes
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareResult
@@ -204,7 +204,7 @@ class StateOperations:
         makes one checkpoint of all.
 
         Args:   free_devices: called between the copy and the writing.
-        Raises: Refused: the state was read only.
+        Raises: Refused: the state was read only. GroupLost: this incarnation is ending.
         """
         permit, operation = call.permit, call.operation.id
         clock_s = time.perf_counter()
@@ -221,6 +221,9 @@ class StateOperations:
                 operation, args.name, config, args.keep, _companions(self.settings.spec.model)
             )
         except PhaseloomError as error:
+            if error.info.code is Code.ABORTED:
+                # The agent is gone, so the snapshot is too, and soon this rank.
+                raise GroupLost from error
             raise Refused(error.info) from error
         own = self.settings.deployment
         result = SaveStateResult(f"{own.job}/{own.deployment}/{args.name}", sha256)
