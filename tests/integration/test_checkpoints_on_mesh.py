@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from phaseloom import client
+from phaseloom.cli import checkpoints
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.events import StateSnapshotTaken
+from tests.integration.test_cli_jobs import shown
 from tests.support.jobs import TENANT, Log, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson, policy_spec
 
@@ -78,6 +83,104 @@ async def test_root_that_is_no_directory_is_told_so_and_training_goes_on(short_d
                 await save
         policy = (await connection.attach("calm")).deployment("policy")
         await policy.publish_weights()
+
+
+async def test_checkpoints_are_listed_kept_deleted_and_downloaded_by_their_tenant_alone(
+    short_dir: Path,
+) -> None:
+    config = MeshConfig(nodes=NODES, tenants=[TENANT, "other"])
+    async with (
+        running_mesh(config, short_dir) as (mesh, _),
+        tenant(mesh) as connection,
+        tenant(mesh, "other") as stranger,
+    ):
+        job = await connection.submit_job("calm", [policy_spec()])
+        policy = job.deployment("policy")
+        old = await policy.save_state("c")
+        policy.forward_backward(lesson(0).batch, lesson(0).loss)
+        policy.optim_step(STEP.adam)
+        await policy.load_state("c")
+        with pytest.raises(client.CallerError) as raised:
+            await policy.save_state("c")
+        assert raised.value.info.code is client.Code.ALREADY_EXISTS
+        policy.forward_backward(lesson(0).batch, lesson(0).loss)
+        policy.optim_step(STEP.adam)
+        new = await policy.save_state("c", overwrite=True)
+        assert new.weights_sha256 != old.weights_sha256
+        shown = await connection.show_checkpoint("calm", "policy", "c")
+        assert shown.weights_sha256 == new.weights_sha256
+        await policy.save_state("last", controller_blob=b"here", ttl_s=1e-3)
+        with pytest.raises(client.CallerError, match="falls back") as raised:
+            await connection.delete_checkpoint("calm", "policy", "last")
+        assert raised.value.info.code is client.Code.FAILED_PRECONDITION
+        with pytest.raises(client.CallerError, match="falls back"):
+            await policy.save_state("last", overwrite=True)
+        with pytest.raises(client.CallerError) as raised:
+            await policy.save_state("never", ttl_s=-1.0)
+        assert raised.value.info.field == "args.ttl_s"
+
+        # The rank that loaded what was overwritten, and then deleted, is rebuilt from it.
+        archive = await connection.archive_checkpoint("calm", "policy", "c")
+        assert await connection.delete_checkpoint("calm", "policy", "c") == shown.num_bytes
+        kill_rank(mesh, "calm.policy")
+        assert (await policy.save_state("rebuilt")).weights_sha256 == new.weights_sha256
+        content = b"".join([part async for part in archive])
+        assert len(content) == archive.num_bytes
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            assert {member.name: member.size for member in tar.getmembers()} == {
+                f"c/{name}": num_bytes for name, num_bytes in shown.files.items()
+            }
+
+        assert (await stranger.list_checkpoints()).checkpoints == []
+        for name in ("rebuilt", "never"):
+            for call in (
+                stranger.show_checkpoint,
+                stranger.delete_checkpoint,
+                stranger.archive_checkpoint,
+            ):
+                with pytest.raises(client.CallerError) as raised:
+                    await call("calm", "policy", name)
+                assert raised.value.info.code is client.Code.NOT_FOUND
+        with pytest.raises(client.CallerError) as raised:
+            await connection.show_checkpoint("calm", "policy", "../other")
+        assert raised.value.info.field == "name"
+
+        # The last one has expired, and stays for as long as the job may fall back to it.
+        listed = await connection.list_checkpoints("calm")
+        assert [each.name for each in listed.checkpoints] == ["last", "rebuilt"]
+        assert listed.silent_nodes == []
+        await job.finish()
+        async with asyncio.timeout(120):
+            while "last" in [c.name for c in (await connection.list_checkpoints()).checkpoints]:
+                await asyncio.sleep(0.1)
+        await commands(mesh, short_dir)
+        assert (await connection.list_checkpoints()).checkpoints == []
+
+
+async def commands(mesh: Mesh, directory: Path) -> None:
+    """What an operator does with the checkpoint that is left."""
+
+    async def run(call: object, *args: object) -> str:
+        return await asyncio.to_thread(shown, call, *args, run=mesh.run_dir)
+
+    name = f"{TENANT}.calm.policy.rebuilt"
+    assert name in await run(checkpoints.list_checkpoints)
+    assert name in await run(checkpoints.list_checkpoints, f"{TENANT}.calm.policy")
+    assert "none yet" in await run(checkpoints.list_checkpoints, "other")
+    assert "for 100 s" in await run(checkpoints.expire, name, 100.0)
+    assert "until it is deleted" in await run(checkpoints.expire, name, 0.0)
+    assert "model.safetensors: " in await run(checkpoints.show, name)
+    file = directory / "c.tar"
+    await run(checkpoints.archive, name, file)
+    with tarfile.open(file) as tar:
+        assert "rebuilt/config.json" in tar.getnames()
+    with pytest.raises(client.CallerError, match="exists"):
+        await run(checkpoints.archive, name, file)
+    assert "deleted" in await run(checkpoints.delete, name)
+    with pytest.raises(client.CallerError, match="does not exist"):
+        await run(checkpoints.delete, name)
+    with pytest.raises(client.CallerError, match="is not <tenant>"):
+        await run(checkpoints.show, "demo.calm")
 
 
 def kill(mesh: Mesh, what: str) -> None:

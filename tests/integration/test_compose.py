@@ -247,8 +247,31 @@ def test_kind_of_devices_and_site_are_said_once_for_all_nodes() -> None:
 
 
 def test_services_that_scale_have_no_name_or_port_of_their_own() -> None:
-    for name in ("router", "scheduler"):
+    for name in ("router", "scheduler", "gateway"):
         assert not {"container_name", "ports"} & set(ours()[name])
+
+
+def test_front_finds_every_gateway_where_it_listens() -> None:
+    spec = compose()["services"]["front"]
+    source, inside = spec["volumes"][0].split(":")[:2]
+    assert inside == "/usr/local/etc/haproxy/haproxy.cfg", "where the image reads it"
+    settings = (ROOT / source).read_text()
+    environment = instruction(ROOT / ours()["gateway"]["build"]["dockerfile"], "ENV")
+    (port,) = re.findall(r"PHASELOOM_GATEWAY_PORT=(\d+)", environment)
+    assert re.search(rf"\bserver-template \S+ \d+ gateway:{port} check\b", settings)
+    assert spec["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert f"bind :{port}\n" in settings
+
+
+@pytest.mark.skipif(not shutil.which("haproxy"), reason="needs haproxy")
+def test_settings_of_the_front_are_valid() -> None:
+    done = subprocess.run(
+        ["haproxy", "-c", "-f", ROOT / "deploy/haproxy/haproxy.cfg"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("docker-compose"), reason="needs docker-compose")

@@ -248,7 +248,8 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("arrays", "codec", "ids", "state_layout"),
         ("agents", "commands", "operations"),
         ("api", "checks", "continuation", "events", "state_agent", "streaming"),
-        ("kinds", "state_rank", "streams"),
+        ("checkpoints", "kinds", "streams"),
+        ("state_rank",),
         ("schema",),
     ],
     "phaseloom.scheduler.core": [

@@ -5,6 +5,7 @@ is killed: it gets the same losses and samples, bit for bit, as one that nothing
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from loadtest.processes import children
 from phaseloom.cli.supervisor import Mesh
 from tests.support.directories import short_directory
 from tests.support.gateway import SDK_CHILD, Served, serving, told
+from tests.support.jobs import TENANT
 from tests.support.processes import until_gone
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -48,22 +50,24 @@ async def quiet(served: Served) -> dict[str, Any]:
 class Caller:
     """A program that opens a connection for each call, so that any replica may get it."""
 
-    def __init__(self, http: aiohttp.ClientSession, key: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, key: str, patience_s: float = 300.0) -> None:
+        """Args: patience_s: after which it asks again."""
         self._http = http
         self._headers = {"X-API-Key": key, "Connection": "close"}
+        self._timeout = aiohttp.ClientTimeout(patience_s)
 
     async def __call__(self, call: str, **body: object) -> dict[str, object]:
         while True:
             try:
                 async with self._http.post(
-                    f"/api/v1/{call}", json=body, headers=self._headers
+                    f"/api/v1/{call}", json=body, headers=self._headers, timeout=self._timeout
                 ) as answer:
                     if answer.status not in (408, 503):
                         assert answer.status == 200, await answer.text()
                         said: dict[str, object] = await answer.json(content_type=None)
                         return said
-            except aiohttp.ClientConnectionError:
-                pass  # a replica was killed: ask another
+            except (aiohttp.ClientConnectionError, TimeoutError):
+                pass  # a replica was killed, or is stopped: ask another
             await asyncio.sleep(PAUSE_S)
 
 
@@ -87,6 +91,37 @@ async def test_any_replica_answers_for_the_one_that_was_killed(served: Served) -
         path = f"tinker://{model['model_id']}/weights/after"
         assert [said["path"] for said in await asyncio.gather(*waiting)] == [path] * 4
         assert await call("save_weights", **model, seq_id=2, path="after") == save
+
+
+async def test_nobody_waits_for_a_replica_that_hangs(served: Served) -> None:
+    """What it was passed is passed to the one that serves the tenant now."""
+    async with aiohttp.ClientSession(served.url) as http:
+        call = Caller(http, served.key(), patience_s=2.0)
+        session = await call("create_session")
+        promise = await call("create_model", **session, model_seq_id=0, base_model="tiny")
+        model = {"model_id": (await call("retrieve_future", **promise))["model_id"]}
+        save = await call("save_weights", **model, seq_id=2, path="after")
+        waiting = Caller(http, served.key())
+        waits = [asyncio.create_task(waiting("retrieve_future", **save)) for _ in range(16)]
+        await call("session_heartbeat", **session)
+        serves = serving_replica(served.mesh)
+        served.mesh.kill(serves, signal.SIGSTOP)
+        try:
+            await call("optim_step", **model, seq_id=1, adam_params={"learning_rate": 1e-3})
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            served.mesh.kill(serves, signal.SIGCONT)
+        path = f"tinker://{model['model_id']}/weights/after"
+        assert [said["path"] for said in await asyncio.gather(*waits)] == [path] * 16
+
+
+def serving_replica(mesh: Mesh) -> str:
+    """The one that serves the tenant, as its log says."""
+    logs = (mesh.run_dir / "logs").glob("gateway-*.log")
+    lines = [(log.stem, line) for log in logs for line in log.read_text().splitlines()]
+    begun = f"{TENANT} is served here"
+    times = [(json.loads(line)["time"], name) for name, line in lines if begun in line]
+    return str(max(times)[1])
 
 
 def processes(mesh: Mesh, kind: str) -> list[int]:

@@ -32,6 +32,14 @@ _MODEL_COMMANDS = {
     "remove": ("models:remove", "Remove the name of a model; its files stay."),
 }
 """The subcommands of `phaseloom model`: `module:function` and the line of help."""
+_CHECKPOINT_COMMANDS = {
+    "archive": ("checkpoints:archive", "Download a checkpoint as a tar file."),
+    "delete": ("checkpoints:delete", "Delete a checkpoint that its job does not fall back to."),
+    "expire": ("checkpoints:expire", "Set for how long a checkpoint is kept."),
+    "list": ("checkpoints:list_checkpoints", "List the checkpoints, the newest last."),
+    "show": ("checkpoints:show", "Describe a checkpoint, with its files."),
+}
+"""The subcommands of `phaseloom checkpoint`, likewise."""
 
 
 def application() -> App:
@@ -47,10 +55,16 @@ def application() -> App:
     for place, line in _COMMANDS.items():
         name = place.partition(":")[2]
         app.command(f"{__package__}.{place}", name=name, help=line, help_format="markdown")
-    model = App(name="model", help="Register models that jobs can name, list and remove them.")
-    for name, (place, line) in _MODEL_COMMANDS.items():
-        model.command(f"{__package__}.{place}", name=name, help=line, help_format="markdown")
-    app.command(model)
+    models = "Register models that jobs can name, list and remove them."
+    saved = "List, describe, download and delete what jobs have saved."
+    for group, help, commands in (
+        ("model", models, _MODEL_COMMANDS),
+        ("checkpoint", saved, _CHECKPOINT_COMMANDS),
+    ):
+        within = App(name=group, help=help)
+        for name, (place, line) in commands.items():
+            within.command(f"{__package__}.{place}", name=name, help=line, help_format="markdown")
+        app.command(within)
     return app
 
 

@@ -36,7 +36,6 @@ from phaseloom.common.transport.connection import BusConfig
 
 WINDOW_S = 30.0
 NUM_NOTICES = 8
-_ENDED = frozenset({"done", "failed", "rejected"})
 _REFRESHES_PER_S = 2
 _UNBOUNDED = 1_000_000
 """Columns of a terminal on which nothing is cut or folded."""
@@ -187,7 +186,7 @@ class Dashboard:
             self._switches.popleft()
 
     def _heading(self) -> str:
-        num_jobs = sum(status.state not in _ENDED for status in self._views.values())
+        num_jobs = sum(not status.has_ended for status in self._views.values())
         num_open = sum(self._activity.depth().values())
         return (
             f"jobs: {num_jobs}, operations: {num_open} open, {self._num_operations} done; "
@@ -201,7 +200,7 @@ class Dashboard:
         depths = self._activity.depth()
         for job, status in sorted(self._views.items()):
             ran = [e for e in self._executions if e.key.job_key == job]
-            if status.state in _ENDED and not ran:
+            if status.has_ended and not ran:
                 continue
             table.add_row(
                 str(job),

@@ -16,12 +16,18 @@ from phaseloom.client.hooks import (
     RuntimeHook,
 )
 from phaseloom.client.job import Deployment, Job
-from phaseloom.client.mesh import Mesh, MeshJob, connect
+from phaseloom.client.mesh import CheckpointArchive, Mesh, MeshJob, connect
 from phaseloom.client.operations import OperationHandle
 from phaseloom.client.phases import Phase, phase, runtime_hook
 from phaseloom.client.rollouts import Rollout, RolloutResult, VersionRun
 from phaseloom.client.streams import GenerateHandle, Piece
-from phaseloom.common.contract.api import Checkpoint, Explanation, JobStatus
+from phaseloom.common.contract.api import (
+    Checkpoint,
+    CheckpointList,
+    Explanation,
+    JobStatus,
+    SavedCheckpoint,
+)
 from phaseloom.common.contract.arrays import Float32s, float32s, int32s
 from phaseloom.common.contract.continuation import continued
 from phaseloom.common.contract.errors import (
@@ -69,6 +75,8 @@ __all__ = [
     "Batching",
     "CallerError",
     "Checkpoint",
+    "CheckpointArchive",
+    "CheckpointList",
     "Code",
     "Cycle",
     "Datum",
@@ -110,6 +118,7 @@ __all__ = [
     "RuntimeHook",
     "SamplingParams",
     "SaveStateResult",
+    "SavedCheckpoint",
     "Segment",
     "Sequence",
     "SyncWeightsResult",

@@ -201,6 +201,8 @@ class Deployment:
         controller_blob: bytes = b"",
         checkpoints: Mapping[str, str] | None = None,
         keep: int = 0,
+        ttl_s: float = 0.0,
+        overwrite: bool = False,
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.SaveStateResult]:
@@ -214,8 +216,12 @@ class Deployment:
                   this one is durable, this one included; older ones are deleted. One that the job
                   may fall back to is never deleted. 0: this checkpoint stays, whatever is saved
                   later.
+              ttl_s: for how long it is kept once it is durable; 0: until it is deleted. While the
+                  job may fall back to it, it stays longer.
+              overwrite: whether to replace a checkpoint of the same name, which must not be one
+                  that the job may fall back to.
         """
-        args = ops.SaveState(name, controller_blob, dict(checkpoints or {}), keep)
+        args = ops.SaveState(name, controller_blob, dict(checkpoints or {}), keep, ttl_s, overwrite)
         return self._submit([args], after, ops.SaveStateResult, timeout_s)
 
     def delete_checkpoint(
@@ -223,9 +229,10 @@ class Deployment:
     ) -> OperationHandle[ops.DeleteCheckpointResult]:
         """Remove a checkpoint of this deployment; await its `save_state` before.
 
-        It is refused where the job may need it: the last one with a controller's blob, the one
-        before, and what the deployment has loaded. Other deployments that have loaded it should
-        have saved their state since.
+        It is refused where the job may fall back to it: the last one with a controller's blob, and
+        the one before. Deployments that have loaded it keep its files until they need them no more.
+        `Mesh.delete_checkpoint` does the same out of the operations' order, and when the job has
+        ended.
         """
         args = ops.DeleteCheckpoint(name)
         return self._submit([args], after, ops.DeleteCheckpointResult, timeout_s)

@@ -56,7 +56,6 @@ _BEATS_PER_LEASE = 3
 _BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
-_ENDED = frozenset({"done", "failed", "rejected"})
 _READY, _STOPPED = "ready", "stopped"
 
 
@@ -221,6 +220,22 @@ class MeshJob(Job):
                 self._declared ^= {pool}
 
 
+class CheckpointArchive:
+    """A tar file with a directory, the checkpoint. Iterate over it once for its bytes."""
+
+    def __init__(self, num_bytes: int, read: Callable[[int], Awaitable[bytes]]) -> None:
+        self.num_bytes = num_bytes
+        self._read = read
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """The bytes, in parts of 1 MiB at most. Raises: PhaseloomError: it cannot be read on."""
+        offset = 0
+        while offset < self.num_bytes:
+            part = await self._read(offset)
+            offset += len(part)
+            yield part
+
+
 class Mesh:
     """A tenant's connection to the mesh. Get it from `connect`."""
 
@@ -264,7 +279,7 @@ class Mesh:
         await self._once("job.submit", api.SubmitJob(name, spec))
 
         def is_active(status: api.JobStatus) -> bool:
-            if status.state in _ENDED:
+            if status.has_ended:
                 raise _why_ended(status)
             return status.state == "active"
 
@@ -295,14 +310,14 @@ class Mesh:
     async def drain(self, name: str) -> None:
         """Let a job end once its open operations have ended, and wait for that."""
         await self._call("job.drain", api.JobRequest(name), api.JobStatus)
-        await self._until(name, lambda status: status.state in _ENDED)
+        await self._until(name, lambda status: status.has_ended)
 
     async def create_deployment(self, request: api.CreateDeployment) -> api.DeploymentStatus:
         """Add a deployment to a job, and wait until it is up (`MeshJob.create_deployment`)."""
         await self._once("deployment.create", request)
 
         def of(status: api.JobStatus) -> api.DeploymentStatus:
-            if status.state in _ENDED:
+            if status.has_ended:
                 raise _why_ended(status)
             found = [d for d in status.deployments if d.name == request.spec.name]
             if not found or found[0].state == _STOPPED:
@@ -321,6 +336,72 @@ class Mesh:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         return status
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    async def list_checkpoints(self, job: str = "", deployment: str = "") -> api.CheckpointList:
+        """This tenant's checkpoints, also of jobs that have ended. The newest is the last.
+
+        Args: job, deployment: only those of that name; empty: all.
+        """
+        request = api.ListCheckpoints(job, deployment)
+        return await self._call("checkpoint.list", request, api.CheckpointList)
+
+    async def show_checkpoint(self, job: str, deployment: str, name: str) -> api.SavedCheckpoint:
+        """Describe a checkpoint, with its files. Raises: CallerError: NOT_FOUND."""
+        request = api.CheckpointRequest(job, deployment, name)
+        return await self._call("checkpoint.show", request, api.SavedCheckpoint)
+
+    async def expire_checkpoint(
+        self, job: str, deployment: str, name: str, ttl_s: float
+    ) -> api.SavedCheckpoint:
+        """Keep a checkpoint for so long from now; 0: until it is deleted.
+
+        Raises: CallerError: NOT_FOUND.
+        """
+        request = api.ExpireCheckpoint(job, deployment, name, ttl_s)
+        return await self._call("checkpoint.expire", request, api.SavedCheckpoint)
+
+    async def delete_checkpoint(self, job: str, deployment: str, name: str) -> int:
+        """Remove a checkpoint. Deployments that have loaded it keep its files until they need them
+        no more.
+
+        Returns: the bytes of its files; 0: an earlier try has removed it.
+        Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: its job falls back to it.
+        """
+        request = api.CheckpointRequest(job, deployment, name)
+        was_lost = False
+
+        async def attempt() -> int:
+            nonlocal was_lost
+            try:
+                deleted = await call_api(
+                    self._client, self._tenant, "checkpoint.delete", request, api.CheckpointDeleted
+                )
+            except CallerError as error:
+                if was_lost and error.info.code is Code.NOT_FOUND:
+                    return 0
+                raise
+            except ResourceError:
+                was_lost = True
+                raise
+            return deleted.num_bytes
+
+        return await self._retried(attempt)
+
+    async def archive_checkpoint(self, job: str, deployment: str, name: str) -> CheckpointArchive:
+        """Open a checkpoint as a tar file, which is the same whatever becomes of the checkpoint.
+
+        Raises: CallerError: NOT_FOUND. ResourceError: too many archives are open.
+        """
+        request = api.CheckpointRequest(job, deployment, name)
+        opened = await self._call("checkpoint.archive", request, api.OpenedArchive)
+
+        async def read(offset: int) -> bytes:
+            part = api.ReadArchive(opened.archive, offset)
+            return (await self._call("checkpoint.read", part, api.ArchivePart)).content
+
+        return CheckpointArchive(opened.num_bytes, read)
 
     async def declare_phase(self, request: api.PhaseRequest) -> None:
         """Tell the mesh of a phase. Not retried, since a late hint is worth nothing."""

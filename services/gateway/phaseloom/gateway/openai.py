@@ -34,16 +34,13 @@ from phaseloom.common.process import lifecycle
 from phaseloom.gateway.core.text import TextParts
 from phaseloom.gateway.http import body_of, error_body, status_of, tenant_of
 from phaseloom.gateway.records import CheckpointRecord
+from phaseloom.gateway.replicas import HUNG_UP, LOOK_S
 from phaseloom.gateway.sampling import Source, check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tokenizers import ModelTokenizer, tokenizer_of
 
 PREFIX = "/v1"
 _DEFAULT_TOKENS = 16
-_LOOK_S = 1.0
-"""How often it is looked whether the caller of a request still waits."""
-_HUNG_UP = 499
-"""The status of an answer that nobody reads, as others have it in their logs."""
 
 routes = web.RouteTableDef()
 
@@ -373,12 +370,12 @@ async def _answer(
     task = asyncio.create_task(work())
     try:
         while not task.done():
-            await asyncio.wait([task], timeout=_LOOK_S)
+            await asyncio.wait([task], timeout=LOOK_S)
             if request.transport is None:
-                return web.Response(status=_HUNG_UP)
+                return web.Response(status=HUNG_UP)
         return await task
     except ConnectionResetError:
-        return web.Response(status=_HUNG_UP)
+        return web.Response(status=HUNG_UP)
     finally:
         await lifecycle.end([task])
         for handle in handles:

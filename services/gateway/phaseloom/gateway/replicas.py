@@ -21,7 +21,7 @@ import nats.errors
 from aiohttp import web
 from yarl import URL
 
-from phaseloom.client import ResourceError
+from phaseloom.client import PhaseloomError, ResourceError
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
@@ -38,6 +38,10 @@ _LEASE_TTL_S = 3.0
 _PAUSE_S = 0.1
 _SEARCH_S = 20.0
 """How long a call waits for a replica that serves its tenant."""
+LOOK_S = 1.0
+"""How often it is looked whether the caller of a request still waits."""
+HUNG_UP = 499
+"""The status of an answer that nobody reads, as others have it in their logs."""
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=2.0, sock_read=600.0)
 _PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key")
 
@@ -68,6 +72,7 @@ class Seat:
         key = gateway_lease_key(self.name)
         while True:
             lease = await Lease.acquire(self._bus, key, self._address.encode(), _LEASE_TTL_S)
+            log.info("%s is served here, at %s", self.name, self._address)
             tasks = [asyncio.create_task(self._serve(self)), asyncio.create_task(lease.keep())]
             try:
                 ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -89,6 +94,10 @@ class Seat:
             return None
         address = None if stored is None else stored.payload.decode()
         return None if address == self._address else address
+
+    async def is_lost_by(self, address: str) -> bool:
+        """Whether another replica than the one at this URL, or this one, serves the tenant now."""
+        return self.tenant is not None or (await self.holder() or address) != address
 
 
 class Replica:
@@ -124,17 +133,21 @@ async def passed_on(
     if seat is None:
         return await handler(request)
     deadline = time.monotonic() + _SEARCH_S
-    while True:
+    while request.transport is not None:
         tenant = seat.tenant
         answer: web.StreamResponse | None = None
         if tenant is not None:
-            answer = await handler(request)
-            if seat.tenant is not tenant and not answer.prepared:
+            try:
+                answer = await handler(request)
+            except PhaseloomError:
+                if seat.tenant is tenant:
+                    raise
+            if answer is not None and seat.tenant is not tenant and not answer.prepared:
                 answer = None  # it ended with the lease, and says nothing of the call
         elif _PASSED_ON in request.headers:
             return web.Response(status=_NOT_HERE)
         elif address := await seat.holder():
-            answer = await _pass_on(request, address)
+            answer = await _pass_on_while_served(request, seat, address)
         if answer is not None:
             return answer
         if time.monotonic() > deadline:
@@ -142,6 +155,26 @@ async def passed_on(
                 "no replica of the gateway serves this tenant now", remedy="try again"
             )
         await asyncio.sleep(_PAUSE_S)
+    return web.Response(status=HUNG_UP)
+
+
+async def _pass_on_while_served(
+    request: web.Request, seat: Seat, address: str
+) -> web.StreamResponse | None:
+    """Another replica's answer; None: it has none, or has lost the lease while this waited for it,
+    as one on a host that hangs. Where the caller hangs up, so does this."""
+    passing = asyncio.create_task(_pass_on(request, address))
+    try:
+        while not passing.done():
+            await asyncio.wait([passing], timeout=LOOK_S)
+            if request.transport is None:
+                return web.Response(status=HUNG_UP)
+            if not passing.done() and await seat.is_lost_by(address):
+                log.warning("%s has lost %s, and is not waited for", address, seat.name)
+                return None
+        return passing.result()
+    finally:
+        await lifecycle.end([passing])
 
 
 async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | None:
@@ -173,9 +206,11 @@ async def _stream_on(request: web.Request, answer: aiohttp.ClientResponse) -> we
     try:
         async for chunk in answer.content.iter_any():
             await stream.write(chunk)
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, asyncio.CancelledError) as error:
         log.info("a stream ends early: %r", error)
         stream.force_close()  # what was sent cannot be taken back: the caller sees no proper end
         if request.transport is not None:
             request.transport.abort()
+        if isinstance(error, asyncio.CancelledError):
+            raise
     return stream

@@ -27,9 +27,13 @@ from phaseloom.common.contract.api import (
     Attached,
     Beat,
     Checkpoint,
+    CheckpointRequest,
+    ExpireCheckpoint,
     Heartbeat,
     JobRequest,
     JobStatus,
+    ListCheckpoints,
+    ReadArchive,
     ResultReply,
     ResultRequest,
 )
@@ -58,6 +62,7 @@ from phaseloom.common.transport.bus import Bus, Conflict
 from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.services import serve_api
 from phaseloom.router.admission import Admission
+from phaseloom.router.checkpoints import Checkpoints
 from phaseloom.router.core import results, validate
 from phaseloom.router.core.limits import Limits
 
@@ -153,6 +158,7 @@ class Router:
         """
         self._bus = bus
         self._sessions = Sessions(bus)
+        self._checkpoints = Checkpoints(bus)
         self._admission = Admission(bus, limits or {})
         self._session_ttl_s = session_ttl_s
         self._queued: GroupCommit[_Queued, int] = GroupCommit(self._append_all)
@@ -176,6 +182,12 @@ class Router:
                     "session.attach": (JobRequest, self.attach),
                     "session.heartbeat": (Heartbeat, self.beat),
                     "result.get": (ResultRequest, self.get_result),
+                    "checkpoint.list": (ListCheckpoints, self._checkpoints.find),
+                    "checkpoint.show": (CheckpointRequest, self._checkpoints.show),
+                    "checkpoint.delete": (CheckpointRequest, self._checkpoints.delete),
+                    "checkpoint.expire": (ExpireCheckpoint, self._checkpoints.expire),
+                    "checkpoint.archive": (CheckpointRequest, self._checkpoints.archive),
+                    "checkpoint.read": (ReadArchive, self._checkpoints.read),
                 },
             )
             async with asyncio.TaskGroup() as operations:

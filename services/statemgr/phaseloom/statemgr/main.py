@@ -22,6 +22,8 @@ from phaseloom.common.observability.metrics import Reading
 from phaseloom.common.process import lifecycle
 from phaseloom.common.process.config import load
 from phaseloom.common.transport import framing
+from phaseloom.statemgr.checkpoints.archives import Archives
+from phaseloom.statemgr.checkpoints.catalogue import Catalogue
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
@@ -163,6 +165,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
             part.stop()
         local.close()
         addresses.close()
+        parts.archives.close()
         node.device_copies.close()
         node.handles.close()
         node.memory.close()
@@ -194,7 +197,7 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     nvme_bytes = _nvme_budget(Path(config.directory), config.nvme_bytes)
     spare_bytes = int(config.host_spare * config.host_memory_bytes)
     tiering = Tiering(node, nvme_bytes, spare_bytes)
-    exporter, loader = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
+    saved = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
     home = Home(identity, "", config.site, timeout_s)
     weights = Weights(VersionFetcher(node, tiering, home))
@@ -215,7 +218,7 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     )
     parts = Parts(
         *(node, sealer, publishing, weights, slices, tiering),
-        *(exporter, loader, replicator, disk),
+        *(*saved, replicator, disk),
     )
     return parts, server.session
 
@@ -286,14 +289,15 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _checkpoints(
     config: StateManagerConfig, node: Node, directory: StateDirectory, tiering: Tiering
-) -> tuple[Exporter, Loader]:
+) -> tuple[Exporter, Loader, Catalogue, Archives]:
     root = Path(config.checkpoint_root) if config.checkpoint_root else None
     checkpoints = Checkpoints(root, config.node)
     checkpoints.sweep()
     files = directory if root is None else StateDirectory(root)
     staging = Staging(node, tiering)
     exporter = Exporter(files, checkpoints, staging, file_bytes=config.checkpoint_file_bytes)
-    return exporter, Loader(files.disk, checkpoints, staging)
+    loader = Loader(files.disk, checkpoints, staging)
+    return exporter, loader, Catalogue(checkpoints), Archives(checkpoints)
 
 
 def _check_host(budget_bytes: int) -> None:

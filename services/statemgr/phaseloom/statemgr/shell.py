@@ -18,6 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from phaseloom.common.contract.checkpoints import (
+    DescribeCheckpoint,
+    EraseCheckpoint,
+    FindCheckpoints,
+    FindExpired,
+    OpenArchive,
+    ReadArchivePart,
+    SetExpiry,
+)
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_agent import (
     AgentHello,
@@ -64,6 +73,8 @@ from phaseloom.common.contract.state_rank import (
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
+from phaseloom.statemgr.checkpoints.archives import Archives
+from phaseloom.statemgr.checkpoints.catalogue import Catalogue
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.handover.handover import Handover
@@ -116,6 +127,8 @@ class Parts:
     tiering: Tiering
     exporter: Exporter
     loader: Loader
+    catalogue: Catalogue
+    archives: Archives
     replicator: Replicator
     disk: DiskPath
 
@@ -316,6 +329,13 @@ class StateManager:
             DropWpg: self._drop_wpg,
             Prefetch: self._prefetch,
             DropVersions: lambda body: parts.weights.drop(body.versions),
+            FindCheckpoints: parts.catalogue.find,
+            DescribeCheckpoint: parts.catalogue.describe,
+            SetExpiry: parts.catalogue.set_expiry,
+            EraseCheckpoint: parts.catalogue.erase,
+            FindExpired: parts.catalogue.find_expired,
+            OpenArchive: parts.archives.open,
+            ReadArchivePart: parts.archives.read,
             StatusRequest: self._status,
         }
 

@@ -17,6 +17,7 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
 from phaseloom.common.transport.retry import until_done
+from phaseloom.worker.agent.checkpoints import remove_expired, serve_checkpoints
 from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import serve_nodes
 from phaseloom.worker.agent.processes import Processes
@@ -69,6 +70,8 @@ async def serve(stop: asyncio.Event) -> None:
                 tasks.create_task(framing.serve(listener, RankMessage, agent.rank_session)),
                 tasks.create_task(agent.keep_alive()),
                 tasks.create_task(serve_nodes(bus, node, agent.answer_node)),
+                tasks.create_task(serve_checkpoints(bus, node, state)),
+                tasks.create_task(remove_expired(bus, state)),
                 tasks.create_task(_until_state_lost(state)),
                 tasks.create_task(_announce(settings, bus, state, lease.revision, interpreters)),
             ]

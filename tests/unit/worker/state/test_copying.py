@@ -130,3 +130,22 @@ def test_mapping_is_put_on_huge_pages_once() -> None:
     assert not os.fstat(fd).st_blocks
     mapping.close()
     os.close(fd)
+
+
+def test_version_of_several_blocks_is_whole_and_hashed() -> None:
+    """Tensors run over blocks; some are neighbours on both sides, some have gaps behind them."""
+    sizes = [BLOCK_BYTES + 640, 3 * MiB, 64, 5 * MiB + 1, 2 * MiB]
+    slots, end = [], 0
+    for number, size in enumerate(sizes):
+        slots.append(TensorSlot(f"w{number}", Role.WEIGHT, "uint8", [size], end, size))
+        end = align(end + size) + (4096 if number == 1 else 0)
+    heap = random_memory(end)
+    places, num_bytes = packed(slots)
+    expected = bytearray(num_bytes)
+    for slot, place in zip(slots, places, strict=True):
+        content = heap[slot.offset : slot.offset + slot.num_bytes]
+        expected[place.offset : place.offset + place.num_bytes] = content
+    version = memoryview(bytearray(b"\xff") * num_bytes)
+    digest = gather(version, heap, list(zip(slots, places, strict=True)))
+    assert version == expected
+    assert digest == digest_of(version)

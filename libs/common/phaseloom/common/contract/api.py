@@ -1,4 +1,5 @@
-"""Request and reply: controller and operator ↔ job API (scheduler), sessions and results (router).
+"""Request and reply: controller and operator ↔ job API (scheduler), and sessions, results and
+checkpoints (router).
 
 Controllers call `pl.v1.api.<tenant>.<call>`, operators the subjects of nodes; `contract.schema`
 lists the calls. An error is an `ApiError`.
@@ -12,6 +13,8 @@ from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
+
+_ENDED = frozenset({"done", "failed", "rejected"})
 
 
 class SubmitJob(msgspec.Struct, frozen=True):
@@ -70,6 +73,10 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     error: ErrorInfo | None = None
     placement: str = ""
     """The nodes of the job, the jobs that share them, and why, in words. Empty: it has no place."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -195,6 +202,94 @@ class ResultReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
     stored_id: str | None = None
     completion: Completion | None = None
+
+
+class ListCheckpoints(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`pl.v1.api.<tenant>.checkpoint.list`, answered with a CheckpointList."""
+
+    job: str = ""
+    """Only those of this job; empty: of all jobs, also of those that have ended."""
+    deployment: str = ""
+    """Only those of deployments of this name; empty: of all."""
+
+
+class CheckpointRequest(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.checkpoint.{show,delete,archive}`, answered with a SavedCheckpoint, a
+    CheckpointDeleted and an OpenedArchive.
+
+    `delete` is refused for what the job falls back to. Deployments that have loaded the checkpoint,
+    and archives of it that are being read, keep its files until they need them no more.
+    """
+
+    job: str
+    deployment: str
+    """The deployment that saved it."""
+    name: str
+
+
+class ExpireCheckpoint(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.checkpoint.expire`, answered with a SavedCheckpoint."""
+
+    job: str
+    deployment: str
+    name: str
+    ttl_s: float
+    """How long the checkpoint is kept, in seconds from now; 0: until it is deleted."""
+
+
+class SavedCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A checkpoint that is on disk."""
+
+    job: str
+    deployment: str
+    name: str
+    num_bytes: int
+    """Bytes of its files."""
+    saved_s: float
+    """When it became durable, in Unix seconds of its node's clock."""
+    seq: int = 0
+    """The seq of the last mutating operation in it; 0: none, or another program wrote the files."""
+    weights_sha256: str = ""
+    """As in `SaveStateResult`; empty: another program wrote the files."""
+    keep: int = 0
+    """The `keep` that it was saved with."""
+    expires_in_s: float | None = None
+    """How long it is kept still, in seconds; None: until it is deleted."""
+    files: dict[str, int] = {}
+    """The bytes of each file; empty in a list."""
+
+
+class CheckpointList(msgspec.Struct, frozen=True, omit_defaults=True):
+    checkpoints: list[SavedCheckpoint]
+    """Sorted by when they became durable, the newest last."""
+    silent_nodes: list[str] = []
+    """The nodes that gave no answer: checkpoints that they alone have are not in the list."""
+
+
+class CheckpointDeleted(msgspec.Struct, frozen=True):
+    num_bytes: int
+    """Bytes of its files."""
+
+
+class OpenedArchive(msgspec.Struct, frozen=True):
+    """A checkpoint as a tar file, whose content does not change, whatever becomes of the
+    checkpoint. It is closed when nothing was read for a minute."""
+
+    archive: str
+    """Names it in `checkpoint.read`."""
+    num_bytes: int
+
+
+class ReadArchive(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.checkpoint.read`, answered with an ArchivePart."""
+
+    archive: str
+    offset: int
+
+
+class ArchivePart(msgspec.Struct, frozen=True):
+    content: bytes
+    """The bytes of the tar file from the offset on, 1 MiB at most; empty: it ends there."""
 
 
 class ApiError(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ MAX_SAMPLES = 65_536
 MAX_NEW_TOKENS = 1 << 20
 MAX_BLOB_BYTES = 2**20
 MAX_CHECKPOINTS = 64
+MAX_TTL_S = 10 * 365 * 86_400.0
 MAX_KEPT = 100_000
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -81,6 +82,7 @@ def check_optim_step(key: OperationKey, args: ops.OptimStep) -> None:
 def check_save_state(key: OperationKey, args: ops.SaveState) -> None:
     check_name(args.name, "args.name")
     check_range(args.keep, 0, MAX_KEPT, "args.keep", "checkpoints")
+    check_ttl(args.ttl_s, "args.ttl_s")
     _check_checkpoints(key, args)
 
 
@@ -96,6 +98,11 @@ def check_load_state(key: OperationKey, args: ops.LoadState) -> None:
 def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
     check_name(args.policy, "args.policy")
     check_range(args.version, 1, SEQ_END - 1, "args.version", "a publish's seq")
+
+
+def check_ttl(ttl_s: float, field: str) -> None:
+    """Raises: CallerError: no time to live of a checkpoint; 0 stands for none."""
+    check_between(ttl_s, 0.0, MAX_TTL_S, field)
 
 
 # --- Parts of them -------------------------------------------------------------------------------

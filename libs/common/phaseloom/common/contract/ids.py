@@ -25,12 +25,17 @@ _SEQ = re.compile(r"[1-9][0-9]{0,17}\Z")
 _UNORDERED = re.compile(r"r[A-Za-z0-9]{1,63}\Z")
 
 
+def is_name(name: str) -> bool:
+    """Whether `check_name` passes a name."""
+    return _NAME.match(name) is not None
+
+
 def check_name(name: str, field: str) -> str:
     """`name` if it can be one subject token and one file name.
 
     Raises: CallerError: anything but 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit.
     """
-    if not _NAME.match(name):
+    if not is_name(name):
         raise CallerError(
             f"{name!r} is not a valid name",
             field=field,

@@ -165,13 +165,18 @@ class SaveState(Message, frozen=True):
     """How many of this deployment's checkpoints that were saved with a `keep` stay once this one is
     durable, this one included; older ones are deleted, except those that may be needed. 0: this
     checkpoint stays, whatever is saved later."""
+    ttl_s: float = 0.0
+    """How long the checkpoint is kept, in seconds from when it is durable; 0: until it is deleted.
+    The job's last checkpoint, and what belongs to it, stays longer."""
+    overwrite: bool = False
+    """Whether to replace a checkpoint of the same name; else that is refused."""
 
 
 class DeleteCheckpoint(Message, frozen=True):
     """Reading. Removes a checkpoint of this deployment.
 
-    Refused where the job may need it: it falls back to it, or its state was loaded from it. That
-    other deployments have loaded from it is not known: they should have saved or sealed theirs.
+    Refused where the job may fall back to it. Deployments that have loaded it keep its files until
+    they need them no more.
     """
 
     name: str
@@ -182,8 +187,7 @@ class LoadState(Message, frozen=True):
 
     name: str
     source: str = ""
-    """The `<job>/<deployment>` that saved it, of the same model; empty: this deployment. A
-    checkpoint of another deployment must stay until this one has saved or sealed its state."""
+    """The `<job>/<deployment>` that saved it, of the same model; empty: this deployment."""
     optimizer: bool = True
     """Whether to load gradients and the optimizer's state too, where the checkpoint has them; else
     they start afresh."""

@@ -19,6 +19,7 @@ import msgspec
 
 from phaseloom.common.contract import api, streams
 from phaseloom.common.contract.agents import NodeReply, NodeRequest
+from phaseloom.common.contract.checkpoints import NodeCheckpointReply, NodeCheckpointRequest
 from phaseloom.common.contract.commands import Command
 from phaseloom.common.contract.events import Notice, SealRecord
 from phaseloom.common.contract.operations import Completion, Operation, Progress
@@ -40,6 +41,12 @@ _API = {
     "operation.cancel": (api.CancelRequest, api.Explanation),
     "operation.explain": (api.OperationRequest, api.Explanation),
     "result.get": (api.ResultRequest, api.ResultReply),
+    "checkpoint.list": (api.ListCheckpoints, api.CheckpointList),
+    "checkpoint.show": (api.CheckpointRequest, api.SavedCheckpoint),
+    "checkpoint.delete": (api.CheckpointRequest, api.CheckpointDeleted),
+    "checkpoint.expire": (api.ExpireCheckpoint, api.SavedCheckpoint),
+    "checkpoint.archive": (api.CheckpointRequest, api.OpenedArchive),
+    "checkpoint.read": (api.ReadArchive, api.ArchivePart),
     "tenant.usage": (api.UsageRequest, api.Usage),
 }
 """Call → (request, answer). An error is an `ApiError`."""
@@ -122,6 +129,12 @@ def channels() -> list[Channel]:
             f"{prefix}.state.{{node}}",
             "request and reply: an empty message → StatusReport, what the node's state manager has",
             (StatusReport,),
+        ),
+        Channel(
+            "checkpoint",
+            f"{prefix}.checkpoint.{{node}}",
+            "request and reply: router → agent, of the checkpoints that the node's disk has",
+            (*get_args(NodeCheckpointRequest), *get_args(NodeCheckpointReply)),
         ),
         Channel(
             "wpg",

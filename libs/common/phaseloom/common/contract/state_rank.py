@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from phaseloom.common.contract import state_agent
+from phaseloom.common.contract import checkpoints, state_agent
 from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import ErrorInfo
@@ -186,6 +186,8 @@ class TakeSnapshot(Message, frozen=True):
     """The checkpoint's name."""
     seq: int
     """The seq of the last mutating operation in the state."""
+    overwrite: bool = False
+    """The `overwrite` of the `save_state`."""
 
 
 class SnapshotTaken(Message, frozen=True):
@@ -208,6 +210,10 @@ class WriteCheckpoint(Message, frozen=True):
     """The `keep` of the `save_state`."""
     companions: ModelDirectory | None = None
     """Files to copy beside the tensors, such as a tokenizer, as they were registered."""
+    ttl_s: float = 0.0
+    """The `ttl_s` of the `save_state`."""
+    overwrite: bool = False
+    """The `overwrite` of the `save_state`."""
 
 
 class CheckpointWritten(Message, frozen=True):
@@ -230,6 +236,10 @@ class ReadCheckpoint(Message, frozen=True):
     """As of `LoadState`."""
     optimizer: bool = True
     """As of `LoadState`."""
+    load: str = ""
+    """Names the load. The same again, as in a rebuild, reads what it read at first, whatever has
+    become of the checkpoint; that is kept for a deployment's two newest loads. Empty: it is not
+    kept."""
 
 
 class CheckpointRead(Message, frozen=True):
@@ -397,6 +407,18 @@ StateMessage = (
     | state_agent.DropVersions
     | state_agent.StatusRequest
     | state_agent.StatusReport
+    | checkpoints.FindCheckpoints
+    | checkpoints.CheckpointsFound
+    | checkpoints.DescribeCheckpoint
+    | checkpoints.SetExpiry
+    | checkpoints.EraseCheckpoint
+    | checkpoints.CheckpointErased
+    | checkpoints.OpenArchive
+    | checkpoints.ArchiveOpened
+    | checkpoints.ReadArchivePart
+    | checkpoints.ArchiveRead
+    | checkpoints.FindExpired
+    | checkpoints.ExpiredFound
     | RankHello
     | RankResume
     | RegisterHeap

@@ -81,6 +81,11 @@ def state_subject(node: NodeId) -> str:
     return f"{PREFIX}.state.{node}"
 
 
+def checkpoint_subject(node: NodeId) -> str:
+    """The subject on which a node's agent answers routers about checkpoints."""
+    return f"{PREFIX}.checkpoint.{node}"
+
+
 def wpg_subject(node: NodeId) -> str:
     """The subject on which a node's agent answers other nodes' agents about WPGs they share."""
     return f"{PREFIX}.wpg.{node}"

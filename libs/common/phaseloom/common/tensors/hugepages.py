@@ -29,34 +29,49 @@ _libc.mmap.argtypes = (
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def map_file(fd: int, num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Map a file's beginning, shared and writable, at an address where huge pages are possible.
+def map_file(fd: int, num_bytes: int, *, writable: bool = True) -> tuple[mmap.mmap, int]:
+    """Map a file's beginning at an address where huge pages are possible.
+
+    Memory that is read through small pages takes twice as long to read for the first time after
+    another process has written it.
 
     Args:    num_bytes: how much of the file to map; whole pages.
+             writable: whether what is written to the mapping is written to the file. Otherwise
+                 nobody may write to it, though the system would let them.
     Returns: a mapping, and where in it the file begins. The mapping ends when its last reference
              is gone.
     Raises:  OSError: the system maps no more.
     """
     if num_bytes < HUGE_BYTES:
-        return mmap.mmap(fd, num_bytes), 0
+        return mmap.mmap(fd, num_bytes, flags=_sharing(writable)), 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     whole = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=flags)
     address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
     start = -address % HUGE_BYTES
-    place_file(address + start, fd, num_bytes)
+    place_file(address + start, fd, num_bytes, writable=writable)
     return whole, start
 
 
-def place_file(address: int, fd: int, num_bytes: int) -> None:
+def place_file(address: int, fd: int, num_bytes: int, *, writable: bool = True) -> None:
     """Map a file's beginning at an address, over whatever is mapped there.
 
+    Args:   writable: see `map_file`.
     Raises: OSError: the system refuses.
     """
     if not num_bytes:
         return
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, _sharing(writable) | _MAP_FIXED
     if _libc.mmap(address, num_bytes, access, flags, fd, 0) != address:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _sharing(writable: bool) -> int:
+    """The flag of a mapping that is written through, or only read.
+
+    The latter is private, because ctypes takes the address of writable mappings only. Private pages
+    that nobody has written are the file's own.
+    """
+    return mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
 
 
 def make_huge(memory: memoryview) -> bool:

@@ -14,8 +14,6 @@ from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo
 from phaseloom.common.contract.events import QueuedOperation
 from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_key
 
-_ENDED = frozenset({"done", "failed", "rejected"})
-
 _NEVER_PUBLISHED = ErrorInfo(
     Code.ABORTED,
     "the session that reserved this sequence number ended before it published the operation",
@@ -32,7 +30,7 @@ def check_attachable(status: JobStatus) -> None:
 
     Raises: CallerError: the job has ended; the message says why.
     """
-    if status.state in _ENDED:
+    if status.has_ended:
         reason = f": {status.error.message}" if status.error else ""
         raise CallerError(
             f"job {status.job} is {status.state}{reason}",

@@ -31,6 +31,7 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
+from phaseloom.statemgr.checkpoints import pins
 from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writing
 from phaseloom.statemgr.checkpoints.marker import Marker
 from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
@@ -113,14 +114,17 @@ class Exporter:
         rank.wpg.check_alive()
         async with self._locks[key]:
             await self._until_others_end(rank.wpg, operation)
-            written = await self._checkpoints.written_by(operation, key, request.name)
+            written = await self._checkpoints.written_by(
+                operation, key, request.name, overwrite=request.overwrite
+            )
             if written is not None or self._has_snapshot(rank.wpg, operation):
                 return SnapshotTaken()
-            if any(
-                w.snapshot.key == key and w.snapshot.name == request.name
-                for w in self._writes.values()
-            ):
-                raise name_taken(request.name)
+            for write in [*self._writes.values()]:
+                if write.snapshot.key == key and write.snapshot.name == request.name:
+                    if not request.overwrite:
+                        raise name_taken(request.name)
+                    with contextlib.suppress(PhaseloomError):
+                        await asyncio.shield(write.done)
             for old in self._node.snapshots.of(key):
                 if (key, old.operation) not in self._writes:
                     self._staging.free(old)
@@ -156,7 +160,9 @@ class Exporter:
         async with self._locks[key]:
             write = self._writes.get((key, operation))
             if write is None:
-                marker = await self._checkpoints.written_by(operation, key, request.name)
+                marker = await self._checkpoints.written_by(
+                    operation, key, request.name, overwrite=request.overwrite
+                )
                 if marker is not None:
                     return CheckpointWritten(marker.result.weights_sha256)
                 if await self._has_left_part(rank.wpg, request):
@@ -268,7 +274,12 @@ class Exporter:
                     files=written.files,
                 )
                 await asyncio.to_thread(
-                    self._checkpoints.commit, snapshot.key, snapshot.name, marker
+                    self._checkpoints.commit,
+                    snapshot.key,
+                    snapshot.name,
+                    marker,
+                    ttl_s=request.ttl_s,
+                    overwrite=request.overwrite,
                 )
         except BaseException:
             await asyncio.to_thread(self._checkpoints.drop, snapshot.key, snapshot.name)
@@ -330,7 +341,7 @@ class Exporter:
         disk fails."""
         key = rank.wpg.key
         try:
-            num_bytes = await self._checkpoints.remove(key, request.name)
+            num_bytes = await asyncio.to_thread(self._checkpoints.remove, key, request.name)
         except OSError as error:
             raise ResourceError(f"{request.name!r} of {key} stays: {error}") from error
         log.info("checkpoint %r of %s is removed: %d bytes", request.name, key, num_bytes)
@@ -353,3 +364,4 @@ class Exporter:
             self._staging.free(snapshot)
         self._locks.pop(key, None)
         await asyncio.to_thread(self._parts.forget, key)
+        await asyncio.to_thread(pins.forget, self._checkpoints, key)

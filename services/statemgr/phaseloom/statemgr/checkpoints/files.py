@@ -3,7 +3,8 @@
 A checkpoint is the directory `<root>/<tenant>/<job>/<deployment>/<name>`. While it is being written
 it is a draft, `.<name>.<node>.draft`: other nodes may have the same root. The daemon may die after
 the rename and before it answers; the operation then comes again, finds its own work done and gets
-the same answer.
+the same answer. What takes a name away, or needs all files under it, holds the deployment's lock,
+`<root>/<tenant>/<job>/.<deployment>.lock`.
 
 Methods that only read are asynchronous. Methods that write are blocking, to be called in a thread,
 so that nothing else comes between a file, its fsync and the rename.
@@ -13,9 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import logging
 import os
 import shutil
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +28,24 @@ import aiofiles
 import aiofiles.os
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, check_key, check_name
+from phaseloom.common.contract.ids import (
+    DeploymentKey,
+    NodeId,
+    check_key,
+    check_name,
+    is_name,
+)
 from phaseloom.statemgr.checkpoints.marker import MARKER_FILE, Marker, decode_marker, superseded
 from phaseloom.statemgr.disk import files
 from phaseloom.statemgr.disk.files import sync_directory
 
+log = logging.getLogger(__name__)
+
+EXPIRY_FILE = "expires"
+"""When a checkpoint's time to live is over, in Unix seconds; it is kept where there is no such
+file."""
+_REPLACED, _GONE = "replaced", "gone"
+"""Why a directory has no name any more."""
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -53,26 +71,26 @@ class Checkpoints:
         """The directory of a checkpoint that exists. Raises: CallerError: NOT_FOUND, a bad name."""
         directory = self.directory(key, name)
         if not await aiofiles.os.path.isdir(directory):
-            raise CallerError(
-                f"checkpoint {name!r} does not exist",
-                code=Code.NOT_FOUND,
-                field="args.name",
-                remedy="name one that save_state has written",
-            )
+            raise not_found(name)
         return directory
 
-    async def written_by(self, operation: str, key: DeploymentKey, name: str) -> Marker | None:
-        """The marker of a checkpoint that this operation wrote; None: no checkpoint has the name.
+    async def written_by(
+        self, operation: str, key: DeploymentKey, name: str, *, overwrite: bool = False
+    ) -> Marker | None:
+        """The marker of a checkpoint that this operation wrote; None: the name can be taken.
 
+        Args:   overwrite: whether the name can be taken from another operation.
         Raises: CallerError: ALREADY_EXISTS: another operation wrote the checkpoint; a bad name.
         """
         directory = self.directory(key, name)
         if not await aiofiles.os.path.exists(directory):
             return None
         marker = await _readable_marker(directory)
-        if marker is None or marker.operation_id != operation:
+        if marker is not None and marker.operation_id == operation:
+            return marker
+        if not overwrite:
             raise name_taken(name)
-        return marker
+        return None
 
     def begin(self, key: DeploymentKey, name: str) -> Path:
         """Make an empty draft, and remove an earlier one."""
@@ -82,23 +100,49 @@ class Checkpoints:
             files.make_directory(draft)
         return draft
 
-    def commit(self, key: DeploymentKey, name: str, marker: Marker) -> None:
+    def commit(
+        self,
+        key: DeploymentKey,
+        name: str,
+        marker: Marker,
+        *,
+        ttl_s: float = 0.0,
+        overwrite: bool = False,
+    ) -> None:
         """Give a draft the name of its checkpoint. The files are on disk already, each fsynced.
 
+        Args:   ttl_s, overwrite: as of `SaveState`. The checkpoint before has its name again where
+                the daemon is killed before this one has it.
         Raises: CallerError: ALREADY_EXISTS: a checkpoint has the name. ResourceError: the disk is
                 full, or fails.
         """
         draft, directory = self._draft(key, name), self.directory(key, name)
+        replaced = self._draft(key, name, _REPLACED)
         with writing():
             write_synced(draft / MARKER_FILE, marker.encode())
+            if ttl_s:
+                write_synced(draft / EXPIRY_FILE, f"{time.time() + ttl_s:.3f}\n".encode())
             sync_directory(draft)
-            try:
-                draft.rename(directory)
-            except OSError as error:
-                if error.errno in _TAKEN:
-                    raise name_taken(name) from error
-                raise
+            if overwrite:
+                with self.locked(key):
+                    shutil.rmtree(replaced, ignore_errors=True)
+                    with suppress(FileNotFoundError):
+                        directory.rename(replaced)
+                    try:
+                        draft.rename(directory)
+                    except OSError:
+                        with suppress(FileNotFoundError):
+                            replaced.rename(directory)
+                        raise
+            else:
+                try:
+                    draft.rename(directory)
+                except OSError as error:
+                    if error.errno in _TAKEN:
+                        raise name_taken(name) from error
+                    raise
             sync_directory(directory.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def drop(self, key: DeploymentKey, name: str) -> None:
         """Remove the draft of a checkpoint."""
@@ -116,39 +160,100 @@ class Checkpoints:
         """
         gone = superseded(await self._markers(key), keep, needed)
         for name in gone:
-            await asyncio.to_thread(self._remove, key, name)
+            await asyncio.to_thread(self.remove, key, name)
         return gone
 
-    async def remove(self, key: DeploymentKey, name: str) -> int:
-        """Remove a checkpoint. Returns: the bytes of its files; 0: there was none.
-
-        Raises: CallerError: a bad name. OSError.
-        """
-        directory = self.directory(key, name)
-        if not await aiofiles.os.path.isdir(directory):
-            return 0
-        return await asyncio.to_thread(self._remove, key, name)
-
-    def _remove(self, key: DeploymentKey, name: str) -> int:
+    def remove(self, key: DeploymentKey, name: str, *, if_expired: bool = False) -> int:
         """Remove a checkpoint: it loses its name first, so that it is never loaded in part.
 
-        Returns: the bytes of its files.
+        Args:    if_expired: remove it only where its time to live is over.
+        Returns: the bytes of its files; 0: there was none.
+        Raises:  CallerError: a bad name. OSError.
         """
-        nameless = self._draft(key, name)
-        shutil.rmtree(nameless, ignore_errors=True)
-        self.directory(key, name).rename(nameless)
-        num_bytes = sum(path.stat().st_size for path in nameless.rglob("*") if path.is_file())
-        shutil.rmtree(nameless, ignore_errors=True)
+        directory, gone = self.directory(key, name), self._draft(key, name, _GONE)
+        if not directory.is_dir():
+            return 0
+        with self.locked(key):
+            if not directory.is_dir() or (if_expired and not is_expired(directory)):
+                return 0
+            shutil.rmtree(gone, ignore_errors=True)
+            directory.rename(gone)
+            sync_directory(gone.parent)
+        num_bytes = sum(path.stat().st_size for path in gone.rglob("*") if path.is_file())
+        shutil.rmtree(gone, ignore_errors=True)
         return num_bytes
 
-    def sweep(self) -> None:
-        """Remove the drafts that an earlier daemon of this node left."""
-        if self.root is not None:
-            for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
-                shutil.rmtree(draft, ignore_errors=True)
+    def set_expiry(self, key: DeploymentKey, name: str, ttl_s: float) -> None:
+        """Keep a checkpoint for so long from now; 0: until it is deleted.
 
-    def _draft(self, key: DeploymentKey, name: str) -> Path:
-        return self.directory(key, name).with_name(f".{name}.{self.node}.draft")
+        Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk is full, or fails.
+        """
+        directory = self.directory(key, name)
+        with writing(), self.locked_if_there(key, name):
+            if ttl_s:
+                draft = directory / f".{EXPIRY_FILE}"
+                write_synced(draft, f"{time.time() + ttl_s:.3f}\n".encode())
+                draft.rename(directory / EXPIRY_FILE)
+            else:
+                (directory / EXPIRY_FILE).unlink(missing_ok=True)
+            sync_directory(directory)
+
+    def expired(self) -> list[tuple[DeploymentKey, str]]:
+        """The checkpoints whose time to live is over."""
+        found = []
+        for path in self.root.glob(f"*/*/*/*/{EXPIRY_FILE}") if self.root is not None else ():
+            *_, tenant, job, deployment, name = path.parent.parts
+            if all(map(is_name, (tenant, job, deployment, name))) and is_expired(path.parent):
+                found.append((DeploymentKey(tenant, job, deployment), name))
+        return found
+
+    @contextmanager
+    def locked_if_there(self, key: DeploymentKey, name: str) -> Iterator[None]:
+        """Hold the lock of a deployment that has this checkpoint, which keeps its name meanwhile.
+
+        Raises: CallerError: NOT_FOUND; a bad name. OSError.
+        """
+        directory = self.directory(key, name)
+        if directory.parent.is_dir():
+            with self.locked(key):
+                if directory.is_dir():
+                    yield
+                    return
+        raise not_found(name)
+
+    @contextmanager
+    def locked(self, *keys: DeploymentKey) -> Iterator[None]:
+        """Hold the locks of deployments, against all nodes: none of their checkpoints loses its
+        name meanwhile. Blocking: call it in a thread. Raises: OSError."""
+        with ExitStack() as held:
+            for key in sorted({*keys}):
+                path = self.directory(key, "any").parent
+                files.make_directory(path.parent)
+                fd = os.open(
+                    path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                )
+                held.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+
+    def sweep(self) -> None:
+        """Remove the drafts that an earlier daemon of this node left. A checkpoint that it was
+        replacing has its name again, unless the other one has it."""
+        if self.root is None:
+            return
+        for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
+            _, name, *why, _, _ = draft.name.split(".")
+            if why == [_REPLACED]:
+                with suppress(OSError):  # the other one has the name
+                    draft.rename(draft.with_name(name))
+            shutil.rmtree(draft, ignore_errors=True)
+        for draft in self.root.glob(f"*/*/.*.loaded/*.{self.node}.draft"):
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _draft(self, key: DeploymentKey, name: str, why: str = "") -> Path:
+        """A directory that has no name yet, or none any more. Args: why: it has none any more."""
+        told = f"{name}.{why}" if why else name
+        return self.directory(key, name).with_name(f".{told}.{self.node}.draft")
 
     async def _markers(self, key: DeploymentKey) -> list[tuple[str, Marker]]:
         """The readable markers of a deployment's checkpoints: (name, marker), sorted by name."""
@@ -179,12 +284,37 @@ async def _readable_marker(directory: Path) -> Marker | None:
         return None
 
 
+def expiry_of(directory: Path) -> float | None:
+    """When a checkpoint's time to live is over, in Unix seconds; None: it is kept."""
+    try:
+        return float((directory / EXPIRY_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("%s is kept: when it expires cannot be read: %s", directory, error)
+        return None
+
+
+def is_expired(directory: Path) -> bool:
+    at_s = expiry_of(directory)
+    return at_s is not None and at_s <= time.time()
+
+
+def not_found(name: str) -> CallerError:
+    return CallerError(
+        f"checkpoint {name!r} does not exist",
+        code=Code.NOT_FOUND,
+        field="args.name",
+        remedy="name one that save_state has written",
+    )
+
+
 def name_taken(name: str) -> CallerError:
     return CallerError(
         f"checkpoint {name!r} exists",
         code=Code.ALREADY_EXISTS,
         field="args.name",
-        remedy="choose another name",
+        remedy="choose another name, or save with overwrite",
     )
 
 

@@ -32,6 +32,7 @@ from phaseloom.common.tensors.safetensors import (
     header_bytes,
     index_name,
 )
+from phaseloom.statemgr.checkpoints import pins
 from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
 from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
@@ -71,7 +72,23 @@ class Loader:
         leader, into all ranks. Raises: as `ReadCheckpoint` says."""
         wpg = rank.wpg
         key = saved_by(wpg.key, request.source)
-        directory = await self._checkpoints.existing(key, request.name)
+        if not request.load:
+            return await self._read(
+                rank, request, await self._checkpoints.existing(key, request.name)
+            )
+        pinned = await asyncio.to_thread(
+            pins.pin, self._checkpoints, wpg.key, key, request.name, request.load
+        )
+        try:
+            answer = await self._read(rank, request, pinned.directory)
+        except BaseException:
+            await asyncio.to_thread(pins.unpin, pinned)
+            raise
+        await asyncio.to_thread(pins.settle, self._checkpoints, wpg.key)
+        return answer
+
+    async def _read(self, rank: Rank, request: ReadCheckpoint, directory: Path) -> CheckpointRead:
+        wpg = rank.wpg
         saved = await SavedState.open(self._disk, directory, has_training=request.optimizer)
         sha256 = saved.marker.result.weights_sha256 if saved.marker is not None else ""
         if rank.state is State.FILLING:

@@ -12,6 +12,16 @@ from pathlib import Path
 
 from nats.aio.msg import Msg
 
+from phaseloom.common.contract.checkpoints import (
+    ArchiveOpened,
+    ArchiveRead,
+    CheckpointErased,
+    CheckpointsFound,
+    ExpiredFound,
+    FindExpired,
+    NodeCheckpointReply,
+    NodeCheckpointRequest,
+)
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.commands import FilesTicket
 from phaseloom.common.contract.errors import CallerError, PhaseloomError
@@ -195,6 +205,18 @@ class AgentStateClient:
 
     async def drop_versions(self, versions: list[VersionKey]) -> None:
         await self._link.ask(DropVersions(versions), Done)
+
+    async def checkpoints(self, request: NodeCheckpointRequest) -> NodeCheckpointReply:
+        """Pass on what is asked of the node's checkpoints. Raises: what the answer says."""
+        answer, fds = await self._link.call(request)
+        close_fds(fds)
+        assert isinstance(
+            answer, CheckpointsFound | CheckpointErased | ArchiveOpened | ArchiveRead
+        ), answer
+        return answer
+
+    async def expired_checkpoints(self) -> ExpiredFound:
+        return await self._link.ask(FindExpired(), ExpiredFound)
 
     async def status(self) -> StatusReport:
         return await self._link.ask(StatusRequest(), StatusReport)

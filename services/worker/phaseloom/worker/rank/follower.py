@@ -138,7 +138,7 @@ class Follower:
             case PublishWeights() | SyncWeights():
                 return [await self._move(first, share)]
             case LoadState() if share.prepares:
-                return [await or_failed(self._load(first))]
+                return [await or_failed(self._load(operations[0].id, first))]
             case _:
                 return [await self.ranks.here(lambda: self.executor.compute(first))]
 
@@ -197,14 +197,20 @@ class Follower:
         if not self.settings.is_first_here:
             return
         if share.prepares:
-            await self.state.take_snapshot(operation, args.name, self.executor.applied)
+            await self.state.take_snapshot(
+                operation, args.name, self.executor.applied, overwrite=args.overwrite
+            )
         else:
-            await self.state.write_checkpoint(operation, args.name, "", args.keep)
+            await self.state.write_checkpoint(
+                operation, args.name, "", args.keep, overwrite=args.overwrite
+            )
 
-    async def _load(self, args: LoadState) -> None:
+    async def _load(self, operation: str, args: LoadState) -> None:
         """Have this node's state manager read the checkpoint. Raises: PhaseloomError."""
         if self.settings.is_first_here:
-            await self.state.read_checkpoint(args.name, args.source, optimizer=args.optimizer)
+            await self.state.read_checkpoint(
+                args.name, args.source, optimizer=args.optimizer, load=operation
+            )
 
     async def _prepare(
         self, args: PublishWeights | SyncWeights, permit: Permit

@@ -13,17 +13,16 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from phaseloom.common.contract.api import Checkpoint
-from phaseloom.common.contract.codec import decode, encode
+from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import (
-    CallerError,
     Code,
     ErrorInfo,
     PhaseloomError,
     ResourceError,
     to_exception,
 )
-from phaseloom.common.contract.ids import DeploymentKey, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.contract.operations import (
     DeleteCheckpoint,
     DeleteCheckpointResult,
@@ -49,6 +48,7 @@ from phaseloom.worker.rank.outcomes import Outcomes
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import PartWritten, RankConfig, RunShare, ShareResult
 from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.lastcheckpoint import last_checkpoint, needed_error
 from phaseloom.worker.state.versions import VersionCopy
 
 log = logging.getLogger(__name__)
@@ -81,13 +81,8 @@ class StateOperations:
     _fallback: str = ""
     """This deployment's checkpoint in what the job fell back to before its last checkpoint: a
     controller that attached just then may still load it."""
-    _loaded: set[str] = field(default_factory=set)
-    """Checkpoints that this incarnation's state came from: a rebuild may have to load
-    them again."""
 
     def __post_init__(self) -> None:
-        if self.settings.checkpoint:
-            self._loaded.add(self.settings.checkpoint)
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
 
     async def publish(self, call: Call) -> PublishWeightsResult:
@@ -210,15 +205,26 @@ class StateOperations:
         clock_s = time.perf_counter()
         config = json.dumps(self.executor.backend.config, indent=2, sort_keys=True)
         try:
+            if args.overwrite:
+                await self._check_replaceable(call.key, args.name)
             await self._on_all_nodes(
-                self.state.take_snapshot(operation, args.name, self.executor.applied), call
+                self.state.take_snapshot(
+                    operation, args.name, self.executor.applied, overwrite=args.overwrite
+                ),
+                call,
             )
             call.duration_s = time.perf_counter() - clock_s
             await free_devices()
             if self.settings.is_over_nodes:
                 await self._answered(asyncio.sleep(0), share_of(call))
             sha256 = await self.state.write_checkpoint(
-                operation, args.name, config, args.keep, _companions(self.settings.spec.model)
+                operation,
+                args.name,
+                config,
+                args.keep,
+                _companions(self.settings.spec.model),
+                ttl_s=args.ttl_s,
+                overwrite=args.overwrite,
             )
         except PhaseloomError as error:
             if error.info.code is Code.ABORTED:
@@ -230,6 +236,14 @@ class StateOperations:
         if args.controller_blob:
             result = replace(result, checkpoints=await self._put_checkpoint(permit, args))
         return result
+
+    async def _check_replaceable(self, key: OperationKey, name: str) -> None:
+        """Raises: CallerError: FAILED_PRECONDITION: the job may fall back to the checkpoint, and to
+        what its controller said then."""
+        last = await self._last_checkpoint()
+        is_own = last is not None and (last.deployment, str(last.seq)) == (key.deployment, key.slot)
+        if not is_own and name in await self._needed():
+            raise needed_error(name)
 
     async def prune(self, args: SaveState) -> None:
         """Remove checkpoints that are not needed any more, once nobody can believe otherwise."""
@@ -243,33 +257,22 @@ class StateOperations:
         """Run a `delete_checkpoint`. Raises: Refused: it is needed, or cannot be removed."""
         try:
             if args.name in await self._needed():
-                raise CallerError(
-                    f"the job may need checkpoint {args.name!r}: it falls back to it, or has "
-                    "loaded it",
-                    code=Code.FAILED_PRECONDITION,
-                    field="args.name",
-                    remedy="save a newer one with a controller's blob first, or keep it",
-                )
+                raise needed_error(args.name)
             return DeleteCheckpointResult(await self.state.remove_checkpoint(args.name))
         except PhaseloomError as error:
             raise Refused(error.info) from error
 
     async def _needed(self) -> set[str]:
-        """The names of this deployment's checkpoints that the job may still need."""
+        """The names of this deployment's checkpoints that the job may fall back to."""
         last, own = await self._last_checkpoint(), self.settings.deployment
-        needed = {self._fallback, *self._loaded} - {""}
+        needed = {self._fallback} - {""}
         if last is not None and own.deployment in last.checkpoints:
             needed.add(last.checkpoints[own.deployment])
         return needed
 
     async def _last_checkpoint(self) -> Checkpoint | None:
         """The job's last checkpoint; None where it has none."""
-        key = str(self.settings.deployment.job_key)
-        stored = await until_done(
-            lambda: self.bus.kv_get(Bucket.CHECKPOINTS, key), "read the checkpoint"
-        )
-        last: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
-        return last
+        return await last_checkpoint(self.bus, self.settings.deployment.job_key)
 
     async def load(self, call: Call, args: LoadState) -> LoadStateResult:
         """Run a `load_state`.
@@ -278,12 +281,10 @@ class StateOperations:
         """
         try:
             expected = await self.state.read_checkpoint(
-                args.name, args.source, optimizer=args.optimizer
+                args.name, args.source, optimizer=args.optimizer, load=call.operation.id
             )
         except PhaseloomError as error:
             raise Refused(error.info) from error
-        if not args.source:
-            self._loaded.add(args.name)
         # The state is replaced here already: where another node fails, nobody has the old one.
         await self._on_all_nodes(asyncio.sleep(0), call)
         loaded, _ = await self.ranks.everywhere(lambda: self.executor.compute(args), share_of(call))

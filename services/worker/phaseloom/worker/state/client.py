@@ -215,7 +215,8 @@ class RankStateClient:
 
         Raises: as `read_checkpoint`.
         """
-        read = await self._link.ask(ReadCheckpoint(name), CheckpointRead)
+        load = f"begins at {applied}"
+        read = await self._link.ask(ReadCheckpoint(name, load=load), CheckpointRead)
         await self._commit_initial(read.digest, applied)
 
     async def _commit_initial(self, digest: str, applied: int) -> None:
@@ -227,12 +228,14 @@ class RankStateClient:
         self._copies.commit(applied, digest)
         await self._run(heap.release)
 
-    async def take_snapshot(self, operation: str, name: str, seq: int) -> None:
+    async def take_snapshot(
+        self, operation: str, name: str, seq: int, *, overwrite: bool = False
+    ) -> None:
         """Have the state of all ranks copied for a checkpoint; then the ranks may go on.
 
         Raises: CallerError: ALREADY_EXISTS. ResourceError: no host memory.
         """
-        await self._link.ask(TakeSnapshot(operation, name, seq), SnapshotTaken)
+        await self._link.ask(TakeSnapshot(operation, name, seq, overwrite), SnapshotTaken)
 
     async def write_checkpoint(
         self,
@@ -241,27 +244,32 @@ class RankStateClient:
         config: str,
         keep: int,
         companions: ModelDirectory | None = None,
+        *,
+        ttl_s: float = 0.0,
+        overwrite: bool = False,
     ) -> str:
         """Write the checkpoint whose state was copied; return when it is durable.
 
-        Args:    companions: files to copy beside the tensors.
+        Args:    companions: files to copy beside the tensors. ttl_s, overwrite: as of `SaveState`.
         Returns: the SHA-256 of its weights.
         Raises:  ResourceError: the disk is full, or fails; a companion is not as registered.
         """
-        message = WriteCheckpoint(operation, name, config, keep, companions)
+        message = WriteCheckpoint(operation, name, config, keep, companions, ttl_s, overwrite)
         return (await self._link.ask(message, CheckpointWritten)).weights_sha256
 
-    async def read_checkpoint(self, name: str, source: str = "", *, optimizer: bool = True) -> str:
+    async def read_checkpoint(
+        self, name: str, source: str = "", *, optimizer: bool = True, load: str = ""
+    ) -> str:
         """Replace the state of all ranks by a checkpoint's; called by the leader.
 
         Whatever is raised, nothing was changed, or the ranks are cut off.
 
-        Args:    source, optimizer: as of `LoadState`.
+        Args:    source, optimizer: as of `LoadState`. load: as of `ReadCheckpoint`.
         Returns: the SHA-256 of its weights; empty where the checkpoint does not say.
         Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: it is of another model. ResourceError:
                 DATA_LOSS; no host memory.
         """
-        message = ReadCheckpoint(name, source, optimizer)
+        message = ReadCheckpoint(name, source, optimizer, load)
         return (await self._link.ask(message, CheckpointRead)).weights_sha256
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:

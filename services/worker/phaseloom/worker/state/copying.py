@@ -1,7 +1,9 @@
 """Extents in a rank's memory, and copies between them and its heap.
 
 Large copies take several threads: one alone is bound by the page faults of fresh memory. Bytes that
-are loaded are hashed while they are in the cache. Neither the copy nor the hash holds the GIL;
+are hashed and copied are hashed first, piece by piece, which brings them into the cache: then the
+copy takes as long as one without a hash. To hash what was copied would read the target from memory
+that has just been written, and take a quarter longer. Neither the copy nor the hash holds the GIL;
 slice assignment would.
 """
 
@@ -9,12 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import xxhash
 
@@ -27,16 +27,19 @@ from phaseloom.common.tensors.hugepages import make_huge, map_file
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
-_CHUNK_BYTES = 512 * 1024
-"""Bytes that are still in the cache when they are hashed after the copy."""
+_CHUNK_BYTES = 2 * 1024 * 1024
+"""Bytes that are still in the cache when they are copied after they were hashed."""
 _PART_BYTES = 64 * 1024 * 1024
 """Bytes of one memmove: so many that it writes past the cache."""
+_BATCH_BYTES = 8 * 1024 * 1024
+"""Bytes of tensors that one thread copies before it looks for more: so few that all end together.
+"""
 _MAX_MAPPED_VERSIONS = 3
 """Mappings of this many versions are kept for reuse; each keeps its extent's memory alive."""
 
 
-Span = TypeVar("Span", tuple[int, int], tuple[int, int, int])
-"""[start, end) of a memory, and maybe something about it."""
+_Tile = tuple[int, int, int | None]
+"""[start, end) of a target, and how far behind it the bytes lie in the source; None: zeroes."""
 
 
 class Mapping:
@@ -46,12 +49,7 @@ class Mapping:
         """Map an extent. Closes `fd`, which the mapping outlives."""
         mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
         try:
-            # Private where it is read-only: nothing is ever written through it, and ctypes takes
-            # the address of writable mappings only. Unwritten private pages are the shared ones.
-            if writable:
-                self._map, self._start = map_file(fd, mapped_bytes)
-            else:
-                self._map, self._start = mmap.mmap(fd, mapped_bytes, flags=mmap.MAP_PRIVATE), 0
+            self._map, self._start = map_file(fd, mapped_bytes, writable=writable)
             self.buffer = self._view(num_bytes)
         finally:
             os.close(fd)
@@ -155,7 +153,7 @@ def _move(source_address: int, target_address: int, num_bytes: int) -> None:
 def copy_hashed(source: memoryview, target: memoryview) -> str:
     """Copy the beginning of `source` over all of `target`.
 
-    Returns: the digest of the bytes written and of the rest of `source`.
+    Returns: the digest of the whole `source`.
     """
     source_address, target_address = _address(source), _address(target)
 
@@ -163,11 +161,10 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
         taken = xxhash.xxh3_64()
         for at in range(start, end, _CHUNK_BYTES):
             until = min(at + _CHUNK_BYTES, end)
+            taken.update(source[at:until])
             if at < len(target):
-                written = min(until, len(target)) - at
-                ctypes.memmove(target_address + at, source_address + at, written)
-                taken.update(target[at : at + written])
-            taken.update(source[max(at, len(target)) : until])
+                num_bytes = min(until, len(target)) - at
+                ctypes.memmove(target_address + at, source_address + at, num_bytes)
         return bytes(taken.digest())
 
     return combined(b"".join(each_part(len(source), BLOCK_BYTES, block)))
@@ -192,35 +189,53 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
     Returns: the digest of the version.
     """
     heap_address, address = _address(heap), _address(target)
-    copied = [(to, to + num_bytes, start - to) for start, to, num_bytes in runs(pairs)]
-    gaps = [*_gaps(pairs, len(target))]
-    copied_ends, gap_ends = [end for _, end, _ in copied], [end for _, end in gaps]
-
-    def fill(at: int, until: int) -> None:
-        for start, end, shift in _within(copied, copied_ends, at, until):
-            first, last = max(at, start), min(until, end)
-            ctypes.memmove(address + first, heap_address + first + shift, last - first)
-        for start, end in _within(gaps, gap_ends, at, until):
-            first, last = max(at, start), min(until, end)
-            target[first:last] = bytes(last - first)
+    tiles = list(_tiles(pairs, len(target)))
+    ends = [end for _, end, _ in tiles]
 
     def block(start: int, end: int) -> bytes:
         taken = xxhash.xxh3_64()
         for at in range(start, end, _CHUNK_BYTES):
             until = min(at + _CHUNK_BYTES, end)
-            fill(at, until)
-            taken.update(target[at:until])
+            for first, last, shift in _within(tiles, ends, at, until):
+                if shift is None:
+                    target[first:last] = bytes(last - first)
+                    taken.update(target[first:last])
+                else:
+                    taken.update(heap[first + shift : last + shift])
+                    ctypes.memmove(address + first, heap_address + first + shift, last - first)
         return bytes(taken.digest())
 
     return combined(b"".join(each_part(len(target), BLOCK_BYTES, block)))
 
 
-def _within(spans: list[Span], ends: list[int], at: int, until: int) -> Iterator[Span]:
-    """The spans that have something in [at, until). They are sorted, and have these ends."""
-    for number in range(bisect_right(ends, at), len(spans)):
-        if spans[number][0] >= until:
+def _tiles(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterator[_Tile]:
+    """The tiles of a version of this size, in order; they cover all of it.
+
+    Tensors that are neighbours on both sides are one tile.
+    """
+    start = end = shift = 0
+    for slot, place in pairs:
+        is_next = place.offset == end and slot.offset - place.offset == shift
+        if not is_next:
+            if end > start:
+                yield start, end, shift
+            if place.offset > end:
+                yield end, place.offset, None
+            start, shift = place.offset, slot.offset - place.offset
+        end = place.offset + place.num_bytes
+    if end > start:
+        yield start, end, shift
+    if num_bytes > end:
+        yield end, num_bytes, None
+
+
+def _within(tiles: list[_Tile], ends: list[int], at: int, until: int) -> Iterator[_Tile]:
+    """What of [at, until) each tile has. The tiles have these ends."""
+    for number in range(bisect_right(ends, at), len(tiles)):
+        start, end, shift = tiles[number]
+        if start >= until:
             return
-        yield spans[number]
+        yield max(at, start), min(until, end), shift
 
 
 def clear(target: memoryview) -> None:
@@ -283,11 +298,11 @@ def _batches(runs: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, i
     batch: list[tuple[int, int, int]] = []
     batch_bytes = 0
     for start, to, num_bytes in runs:
-        for at in range(0, num_bytes, _PART_BYTES):
-            length = min(_PART_BYTES, num_bytes - at)
+        for at in range(0, num_bytes, _BATCH_BYTES):
+            length = min(_BATCH_BYTES, num_bytes - at)
             batch.append((start + at, to + at, length))
             batch_bytes += length
-            if batch_bytes >= _PART_BYTES:
+            if batch_bytes >= _BATCH_BYTES:
                 yield batch
                 batch, batch_bytes = [], 0
     if batch:

@@ -1,0 +1,253 @@
+"""`phaseloom checkpoint` lists, describes, downloads and deletes what jobs have saved."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from phaseloom.cli.rundir import bus_config, open_bus
+from phaseloom.common.contract import api
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.streams import ops_stream
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport.services import call_api
+
+T = TypeVar("T")
+
+_PARTS = ("tenant", "job", "deployment", "name")
+_ANSWER_S = 60.0
+
+
+def list_checkpoints(
+    what: str = "", *, run: Path | None = None, console: Console | None = None
+) -> int:
+    """List the checkpoints, the newest last; those of jobs that have ended, too.
+
+    The exit code is 1 where a node did not answer.
+
+    Parameters
+    ----------
+    what
+        `<tenant>`, `<tenant>.<job>` or `<tenant>.<job>.<deployment>`. Without it: all.
+    run
+        As for `phaseloom jobs`.
+    """
+    tenant, job, deployment = (*_tokens(what, 3), "", "", "")[:3]
+    found = uvloop.run(_listed(bus_config(run), tenant, api.ListCheckpoints(job, deployment)))
+    target = console or Console()
+    target.print(table(found))
+    silent = sorted({node for each in found.values() for node in each.silent_nodes})
+    if silent:
+        line = f"no answer from {', '.join(silent)}: what they alone have is not listed"
+        target.print(line, soft_wrap=True, markup=False)
+    return int(bool(silent))
+
+
+def show(checkpoint: str, *, run: Path | None = None, console: Console | None = None) -> None:
+    """Describe a checkpoint: what is in it, its files, and how long it is kept.
+
+    Parameters
+    ----------
+    checkpoint
+        `<tenant>.<job>.<deployment>.<name>`.
+    run
+        As for `phaseloom jobs`.
+    """
+    tenant, request = _named(checkpoint)
+    saved = uvloop.run(
+        _call(bus_config(run), tenant, "checkpoint.show", request, api.SavedCheckpoint)
+    )
+    (console or Console()).print(described(tenant, saved), soft_wrap=True, markup=False)
+
+
+def delete(checkpoint: str, *, run: Path | None = None, console: Console | None = None) -> None:
+    """Delete a checkpoint that its job does not fall back to.
+
+    Deployments that have loaded it keep its files until they need them no more.
+
+    Parameters
+    ----------
+    checkpoint
+        `<tenant>.<job>.<deployment>.<name>`.
+    run
+        As for `phaseloom jobs`.
+    """
+    tenant, request = _named(checkpoint)
+    deleted = uvloop.run(
+        _call(bus_config(run), tenant, "checkpoint.delete", request, api.CheckpointDeleted)
+    )
+    line = f"{checkpoint}: deleted, {deleted.num_bytes:,} bytes"
+    (console or Console()).print(line, soft_wrap=True, markup=False)
+
+
+def expire(
+    checkpoint: str, ttl_s: float, *, run: Path | None = None, console: Console | None = None
+) -> None:
+    """Set for how long a checkpoint is kept from now on.
+
+    Parameters
+    ----------
+    checkpoint
+        `<tenant>.<job>.<deployment>.<name>`.
+    ttl_s
+        Seconds; 0: until it is deleted.
+    run
+        As for `phaseloom jobs`.
+    """
+    tenant, request = _named(checkpoint)
+    asked = api.ExpireCheckpoint(request.job, request.deployment, request.name, ttl_s)
+    saved = uvloop.run(
+        _call(bus_config(run), tenant, "checkpoint.expire", asked, api.SavedCheckpoint)
+    )
+    line = f"{checkpoint}: {_kept(saved)}"
+    (console or Console()).print(line, soft_wrap=True, markup=False)
+
+
+def archive(
+    checkpoint: str, file: Path, *, run: Path | None = None, console: Console | None = None
+) -> None:
+    """Download a checkpoint as a tar file with one directory.
+
+    Parameters
+    ----------
+    checkpoint
+        `<tenant>.<job>.<deployment>.<name>`.
+    file
+        The file to write. It has its name once it is whole.
+    run
+        As for `phaseloom jobs`.
+    """
+    tenant, request = _named(checkpoint)
+    if file.exists():
+        raise CallerError(
+            f"{file} exists", code=Code.ALREADY_EXISTS, field="file", remedy="name another file"
+        )
+    num_bytes = uvloop.run(_download(bus_config(run), tenant, request, file))
+    line = f"{file}: {num_bytes:,} bytes"
+    (console or Console()).print(line, soft_wrap=True, markup=False)
+
+
+# --- what is asked -------------------------------------------------------------------------------
+
+
+def _tokens(text: str, most: int) -> list[str]:
+    tokens = text.split(".") if text else []
+    if len(tokens) > most:
+        raise CallerError(
+            f"{text!r} has more than {most} parts",
+            field="what",
+            remedy=f"name {'.'.join(f'<{part}>' for part in _PARTS[:most])}, or the first of these",
+        )
+    return [check_name(token, part) for token, part in zip(tokens, _PARTS, strict=False)]
+
+
+def _named(text: str) -> tuple[str, api.CheckpointRequest]:
+    tokens = text.split(".")
+    if len(tokens) != len(_PARTS):
+        raise CallerError(
+            f"{text!r} is not <tenant>.<job>.<deployment>.<name>",
+            field="checkpoint",
+            remedy="name it as `phaseloom checkpoint list` does",
+        )
+    tenant, *names = (check_name(token, part) for token, part in zip(tokens, _PARTS, strict=True))
+    return tenant, api.CheckpointRequest(*names)
+
+
+async def _listed(
+    settings: BusConfig, tenant: str, request: api.ListCheckpoints
+) -> dict[str, api.CheckpointList]:
+    async with open_bus(settings, "checkpoints") as bus:
+        tenants = [tenant] if tenant else await _tenants(bus)
+        asked = [
+            _ask(bus, each, "checkpoint.list", request, api.CheckpointList) for each in tenants
+        ]
+        return dict(zip(tenants, await asyncio.gather(*asked), strict=True))
+
+
+async def _tenants(bus: Bus) -> list[str]:
+    prefix = ops_stream("")
+    names = [str(stream.config.name) for stream in await bus.js.streams_info()]
+    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+async def _ask(bus: Bus, tenant: str, call: str, request: object, answer: type[T]) -> T:
+    return await call_api(bus.client, tenant, call, request, answer, timeout_s=_ANSWER_S)
+
+
+async def _call(settings: BusConfig, tenant: str, call: str, request: object, kind: type[T]) -> T:
+    async with open_bus(settings, "checkpoints") as bus:
+        return await _ask(bus, tenant, call, request, kind)
+
+
+async def _download(
+    settings: BusConfig, tenant: str, request: api.CheckpointRequest, file: Path
+) -> int:
+    part = file.with_name(f".{file.name}.part")
+    async with open_bus(settings, "checkpoints") as bus:
+        opened = await _ask(bus, tenant, "checkpoint.archive", request, api.OpenedArchive)
+        try:
+            with part.open("wb") as target:
+                offset = 0
+                while offset < opened.num_bytes:
+                    asked = api.ReadArchive(opened.archive, offset)
+                    read = await _ask(bus, tenant, "checkpoint.read", asked, api.ArchivePart)
+                    target.write(read.content)
+                    offset += len(read.content)
+            part.rename(file)
+        finally:
+            part.unlink(missing_ok=True)
+    return opened.num_bytes
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def table(found: dict[str, api.CheckpointList]) -> Table:
+    shown = Table("checkpoint", "saved", "seq", "bytes", "kept", box=None)
+    for tenant, listed in found.items():
+        for saved in listed.checkpoints:
+            shown.add_row(
+                _name(tenant, saved),
+                _time(saved.saved_s),
+                str(saved.seq),
+                f"{saved.num_bytes:,}",
+                _kept(saved),
+            )
+    if not shown.rows:
+        shown.add_row("none yet")
+    return shown
+
+
+def described(tenant: str, saved: api.SavedCheckpoint) -> str:
+    """What a checkpoint is, a line for each thing that is known, and one for each file."""
+    lines = [
+        f"{_name(tenant, saved)}: {saved.num_bytes:,} bytes, saved {_time(saved.saved_s)}",
+        f"  {_kept(saved)}",
+    ]
+    if saved.weights_sha256:
+        lines.append(f"  after operation {saved.seq}, weights {saved.weights_sha256}")
+    else:
+        lines.append("  no `save_state` of this mesh has written it, or its record is damaged")
+    return "\n".join([*lines, *(f"  {name}: {size:,}" for name, size in saved.files.items())])
+
+
+def _name(tenant: str, saved: api.SavedCheckpoint) -> str:
+    return f"{tenant}.{saved.job}.{saved.deployment}.{saved.name}"
+
+
+def _kept(saved: api.SavedCheckpoint) -> str:
+    if saved.expires_in_s is not None:
+        return f"for {saved.expires_in_s:,.0f} s"
+    return f"among the newest {saved.keep}" if saved.keep else "until it is deleted"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")

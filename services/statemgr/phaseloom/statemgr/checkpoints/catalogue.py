@@ -1,0 +1,145 @@
+"""Which checkpoints there are, what they are, and how long they are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from phaseloom.common.contract.api import SavedCheckpoint
+from phaseloom.common.contract.checkpoints import (
+    CheckpointErased,
+    CheckpointsFound,
+    DescribeCheckpoint,
+    EraseCheckpoint,
+    ExpiredFound,
+    FindCheckpoints,
+    FindExpired,
+    SetExpiry,
+)
+from phaseloom.common.contract.errors import ResourceError
+from phaseloom.common.contract.ids import check_name, is_name
+from phaseloom.statemgr.checkpoints.files import EXPIRY_FILE, Checkpoints, expiry_of, not_found
+from phaseloom.statemgr.checkpoints.marker import MARKER_FILE, Marker, decode_marker
+
+log = logging.getLogger(__name__)
+
+
+class Catalogue:
+    """Answers what is asked of the checkpoints under the root, whichever node wrote them."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    async def find(self, request: FindCheckpoints) -> CheckpointsFound:
+        """Raises: CallerError: a bad name."""
+        return CheckpointsFound(await asyncio.to_thread(self._find, request))
+
+    def _find(self, request: FindCheckpoints) -> list[SavedCheckpoint]:
+        for field in ("tenant", "job", "deployment"):
+            if name := getattr(request, field):
+                check_name(name, field)
+        if self._checkpoints.root is None:
+            return []
+        place = self._checkpoints.root / request.tenant
+        pattern = f"{request.job or '*'}/{request.deployment or '*'}/*"
+        found = []
+        for directory in sorted(place.glob(pattern)):
+            if all(is_name(part) for part in directory.relative_to(place).parts):
+                described = _described(directory)
+                found += [described] if described is not None else []
+        return found
+
+    async def describe(self, request: DescribeCheckpoint) -> CheckpointsFound:
+        """Raises: CallerError: NOT_FOUND; a bad name."""
+        return CheckpointsFound([await asyncio.to_thread(self._describe, request)])
+
+    def _describe(self, request: DescribeCheckpoint) -> SavedCheckpoint:
+        key, name = request.deployment, request.name
+        with self._checkpoints.locked_if_there(key, name):
+            described = _described(self._checkpoints.directory(key, name), with_files=True)
+        if described is None:
+            raise not_found(name)
+        return described
+
+    async def set_expiry(self, request: SetExpiry) -> CheckpointsFound:
+        """Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk fails."""
+        key, name = request.deployment, request.name
+        await asyncio.to_thread(self._checkpoints.set_expiry, key, name, request.ttl_s)
+        return await self.describe(DescribeCheckpoint(key, name))
+
+    async def erase(self, request: EraseCheckpoint) -> CheckpointErased:
+        """Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk fails."""
+        key, name = request.deployment, request.name
+        try:
+            num_bytes = await asyncio.to_thread(
+                self._checkpoints.remove, key, name, if_expired=request.if_expired
+            )
+        except OSError as error:
+            raise ResourceError(f"{name!r} of {key} stays: {error}") from error
+        if not num_bytes:
+            raise not_found(name)
+        why = "has expired" if request.if_expired else "is removed"
+        log.info("checkpoint %r of %s %s: %d bytes", name, key, why, num_bytes)
+        return CheckpointErased(num_bytes)
+
+    async def find_expired(self, _: FindExpired) -> ExpiredFound:
+        expired = await asyncio.to_thread(self._checkpoints.expired)
+        return ExpiredFound([DescribeCheckpoint(key, name) for key, name in expired])
+
+
+def files_of(directory: Path) -> Iterator[Path]:
+    """The files of a checkpoint, sorted; nothing that lies elsewhere. Raises: OSError."""
+    for place, directories, names in os.walk(directory, onerror=_raise):
+        directories.sort()
+        for name in sorted(names):
+            path = Path(place) / name
+            is_content = name != EXPIRY_FILE and not name.startswith(".")
+            if is_content and stat.S_ISREG(path.lstat().st_mode):
+                yield path
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def saved_s(directory: Path) -> float:
+    """When a checkpoint became durable, in Unix seconds. Raises: OSError."""
+    marker = directory / MARKER_FILE
+    return (marker if marker.is_file() else directory).stat().st_mtime
+
+
+def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint | None:
+    """What a checkpoint is; None: it is none, or not any more. Blocking."""
+    job, deployment, name = directory.parts[-3:]
+    try:
+        files = {
+            str(path.relative_to(directory)): path.stat().st_size for path in files_of(directory)
+        }
+        at_s = saved_s(directory)
+    except OSError:
+        return None
+    expiry_s, marker = expiry_of(directory), _marker_of(directory)
+    return SavedCheckpoint(
+        job,
+        deployment,
+        name,
+        sum(files.values()),
+        at_s,
+        seq=marker.seq if marker else 0,
+        weights_sha256=marker.result.weights_sha256 if marker else "",
+        keep=marker.keep if marker else 0,
+        expires_in_s=None if expiry_s is None else max(0.0, expiry_s - time.time()),
+        files=files if with_files else {},
+    )
+
+
+def _marker_of(directory: Path) -> Marker | None:
+    try:
+        return decode_marker((directory / MARKER_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,121 @@
+"""Pins: what a deployment has loaded can be read by it again, whatever becomes of the checkpoint.
+
+A rebuild may have to run a `load_state` again, to the same bits, after the checkpoint was deleted,
+overwritten or has expired. So each load links the checkpoint's files in a directory of its own,
+`<root>/<tenant>/<job>/.<deployment>.loaded/<number>-<load>/<name>`. A rebuild starts at the newest
+load that took effect; so the two newest are kept, of which the last may yet fail. Links take no
+room; the bytes of a checkpoint that is deleted are freed with the last pin.
+
+All functions are blocking: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.statemgr.checkpoints.files import EXPIRY_FILE, Checkpoints, not_found
+from phaseloom.statemgr.disk.files import make_directory, sync_directory
+
+log = logging.getLogger(__name__)
+
+_NUM_KEPT = 2
+_LOAD_DIGITS = 16
+
+
+class Pin(NamedTuple):
+    directory: Path
+    """Where the files can be read."""
+    is_new: bool
+    """Whether this load has just pinned them."""
+
+
+def pin(
+    checkpoints: Checkpoints, own: DeploymentKey, saved: DeploymentKey, name: str, load: str
+) -> Pin:
+    """Pin a checkpoint for a load. The same load again has the files that it had.
+
+    Where links cannot be made, by the file system or since the files are links themselves, the
+    checkpoint is read where it is.
+
+    Args:   own: the deployment that loads. saved: the one that saved. load: names the load.
+    Raises: CallerError: NOT_FOUND; a bad name.
+    """
+    directory = checkpoints.directory(saved, name)
+    place = _place(checkpoints, own)
+    digits = blake3(load.encode()).hexdigest()[:_LOAD_DIGITS]
+    try:
+        with checkpoints.locked(own, *([saved] if directory.parent.is_dir() else [])):
+            pins = _pins(place)
+            for path in pins:
+                if path.name.endswith(f"-{digits}"):
+                    return Pin(path / name, is_new=False)
+            if not directory.is_dir():
+                raise not_found(name)
+            number = 1 + (_number(pins[-1]) if pins else 0)
+            pinned = place / f"{number}-{digits}"
+            _link(directory, place / f"{number}-{digits}.{checkpoints.node}.draft", pinned, name)
+            return Pin(pinned / name, is_new=True)
+    except OSError as error:
+        log.warning("%s is loaded from where it is, and must stay: %s", directory, error)
+        if not directory.is_dir():
+            raise not_found(name) from error
+        return Pin(directory, is_new=False)
+
+
+def settle(checkpoints: Checkpoints, own: DeploymentKey) -> None:
+    """Give up all pins but the newest ones, after a load that took effect."""
+    for old in _pins(_place(checkpoints, own))[:-_NUM_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def unpin(pinned: Pin) -> None:
+    """Give up the pin of a load that was refused, if it is new."""
+    if pinned.is_new:
+        shutil.rmtree(pinned.directory.parent, ignore_errors=True)
+
+
+def forget(checkpoints: Checkpoints, own: DeploymentKey) -> None:
+    """Give up the pins of a deployment that is gone."""
+    if checkpoints.root is not None:
+        shutil.rmtree(_place(checkpoints, own), ignore_errors=True)
+
+
+def _place(checkpoints: Checkpoints, own: DeploymentKey) -> Path:
+    deployment = checkpoints.directory(own, "any").parent
+    return deployment.with_name(f".{deployment.name}.loaded")
+
+
+def _pins(place: Path) -> list[Path]:
+    """A deployment's pins, the oldest first."""
+    found = [path for path in place.glob("*-*") if "." not in path.name]
+    return sorted(found, key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.partition("-")[0])
+
+
+def _link(directory: Path, draft: Path, pinned: Path, name: str) -> None:
+    """Link a checkpoint's files. Raises: OSError: a file is no file, or cannot be linked."""
+    shutil.rmtree(draft, ignore_errors=True)
+    make_directory(draft / name)
+    try:
+        for entry in os.scandir(directory):
+            if entry.name != EXPIRY_FILE and not entry.is_dir():
+                if entry.is_symlink():
+                    raise OSError(f"{entry.path} is a link")
+                os.link(entry.path, draft / name / entry.name)
+        sync_directory(draft / name)
+        sync_directory(draft)
+        draft.rename(pinned)
+        sync_directory(pinned.parent)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise

@@ -1,0 +1,98 @@
+"""The checkpoints on a node's disk: answered to routers, and removed when they have expired."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from phaseloom.common.contract.checkpoints import (
+    CheckpointRefused,
+    EraseCheckpoint,
+    NodeCheckpointReply,
+    NodeCheckpointRequest,
+)
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
+from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.streams import checkpoint_subject
+from phaseloom.common.transport.bus import Bus
+from phaseloom.worker.agent.stateclient import AgentStateClient
+from phaseloom.worker.state.lastcheckpoint import has_ended, last_checkpoint, needed_error
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 5.0
+
+
+async def serve_checkpoints(bus: Bus, node: NodeId, state: AgentStateClient) -> None:
+    """Answer routers, side by side, until cancelled."""
+
+    async def answer(request: NodeCheckpointRequest) -> NodeCheckpointReply:
+        if isinstance(request, EraseCheckpoint):
+            await _check_not_needed(bus, request.deployment, request.name)
+        return await state.checkpoints(request)
+
+    async def reply(message: Msg) -> None:
+        said: NodeCheckpointReply
+        try:
+            request: NodeCheckpointRequest = decode(
+                message.data, NodeCheckpointRequest, content_type_of(message.headers)
+            )
+            said = await answer(request)
+        except PhaseloomError as error:
+            said = CheckpointRefused(error.info)
+        except nats.errors.Error as error:
+            said = CheckpointRefused(ResourceError(f"the bus failed: {error!r}").info)
+        # Whoever asked gives up by itself.
+        with suppress(nats.errors.Error):
+            await bus.client.publish(message.reply, encode(said), headers={CONTENT_TYPE: MSGPACK})
+
+    async with asyncio.TaskGroup() as tasks:
+
+        async def take(message: Msg) -> None:
+            if message.reply:
+                tasks.create_task(reply(message))
+
+        subscription = await bus.client.subscribe(checkpoint_subject(node), cb=take)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
+                await subscription.unsubscribe()
+
+
+async def remove_expired(
+    bus: Bus, state: AgentStateClient, look_every_s: float = _LOOK_EVERY_S
+) -> None:
+    """Remove checkpoints whose time to live is over, until cancelled. One that its job falls back
+    to stays until it does not. Nodes that have one checkpoint root all look: the first one that
+    takes the name away removes the checkpoint."""
+    while True:
+        try:
+            for expired in (await state.expired_checkpoints()).checkpoints:
+                await _remove_expired(bus, state, expired.deployment, expired.name)
+        except (PhaseloomError, nats.errors.Error) as error:
+            log.warning("which checkpoints have expired is not known now: %s", error)
+        await asyncio.sleep(look_every_s)
+
+
+async def _remove_expired(bus: Bus, state: AgentStateClient, key: DeploymentKey, name: str) -> None:
+    try:
+        await _check_not_needed(bus, key, name)
+        await state.checkpoints(EraseCheckpoint(key, name, if_expired=True))
+    except PhaseloomError as error:
+        # NOT_FOUND: another node has removed it, or it is kept for longer now.
+        is_usual = error.info.code in (Code.NOT_FOUND, Code.FAILED_PRECONDITION)
+        log.log(logging.DEBUG if is_usual else logging.WARNING, "%s of %s: %s", name, key, error)
+
+
+async def _check_not_needed(bus: Bus, key: DeploymentKey, name: str) -> None:
+    """Raises: CallerError: FAILED_PRECONDITION: the job falls back to it."""
+    last = await last_checkpoint(bus, key.job_key)
+    is_last = last is not None and last.checkpoints.get(key.deployment) == name
+    if is_last and not await has_ended(bus, key.job_key):
+        raise needed_error(name)

@@ -1,0 +1,35 @@
+"""The job's last checkpoint with a controller's blob: what the job falls back to must stay."""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.api import Checkpoint, JobStatus
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.retry import until_done
+
+
+async def has_ended(bus: Bus, job: JobKey) -> bool:
+    """Whether a job has ended, or is not known: then it falls back to nothing."""
+    stored = await until_done(lambda: bus.kv_get(Bucket.VIEW, str(job)), "read the job's status")
+    return stored is None or decode(stored.payload, JobStatus).has_ended
+
+
+async def last_checkpoint(bus: Bus, job: JobKey) -> Checkpoint | None:
+    """A job's last checkpoint; None: it has none, or has ended."""
+    stored = await until_done(
+        lambda: bus.kv_get(Bucket.CHECKPOINTS, str(job)), "read the checkpoint"
+    )
+    last: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
+    return last
+
+
+def needed_error(name: str) -> CallerError:
+    return CallerError(
+        f"the job falls back to checkpoint {name!r}",
+        code=Code.FAILED_PRECONDITION,
+        field="args.name",
+        remedy="save another one with a controller's blob first",
+    )
