@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,13 @@ from msgspec.structs import replace
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import content_type_of, decode
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.events import WpgLost, WpgStarted
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import Progress
+from phaseloom.common.transport.bus import Bus
 from tests.support.jobs import TENANT, Log, kill_rank, rank_pid, running_mesh, tenant
 from tests.support.node import STEP, exploding, lesson
 from tests.support.pretrained import save_model
@@ -152,20 +159,20 @@ async def test_job_that_takes_its_process_along_twice_has_one_of_its_own(
         quiet = await connection.submit_job("quiet", [spec])
         before = await said(quiet, 0)
         job = await connection.submit_job("loud", [spec])
-        long = job.deployment("sampler").generate([client.Prompt([1])], sampling, stream=True)
-        pieces = long.stream()
-        pids = set()
-        for life in (1, 2):
-            await until_started(log, "quiet.sampler", life)
-            await anext(pieces)  # it is at work, and further than the life before
-            pid = rank_pid(mesh, "loud.sampler")
-            assert rank_pid(mesh, "quiet.sampler") == pid
-            pids.add(pid)
-            os.kill(pid, signal.SIGKILL)
-            await until_lost(log, "quiet.sampler", life)
-        await anext(pieces)
-        await long.stop()
-        await long
+        async with beginnings(mesh, "loud") as has_begun:
+            long = job.deployment("sampler").generate([client.Prompt([1])], sampling, stream=True)
+            pids = set()
+            for life in (1, 2):
+                await until_started(log, "quiet.sampler", life)
+                await has_begun()
+                pid = rank_pid(mesh, "loud.sampler")
+                assert rank_pid(mesh, "quiet.sampler") == pid
+                pids.add(pid)
+                os.kill(pid, signal.SIGKILL)
+                await until_lost(log, "quiet.sampler", life)
+            await has_begun()
+            await long.stop()
+            await long
         assert await said(quiet, 0) == before
         own, other = rank_pid(mesh, "loud.sampler"), rank_pid(mesh, "quiet.sampler")
         assert own != other
@@ -176,6 +183,26 @@ async def test_job_that_takes_its_process_along_twice_has_one_of_its_own(
         await until_gone([other], _PATIENCE_S)
         await said(job, 4)
         assert rank_pid(mesh, "loud.sampler") == own
+
+
+@asynccontextmanager
+async def beginnings(mesh: Mesh, job: str) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Waits until a rank of its sampler has told the first tokens of a `generate`; once a rank."""
+    bus = await Bus.open(mesh.credentials.bus, "test")
+    key = OperationKey(TENANT, job, "sampler", "*")
+    told = await bus.client.subscribe(streams.progress_subject(key))
+
+    async def has_begun() -> None:
+        while True:
+            message = await told.next_msg(timeout=_PATIENCE_S)
+            progress = decode(message.data, Progress, content_type_of(message.headers))
+            if any(drawn.offset == 0 for drawn in progress.drawn):
+                return
+
+    try:
+        yield has_begun
+    finally:
+        await bus.close()
 
 
 async def said(job: client.Job, seed: int) -> list[int]:
