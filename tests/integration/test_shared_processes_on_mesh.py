@@ -179,6 +179,17 @@ async def test_job_that_takes_its_process_along_twice_has_one_of_its_own(
         assert pids.isdisjoint({own, other})
         assert len(log.starts("quiet.sampler")) == 3
 
+        # A job that is ended while it is at work takes nobody along.
+        ended = await connection.submit_job("ended", [spec])
+        async with beginnings(mesh, "ended") as has_begun:
+            ended.deployment("sampler").generate([client.Prompt([1])], sampling, stream=True)
+            await has_begun()
+        assert rank_pid(mesh, "ended.sampler") == other
+        await ended.finish()
+        await until_lost(log, "ended.sampler")
+        assert await said(quiet, 0) == before
+        assert len(log.starts("quiet.sampler")) == 3
+
         await quiet.finish()
         await until_gone([other], _PATIENCE_S)
         await said(job, 4)

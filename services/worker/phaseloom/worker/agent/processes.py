@@ -153,7 +153,7 @@ class Processes:
         self._awaited: dict[str, _SharedProcess] = {}
         """Shared processes that have yet to connect, by their tokens."""
         self._fallen: defaultdict[DeploymentKey, list[_HostedRank]] = defaultdict(list)
-        """Hosted ranks that fell with their processes, of deployments that are still here."""
+        """Hosted ranks that fell with their processes, since their deployment last ended here."""
         self._forking = asyncio.Lock()
 
     async def start(self, config: RankConfig) -> LivingRank:
