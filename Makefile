@@ -134,7 +134,8 @@ bench-lora: $(VENV)/.test
 bench-runtimes: $(VENV)/.test $(VLLM_VENV)/.test
 	$(BIN)/python -m loadtest runtimes $(VLLM_VENV)/bin/python $(ARGS)
 
-## bench-gateway: calls through the Tinker SDK and the gateway, beside those of our client
+## bench-gateway: calls through the Tinker SDK and the gateway, beside those of our client, and of two
+##   tenants at once
 bench-gateway: $(VENV)/.test
 	$(BIN)/python -m loadtest gateway $(ARGS)
 

@@ -1,7 +1,8 @@
 """Calls through the Tinker SDK and the gateway, beside the same through our own client.
 
 Both have a job of their own with the same tiny model, on one mesh, and take turns. What is measured
-is the way: the SDK, HTTP, the gateway, and the mesh behind all of it.
+is the way: the SDK, HTTP, the gateway, and the mesh behind all of it. In the end the SDKs of two
+tenants make their calls at the same time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from phaseloom.client import (
 from phaseloom.common.process import config, diewithparent
 
 TENANT = "demo"
+OTHER = "other"
 TOKENS = [1, 5, 9, 2, 7, 3, 11, 4]
 _IN_FLIGHT = 256
 _LONG = 50
@@ -76,6 +78,9 @@ class GatewayReport(msgspec.Struct, frozen=True):
     settings: Settings
     gateway: Way
     client: Way
+    two_tenants: Way | None = None
+    """What calls through the SDK took for each of two tenants that made them at the same time; the
+    median over both."""
 
 
 async def run(settings: Settings, directory: Path) -> GatewayReport:
@@ -85,12 +90,12 @@ async def run(settings: Settings, directory: Path) -> GatewayReport:
         port = int(listener.getsockname()[1])
     nodes = [NodeConfig(f"{pool}-{i}", pool, [16 * 2**20]) for pool in _POOLS for i in range(2)]
     meshed = MeshConfig(
-        nodes=nodes, tenants=[TENANT], models={"tiny": str(model)}, gateway_port=port
+        nodes=nodes, tenants=[TENANT, OTHER], models={"tiny": str(model)}, gateway_port=port
     )
     async with Mesh(meshed, directory / "mesh") as mesh:
         await mesh.ready()
         password = mesh.credentials.tenants[TENANT]
-        sdk = await _start_sdk(settings, port, api_key(password), directory / "sdk.log")
+        sdks = [await _start_sdk(settings, port, api_key(password), directory / "sdk.log")]
         async with connect(mesh.url, TENANT, password) as connection:
             spec = ModelSpec(registered="tiny")
             job = await connection.submit_job(
@@ -103,16 +108,20 @@ async def run(settings: Settings, directory: Path) -> GatewayReport:
             own = Own(job.deployment("policy"), job.deployment("sampler"), settings)
             rounds = []
             for _ in range(settings.rounds):
-                theirs = {**await _ask(sdk, "calls"), **await _ask(sdk, "large")}
-                rounds.append((theirs, await own.measure()))
+                rounds.append((await _measure(sdks[0]), await own.measure()))
             await job.finish()
-        sdk.kill()
-        await sdk.wait()
+        other = api_key(mesh.credentials.tenants[OTHER])
+        sdks.append(await _start_sdk(settings, port, other, directory / "other-sdk.log"))
+        two = [await asyncio.gather(*map(_measure, sdks)) for _ in range(settings.rounds)]
+        for each in sdks:
+            each.kill()
+            await each.wait()
     return GatewayReport(
         describe("torch", "aiohttp", "tinker"),
         settings,
         _way([theirs for theirs, _ in rounds]),
         _way([ours for _, ours in rounds]),
+        _way([each for both in two for each in both]),
     )
 
 
@@ -193,6 +202,10 @@ async def _start_sdk(
     if (await sdk.stdout.readline()).strip() != b"ready":
         raise RuntimeError(f"the SDK's program ended, see {log}")
     return sdk
+
+
+async def _measure(sdk: asyncio.subprocess.Process) -> dict[str, Any]:
+    return {**await _ask(sdk, "calls"), **await _ask(sdk, "large")}
 
 
 async def _ask(sdk: asyncio.subprocess.Process, what: str) -> dict[str, Any]:

@@ -241,20 +241,22 @@ def delta_table(report: DeltaReport) -> str:
 
 
 def gateway_table(report: GatewayReport) -> str:
-    through, own = report.gateway, report.client
-
-    def row(name: str, theirs: float, ours: float, unit: float = 1e3) -> tuple[str, ...]:
-        digits = 1 if unit == 1e3 else 2
-        cells = (f"{unit * theirs:.{digits}f}", f"{unit * ours:.{digits}f}")
-        return (name, *cells, f"{theirs / ours:.2f}")
-
+    through, own, two = report.gateway, report.client, report.two_tenants
+    ways = [through, own] if two is None else [through, own, two]
     tokens = report.settings.large * 50
-    rows = [row(f"{name}, ms", s, own.seconds[name]) for name, s in through.seconds.items()]
-    rows.append(row("256 samples in flight, s", through.in_flight_s, own.in_flight_s, 1.0))
+    values: list[tuple[str, list[float], float]] = [
+        (f"{name}, ms", [way.seconds[name] for way in ways], 1e3) for name in own.seconds
+    ]
+    values.append(("256 samples in flight, s", [way.in_flight_s for way in ways], 1.0))
     name = f"forward_backward of {tokens:,} tokens, s"
-    rows.append(row(name, through.large_s, own.large_s, 1.0))
+    values.append((name, [way.large_s for way in ways], 1.0))
+    rows = []
+    for name, seconds, unit in values:
+        theirs, ours, *both = [f"{unit * each:.{1 if unit == 1e3 else 2}f}" for each in seconds]
+        rows.append((name, theirs, ours, f"{seconds[0] / seconds[1]:.2f}", *both))
     head = ("medians", "Tinker SDK and gateway", "our client", "ratio")
-    return _table(report.machine, head, rows)
+    both = ["SDKs of two tenants at once"] if two is not None else []
+    return _table(report.machine, (*head, *both), rows)
 
 
 def tails_table(report: TailReport) -> str:

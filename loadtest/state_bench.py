@@ -417,7 +417,6 @@ async def daemon(
         "DIRECTORY": str(directory / "files"),
         "DEVICES": json.dumps([num_deployments * num_bytes]),
         "HOST_MEMORY_BYTES": str((num_deployments + 2) * num_bytes),
-        "HOST_SPARE": "0",
     }
     environment = os.environ | {f"PHASELOOM_STATEMGR_{n}": v for n, v in settings.items()}
     process = await asyncio.create_subprocess_exec(

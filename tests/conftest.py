@@ -20,8 +20,9 @@ _THOROUGH = 10
 _SETTINGS = "_hypothesis_internal_use_settings"
 
 # A change is judged by the same examples each time (`make test`); plain pytest draws new ones.
-hypothesis.settings.register_profile("same", derandomize=True)
-hypothesis.settings.register_profile("thorough", print_blob=True)
+# No example has a deadline: a machine may be slow.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("thorough", print_blob=True, deadline=None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

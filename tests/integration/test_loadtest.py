@@ -53,6 +53,7 @@ async def test_switches_of_two_jobs_that_share_devices_are_seen_and_accounted_fo
     assert report.hidden_seconds + unhidden_s == pytest.approx(report.switch_seconds, abs=0.05)
 
 
+@pytest.mark.slow
 async def test_versions_of_a_run_in_bfloat16_are_sent_whole_and_as_deltas(
     short_dir: Path,
 ) -> None:

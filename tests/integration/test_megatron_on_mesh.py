@@ -17,7 +17,6 @@ from phaseloom.common.contract.operations import AdamParams, Datum, Loss
 from phaseloom.common.contract.specs import DeploymentSpec, Layout, ModelSpec
 from tests.support import megatron, vllm
 from tests.support.jobs import kill_rank, running_mesh, tenant
-from tests.support.node import lesson
 
 pytestmark = [pytest.mark.megatron, megatron.needs_megatron_python]
 
@@ -179,7 +178,8 @@ async def test_ranks_on_two_nodes_compute_the_same_bits_as_on_one_after_kills(
 
 @vllm.needs_vllm_python
 async def test_vllm_of_two_ranks_takes_what_two_ranks_of_megatron_publish(short_dir: Path) -> None:
-    """Each from the other's slices: Megatron's rows of queries and vLLM's fused ones differ."""
+    """Steps of GRPO on samples that vLLM draws. Megatron's rows of queries and vLLM's fused ones
+    differ, and our own sampler, which has the whole model, draws the same tokens."""
     (node,) = MESH.nodes
     interpreters = {**node.interpreters, "vllm": str(vllm.PYTHON)}
     config = replace(MESH, nodes=[replace(node, interpreters=interpreters)])
@@ -192,14 +192,15 @@ async def test_vllm_of_two_ranks_takes_what_two_ranks_of_megatron_publish(short_
     async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
         job = await connection.submit_job("job", specs)
         policy, sampler, own = (job.deployment(each.name) for each in specs)
-        drawn = []
-        for step in range(2):
-            await policy.forward_backward(lesson(step).batch, Loss.CROSS_ENTROPY)
+        drawn: list[list[list[int]]] = []
+        for step in range(3):
+            for each in (own, sampler):
+                generated = await each.generate(PROMPTS, SAMPLING, num_samples=NUM_SAMPLES)
+                drawn.append([list(int32s(s.tokens)) for g in generated.sequences for s in g])
+            await policy.forward_backward(graded(step, generated), Loss.PPO)
             await policy.optim_step(AdamParams(1e-1))
             published = policy.publish_weights()
             for each in (sampler, own):
                 await each.sync_weights(published)
-                generated = await each.generate(PROMPTS, SAMPLING, num_samples=NUM_SAMPLES)
-                drawn.append([list(int32s(s.tokens)) for g in generated.sequences for s in g])
-        assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+        assert drawn[0] == drawn[1] != drawn[2] == drawn[3] != drawn[4] == drawn[5]
         assert log.failures() == []

@@ -30,7 +30,7 @@ async def demoted(node: TestNode) -> set[DeploymentKey]:
 @pytest.mark.usefixtures("noop_nodes")
 async def test_hint_of_the_scheduler_brings_a_state_up() -> None:
     """Host memory for two states of a page, and three deployments."""
-    async with running_node(host_memory_bytes=2 * PAGE, host_spare=0) as node, node.fresh():
+    async with running_node(host_memory_bytes=2 * PAGE) as node, node.fresh():
         keys = []
         for name in ("first", "second", "third"):
             key, _ = await node.start_wpg(SPEC, job=name)

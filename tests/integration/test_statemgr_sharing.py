@@ -176,7 +176,7 @@ async def test_write_of_one_leaves_the_bytes_of_the_other(short_dir: Path) -> No
 
 
 async def test_write_that_finds_no_memory_is_refused_and_harms_nobody(short_dir: Path) -> None:
-    async with daemon(short_dir, host_bytes=SIZE, HOST_SPARE="0", NVME_BYTES="0") as d:
+    async with daemon(short_dir, host_bytes=SIZE, NVME_BYTES="0") as d:
         first = await frozen(d, FIRST)
         await identified(d, 1)
         await d.agent.switch_in(FIRST, 1, 1, [])
@@ -441,7 +441,7 @@ async def test_version_that_is_held_in_the_middle_of_a_copy_changes_nothing_of_i
 
 
 async def test_shared_content_goes_down_once_and_comes_up_for_both(short_dir: Path) -> None:
-    async with daemon(short_dir, devices=[2 * SIZE], host_bytes=2 * SIZE, HOST_SPARE="0") as d:
+    async with daemon(short_dir, devices=[2 * SIZE], host_bytes=2 * SIZE) as d:
         first, second = await frozen(d, FIRST), await frozen(d, SECOND)
         await identified(d, 1)
         expected = await visit(d, first, FIRST, 1)
@@ -482,7 +482,7 @@ def write_into(d: Daemon, what: str) -> None:
 
 
 async def test_demoted_copy_is_removed_with_its_last_user(short_dir: Path) -> None:
-    async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0") as d:
+    async with daemon(short_dir, host_bytes=2 * SIZE) as d:
         await frozen(d, FIRST)
         await frozen(d, SECOND)
         await identified(d, 1)
@@ -496,7 +496,7 @@ async def test_demoted_copy_is_removed_with_its_last_user(short_dir: Path) -> No
 
 
 async def test_bad_content_below_ends_its_users_and_nobody_else(short_dir: Path) -> None:
-    async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0") as d:
+    async with daemon(short_dir, host_bytes=2 * SIZE) as d:
         await frozen(d, FIRST)
         await frozen(d, SECOND)
         await identified(d, 1)
@@ -516,7 +516,7 @@ async def test_bad_content_below_ends_its_users_and_nobody_else(short_dir: Path)
 
 
 async def test_hint_brings_a_content_up_before_it_is_needed(short_dir: Path) -> None:
-    async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0") as d:
+    async with daemon(short_dir, host_bytes=2 * SIZE) as d:
         first = await frozen(d, FIRST)
         await frozen(d, SECOND)
         await identified(d, 1)
@@ -531,7 +531,7 @@ async def test_hint_brings_a_content_up_before_it_is_needed(short_dir: Path) -> 
 
 
 async def test_dropped_version_goes_down_with_the_sampler_that_has_it(short_dir: Path) -> None:
-    async with daemon(short_dir, devices=[2 * SIZE], host_bytes=3 * SIZE, HOST_SPARE="0") as d:
+    async with daemon(short_dir, devices=[2 * SIZE], host_bytes=3 * SIZE) as d:
         policy, sampler = await policy_and_sampler(d)
         policy.run(1)
         await synced(d, sampler, policy, VERSION, 2)
@@ -548,9 +548,7 @@ async def test_dropped_version_goes_down_with_the_sampler_that_has_it(short_dir:
 
 
 async def test_full_disk_leaves_a_content_where_it_is(short_dir: Path) -> None:
-    async with daemon(
-        short_dir, host_bytes=2 * SIZE, HOST_SPARE="0", NVME_BYTES=str(SIZE - 1)
-    ) as d:
+    async with daemon(short_dir, host_bytes=2 * SIZE, NVME_BYTES=str(SIZE - 1)) as d:
         first = await frozen(d, FIRST)
         await frozen(d, SECOND)
         await identified(d, 1)
@@ -570,7 +568,7 @@ LARGE = 64 * MiB
 async def test_kill_as_a_content_goes_down_leaves_the_old_place_or_the_new(
     short_dir: Path, moment: str
 ) -> None:
-    async with daemon(short_dir, devices=[LARGE], host_bytes=2 * LARGE, HOST_SPARE="0") as d:
+    async with daemon(short_dir, devices=[LARGE], host_bytes=2 * LARGE) as d:
         ranks = {key: await start(d, key, LARGE, frozen=True, content=3) for key in (FIRST, SECOND)}
         await identified(d, 1)
         await start(d, POLICY, LARGE)
@@ -624,7 +622,7 @@ async def test_version_that_a_sampler_refers_to_is_there_after_a_kill(short_dir:
 
 
 async def test_demoted_copy_is_there_after_a_kill(short_dir: Path) -> None:
-    async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0") as d:
+    async with daemon(short_dir, host_bytes=2 * SIZE) as d:
         first = await frozen(d, FIRST)
         await frozen(d, SECOND)
         await identified(d, 1)
@@ -684,7 +682,7 @@ async def test_rank_that_died_meanwhile_leaves_the_content_to_the_other(short_di
 
 
 async def test_stale_files_of_shared_copies_are_swept(short_dir: Path) -> None:
-    async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0", reconnect_s=0.1) as d:
+    async with daemon(short_dir, host_bytes=2 * SIZE, reconnect_s=0.1) as d:
         await frozen(d, FIRST)
         await identified(d, 1)
         await start(d, POLICY, SIZE)
@@ -704,7 +702,7 @@ async def test_stale_files_go_before_anything_goes_down_under_their_names(short_
     files.mkdir(parents=True)
     for number in range(1, 1001):
         (files / f"shared-{number}.state").touch()
-    async with daemon(short_dir, host_bytes=2 * SIZE, HOST_SPARE="0") as d:
+    async with daemon(short_dir, host_bytes=2 * SIZE) as d:
         first = await frozen(d, FIRST)
         await identified(d, 1)
         expected = await visit(d, first, FIRST, 1)
@@ -723,7 +721,7 @@ async def test_sync_that_could_not_be_offloaded_is_refused_before_it_writes(
     """A version of another layout cannot be the host copy: that needs room of its own."""
     spread = [moved(slots_of(SIZE)[0], 4096)]
     async with daemon(
-        short_dir, devices=[3 * SIZE], host_bytes=3 * SIZE + 8192, HOST_SPARE="0", NVME_BYTES="0"
+        short_dir, devices=[3 * SIZE], host_bytes=3 * SIZE + 8192, NVME_BYTES="0"
     ) as d:
         policy = await start(d, POLICY, SIZE)
         sampler = await start(d, SAMPLER, SIZE + 4096, slots=spread, frozen=True)

@@ -16,7 +16,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import DeploymentState, DiskMethod
 from phaseloom.common.tensors.blockhash import digest_of
-from phaseloom.statemgr.disk.blockfile import probe
+from phaseloom.statemgr.disk.disk import probe
 from tests.support.meshcerts import certificates
 from tests.support.readversions import load_version, open_version
 from tests.support.statedaemon import (
@@ -481,24 +481,3 @@ async def test_version_that_a_rank_uses_stays_and_the_refusal_has_the_numbers(
         (state,) = (await d.agent.status()).version_states
         assert (state.in_host, state.on_nvme) == (False, True)
         assert policy.heap.resident_bytes() == SIZE
-
-
-async def test_written_back_copy_makes_room_at_once_and_nothing_of_it_is_lost_in_a_kill(
-    short_dir: Path,
-) -> None:
-    async with daemon(short_dir, host_bytes=5 * MiB, HOST_SPARE="0.5") as d:
-        first, content = await filled(d, POLICY, 1)
-        second, other_content = await filled(d, OTHER, 2)
-        while names(d) != ["demoted-1-0.state"]:
-            await asyncio.to_thread(os.sched_yield)
-        assert set((await tiers(d)).values()) == {"host"}
-        await d.relaunch()
-        assert set((await tiers(d)).values()) == {"host"}
-        await filled(d, SAMPLER, 3)
-        assert "nvme" in (await tiers(d)).values()
-        for seq, (key, rank, state) in enumerate(
-            ((POLICY, first, content), (OTHER, second, other_content)), start=4
-        ):
-            await d.agent.switch_in(key, 1, seq, [])
-            assert rank.digest() == state
-            await d.agent.switch_out(key, 1, seq)

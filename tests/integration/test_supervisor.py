@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh, MeshConfig, settings_of
 from phaseloom.client import DeploymentSpec, ModelSpec, connect
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import ResourceError
@@ -127,6 +127,7 @@ async def test_mesh_is_ready_only_when_its_own_gateway_and_nodes_are(
     monkeypatch.setenv("PHASELOOM_WORKER_PRELOAD", "no agent starts with this")
     async with Mesh(config, tmp_path) as mesh:
         assert await missing_but(mesh, "node") == "node rollout-0, node train-0"
+    assert settings_of(tmp_path) == config
 
 
 async def missing_but(mesh: Mesh, what: str) -> str:

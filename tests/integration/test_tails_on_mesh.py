@@ -125,6 +125,7 @@ async def test_next_job_runs_on_the_devices_that_a_tail_leaves(short_dir: Path) 
         assert log.failures() == []
 
 
+@pytest.mark.slow
 async def test_next_rollout_over_the_same_devices_begins_without_the_tails(
     short_dir: Path,
 ) -> None:

@@ -403,12 +403,8 @@ async def running_node(
     lease_ttl_s: float = 6.0,
     nvme_bytes: int = 2**30,
     peer_timeout_s: float = 10.0,
-    host_spare: float = 0.1,
 ) -> AsyncIterator[TestNode]:
-    """A node and a bus of its own.
-
-    Args: host_spare: 0: what goes down does so only as its memory is needed.
-    """
+    """A node and a bus of its own."""
     node = NodeConfig(
         str(NODE), "train", [64 * 2**20] * num_devices, host_memory_bytes=host_memory_bytes
     )
@@ -416,7 +412,6 @@ async def running_node(
         f"{configuration.PREFIX}WORKER_LEASE_TTL_S": str(lease_ttl_s),
         f"{configuration.PREFIX}STATEMGR_NVME_BYTES": str(nvme_bytes),
         f"{configuration.PREFIX}STATEMGR_PEER_TIMEOUT_S": str(peer_timeout_s),
-        f"{configuration.PREFIX}STATEMGR_HOST_SPARE": str(host_spare),
     }
     with short_directory() as directory:
         async with EmbeddedServer(directory / "nats", [TENANT], fsync=False) as server:

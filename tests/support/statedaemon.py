@@ -146,7 +146,6 @@ async def daemon(
         "DIRECTORY": str(directory / "files"),
         "DEVICES": json.dumps(devices or [16 * MiB]),
         "HOST_MEMORY_BYTES": str(host_bytes),
-        "HOST_SPARE": "0",  # what goes down, and when, is for the test to say
         **extra,
     }
     environment = os.environ | {

@@ -571,7 +571,6 @@ async def storm(directory: Path, seed: int) -> AsyncIterator[Storm]:
         RESUME_TIMEOUT_S="30",
         devices=[12 * MiB, 4 * MiB],
         host_bytes=host_bytes,
-        HOST_SPARE=draw.choice(["0", "0.1", "0.4"]),
         NVME_BYTES=str(draw.choice([6, 16, 200]) * MiB),
         CHECKPOINT_ROOT=str(directory / "checkpoints"),
         CHECKPOINT_FILE_BYTES=str(MiB),

@@ -164,6 +164,58 @@ def steps(count: int) -> dict[str, Any]:
     return said
 
 
+def saved() -> dict[str, Any]:
+    """What can be done with checkpoints, under names of all kinds."""
+    service = tinker.ServiceClient()
+    rest = service.create_rest_client()
+    client = service.create_lora_training_client(base_model="tiny", rank=4)
+    said: dict[str, Any] = {}
+
+    def listed() -> dict[str, Any]:
+        found = rest.list_checkpoints(client.model_id).result().checkpoints
+        return {each.checkpoint_id: each for each in found}
+
+    path = client.save_state("a").result().path
+    before = loss(client)
+    step(client)
+    said["taken"] = failure(lambda: client.save_state("a").result())
+    said["slash"] = failure(lambda: client.save_state("b/c").result())
+    said["percent"] = failure(lambda: client.save_weights_for_sampler("a%2Fb").result())
+    said["no_ttl"] = failure(lambda: client.save_state("d", ttl_seconds=-1).result())
+    other = service.create_training_client_from_state(path)
+    client.save_state("a", overwrite=True, ttl_seconds=3600).result()
+    after = loss(client)
+    newer = service.create_training_client_from_state(path)
+    said["loaded"] = [loss(other) == before, loss(newer) == after, before != after]
+    one = listed()["weights/a"]
+    said["expires"] = [one.expires_at is not None, (one.size_bytes or 0) > 0]
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    said["kept"] = listed()["weights/a"].expires_at is None
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    said["again"] = listed()["weights/a"].expires_at is not None
+
+    names = ["a b", "ü!", "x" * 150, "...", "a:b@c"]
+    paths = [client.save_weights_for_sampler(name).result().path for name in names]
+    said["odd"] = [
+        failure(lambda p=p: rest.get_weights_info_by_tinker_path(p).result()) for p in paths
+    ]
+    said["drawn"] = len(
+        {tuple(sampled(service.create_sampling_client(model_path=p))) for p in paths}
+    )
+    said["count"] = len(listed())
+    page = rest.list_user_checkpoints(limit=2, offset=1).result()
+    said["page"] = [len(page.checkpoints), page.cursor.total_count if page.cursor else 0]
+    # Whoever has loaded it goes on, also where it is deleted.
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    for each in paths:
+        rest.delete_checkpoint_from_tinker_path(each).result()
+    said["left"] = list(listed())
+    said["gone"] = failure(lambda: rest.delete_checkpoint_from_tinker_path(path).result())
+    said["step"] = step(newer) > 0.0
+    said["kept_path"] = client.save_state("kept").result().path
+    return said
+
+
 def reward() -> dict[str, Any]:
     """Policy gradients on a reward: how often a sample has the token 3."""
     service = tinker.ServiceClient()
@@ -197,6 +249,7 @@ PARTS = {
     "full": lambda: whole(0),
     "steps": lambda: steps(int(sys.argv[2])),
     "reward": reward,
+    "saved": saved,
 }
 
 if __name__ == "__main__":

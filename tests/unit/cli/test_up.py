@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from phaseloom.cli.supervisor import MeshConfig
-from phaseloom.cli.up import with_policies
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.up import up, with_policies
 from phaseloom.common.contract.errors import CallerError
 
 
@@ -24,3 +28,34 @@ def test_policy_that_there_is_not_is_refused_with_those_that_there_are(
         with_policies(MeshConfig(), placement, ordering)
     assert caught.value.info.field == field
     assert known in (caught.value.info.remedy or "")
+
+
+NODES = MeshConfig().nodes
+
+
+@pytest.mark.parametrize(
+    ("earlier", "field", "what"),
+    [
+        (MeshConfig(nodes=[*NODES, NodeConfig("train-1", "train", [1])]), "nodes", "train-1"),
+        (MeshConfig(nodes=[NODES[0], replace(NODES[1], pool="other")]), "nodes", "train-0"),
+        (MeshConfig(nodes=[NODES[0], replace(NODES[1], devices=[1])]), "nodes", "train-0"),
+        (MeshConfig(tenants=["demo", "acme"]), "tenants", "acme"),
+        (MeshConfig(checkpoint_root="/kept"), "checkpoint_root", "/kept"),
+    ],
+)
+def test_run_is_not_resumed_without_what_it_has(
+    tmp_path: Path, earlier: MeshConfig, field: str, what: str
+) -> None:
+    (tmp_path / "mesh.json").write_text('{"pid": 0}')
+    (tmp_path / "settings.json").write_bytes(msgspec.json.encode(earlier))
+    with pytest.raises(CallerError, match=what) as caught:
+        up(resume=True, run=str(tmp_path))
+    assert caught.value.info.field == f"mesh.{field}"
+    assert str(tmp_path) in (caught.value.info.remedy or "")
+
+
+def test_run_is_resumed_with_more_than_it_has(tmp_path: Path) -> None:
+    MeshConfig().check_resumes(tmp_path)
+    (tmp_path / "settings.json").write_bytes(msgspec.json.encode(MeshConfig()))
+    more = [*NODES, NodeConfig("train-1", "train", [1])]
+    MeshConfig(nodes=more, tenants=["demo", "acme"], ordering="fcfs").check_resumes(tmp_path)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import msgspec
 import pytest
 
 from phaseloom.cli.simulate import simulate
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.simulator.scenarios import SCENARIOS
+from phaseloom.simulator.scenarios import SCENARIOS, weaving
 from phaseloom.simulator.scenarios.report import (
     Record,
     Report,
@@ -20,8 +23,9 @@ from phaseloom.simulator.scenarios.report import (
     mean_of,
     read,
 )
-from phaseloom.simulator.scenarios.scenario import Options
+from phaseloom.simulator.scenarios.scenario import Case, Options, Telling
 from phaseloom.simulator.workloads import llmd, philly, weave
+from tests.support.processes import child_pids, until_gone
 
 
 def test_a_scenario_leaves_a_report_and_a_picture(
@@ -63,7 +67,7 @@ def test_what_is_not_known_is_answered_with_what_is(
 
 
 def test_an_option_that_has_no_effect_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CallerError, match="jobs of its own") as refused:
+    with pytest.raises(CallerError, match="its own yardstick") as refused:
         simulate("weave-micro", workload=tmp_path / "mine.csv", out=tmp_path)
     assert refused.value.info.field == "workload"
 
@@ -88,6 +92,66 @@ def test_a_workload_of_ones_own(tmp_path: Path) -> None:
     assert solo.cost_over_optimal is not None
     assert 1.0 <= coexec.cost_over_optimal < solo.cost_over_optimal
     assert coexec.optimal_gap is None, "the optimum of two jobs is found"
+
+
+def test_cost_has_no_yardstick_where_none_is_asked_for_or_the_search_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "wide.csv"
+    jobs = "".join(f"{i},0,1,BL,L,60,60,2.0,mine,4,4,100,100\n" for i in range(3))
+    table.write_text("id,arrival,dur,profile,size,R,T,slo,model,nr,nt,mr,mt\n" + jobs)
+
+    def run(bound: Literal["none", "solo", "regrouping"]) -> Record:
+        policy = ("coexec",)
+        simulate(
+            "weave-fig15", policy=policy, workload=table, bound=bound, out=tmp_path, processes=1
+        )
+        (record,) = read(tmp_path / "weave-fig15.json").records
+        return record
+
+    assert (run("none").cost_over_optimal, run("none").more) == (None, {})
+    assert run("solo").cost_over_optimal is None
+    assert run("solo").more["cost_over_solo_bound"] >= 1
+    whole = run("regrouping")
+    assert whole.cost_over_optimal is not None
+    monkeypatch.setattr(weaving, "TRIES", 2)
+    cut_off = run("regrouping")
+    assert (cut_off.cost_over_optimal, cut_off.more) == (None, {})
+    assert cut_off.cost_per_hour == whole.cost_per_hour
+
+
+def test_long_runs_say_how_far_they_are_also_from_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = []
+    options = Options(processes=2, advance=lambda *args: told.append(args))
+    assert options.run_cases([Case(name, telling, (name,)) for name in "ab"]) == ["a", "b"]
+    assert {("a at 3/7", 2), ("b at 3/7", 2)} <= {(what, total) for what, _, total in told}
+    assert told[-1][1:] == (2, 2)
+
+
+def telling(name: str) -> str:
+    tell = Telling(f"{name} at", every_s=0.0)
+    tell(3, 7)
+    return name
+
+
+async def test_killed_simulation_leaves_no_process() -> None:
+    program = (
+        "import time; from phaseloom.simulator.scenarios.scenario import Case, Options; "
+        "Options(processes=2, advance=print).run_cases("
+        "[Case('short', time.sleep, (0,)), *2 * [Case('long', time.sleep, (600,))]])"
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-uc", program), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"short 1 3\n"
+    children = child_pids(process.pid)
+    assert len(children) >= 2
+    process.kill()
+    await process.wait()
+    await until_gone(children, 20.0)
 
 
 def test_failure_spares_the_others() -> None:

@@ -18,6 +18,7 @@ from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of, each_part
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.memory.extents import HostMemory
+from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.residency.incarnations import Rank, State, Step
 from phaseloom.statemgr.residency.residency import Residency
@@ -31,6 +32,7 @@ class World:
     residency: Residency
     memory: HostMemory
     digests: Digests
+    background: Background
     tasks: asyncio.TaskGroup
     kept: list[str] = field(default_factory=list)
 
@@ -63,10 +65,10 @@ async def world() -> AsyncIterator[World]:
         yield
         made.kept.append(rank_of(residency).digest)
 
-    digests = Digests(residency, memory, change)
-    async with asyncio.TaskGroup() as tasks:
-        digests.start(tasks)
-        made = World(residency, memory, digests, tasks)
+    background = Background()
+    digests = Digests(background, residency, memory, change)
+    async with background.running(), asyncio.TaskGroup() as tasks:
+        made = World(residency, memory, digests, background, tasks)
         yield made
     residency.validate()
     memory.close()
@@ -136,13 +138,14 @@ async def test_incarnation_that_ends_as_its_digest_is_begun_harms_nobody() -> No
         w.residency.drop(KEY, 1)
         for extent in w.residency.reap(rank.wpg):
             w.memory.free(extent)
+        await w.digests.ended(rank)
     assert rank.digest == ""
 
 
 async def test_stop_ends_what_waits() -> None:
     async with world() as w:
         rank = w.offloaded()
-        w.digests.stop()
+        w.background.stop()
         assert "was lost" in await _refused(w.digests.taken(rank))
         w.digests.begin([rank])
     assert rank.is_dirty

@@ -19,14 +19,16 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import DiskMethod
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
-from phaseloom.statemgr.disk.blockfile import (
+from phaseloom.statemgr.disk.disk import (
     PAGE_BYTES,
     BlockFile,
     DirectFile,
     MemoryFile,
     probe,
+    read_block,
+    read_part,
+    write_state,
 )
-from phaseloom.statemgr.disk.disk import read_block, read_part, write_state
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import (
     Section,

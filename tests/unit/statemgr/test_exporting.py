@@ -50,9 +50,7 @@ async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank
     checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
     staging = Staging(node, tiering)
     exporter = Exporter(files, checkpoints, staging, file_bytes=10**9)
-    async with asyncio.TaskGroup() as tasks:
-        tiering.start(tasks)
-        exporter.start(tasks)
+    async with node.background.running():
         yield node, exporter, await _offloaded(node, tiering)
     node.handles.close()
     node.memory.close()

@@ -12,6 +12,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart, Snapshots
+from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals
 from phaseloom.statemgr.handover.manifest import (
     decode_manifest,
     encode_manifest,
@@ -21,7 +22,6 @@ from phaseloom.statemgr.handover.manifest import (
 )
 from phaseloom.statemgr.residency.incarnations import State
 from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
 

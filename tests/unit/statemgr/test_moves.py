@@ -15,7 +15,6 @@ from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.moves import Direction
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import SharedCopy, State
 from phaseloom.statemgr.sharing import sharing
@@ -53,8 +52,7 @@ async def world(directory: Path) -> AsyncIterator[World]:
     files = await asyncio.to_thread(StateDirectory, directory)
     node = Node(NodeId("n"), files, [SIZE], 2 * SIZE, 10.0)
     tiering = Tiering(node, 10 * SIZE)
-    async with asyncio.TaskGroup() as tasks:
-        tiering.start(tasks)
+    async with node.background.running():
         yield World(node, tiering)
         await node.until(lambda: not node.moves)
         node.validate()
@@ -67,7 +65,7 @@ async def test_copy_comes_up_immutable_though_a_thread_forgets_late_what_it_was_
 ) -> None:
     async with world(tmp_path) as w:
         copy = w.add("a")
-        await w.tiering._down(copy, Direction.DEMOTE)
+        await w.tiering._demote(copy)
         assert (copy.state, copy.extent) == (State.DEMOTED, None)
         loop = asyncio.get_running_loop()
         loop.set_default_executor(Remembering())

@@ -14,6 +14,7 @@ from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, NodeId, Ve
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import CommitParts
+from phaseloom.common.tensors.tensortable import EMPTY
 from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
@@ -50,7 +51,7 @@ class World:
     def have(self, key: VersionKey, digest: str, incarnation: int | None = None) -> None:
         """In host memory. Args: digest: empty: it is on its way."""
         extent = self.node.memory.reserve(64, "a version")
-        version = self.node.versions.begin(key, 64, [], extent, incarnation)
+        version = self.node.versions.begin(key, 64, EMPTY, extent, incarnation)
         if digest:
             self.node.versions.commit(version, digest)
 

@@ -9,7 +9,7 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.disk.statefile import Section, StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.remotefiles import StateFiles
+from phaseloom.statemgr.seals.remotefiles import open_file
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.transfer.wire import FileName
 
@@ -25,7 +25,7 @@ async def test_blocks_of_one_request_come_each_as_it_is(tmp_path: Path) -> None:
     directory.write(directory.seal(KEY, 3), StateHeader("seal", KEY, 3, sections), memories)
     node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
     node.settled.set()
-    _, served = await StateFiles(node).open_file(FileName("seal", KEY, 3))
+    _, served = await open_file(node, FileName("seal", KEY, 3))
     for numbers in ((0, 1, 2), (2, 0)):
         boxes = [Box(str(number), [0], [len(contents[number])]) for number in numbers]
         found = [served.find("", box) for box in boxes]

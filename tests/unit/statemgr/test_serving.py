@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.tensors.tensortable import EMPTY
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
@@ -42,7 +43,7 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
 
     for key in KEYS:
         extent = node.memory.reserve(64, "a version")
-        node.versions.commit(node.versions.begin(key, 64, [], extent), "its digest")
+        node.versions.commit(node.versions.begin(key, 64, EMPTY, extent), "its digest")
     first, second = await assignment(KEYS[0]), await assignment(KEYS[1])
     first.ask([BOX], 64, [], Peer("node:1", "all"))
     assert await assignment(KEYS[0]) is first

@@ -19,7 +19,6 @@ from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.versions.fetch import VersionFetcher
-from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import identity
 
@@ -31,14 +30,13 @@ async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -
     node = Node(NodeId("n"), directory, [0], 2**20, 10.0)
     tiering = Tiering(node, 0)
     weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
-    slices = Slices(node, weights)
     node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
     wpg = node.residency.current(KEY, 1)
     busy, only_thread = threading.Event(), ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(only_thread)
     only_thread.submit(busy.wait)
     bad = OpenSlices(VersionKey(KEY, 1), 64, [Slice("", "w", "uint8", [-1], [1], 0, 1)], [])
-    opening = asyncio.create_task(slices.open(wpg, bad))
+    opening = asyncio.create_task(weights.open_slices(wpg, bad))
     done, _ = await asyncio.wait([opening], timeout=0.05)
     busy.set()
     assert not done, "it was looked through on the event loop"

@@ -15,7 +15,7 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.disk.blockfile import PROBE_PREFIX
+from phaseloom.statemgr.disk.disk import PROBE_PREFIX
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import (
     DATA_ALIGNMENT_BYTES,

@@ -25,7 +25,7 @@ from phaseloom.statemgr.disk.disk import Cancelled
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import Place, StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Rank, State, Step, Wpg
+from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.threads import FirstIsLate
@@ -122,7 +122,7 @@ class World:
         async with self.tiering.in_host(self.wpgs[name]):
             assert self.is_whole(name)
 
-    def hint(self, name: str, in_s: float | None) -> None:
+    def hint(self, name: str, in_s: float) -> None:
         wpg = self.wpgs[name]
         self.tiering.hint(wpg, Prefetch(wpg.key, 1, in_s))
 
@@ -142,8 +142,7 @@ async def world(directory: Path, *, room: int = 2, closed: bool = True) -> Async
     node = Node(NodeId("n"), gated, [SIZE], room * SIZE, 10.0)
     tiering = Tiering(node, 10 * SIZE)
     made = World(node, gated, tiering)
-    async with asyncio.TaskGroup() as tasks:
-        tiering.start(tasks)
+    async with node.background.running():
         for name in NAMES:
             await made.add(name)
             async with tiering.in_host(made.wpgs[name]):
@@ -177,7 +176,7 @@ async def test_demotion_is_cancelled_by_who_needs_the_copy(tmp_path: Path) -> No
         assert [p.name for p in w.directory.all_demoted()] == ["demoted-1-0.state"] * 2
 
 
-async def test_move_upward_is_joined_and_then_no_withdrawn_hint_ends_it(tmp_path: Path) -> None:
+async def test_move_upward_is_joined(tmp_path: Path) -> None:
     async with world(tmp_path, closed=False) as w:
         w.node.retire(w.wpgs["b"], "room")
         w.directory.gate.clear()
@@ -186,25 +185,9 @@ async def test_move_upward_is_joined_and_then_no_withdrawn_hint_ends_it(tmp_path
         assert w.state("a") is State.PROMOTING
         using = asyncio.create_task(w.use("a"))
         await asyncio.sleep(0)
-        w.hint("a", None)
         w.directory.gate.set()
         await using
         assert w.state("a") is State.HOST
-
-
-async def test_withdrawn_hint_leaves_the_copy_below(tmp_path: Path) -> None:
-    async with world(tmp_path, closed=False) as w:
-        w.node.retire(w.wpgs["b"], "room")
-        used_bytes = w.node.memory.used_bytes
-        w.directory.gate.clear()
-        w.hint("a", 5.0)
-        await w.at_gate()
-        w.hint("a", None)
-        await w.rest()
-        assert w.state("a") is State.DEMOTED
-        assert w.node.memory.used_bytes == used_bytes
-        w.directory.gate.set()
-        await w.use("a")
 
 
 async def test_deployment_that_ends_on_its_way_up_leaves_no_file_and_no_bytes(
@@ -259,7 +242,7 @@ async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> 
         extent = await w.tiering.reserve(HEAP, "a version")
         await w.at_gate()
         w.directory.gate.clear()
-        version = w.node.versions.begin(key, HEAP, slots, extent)
+        version = w.node.versions.begin(key, HEAP, TensorTable.of(slots), extent)
         w.node.versions.commit(version, digest_of(w.node.memory[extent].view(HEAP)))
         moves = w.tiering.versions
         both = [asyncio.create_task(moves.persist(version)) for _ in range(2)]
@@ -324,7 +307,7 @@ async def test_seal_of_an_incarnation_that_is_over_does_not_replace_that_of_the_
         version = VersionKey(key, 1)
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
         extent = await w.tiering.reserve(HEAP, "a version")
-        cut = w.node.versions.begin(version, HEAP, slots, extent)
+        cut = w.node.versions.begin(version, HEAP, TensorTable.of(slots), extent)
         w.node.versions.commit(cut, digest_of(w.node.memory[extent].view(HEAP)))
         await sealer.prepare(PrepareSeal(key, 1, 1))
         w.directory.gate.clear()
@@ -447,126 +430,6 @@ async def test_move_that_fails_as_nobody_foresaw_fails_alone_and_the_copy_is_whe
     assert "Traceback" in caplog.text
 
 
-@asynccontextmanager
-async def writing_back(directory: Path, *, nvme_bytes: int = 10 * SIZE) -> AsyncIterator[World]:
-    """Room for three, one of which is to be had at once; the gate is closed. `a` and `b` are there,
-    and the room of the third is free."""
-    gated = await asyncio.to_thread(GatedDirectory, directory)
-    node = Node(NodeId("n"), gated, [SIZE], 3 * SIZE, 10.0)
-    gated.gate.clear()
-    tiering = Tiering(node, nvme_bytes, spare_bytes=SIZE)
-    made = World(node, gated, tiering)
-    async with asyncio.TaskGroup() as tasks:
-        tiering.start(tasks)
-        for name in ("a", "b"):
-            await made.add(name)
-            async with tiering.in_host(made.wpgs[name]):
-                pass
-        try:
-            yield made
-        finally:
-            tiering.stop()
-            gated.gate.set()
-        await made.rest()
-        node.validate()
-    node.handles.close()
-    node.memory.close()
-
-
-def written_back(w: World) -> list[str]:
-    return [name for name, wpg in w.wpgs.items() if wpg.ranks[0].is_written_back]
-
-
-async def test_copy_that_is_needed_last_is_written_ahead_so_that_nobody_waits_for_the_disk(
-    tmp_path: Path,
-) -> None:
-    async with writing_back(tmp_path) as w:
-        assert len(w.node.moves) == 0
-        await w.add("c")
-        await w.at_gate()
-        assert w.state("a") is State.DEMOTING
-        w.directory.gate.set()
-        await w.node.until(lambda: written_back(w) == ["a"] and not w.node.moves)
-        assert w.state("a") is State.HOST
-        assert w.is_whole("a")
-        assert w.node.nvme_used_bytes() == HEAP
-        w.node.validate()
-        w.directory.gate.clear()
-        extent = await w.tiering.reserve(SIZE, "new")
-        assert (w.state("a"), written_back(w)) == (State.DEMOTED, [])
-        # That took the room which was to be had at once: the next one is on its way.
-        await w.at_gate()
-        assert w.state("b") is State.DEMOTING
-        w.directory.gate.set()
-        await w.rest()
-        w.node.memory.free(extent)
-        await w.use("a")
-
-
-async def test_draining_gives_way_to_who_needs_the_copy(tmp_path: Path) -> None:
-    async with writing_back(tmp_path) as w:
-        await w.add("c")
-        await w.at_gate()
-        await w.use("a")
-        assert w.state("a") is State.HOST
-        # Another one is needed last now.
-        await w.at_gate()
-        assert w.state("b") is State.DEMOTING
-        w.directory.gate.set()
-        await w.node.until(lambda: written_back(w) == ["b"])
-
-
-async def test_who_needs_room_takes_that_of_a_copy_as_soon_as_it_is_written_back(
-    tmp_path: Path,
-) -> None:
-    async with writing_back(tmp_path) as w:
-        for name in ("b", "a"):
-            w.hint(name, {"a": 1.0, "b": 2.0}[name])
-        await w.add("c")
-        w.hint("c", 3.0)
-        await w.at_gate()
-        going = [name for name in w.wpgs if w.state(name) is State.DEMOTING]
-        with w.tiering.using(*(w.wpgs[name] for name in w.wpgs if name not in going)):
-            asking = asyncio.create_task(w.tiering.reserve(SIZE, "new"))
-            await asyncio.sleep(0)
-            w.directory.gate.set()
-            w.node.memory.free(await asking)
-        assert [name for name in w.wpgs if w.state(name) is State.DEMOTED] == going
-
-
-async def test_copy_that_goes_to_the_device_is_written_back_no_more(tmp_path: Path) -> None:
-    async with writing_back(tmp_path) as w:
-        await w.add("c")
-        w.directory.gate.set()
-        await w.node.until(lambda: written_back(w) == ["a"] and not w.node.moves)
-        (rank,) = w.wpgs["a"].ranks
-        async with w.tiering.in_host(w.wpgs["a"]):
-            w.node.residency.begin_load(rank)
-            w.node.residency.step(rank, Step.LOAD_VERIFIED)
-        assert "a" not in written_back(w)
-        assert "a" not in {path.parent.name for path in w.directory.all_demoted()}
-        await w.node.until(lambda: written_back(w) == ["b"])
-
-
-async def test_written_back_copy_goes_though_nothing_more_fits_below(tmp_path: Path) -> None:
-    async with writing_back(tmp_path, nvme_bytes=HEAP) as w:
-        await w.add("c")
-        w.directory.gate.set()
-        await w.node.until(lambda: written_back(w) == ["a"] and not w.node.moves)
-        w.node.memory.free(await w.tiering.reserve(SIZE, "new"))
-        assert w.state("a") is State.DEMOTED
-        assert w.node.nvme_used_bytes() == HEAP
-
-
-async def test_nothing_is_written_back_where_the_tier_below_is_full(tmp_path: Path) -> None:
-    async with writing_back(tmp_path, nvme_bytes=HEAP - 1) as w:
-        await w.add("c")
-        with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
-            await w.tiering.reserve(SIZE, "new")
-        assert [w.state(name) for name in NAMES] == [State.HOST] * 3
-        assert written_back(w) == []
-
-
 async def test_copy_that_has_just_come_up_goes_down_once_the_end_of_that_is_recorded(
     tmp_path: Path,
 ) -> None:
@@ -598,8 +461,7 @@ async def test_memory_that_is_given_back_is_not_taken_again_by_who_reads_it_for_
     tmp_path: Path,
 ) -> None:
     """The digest of a dirty copy may be late; to read what was given back is to take it."""
-    async with world(tmp_path, closed=False) as w, asyncio.TaskGroup() as tasks:
-        w.node.digests.start(tasks)
+    async with world(tmp_path, closed=False) as w:
         (rank,) = w.wpgs["b"].ranks
         assert rank.extent is not None
         memory = w.node.memory[rank.extent]

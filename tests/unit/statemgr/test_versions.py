@@ -7,7 +7,7 @@ import pytest
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.tensors.tensortable import EMPTY
+from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.common.tensors.versionparts import manifest_slots, part_of
 from phaseloom.statemgr.memory.layouts import check_layout
 from phaseloom.statemgr.versions.versions import Version, Versions
@@ -21,7 +21,7 @@ def slot(name: str, offset: int, num_bytes: int) -> TensorSlot:
 
 def test_committed_version_is_immutable() -> None:
     versions = Versions()
-    version = versions.begin(KEY, 64, [], extent=1, incarnation=1)
+    version = versions.begin(KEY, 64, EMPTY, extent=1, incarnation=1)
     assert versions.committed() == []
     versions.commit(version, "x")
     versions.commit(version, "x")
@@ -29,14 +29,14 @@ def test_committed_version_is_immutable() -> None:
         versions.commit(version, "y")
     assert caught.value.info.code is Code.ALREADY_EXISTS
     with pytest.raises(CallerError, match="ALREADY_EXISTS"):
-        versions.begin(KEY, 64, [], extent=2)
+        versions.begin(KEY, 64, EMPTY, extent=2)
     assert versions.committed() == [KEY]
     versions.validate()
 
 
 def test_dropped_version_keeps_its_memory_until_its_last_user_is_done() -> None:
     versions = Versions()
-    version = versions.begin(KEY, 64, [], extent=1)
+    version = versions.begin(KEY, 64, EMPTY, extent=1)
     versions.commit(version, "x")
     version.users += 1
     version.users += 1
@@ -52,10 +52,10 @@ def test_dropped_version_keeps_its_memory_until_its_last_user_is_done() -> None:
 
 def test_unfinished_versions_are_those_of_that_life() -> None:
     versions = Versions()
-    versions.begin(KEY, 64, [], extent=1, incarnation=1)
+    versions.begin(KEY, 64, EMPTY, extent=1, incarnation=1)
     done = VersionKey(KEY.policy, 8)
-    versions.commit(versions.begin(done, 64, [], extent=2, incarnation=1), "x")
-    versions.begin(VersionKey(KEY.policy, 9), 64, [], extent=3, incarnation=2)
+    versions.commit(versions.begin(done, 64, EMPTY, extent=2, incarnation=1), "x")
+    versions.begin(VersionKey(KEY.policy, 9), 64, EMPTY, extent=3, incarnation=2)
     assert versions.unfinished(KEY.policy, 1) == [KEY]
 
 
@@ -95,7 +95,7 @@ def test_version_in_memory_joins_its_file_unless_they_differ() -> None:
 def test_version_that_nobody_uses_leaves_memory_for_the_disk_and_no_other() -> None:
     versions, (key, copy, open_) = Versions(), _keys()
     for number, each in enumerate((key, copy, open_)):
-        versions.begin(each, 64, [], extent=number)
+        versions.begin(each, 64, EMPTY, extent=number)
     versions.commit(version := _found(versions, key), "digest")
     versions.commit(_found(versions, copy), "digest")
     assert versions.unused() == [version]
@@ -131,16 +131,20 @@ def with_parts(*, is_committed: bool) -> Versions:
     """One that incarnation 3 wrote."""
     versions = Versions()
     for extent, key in enumerate(PARTS):
-        versions.commit(versions.begin(key, 64, [], extent=extent, incarnation=3), f"part {extent}")
+        versions.commit(
+            versions.begin(key, 64, EMPTY, extent=extent, incarnation=3), f"part {extent}"
+        )
     if is_committed:
-        versions.commit(versions.begin(KEY, 100, manifest_slots(100), extent=9), "manifest")
+        versions.commit(
+            versions.begin(KEY, 100, TensorTable.of(manifest_slots(100)), extent=9), "manifest"
+        )
     return versions
 
 
 def test_parts_are_readable_where_their_manifest_is_committed() -> None:
     versions = with_parts(is_committed=False)
     assert not any(map(versions.is_readable, PARTS))
-    manifest = versions.begin(KEY, 100, manifest_slots(100), extent=9)
+    manifest = versions.begin(KEY, 100, TensorTable.of(manifest_slots(100)), extent=9)
     assert not any(map(versions.is_readable, PARTS))
     versions.commit(manifest, "manifest")
     assert all(map(versions.is_readable, PARTS))
@@ -150,7 +154,7 @@ def test_parts_are_readable_where_their_manifest_is_committed() -> None:
 
 def test_parts_of_what_was_written_whole_are_not_readable() -> None:
     versions = with_parts(is_committed=False)
-    versions.commit(versions.begin(KEY, 64, [], extent=9), "whole")
+    versions.commit(versions.begin(KEY, 64, EMPTY, extent=9), "whole")
     assert not any(map(versions.is_readable, PARTS))
     assert versions.is_readable(part_of(KEY, "slices-of it")), "a copy, whatever it is of"
 
@@ -160,8 +164,8 @@ def test_all_that_is_here_of_a_version_belongs_together() -> None:
     with pytest.raises(CallerError, match="is not here"):
         versions.pieces(KEY)
     versions = with_parts(is_committed=True)
-    versions.commit(versions.begin(part_of(KEY, "slices-x"), 64, [], extent=7), "slices")
-    versions.begin(part_of(KEY, "2of3"), 64, [], extent=8)
+    versions.commit(versions.begin(part_of(KEY, "slices-x"), 64, EMPTY, extent=7), "slices")
+    versions.begin(part_of(KEY, "2of3"), 64, EMPTY, extent=8)
     assert [piece.key for piece in versions.pieces(KEY)] == [KEY, *PARTS]
 
 
@@ -180,7 +184,7 @@ def test_parts_that_never_came_to_be_a_version_go_with_their_incarnation_or_the_
 
 def test_parts_may_leave_host_memory_and_manifests_stay() -> None:
     versions = with_parts(is_committed=True)
-    versions.commit(versions.begin(part_of(KEY, "slices-x"), 64, [], extent=7), "slices")
+    versions.commit(versions.begin(part_of(KEY, "slices-x"), 64, EMPTY, extent=7), "slices")
     assert [each.key for each in versions.unused()] == PARTS
     assert not versions.is_above(KEY), "who knows which parts belong here"
 
@@ -191,7 +195,9 @@ def test_a_base_is_an_earlier_version_in_memory_with_the_same_layout() -> None:
     def add(seq: int, part: str = "", num_bytes: int = 64, *, is_committed: bool = True) -> Version:
         key = VersionKey(KEY.policy, seq, part)
         number = len(versions.known())
-        version = versions.begin(key, num_bytes, [slot("w", 0, num_bytes)], extent=number)
+        version = versions.begin(
+            key, num_bytes, TensorTable.of([slot("w", 0, num_bytes)]), extent=number
+        )
         if is_committed:
             versions.commit(version, "digest")
         return version

@@ -266,7 +266,7 @@ def check_fsync(fsync_s: float) -> Finding:
 
 def _nvme(directory: Path) -> Finding:
     """The finding of the state manager's own probe of a disk, which runs as a process."""
-    command = [sys.executable, "-m", "phaseloom.statemgr.disk.blockfile", str(directory)]
+    command = [sys.executable, "-m", "phaseloom.statemgr.disk.disk", str(directory)]
     probed = subprocess.run(command, capture_output=True, text=True, check=False)
     if probed.returncode:
         remedy = "reinstall phaseloom: its state manager does not run"

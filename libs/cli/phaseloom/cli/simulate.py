@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,6 +24,7 @@ def simulate(
     virtual_cluster: tuple[str, ...] = (),
     start_h: float | None = None,
     slowdowns: Path | None = None,
+    bound: Literal["none", "solo", "regrouping"] = "regrouping",
     out: Path = Path("runs/simulate"),
     processes: int = 0,
 ) -> None:
@@ -46,6 +48,10 @@ def simulate(
         With `philly`: the hour at which the window of 580 hours begins.
     slowdowns
         With `jigsaw-*`: JSON file with a table of slowdowns instead of the paper's.
+    bound
+        With `weave-fig15`: the cost's yardstick. `regrouping` searches for the optimum of the jobs
+        that were present, for some minutes where they are many; `solo` for that of jobs that each
+        stay for as long as they would alone; `none` for nothing.
     out
         Folder for the results.
     processes
@@ -53,7 +59,7 @@ def simulate(
     """
     from phaseloom.simulator.scenarios import SCENARIOS
     from phaseloom.simulator.scenarios.report import table, targets_table, write
-    from phaseloom.simulator.scenarios.scenario import Options
+    from phaseloom.simulator.scenarios.scenario import Bound, Options
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -69,7 +75,9 @@ def simulate(
             remedy=f"one of {', '.join(SCENARIOS)}",
         )
     chosen = SCENARIOS[scenario]
-    options = Options(policy, seed, workload, virtual_cluster, start_h, slowdowns, processes)
+    options = Options(
+        policy, seed, workload, virtual_cluster, start_h, slowdowns, Bound(bound), processes
+    )
     chosen.check(scenario, options)
     with _bar(console) as progress:
         task = progress.add_task(scenario, total=None, what="")

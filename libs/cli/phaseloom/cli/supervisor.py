@@ -9,8 +9,8 @@ still run, and the server last. If this process is killed instead, the kernel ki
 (see `diewithparent`), and ranks end with their agent.
 
 The run directory gets `logs/<service>.log`, `spans/`, `nats/` (the server's store),
-`credentials.json` and `certificates/` (readable to their owner only), `mesh.json` (url, pids,
-metrics), and the nodes' disks.
+`credentials.json` and `certificates/` (readable to their owner only), `settings.json`, `mesh.json`
+(url, pids, metrics), and the nodes' disks.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from phaseloom.common.transport.natsserver import Credentials, EmbeddedServer
 log = logging.getLogger(__name__)
 
 NATS = "nats"
+_SETTINGS = "settings.json"
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _STABLE_AFTER_S = 10.0
@@ -191,6 +192,44 @@ class MeshConfig(msgspec.Struct, frozen=True):
             raise CallerError(
                 "a mesh without a router answers nobody", field="mesh.routers", remedy="use 1 or 2"
             )
+
+    def check_resumes(self, run_dir: Path) -> None:
+        """Refuse settings without something that the run in a directory has made use of.
+
+        Nodes and tenants may be added, and all other settings may change.
+
+        Raises: CallerError: FAILED_PRECONDITION: which setting has to be as it was.
+        """
+        earlier = settings_of(run_dir)
+        if earlier is None:
+            return
+        kept = [_identity(node) for node in self.nodes]
+        nodes = [node.name for node in earlier.nodes if _identity(node) not in kept]
+        tenants = [tenant for tenant in earlier.tenants if tenant not in self.tenants]
+        root = earlier.checkpoint_root
+        for setting, is_kept, what in (
+            ("mesh.nodes", not nodes, f"nodes {', '.join(nodes)}, each in its pool"),
+            ("mesh.tenants", not tenants, f"tenants {', '.join(tenants)}"),
+            ("mesh.checkpoint_root", root == self.checkpoint_root, f"checkpoints in {root!r}"),
+        ):
+            if not is_kept:
+                raise CallerError(
+                    f"the run in {run_dir} has {what}, and these settings have not",
+                    code=Code.FAILED_PRECONDITION,
+                    field=setting,
+                    remedy=f"give the settings that are in {run_dir / _SETTINGS}",
+                )
+
+
+def _identity(node: NodeConfig) -> tuple[object, ...]:
+    """What is known of a node by those who are to find it again."""
+    return node.name, node.pool, node.devices, node.device_kind
+
+
+def settings_of(run_dir: Path) -> MeshConfig | None:
+    """The settings that a run has had; None: it was not begun."""
+    file = run_dir / _SETTINGS
+    return msgspec.json.decode(file.read_bytes(), type=MeshConfig) if file.is_file() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +522,8 @@ class Mesh:
         async with AsyncExitStack() as stack:
             for name in ("logs", "spans", "nodes"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
+            settings = msgspec.json.format(msgspec.json.encode(self.config))
+            replace_file(self.run_dir / _SETTINGS, settings)
             sockets = socket_directory(self.run_dir, [node.name for node in self.config.nodes])
             stack.callback(shutil.rmtree, sockets, ignore_errors=True)
             names = [node.name for node in self.config.nodes]

@@ -50,7 +50,7 @@ def up(
         How many replicas of the gateway share that port; 0: the file's, or one.
     resume
         Go on in the directory of an earlier run, with its jobs, checkpoints, keys and the gateway's
-        records. Give the same settings as then.
+        records. Its nodes, tenants and checkpoints must be among the settings again.
     run
         The run to go on with, by name or path; without it, the newest.
     """
@@ -66,7 +66,12 @@ def up(
         gateways=gateways or settings.gateways,
     )
     settings.check()
-    uvloop.run(_up(settings, run_to_resume(run, runs) if resume else new_run_dir(runs)))
+    if resume:
+        run_dir = run_to_resume(run, runs)
+        settings.check_resumes(run_dir)
+    else:
+        run_dir = new_run_dir(runs)
+    uvloop.run(_up(settings, run_dir))
 
 
 async def _up(settings: MeshConfig, run_dir: Path) -> None:

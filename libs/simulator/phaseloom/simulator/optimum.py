@@ -9,7 +9,8 @@ round robin can cost less.
 
 A solver that is given an effort stops there. It then gives a proven bound below which no partition
 can be, beside the best partition that it found. The effort is counted in operations and not in
-seconds, so the same jobs give the same bound on every machine.
+seconds, so the same jobs give the same bound on every machine. So are the tries to put groups on
+nodes, of which jobs of many nodes need so many that nothing is found in the end.
 
 Feasibility shrinks with membership, since a further job never shortens a period. So groups are
 grown one job at a time, each arrival adding the groups that it is in. A group is given to the
@@ -18,7 +19,7 @@ solver only where it is cheaper than every split of it in two.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise, permutations
 from math import floor, inf
@@ -92,16 +93,24 @@ class Span(NamedTuple):
     end: float
 
 
+class TooLarge(Exception):
+    """The tries that were allowed are used up, and nothing is known of the optimum."""
+
+
 class Pricing:
     """The prices of groups, remembered over all sets of jobs that one workload brings.
 
     Args: effort: the solver's deterministic seconds for each set of jobs that share groups; inf:
               until the optimum is proven, which may take hours.
+          tries: how often a group may be put on nodes, over all groups; then `TooLarge` is raised.
     """
 
-    def __init__(self, terms: Terms | None = None, *, effort: float = inf) -> None:
+    def __init__(
+        self, terms: Terms | None = None, *, effort: float = inf, tries: float = inf
+    ) -> None:
         self.terms = terms or Terms()
         self.effort = effort
+        self._tries_left = tries
         self._prices: dict[Group, float | None] = {frozenset(): 0.0}
         self._useful: dict[Group, bool] = {}
         self._parts: dict[Group, _Part] = {}
@@ -109,8 +118,13 @@ class Pricing:
     def price(self, group: Group) -> float | None:
         """The price of the cheapest nodes on which every job's SLO holds; None: there are none."""
         if group not in self._prices:
-            self._prices[group] = _group_price(sorted(group), self.terms)
+            self._prices[group] = _group_price(sorted(group), self.terms, self._try)
         return self._prices[group]
+
+    def _try(self) -> None:
+        self._tries_left -= 1
+        if self._tries_left < 0:
+            raise TooLarge
 
     def total(self, groups: Iterable[Group]) -> float:
         """The price of several feasible groups."""
@@ -225,8 +239,14 @@ class Regrouping(NamedTuple):
         return self.price / self.bound - 1.0 if self.bound else 0.0
 
 
-def regrouping_bound(spans: Sequence[Span], pricing: Pricing) -> Regrouping:
-    """The price of the cheapest partition of the jobs that are present, over all times."""
+def regrouping_bound(
+    spans: Sequence[Span], pricing: Pricing, tell: Callable[[int, int], None] | None = None
+) -> Regrouping:
+    """The price of the cheapest partition of the jobs that are present, over all times.
+
+    Args:   tell: called with the number of arrivals and departures that are done, and of all.
+    Raises: TooLarge.
+    """
     coming: dict[float, list[Job]] = {}
     going: dict[float, list[Job]] = {}
     for span in spans:
@@ -235,7 +255,10 @@ def regrouping_bound(spans: Sequence[Span], pricing: Pricing) -> Regrouping:
             going.setdefault(span.end, []).append(span.job)
     present = Present(pricing)
     bound = price = 0.0
-    for start, end in pairwise(sorted(coming.keys() | going.keys())):
+    times = sorted(coming.keys() | going.keys())
+    for done, (start, end) in enumerate(pairwise(times)):
+        if tell is not None:
+            tell(done, len(times) - 1)
         for job in going.get(start, ()):
             present.go(job)
         for job in coming.get(start, ()):
@@ -338,8 +361,12 @@ def _most_saved(jobs: Group, groups: Sequence[Group], saved: Sequence[int]) -> f
     return sum(shares.values())
 
 
-def _group_price(jobs: Sequence[Job], terms: Terms) -> float | None:
-    """The price of the fewest rollout nodes with which a group keeps every SLO; None: none does."""
+def _group_price(jobs: Sequence[Job], terms: Terms, tried: Callable[[], None]) -> float | None:
+    """The price of the fewest rollout nodes with which a group keeps every SLO; None: none does.
+
+    Args: tried: called for each try to put some of the jobs on nodes.
+    """
+    tried()
     first = jobs[0]
     if len(jobs) == 1:
         nodes: int | None = first.rollout_nodes
@@ -350,7 +377,7 @@ def _group_price(jobs: Sequence[Job], terms: Terms) -> float | None:
             return None
         if _exceeds(sum(job.train_bytes for job in jobs), terms.host_bytes):
             return None
-        nodes = _rollout_nodes(jobs, terms)
+        nodes = _rollout_nodes(jobs, terms, tried)
     if nodes is None:
         return None
     return nodes * terms.rollout_price + first.train_nodes * terms.train_price
@@ -360,7 +387,7 @@ def _exceeds(taken_bytes: int, host_bytes: int) -> bool:
     return 0 < host_bytes < taken_bytes
 
 
-def _rollout_nodes(jobs: Sequence[Job], terms: Terms) -> int | None:
+def _rollout_nodes(jobs: Sequence[Job], terms: Terms, tried: Callable[[], None]) -> int | None:
     """The fewest rollout nodes for a group, over all node sets and orders of the jobs."""
     allowed_s = min(job.allowed_s for job in jobs) + SLACK
     train_s = sum(job.train_s + terms.switch_s for job in jobs)
@@ -368,7 +395,7 @@ def _rollout_nodes(jobs: Sequence[Job], terms: Terms) -> int | None:
         return None
     if max(job.rollout_nodes for job in jobs) <= 1:
         return _bins(jobs, terms, allowed_s)
-    return _node_sets(jobs, terms, allowed_s)
+    return _node_sets(jobs, terms, allowed_s, tried)
 
 
 def _bins(jobs: Sequence[Job], terms: Terms, allowed_s: float) -> int | None:
@@ -403,21 +430,23 @@ def _partitions(jobs: Sequence[Job]) -> Iterator[list[list[Job]]]:
             yield [*bins[:i], [first, *inside], *bins[i + 1 :]]
 
 
-def _node_sets(jobs: Sequence[Job], terms: Terms, allowed_s: float) -> int | None:
+def _node_sets(
+    jobs: Sequence[Job], terms: Terms, allowed_s: float, tried: Callable[[], None]
+) -> int | None:
     """The fewest nodes where rollouts span several.
 
     Node sets may overlap, so the period is that of the max-plus system in the best order.
     """
     most = sum(job.rollout_nodes for job in jobs)
     for num_nodes in range(max(job.rollout_nodes for job in jobs), most + 1):
-        for sets in _assignments(list(jobs), num_nodes, terms, allowed_s):
+        for sets in _assignments(list(jobs), num_nodes, terms, allowed_s, tried):
             if _keeps_time(jobs, sets, terms, allowed_s):
                 return num_nodes
     return None
 
 
 def _assignments(
-    jobs: list[Job], num_nodes: int, terms: Terms, allowed_s: float
+    jobs: list[Job], num_nodes: int, terms: Terms, allowed_s: float, tried: Callable[[], None]
 ) -> Iterator[list[tuple[int, ...]]]:
     """Node sets for all jobs in which no node is over its time or memory.
 
@@ -432,6 +461,7 @@ def _assignments(
         for num_new in range(min(count, num_nodes - used) + 1):
             new = tuple(range(used, used + num_new))
             for old in combinations(range(used), count - num_new):
+                tried()
                 extended = [*sets, old + new]
                 if _fits(jobs, extended, terms, allowed_s):
                     yield from extend(i + 1, extended, used + num_new)

@@ -8,13 +8,16 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from phaseloom.client import CallerError, OperationHandle, PhaseloomError
+from phaseloom.client import CallerError, Explanation, OperationHandle, PhaseloomError
 
 log = logging.getLogger(__name__)
 
 Answer = bytes | dict[str, Any]
 """A protobuf message, or a JSON object."""
 
+ACTIVE, PAUSED = "active", "paused_capacity"
+"""The SDK's words for a call that runs, and one that waits for a device."""
+_PERMITTED = "permitted"
 _MAX_KEPT = 10_000
 
 
@@ -29,15 +32,23 @@ class Promise:
         if self.handle is not None:
             await self.handle.stored()
 
-    async def why(self) -> str:
-        """Why it waits, in the scheduler's words."""
+    async def queue(self) -> tuple[str, str]:
+        """The SDK's state of the queue, and why it waits, in the scheduler's words."""
         if self.handle is None:
-            return "waits for a place on the mesh"
+            return PAUSED, "waits for a place on the mesh"
         try:
             told = await self.handle.explain()
         except PhaseloomError as error:
-            return str(error)
-        return "; ".join(filter(None, (told.state, *told.waits_for, told.why)))
+            return PAUSED, str(error)
+        return ACTIVE if told.state == _PERMITTED else PAUSED, reason(told)
+
+
+def reason(told: Explanation) -> str:
+    """An explanation in one sentence, with the predicted start."""
+    waits = [f"waits for {each}" for each in told.waits_for]
+    place = f"place {told.place} on its device" if told.place else ""
+    start = f"starts in about {told.predicted_start_s:.1f} s" if told.predicted_start_s >= 0 else ""
+    return "; ".join(filter(None, (told.state, *waits, place, start, told.why)))
 
 
 class Futures:

@@ -12,7 +12,7 @@ from phaseloom.client import CallerError, connect
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
-from phaseloom.gateway import openai, tinker
+from phaseloom.gateway import checkpoints, openai, tinker
 from phaseloom.gateway.futures import Futures
 from phaseloom.gateway.http import MAX_BODY_BYTES, answered
 from phaseloom.gateway.models import Backends, Models
@@ -103,6 +103,7 @@ async def serve(stop: asyncio.Event) -> None:
             seats = [Seat(name, bus, address, serve_tenant) for name in tenants]
             app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answered, passed_on])
             app.add_routes(tinker.routes)
+            app.add_routes(checkpoints.routes)
             app.add_routes(openai.routes)
             app[REPLICA] = Replica(settings.keys, seats)
             async with peers() as app[PEERS]:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from phaseloom.client import (
     Adapter,
     CallerError,
+    CheckpointArchive,
     Code,
     Deployment,
     DeploymentSpec,
@@ -139,23 +140,23 @@ class VersionedSampler:
             )
 
     async def take(
-        self, published: OperationHandle[PublishWeightsResult], version: str, keep: int
+        self,
+        published: OperationHandle[PublishWeightsResult],
+        version: str,
+        keep: int,
+        ttl_s: float = 0.0,
     ) -> None:
-        """Take published weights, and keep them as a version. Args: keep: see `save_state`."""
+        """Take published weights, and keep them as a version.
+
+        Args: keep, ttl_s: see `save_state`.
+        """
         await published
         async with self._lock:
             self._holds = None
             await self._deployment.sync_weights(published)
             self._holds = Version(version)
-            saved = self._deployment.save_state(version, keep=keep)
+            saved = self._deployment.save_state(version, keep=keep, ttl_s=ttl_s)
         await saved
-
-    async def delete(self, version: str) -> None:
-        """Remove the files of a version that it saved.
-
-        Raises: CallerError: FAILED_PRECONDITION: it has loaded them since it began.
-        """
-        await self._deployment.delete_checkpoint(version)
 
     async def keep(self, version: str) -> None:
         """Keep the weights that it begins with as a version."""
@@ -250,10 +251,44 @@ class Models:
                     raise
         raise AssertionError("numbers do not end")
 
+    async def sizes(self, job: str = "") -> dict[tuple[str, str], int]:
+        """The bytes of each checkpoint, by who saved it and its name. Args: job: of this one only.
+
+        Raises: PhaseloomError: the mesh gives no answer.
+        """
+        listed = await self._mesh.list_checkpoints(job)
+        return {(f"{c.job}/{c.deployment}", c.name): c.num_bytes for c in listed.checkpoints}
+
+    async def delete(self, source: str, name: str) -> None:
+        """Remove a checkpoint's files, if they are there still.
+
+        Args:   source: the `<job>/<deployment>` that saved it.
+        Raises: PhaseloomError: the files stay.
+        """
+        try:
+            await self._mesh.delete_checkpoint(*_saver(source), name)
+        except CallerError as error:
+            if error.info.code is not Code.NOT_FOUND:
+                raise
+
+    async def expire(self, source: str, name: str, ttl_s: float) -> None:
+        """Keep a checkpoint for so long from now. Raises: CallerError: NOT_FOUND; no such time."""
+        await self._mesh.expire_checkpoint(*_saver(source), name, ttl_s)
+
+    async def archive(self, source: str, name: str) -> CheckpointArchive:
+        """Open a checkpoint as a tar file. Raises: CallerError: NOT_FOUND."""
+        return await self._mesh.archive_checkpoint(*_saver(source), name)
+
     async def finish(self, job: str) -> None:
         """End a model's job. Its checkpoints stay."""
         self._trained.pop(job, None)
         await self._mesh.finish(job)
+
+
+def _saver(source: str) -> tuple[str, str]:
+    """The job and the deployment that saved a checkpoint."""
+    job, _, deployment = source.partition("/")
+    return job, deployment
 
 
 async def _once(

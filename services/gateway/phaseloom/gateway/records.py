@@ -82,6 +82,14 @@ class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
     metadata: dict[str, Any] = {}
     adapter: Adapter | None = None
     """That of the model."""
+    expires_s: float | None = None
+    """When its time to live is over, in Unix seconds; None: it is kept until it is deleted."""
+    replaces: tuple[str, str] | None = None
+    """The source and name of what the path stood for before, until that is removed."""
+
+    @property
+    def has_expired(self) -> bool:
+        return self.expires_s is not None and self.expires_s <= time.time()
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="call"):
@@ -171,7 +179,7 @@ class Book:
 
     def find(self, kind: type[R], tenant: str, id: str) -> R | None:
         found: R | None = self._records.get((kind, tenant, id))  # type: ignore[assignment]
-        return found
+        return None if _has_expired(found) else found
 
     def get(self, kind: type[R], tenant: str, id: str) -> R:
         """Raises: CallerError: NOT_FOUND: the tenant has none of that name."""
@@ -190,11 +198,26 @@ class Book:
         return [
             record  # type: ignore[misc]
             for (of, owner, _), record in self._records.items()
-            if of is kind and owner == tenant
+            if of is kind and owner == tenant and not _has_expired(record)
+        ]
+
+    def left_over(self, tenant: str) -> list[CheckpointRecord]:
+        """The checkpoints that are over, which are there for no other call, and those that have
+        replaced another."""
+        return [
+            record
+            for record in self._records.values()
+            if isinstance(record, CheckpointRecord)
+            and record.tenant == tenant
+            and (record.has_expired or record.replaces is not None)
         ]
 
     def _remember(self, record: Record) -> None:
         self._records[type(record), record.tenant, record.id] = record
+
+
+def _has_expired(record: Record | None) -> bool:
+    return isinstance(record, CheckpointRecord) and record.has_expired
 
 
 def _key(record: Record) -> str:

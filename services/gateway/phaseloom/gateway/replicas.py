@@ -9,6 +9,8 @@ forgets the tenant, and whoever holds the lease next goes on from the records.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import io
 import logging
 import time
@@ -35,6 +37,8 @@ _PASSED_ON = "X-Phaseloom-Passed-On"
 _NOT_HERE = 421
 """Misdirected: the replica does not serve the tenant, or no longer."""
 _LEASE_TTL_S = 3.0
+_MAX_DIGITS = 12
+"""Of a time in Unix seconds."""
 _PAUSE_S = 0.1
 _SEARCH_S = 20.0
 """How long a call waits for a replica that serves its tenant."""
@@ -43,7 +47,11 @@ LOOK_S = 1.0
 HUNG_UP = 499
 """The status of an answer that nobody reads, as others have it in their logs."""
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=2.0, sock_read=600.0)
-_PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key")
+_PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key", "Host", "X-Forwarded-Proto")
+_PASSED_BACK = ("Content-Type", "Content-Length")
+"""Headers of an answer that is a stream."""
+ARCHIVE_TYPE = "application/x-tar"
+_STREAMS = ("text/event-stream", ARCHIVE_TYPE)
 
 
 class Seat:
@@ -109,10 +117,28 @@ class Replica:
         self._seats = {seat.name: seat for seat in seats}
 
     def seat(self, request: web.Request) -> Seat | None:
-        """That of the tenant whose key the request has; None: it has nobody's."""
+        """That of the tenant whose key the request has, or a signature by it; None: it has
+        nobody's."""
         key = request.headers.get("X-API-Key", "")
         key = key or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        return self._seats.get(self._keys.get(key, ""))
+        return self._seats.get(self._keys.get(key, "") or self._signer(request))
+
+    def signature(self, tenant: str, path: str, expires_s: int) -> str:
+        """What makes a path one that can be read without a key, until it expires."""
+        key = min(key for key, name in self._keys.items() if name == tenant)
+        signed = f"GET {path} {expires_s}".encode()
+        return hmac.new(key.encode(), signed, hashlib.sha256).hexdigest()
+
+    def _signer(self, request: web.Request) -> str:
+        """The tenant that has signed the request's path; empty: nobody has."""
+        tenant = request.match_info.get("tenant", "")
+        signature, expires = (request.query.get(name, "") for name in ("signature", "expires"))
+        is_number = expires.isdecimal() and expires.isascii() and len(expires) < _MAX_DIGITS
+        if tenant not in self._keys.values() or not is_number or request.method != "GET":
+            return ""
+        due = self.signature(tenant, request.path, int(expires))
+        is_due = hmac.compare_digest(due.encode(), signature.encode())
+        return tenant if is_due and time.time() <= int(expires) else ""
 
 
 REPLICA: web.AppKey[Replica] = web.AppKey("replica", Replica)
@@ -188,7 +214,7 @@ async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | N
         ) as answer:
             if answer.status == _NOT_HERE:
                 return None
-            if answer.content_type == "text/event-stream":
+            if answer.content_type in _STREAMS:
                 return await _stream_on(request, answer)
             return web.Response(
                 status=answer.status,
@@ -201,7 +227,8 @@ async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | N
 
 
 async def _stream_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    told = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
+    stream = web.StreamResponse(headers=told)
     await stream.prepare(request)
     try:
         async for chunk in answer.content.iter_any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from phaseloom.client import CallerError, Code
@@ -25,6 +26,16 @@ class Tenant:
     bus: Bus
     beats: dict[str, float] = field(default_factory=dict)
     """When each session was heard of last, on the monotonic clock."""
+    loading: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """How many loads of each checkpoint, by who saved it and its name, are on their way."""
+
+    async def remove_files(self, source: str, name: str) -> bool:
+        """Remove a checkpoint's files. Returns: whether they are gone; not while a load of them is
+        on its way. Raises: PhaseloomError: they stay."""
+        if self.loading[source, name]:
+            return False
+        await self.models.delete(source, name)
+        return True
 
     async def bases(self) -> list[RegisteredModel]:
         """The models that can be trained and sampled."""

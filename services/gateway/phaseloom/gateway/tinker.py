@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -25,9 +24,10 @@ from msgspec.structs import replace
 
 from phaseloom.client import Adapter, CallerError, Code, OperationHandle, PhaseloomError, Prompt
 from phaseloom.common.contract import operations as ops
+from phaseloom.gateway.checkpoints import clean_up, clean_up_all, told_time, ttl_of
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise
-from phaseloom.gateway.http import body_of, tenant_of
+from phaseloom.gateway.http import PREFIX, body_of, tenant_of
 from phaseloom.gateway.models import POLICY, SAMPLER, TrainedModel, context_of
 from phaseloom.gateway.records import (
     CallRecord,
@@ -41,7 +41,6 @@ from phaseloom.gateway.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
-PREFIX = "/api/v1"
 LONG_POLL_S = 30.0
 """How long a call waits for a promise; the SDK waits 45 s."""
 _PROTOBUF = "application/x-protobuf"
@@ -115,6 +114,8 @@ class SaveWeights(_Loose, frozen=True):
     seq_id: int
     path: str | None = None
     sampling_session_seq_id: int | None = None
+    ttl_seconds: float | None = None
+    overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
 
 
@@ -233,7 +234,8 @@ async def _end_session(tenant: Tenant, session: SessionRecord) -> None:
 
 async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
     """End sessions that are not heard of for so long, for ever: their programs are gone, and their
-    models would keep their places on the mesh. A session of an earlier gateway counts from now."""
+    models would keep their places on the mesh. A session of an earlier gateway counts from now.
+    What is left of checkpoints that are over is removed, too."""
     while True:
         now = time.monotonic()
         for session in tenant.book.all(SessionRecord, tenant.name):
@@ -242,6 +244,7 @@ async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
                     await _end_session(tenant, session)
                 except (PhaseloomError, nats.errors.Error) as error:
                     log.warning("session %s is not ended yet: %s", session.id, error)
+        await clean_up_all(tenant)
         await asyncio.sleep(silent_s / 4)
 
 
@@ -427,21 +430,57 @@ async def save_weights(request: web.Request) -> web.Response:
 
 async def _save_weights(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise]:
     opened = await _opened(tenant, asked.model_id)
-    path = _path(opened.record, "weights", asked.path or f"{asked.seq_id:06d}")
     name = _mesh_name(asked.path or "", asked.seq_id)
+    try:
+        path = _path(opened.record, "weights", asked.path or f"{asked.seq_id:06d}")
+        ttl_s = ttl_of(asked.ttl_seconds)
+        before = tenant.book.find(CheckpointRecord, tenant.name, path)
+        if before is not None and before.name != name and not asked.overwrite:
+            raise CallerError(
+                f"checkpoint {asked.path!r} exists",
+                code=Code.ALREADY_EXISTS,
+                field="path",
+                remedy="choose another name, or save with overwrite=True",
+            )
+    except CallerError as error:
+        return _refused_save(opened, asked.seq_id, error)
     saved = _checkpoint(opened.record, path, POLICY, name, asked.user_metadata)
 
     def begin() -> Begun:
-        handle = opened.submit(asked.seq_id, ops.SaveState(name))
+        handle = opened.submit(asked.seq_id, ops.SaveState(name, ttl_s=ttl_s))
 
         async def save() -> dict[str, Any]:
             await handle
-            await tenant.book.put(saved)
+            await _keep(tenant, saved, ttl_s)
             return {"type": "save_weights", "path": path}
 
         return save, handle
 
     return await _kept(tenant, opened.name(asked.seq_id), "save_weights", asked, begin)
+
+
+def _refused_save(opened: Opened, seq: int, error: CallerError) -> tuple[str, Promise]:
+    """The promise of a save that is refused here. It keeps its number, or all that follow would
+    wait for it: the mesh refuses a save without a name."""
+
+    async def refuse() -> Answer:
+        raise error
+
+    opened.promise(seq, ops.SaveState(""), lambda _: refuse())
+    name = f"refused {opened.name(seq)}"
+    return name, opened.tenant.futures.promise(name, refuse)
+
+
+async def _keep(tenant: Tenant, saved: CheckpointRecord, ttl_s: float) -> None:
+    """Have a path stand for a checkpoint. What it stood for before is removed."""
+    before = tenant.book.find(CheckpointRecord, tenant.name, saved.id)
+    replaces = None if before is None else (before.source, before.name)
+    if before is not None and before.name == saved.name:  # an earlier gateway began this
+        replaces = before.replaces
+    expires_s = time.time() + ttl_s if ttl_s else None
+    kept = replace(saved, expires_s=expires_s, replaces=replaces)
+    await tenant.book.put(kept)
+    await clean_up(tenant, kept)
 
 
 @routes.post(PREFIX + "/load_weights")
@@ -462,9 +501,13 @@ async def _load_weights(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promis
 
     def begin() -> Begun:
         async def load() -> dict[str, Any]:
-            model = await tenant.models.train(record.job, record.base, record.adapter)
-            args = ops.LoadState(saved.name, saved.source, asked.optimizer)
-            await Opened(tenant, record, model).submit(seq, args)
+            tenant.loading[saved.source, saved.name] += 1
+            try:
+                model = await tenant.models.train(record.job, record.base, record.adapter)
+                args = ops.LoadState(saved.name, saved.source, asked.optimizer)
+                await Opened(tenant, record, model).submit(seq, args)
+            finally:
+                tenant.loading[saved.source, saved.name] -= 1
             return {"type": "load_weights", "path": asked.path, "model_id": record.id}
 
         return load, None
@@ -512,7 +555,11 @@ async def save_weights_for_sampler(request: web.Request) -> web.Response:
 async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise]:
     opened = await _opened(tenant, asked.model_id)
     record, sampler = opened.record, opened.model.sampler
-    path = None if asked.path is None else _path(record, "sampler_weights", asked.path)
+    try:
+        path = None if asked.path is None else _path(record, "sampler_weights", asked.path)
+        ttl_s = ttl_of(asked.ttl_seconds)
+    except CallerError as error:
+        return _refused_save(opened, asked.seq_id, error)
     version = _mesh_name(asked.path or "", asked.seq_id)
 
     def begin() -> Begun:
@@ -520,9 +567,9 @@ async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Pr
 
         async def save() -> dict[str, Any]:
             if path is not None:
-                await sampler.take(handle, version, keep=0)
+                await sampler.take(handle, version, keep=0, ttl_s=ttl_s)
                 saved = _checkpoint(record, path, SAMPLER, version, asked.user_metadata)
-                await tenant.book.put(saved)
+                await _keep(tenant, saved, ttl_s)
                 return {"type": "save_weights_for_sampler", "path": path}
             session = record.id.partition(":")[0]
             sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
@@ -613,11 +660,12 @@ async def retrieve_future(request: web.Request) -> web.Response:
     try:
         answer = await asyncio.wait_for(asyncio.shield(promise.task), LONG_POLL_S)
     except TimeoutError:
+        state, reason = await promise.queue()
         pending = {
             "type": "try_again",
             "request_id": asked.request_id,
-            "queue_state": "paused_capacity",
-            "queue_state_reason": await promise.why(),
+            "queue_state": state,
+            "queue_state_reason": reason,
         }
         return web.json_response(pending, status=408)
     if isinstance(answer, bytes):
@@ -685,41 +733,6 @@ async def get_run(request: web.Request) -> web.Response:
     )
 
 
-@routes.get(PREFIX + "/training_runs/{run}/checkpoints")
-async def list_run_checkpoints(request: web.Request) -> web.Response:
-    tenant, run = tenant_of(request), request.match_info["run"]
-    tenant.book.get(ModelRecord, tenant.name, run)
-    saved = tenant.book.all(CheckpointRecord, tenant.name)
-    return web.json_response({"checkpoints": [_told(each) for each in saved if each.model == run]})
-
-
-@routes.get(PREFIX + "/checkpoints")
-async def list_checkpoints(request: web.Request) -> web.Response:
-    tenant = tenant_of(request)
-    saved = [_told(each) for each in tenant.book.all(CheckpointRecord, tenant.name)]
-    return web.json_response({"checkpoints": saved, "cursor": _cursor(saved)})
-
-
-@routes.delete(PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}")
-async def delete_checkpoint(request: web.Request) -> web.Response:
-    """Forget a checkpoint's path, and remove a sampler's files while its model lives.
-
-    Other files stay: an operation of `policy` would take a number that the SDK gives to its calls.
-    """
-    tenant, what = tenant_of(request), request.match_info
-    path = f"tinker://{what['run']}/{what['checkpoint']}"
-    record = tenant.book.get(CheckpointRecord, tenant.name, path)
-    await tenant.book.drop(record)
-    model = tenant.book.find(ModelRecord, tenant.name, record.model)
-    if model is not None and record.source == f"{model.job}/{SAMPLER}":
-        try:
-            trained = await tenant.models.trained(model.job)
-            await trained.sampler.delete(record.name)
-        except PhaseloomError as error:
-            log.info("the files of %s stay: %s", path, error)
-    return web.json_response({})
-
-
 @routes.post(PREFIX + "/weights_info")
 async def weights_info(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OfPath)
@@ -767,9 +780,12 @@ def _checkpoint(
 
 
 def _path(record: ModelRecord, kind: str, name: str) -> str:
-    if not name or "/" in name:
+    # The SDK puts names in addresses as they are.
+    if name in ("", ".", "..") or set(name) & set("/%?#\\") or not name.isprintable():
         raise CallerError(
-            f"{name!r} cannot be a checkpoint's name", field="path", remedy="use a name without /"
+            f"{name!r} cannot be a checkpoint's name",
+            field="path",
+            remedy="use a name without / % ? # \\ and control characters",
         )
     return f"tinker://{record.id}/{kind}/{name}"
 
@@ -799,25 +815,9 @@ def _run(model: ModelRecord) -> dict[str, Any]:
         "model_owner": model.tenant,
         **_lora(model.adapter),
         "corrupted": False,
-        "last_request_time": _time(time.time()),
+        "last_request_time": told_time(time.time()),
         "user_metadata": model.metadata or None,
     }
-
-
-def _told(saved: CheckpointRecord) -> dict[str, Any]:
-    kind = "sampler" if saved.source.endswith(f"/{SAMPLER}") else "training"
-    return {
-        "checkpoint_id": "/".join(saved.id.split("/")[3:]),
-        "checkpoint_type": kind,
-        "time": _time(saved.saved_s),
-        "tinker_path": saved.id,
-        "public": False,
-        "user_metadata": saved.metadata or None,
-    }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _cursor(items: list[Any]) -> dict[str, int]:

@@ -43,7 +43,6 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -81,9 +80,6 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     checkpoint_file_bytes: int = 5_000_000_000
     """Largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
     file."""
-    host_spare: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
-    """Share of `host_memory_bytes` that should be free, or be had without waiting for a disk: the
-    host copies that are needed last are written to NVMe in the background. 0: none is."""
     nvme_bytes: int | None = None
     """Budget in bytes of host copies on NVMe. 0: host copies stay in memory; None: as much as the
     disk takes. Seals and versions are not counted."""
@@ -131,38 +127,26 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
         config.transfer_timeout_s,
         frozen_bases=bases_of(config.frozen_bases),
     )
-    sharing = Sharing(node)
     _observe(node)
     parts, session = await _parts(config, node)
-    tiering, exporter = parts.tiering, parts.exporter
     server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, session)
     addresses = _Addresses(node, server, config.host, config.port)
     local = framing.listen(config.socket)
-    in_background = (tiering, exporter, sharing, node.digests)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for part in in_background:
-                part.start(tasks)
-            addresses.start(tasks)
+        async with node.background.running():
+            node.background.begin(Sharing(node).run(), is_endless=True)
+            addresses.serve()
             manager = StateManager(
                 parts,
                 secret=config.secret,
                 resume_timeout_s=config.resume_timeout_s,
                 serve_versions_at=addresses.add,
             )
-            serving = tasks.create_task(
-                framing.serve(local, StateMessage, manager.session, max_fds=0)
-            )
+            serving = framing.serve(local, StateMessage, manager.session, max_fds=0)
+            node.background.begin(serving, is_endless=True)
             log.info("%s serves at %s and %s", config.node, config.socket, node.endpoint)
             await stop.wait()
-            serving.cancel()
-            addresses.stop()
-            for part in in_background:
-                part.stop()
     finally:
-        # Work in threads goes on, whatever becomes of its task, until it is told to stop.
-        for part in in_background:
-            part.stop()
         local.close()
         addresses.close()
         parts.archives.close()
@@ -195,8 +179,7 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
     disk = directory.disk.path
     log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
     nvme_bytes = _nvme_budget(Path(config.directory), config.nvme_bytes)
-    spare_bytes = int(config.host_spare * config.host_memory_bytes)
-    tiering = Tiering(node, nvme_bytes, spare_bytes)
+    tiering = Tiering(node, nvme_bytes)
     saved = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
     identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
     home = Home(identity, "", config.site, timeout_s)
@@ -208,7 +191,6 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
         else:
             sealer.found(header, str(path))
     publishing = Publishing(node, tiering, weights)
-    slices = Slices(node, weights)
     replicator = Replicator(node, sealer, weights)
     gate = Gate(config.secret)
     server = Server(
@@ -216,36 +198,24 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
         site=config.site,
         delta_share=config.delta_share,
     )
-    parts = Parts(
-        *(node, sealer, publishing, weights, slices, tiering),
-        *(*saved, replicator, disk),
-    )
+    parts = Parts(node, sealer, publishing, weights, tiering, *saved, replicator, disk)
     return parts, server.session
 
 
 class _Addresses:
     """The addresses at which other nodes reach this one: its own, and after a kill also the one
-    that they know from before.
-
-    Call `start` with a task group; then `stop`, then `close`.
-    """
+    that they know from before."""
 
     def __init__(self, node: Node, server: tls.Server, host: str, port: int) -> None:
         """Raises: OSError: somebody else has the port."""
         self._node = node
         self._server = server
         self._listeners = [_listen(host, port)]
-        self._serving: list[asyncio.Task[None]] = []
-        self._tasks: asyncio.TaskGroup
         node.endpoint = f"{host}:{self._listeners[0].getsockname()[1]}"
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
+    def serve(self) -> None:
+        """Begin to serve other nodes."""
         self._serve(self._listeners[0])
-
-    def stop(self) -> None:
-        for task in self._serving:
-            task.cancel()
 
     def close(self) -> None:
         for listener in self._listeners:
@@ -257,7 +227,7 @@ class _Addresses:
         From then on `Node.endpoint` is this one, which other nodes know.
         """
         if not self._try_to_add(endpoint):
-            self._serving.append(self._tasks.create_task(self._keep_trying(endpoint)))
+            self._node.background.begin(self._keep_trying(endpoint), is_endless=True)
 
     async def _keep_trying(self, endpoint: str) -> None:
         while True:
@@ -278,7 +248,7 @@ class _Addresses:
         return True
 
     def _serve(self, listener: socket.socket) -> None:
-        self._serving.append(self._tasks.create_task(self._server.serve(listener)))
+        self._node.background.begin(self._server.serve(listener), is_endless=True)
 
 
 def _listen(host: str, port: int) -> socket.socket:

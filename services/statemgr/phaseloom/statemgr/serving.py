@@ -25,7 +25,7 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.remotefiles import StateFiles
+from phaseloom.statemgr.seals.remotefiles import open_file, parts_of
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.transfer import delta, wire
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
@@ -67,7 +67,6 @@ class Server:
         self._node = node
         self._weights = weights
         self._replicator = replicator
-        self._files = StateFiles(node)
         self._site = site
         self._delta_share = delta_share if delta.is_available() else 0.0
         self._assignments: WeakKeyDictionary[Version, defaultdict[str, Assignment]]
@@ -134,9 +133,9 @@ class Server:
             await self._answer_all(stream, parts, assignments, asked.peer)
 
     async def _serve_file(self, stream: Stream, asked: wire.DescribeFile | wire.OpenFile) -> None:
-        header, content = await self._files.open_file(asked.name)
+        header, content = await open_file(self._node, asked.name)
         if isinstance(asked, wire.DescribeFile):
-            parts = await self._files.parts_of(asked.name)
+            parts = await parts_of(self._node.directory, asked.name)
             await self._send(stream, wire.FileDescription(header, parts))
             return
         await self._send(stream, wire.Opened({"": header.digest}))

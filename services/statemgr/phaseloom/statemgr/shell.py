@@ -87,7 +87,6 @@ from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import switch_in, switch_out
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.slices import Slices
 from phaseloom.statemgr.versions.versions import not_here
 from phaseloom.statemgr.versions.weights import Weights
 
@@ -123,7 +122,6 @@ class Parts:
     sealer: Sealer
     publishing: Publishing
     weights: Weights
-    slices: Slices
     tiering: Tiering
     exporter: Exporter
     loader: Loader
@@ -263,8 +261,7 @@ class StateManager:
         self._node.handles.attach(session.peer)
         if is_first:
             self._is_known_what_was.set()
-            # Before anything can be demoted to where files are removed.
-            self._parts.tiering.sweep().add_done_callback(lambda _: self._node.settled.set())
+            self._node.background.begin(self._settle())
         return Welcome(needs_handles=False)
 
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
@@ -276,11 +273,14 @@ class StateManager:
         lost = await handover.finish(self._resume_timeout_s)
         session.is_handing_over = False
         session.peer.max_fds = 0
+        await self._settle()
+        log.info("taken over from the daemon before; lost: %s", lost or "nothing")
+        return HandoverFinished(lost)
+
+    async def _settle(self) -> None:
         # Before anything can be demoted to where files are removed.
         await self._parts.tiering.sweep()
         self._node.settled.set()
-        log.info("taken over from the daemon before; lost: %s", lost or "nothing")
-        return HandoverFinished(lost)
 
     async def _greet_rank(self, session: Session, hello: RankHello) -> Done:
         await self._until_known_what_was()
@@ -370,7 +370,7 @@ class StateManager:
 
     async def _open_slices(self, rank: Rank, body: OpenSlices) -> Answer:
         await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank)
-        return await self._parts.slices.open(rank.wpg, body)
+        return await self._parts.weights.open_slices(rank.wpg, body)
 
     async def _hold_version(self, rank: Rank, body: HoldVersion) -> None:
         sharing.hold_version(self._node, rank, body.version, body.applied)

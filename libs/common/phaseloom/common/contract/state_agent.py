@@ -190,10 +190,7 @@ class Prefetch(Message, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     in_s: float | None
-    """Seconds until the predicted use.
-
-    None withdraws the hint, and cancels a promotion that nothing waits for.
-    """
+    """Seconds until the predicted use; None withdraws the hint."""
 
 
 class DropVersions(Message, frozen=True):

@@ -262,7 +262,7 @@ TRANSFER_DURATION = _statemgr.histogram(
     "s",
     "node direction",
     "Moves of a rank's state; direction is `offload`, `load`, `copy` for a seal of resident "
-    "state, or `demote`, `write_back` and `promote` between host memory and NVMe",
+    "state, or `demote` and `promote` between host memory and NVMe",
 )
 TRANSFER_MOVED = _statemgr.counter(
     "transfer.moved", "By", "node direction", "Bytes of those copies"

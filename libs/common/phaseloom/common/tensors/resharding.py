@@ -3,8 +3,9 @@
 A rank *holds* one box of each tensor that it has anything of, whatever cut the model so: rows,
 columns, heads, layers, experts. What it holds is all that a plan knows of it. A *part* is what one
 source rank holds and writes; source ranks that hold the same share one part. Every byte that any
-target rank of a node holds reaches the node exactly once, and no part is asked for much more than
-another.
+target rank of a node holds reaches the node exactly once. Of parts that hold the same, every node
+takes a byte from the same one, whatever else it needs: so nodes that share a slow link fetch each
+byte over it once. A node that needs all asks no part for much more than another.
 
 Everything here is pure: the same boxes give the same plan.
 
@@ -128,33 +129,27 @@ def fetches(
 ) -> list[Fetch]:
     """Everything that the target ranks of one node need, spread over the parts that have it.
 
-    Tensors that are cut alike on both sides are planned once. Those with the largest slices are
-    assigned first, so that small ones even the loads out.
+    Tensors that are cut alike on both sides are planned once.
 
-    Args:   ranks: the holdings of the node's target ranks, by rank.
+    Args:   tensors: all tensors of the model, whatever is needed of it here.
+            ranks: the holdings of the node's target ranks, by rank.
     Raises: CallerError: FAILED_PRECONDITION: no part holds something that is needed.
     """
     sources = _by_tensor(dict(enumerate(parts)))
-    targets = _by_tensor(ranks)
+    homes = _homes(tensors, sources)
     alike: dict[tuple[Tensor, _Held, _Held], list[str]] = {}
-    for name, held in targets.items():
+    for name, held in _by_tensor(ranks).items():
         alike.setdefault((tensors[name], held, sources.get(name, ())), []).append(name)
-    groups = [
-        (names, item_bytes(tensors[names[0]].dtype), _cells(names[0], held, there))
-        for (_, held, there), names in alike.items()
-    ]
-    groups.sort(key=lambda group: -group[1] * max((c.num_elements for c in group[2]), default=0))
-    loads: Counter[int] = Counter()
     found: list[Fetch] = []
-    for names, item, cells in groups:
-        for cell in cells:
+    for (tensor, held, there), names in alike.items():
+        item, home = item_bytes(tensor.dtype), homes[tensor, there]
+        for cell in _cells(names[0], held, there):
             num_bytes = cell.num_elements * item
-            members = range(len(names))
-            for part, assigned in assign(members, num_bytes, sorted(cell.sources), loads):
+            part_of = home.parts_of(cell.box)
+            for name in names:
+                part = part_of[name]
                 start = cell.sources[part]
-                found += [
-                    Fetch(names[m], part, start, cell.size, num_bytes, cell.uses) for m in assigned
-                ]
+                found.append(Fetch(name, part, start, cell.box.size, num_bytes, cell.uses))
     return sorted(found, key=lambda fetch: (fetch.part, fetch.name, fetch.start))
 
 
@@ -166,14 +161,54 @@ _Held = tuple[tuple[int, Box], ...]
 class _Cell:
     """A slice that every source and target box holds whole or not at all."""
 
-    size: Index
+    box: Box
     sources: Mapping[int, Index]
     """Each part that holds it, and where it begins in the part's tensor."""
     uses: tuple[Use, ...]
 
     @property
     def num_elements(self) -> int:
-        return math.prod(self.size)
+        return math.prod(self.box.size)
+
+
+@dataclass(frozen=True)
+class _Home:
+    """The part from which every node takes each slice of some tensors that the parts cut alike."""
+
+    slices: list[tuple[Box, dict[str, int]]]
+    """Slices that every part holds whole or not at all: of each tensor's, the part."""
+
+    def parts_of(self, box: Box) -> dict[str, int]:
+        """By tensor, the part from which a slice comes that lies inside one of these."""
+        return next(parts for each, parts in self.slices if each.covers(box))
+
+
+def _homes(
+    tensors: Mapping[str, Tensor], sources: Mapping[str, _Held]
+) -> dict[tuple[Tensor, _Held], _Home]:
+    """From which part each byte comes, for all targets: the least loaded one that has it.
+
+    The largest slices are assigned first, so that small ones even the loads out.
+    """
+    alike: dict[tuple[Tensor, _Held], list[str]] = {}
+    for name in sorted(tensors):
+        alike.setdefault((tensors[name], sources.get(name, ())), []).append(name)
+    planned = [
+        (names, item_bytes(tensor.dtype), _cells(names[0], there, there), (tensor, there))
+        for (tensor, there), names in alike.items()
+    ]
+    planned.sort(key=lambda group: -group[1] * max((c.num_elements for c in group[2]), default=0))
+    loads: Counter[int] = Counter()
+    homes = {}
+    for names, item, cells, key in planned:
+        slices = []
+        for cell in cells:
+            assigned = assign(
+                range(len(names)), cell.num_elements * item, sorted(cell.sources), loads
+            )
+            slices.append((cell.box, {names[m]: part for part, some in assigned for m in some}))
+        homes[key] = _Home(slices)
+    return homes
 
 
 def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, _Held]:
@@ -185,10 +220,12 @@ def _by_tensor(holdings: Mapping[int, Holding]) -> dict[str, _Held]:
 
 
 def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
-    """The cells of everything that a target holds.
+    """The cells of everything that a target holds, none where there is no target.
 
     Raises: CallerError: no source holds one of them.
     """
+    if not targets:
+        return []
     boxes = [box for _, box in (*targets, *sources)]
     edges = [
         sorted({edge for box in boxes for edge in (box.start[dim], box.start[dim] + box.size[dim])})
@@ -207,7 +244,7 @@ def _cells(name: str, targets: _Held, sources: _Held) -> list[_Cell]:
                 code=Code.FAILED_PRECONDITION,
                 remedy="sync between deployments of one model only",
             )
-        cells.append(_Cell(box.size, there, uses))
+        cells.append(_Cell(box, there, uses))
     return cells
 
 

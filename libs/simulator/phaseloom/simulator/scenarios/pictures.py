@@ -66,7 +66,7 @@ def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: f
     groups = {key: found for key, found in groups.items() if found}
     policies = list(dict.fromkeys(policy for _, policy in groups))
     workloads = list(dict.fromkeys(workload for workload, _ in groups))
-    width = 0.8 / len(policies)
+    width = 0.8 / max(1, len(policies))
     for index, policy in enumerate(policies):
         places, means, below, above = [], [], [], []
         for at, workload in enumerate(workloads):
@@ -88,9 +88,10 @@ def bars(axes: Axes, records: Sequence[Record], name: str, title: str, *, aim: f
         )
     axes.set_xticks(range(len(workloads)), workloads)
     axes.set_title(title, loc="left", fontsize=10)
-    if aim:
+    if aim and policies:
         axes.axhline(aim, color="#555555", linestyle="--", linewidth=0.8)
-    _legend(axes)
+    if policies:
+        _legend(axes)
 
 
 def distribution(axes: Axes, samples: Mapping[str, Sequence[float]], title: str, unit: str) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Thread
+from typing import Any, ClassVar, NamedTuple
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.process import diewithparent
 from phaseloom.simulator.scenarios.report import Report
 
 
@@ -24,8 +29,19 @@ class Case:
 
 
 Advance = Callable[[str, int, int], None]
-"""Called with the name of the run that has just ended, the number of ended runs, and that of all;
-it draws the progress bar."""
+"""Called with the name of the run that has just ended, or what a long one is at, the number of
+ended runs, and that of all; it draws the progress bar."""
+
+
+class Bound(StrEnum):
+    """What a cost is compared with: the optimum is searched for minutes where jobs are many."""
+
+    NONE = "none"
+    """Nothing."""
+    SOLO = "solo"
+    """The cheapest regrouping of jobs that each stay for as long as they would alone."""
+    REGROUPING = "regrouping"
+    """That, and the cheapest regrouping of the jobs that were present in the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,7 @@ class Options:
     """The hour at which the window of a trace of real arrivals begins."""
     slowdowns: Path | None = None
     """A table of slowdowns instead of the scenario's own."""
+    bound: Bound = Bound.REGROUPING
     processes: int = 0
     """The number of runs at once; 0: one on each core."""
     advance: Advance = lambda what, done, total: None
@@ -63,9 +80,13 @@ class Options:
         """Run all cases; their results are in the order of the cases."""
         processes = self.processes or os.cpu_count() or 1
         results: dict[int, Any] = {}
-        for done, (index, result) in enumerate(_results(cases, processes), 1):
+
+        def told(what: str) -> None:
+            self.advance(what, len(results), len(cases))
+
+        for index, result in _results(cases, processes, told):
             results[index] = result
-            self.advance(cases[index].name, done, len(cases))
+            told(cases[index].name)
         return [results[index] for index in range(len(cases))]
 
 
@@ -88,24 +109,56 @@ class Scenario(NamedTuple):
 
         Raises: CallerError: the scenario does not take this option.
         """
-        for field in ("workload", "virtual_clusters", "start_h", "slowdowns"):
-            if getattr(options, field) not in (None, ()) and field not in self.accepts:
+        for field in ("workload", "virtual_clusters", "start_h", "slowdowns", "bound"):
+            is_chosen = getattr(options, field) not in (None, (), Bound.REGROUPING)
+            if is_chosen and field not in self.accepts:
                 flag = _FLAGS.get(field, field)
                 raise CallerError(
-                    f"scenario {name} has arrivals and jobs of its own",
+                    f"scenario {name} has jobs of its own, and its own yardstick",
                     field=flag,
                     remedy=f"leave --{flag} out, or choose another scenario",
                 )
 
 
-def _results(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, Any]]:
+# --- processes -----------------------------------------------------------------------------------
+
+_TELL_S = 5.0
+"""Time between two words of a long run on how far it is."""
+
+
+class Telling:
+    """Says how far a run is: at most once in a few seconds, since there may be thousands of calls.
+
+    It is heard by the caller of `Options.run_cases`, also from the processes of the runs.
+    """
+
+    told: ClassVar[Callable[[str], None]] = staticmethod(lambda what: None)
+
+    def __init__(self, name: str, every_s: float = _TELL_S) -> None:
+        self._name = name
+        self._every_s = every_s
+        self._next_s = time.monotonic() + every_s
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + self._every_s
+            Telling.told(f"{self._name} {done}/{total}")
+
+
+def _results(
+    cases: Sequence[Case], processes: int, told: Callable[[str], None]
+) -> Iterator[tuple[int, Any]]:
     if processes == 1 or len(cases) == 1:
+        _begin(told)
         for index, case in enumerate(cases):
             yield index, case.run(*case.arguments)
         return
     # Processes are spawned, since a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with (
+        _heard(context.SimpleQueue(), told) as put,
+        ProcessPoolExecutor(processes, context, _begin, (put, os.getpid())) as pool,
+    ):
         futures = {pool.submit(case.run, *case.arguments): i for i, case in enumerate(cases)}
         try:
             for future in as_completed(futures):
@@ -113,3 +166,27 @@ def _results(cases: Sequence[Case], processes: int) -> Iterator[tuple[int, Any]]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _begin(told: Callable[[str], None], parent_pid: int = 0) -> None:
+    """Begin in this process. Args: parent_pid: the process that this one ends with; 0: none."""
+    Telling.told = staticmethod(told)
+    if parent_pid:
+        diewithparent.arm(parent_pid)
+
+
+@contextmanager
+def _heard(queue: Any, told: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """A function with which other processes call `told` here."""
+
+    def hear() -> None:
+        while (what := queue.get()) is not None:
+            told(what)
+
+    hearing = Thread(target=hear, daemon=True)
+    hearing.start()
+    try:
+        yield queue.put
+    finally:
+        queue.put(None)
+        hearing.join()

@@ -15,7 +15,7 @@ from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.optimum import Regrouping
 from phaseloom.simulator.scenarios import report, weaving
 from phaseloom.simulator.scenarios.pictures import bars, canvas, lines
-from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
+from phaseloom.simulator.scenarios.scenario import Bound, Case, Options, Scenario, Telling
 from phaseloom.simulator.scenarios.weaving import MAX_GROUP_JOBS, ORDERINGS, SWITCHING, solo_bound
 from phaseloom.simulator.workloads import table
 from phaseloom.simulator.workloads.weave import PROFILES, generate, with_switching
@@ -54,11 +54,14 @@ class Setting(msgspec.Struct, frozen=True):
         )
 
 
-def _solo_bound(setting: Setting) -> Regrouping:
-    return solo_bound(setting.jobs(), weaving.pricing(setting.max_group_jobs))
+def _solo_bound(setting: Setting) -> Regrouping | None:
+    tell = Telling(f"{setting.name}, bound, seed {setting.seed}")
+    return solo_bound(setting.jobs(), weaving.pricing(setting.max_group_jobs), tell)
 
 
-def _case(setting: Setting, policy: str) -> tuple[report.Record, list[tuple[float, float]]]:
+def _case(
+    setting: Setting, policy: str, bound: Bound
+) -> tuple[report.Record, list[tuple[float, float]]]:
     """Run one setting under a policy; the figures, and the rent over time where it is drawn."""
     record, result = weaving.measured(
         setting.jobs(),
@@ -66,6 +69,7 @@ def _case(setting: Setting, policy: str) -> tuple[report.Record, list[tuple[floa
         setting.seed,
         workload=setting.name,
         max_group_jobs=setting.max_group_jobs,
+        bound=bound,
     )
     record = msgspec.structs.replace(record, more={_DOLLARS: result.cost})
     is_drawn = setting.name == "Mixed" or bool(setting.file)
@@ -109,13 +113,18 @@ def _run(options: Options) -> report.Report:
         for policy in policies
         if (setting.is_base or policy in _PROMISING)
     ]
-    cases = [Case(f"{s.name}, {policy}, seed {s.seed}", _case, (s, policy)) for s, policy in runs]
-    bounds = [Case(f"{s.name}, bound, seed {s.seed}", _solo_bound, (s,)) for s in settings]
+    cases = [
+        Case(f"{s.name}, {policy}, seed {s.seed}", _case, (s, policy, options.bound))
+        for s, policy in runs
+    ]
+    bounded = [] if options.bound is Bound.NONE else settings
+    bounds = [Case(f"{s.name}, bound, seed {s.seed}", _solo_bound, (s,)) for s in bounded]
     every = options.run_cases([*bounds, *cases])
-    best: dict[Setting, Regrouping] = dict(zip(settings, every, strict=False))
+    best: dict[Setting, Regrouping | None] = dict(zip(bounded, every, strict=False))
     found = every[len(bounds) :]
     records = [
-        _over(record, best[setting]) for (setting, _), (record, _) in zip(runs, found, strict=True)
+        _over(record, best.get(setting))
+        for (setting, _), (record, _) in zip(runs, found, strict=True)
     ]
     first = [(record.policy, rent) for record, rent in found if rent and record.seed == 0]
     return report.Report(
@@ -132,8 +141,10 @@ def _run(options: Options) -> report.Report:
     )
 
 
-def _over(record: report.Record, alone: Regrouping) -> report.Record:
+def _over(record: report.Record, alone: Regrouping | None) -> report.Record:
     """The record with its cost over a second bound: that for jobs that stay as long as alone."""
+    if alone is None:
+        return msgspec.structs.replace(record, more={})
     more = {"cost_over_solo_bound": record.more[_DOLLARS] / alone.bound}
     gap = max(record.optimal_gap or 0.0, alone.gap)
     return msgspec.structs.replace(record, more=more, optimal_gap=gap or None)
@@ -179,5 +190,5 @@ SCENARIO = Scenario(
     run=_run,
     draw=_draw,
     policies=tuple(ORDERINGS),
-    accepts=frozenset({"workload"}),
+    accepts=frozenset({"workload", "bound"}),
 )

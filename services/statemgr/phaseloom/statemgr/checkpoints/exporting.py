@@ -53,15 +53,14 @@ class _Write:
     """A snapshot on its way to disk."""
 
     snapshot: Snapshot
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event
     done: asyncio.Future[CheckpointWritten] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
 class Exporter:
-    """Takes snapshots and writes them to disk. `start` runs it in a task group; `stop` ends the
-    writes that are under way."""
+    """Takes snapshots and writes them to disk."""
 
     def __init__(
         self,
@@ -85,16 +84,6 @@ class Exporter:
         self._writes: dict[tuple[DeploymentKey, str], _Write] = {}
         self._locks: defaultdict[DeploymentKey, asyncio.Lock] = defaultdict(asyncio.Lock)
         """The lock of each deployment: one snapshot, or one begin of a write, at a time."""
-        self._tasks: asyncio.TaskGroup
-
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-        self._staging.start(tasks)
-
-    def stop(self) -> None:
-        self._staging.stop()
-        for write in self._writes.values():
-            write.cancelled.set()
 
     async def take_snapshot(self, rank: Rank, request: TakeSnapshot) -> SnapshotTaken:
         """Copy every rank's state into a snapshot. Do nothing where this operation's snapshot is
@@ -185,9 +174,9 @@ class Exporter:
                 "has gone since",
                 code=Code.ABORTED,
             )
-        write = _Write(snapshot)
+        write = _Write(snapshot, self._node.background.event())
         self._writes[(key, request.operation)] = write
-        self._tasks.create_task(self._run(write, request))
+        self._node.background.begin(self._run(write, request))
         return write
 
     async def _run(self, write: _Write, request: WriteCheckpoint) -> None:

@@ -50,8 +50,7 @@ from phaseloom.statemgr.checkpoints.shards import (
     sums_of,
 )
 from phaseloom.statemgr.checkpoints.staging import Staging
-from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.disk import Disk, threads
+from phaseloom.statemgr.disk.disk import BlockFile, Disk, threads
 from phaseloom.statemgr.disk.statefile import names_within
 from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.sharing import sharing
@@ -126,7 +125,7 @@ class Loader:
             extent, digest = sources[rank]
             await node.ask(rank, LoadStaged(digest), [node.memory[extent].fd])
 
-        async with node.holding(lambda: set(wpg.devices)):
+        async with node.holding(wpg):
             for rank in wpg.ranks:
                 if rank.state is not State.RESIDENT:
                     raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)

@@ -44,8 +44,7 @@ from phaseloom.common.tensors.safetensors import (
 from phaseloom.statemgr.checkpoints.assembly import WholeTensor, assemble
 from phaseloom.statemgr.checkpoints.files import write_synced, writing
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
-from phaseloom.statemgr.disk.blockfile import BlockFile
-from phaseloom.statemgr.disk.disk import Cancelled, Disk
+from phaseloom.statemgr.disk.disk import BlockFile, Cancelled, Disk
 
 MODEL, ADAPTER, TRAINING = "model", "adapter_model", "training"
 """The beginnings of files' names."""

@@ -56,10 +56,6 @@ class Snapshot:
         return self.num_ranks <= len(self.parts)
 
     @property
-    def has_checksums(self) -> bool:
-        return all(part.checksums is not None for part in self.parts)
-
-    @property
     def extents(self) -> list[int]:
         return [part.extent for part in self.parts]
 

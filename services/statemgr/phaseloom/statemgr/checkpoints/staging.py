@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,22 +35,13 @@ log = logging.getLogger(__name__)
 
 
 class Staging:
-    """Copies ranks' states into staging buffers. `start` runs it in a task group; `stop` ends the
-    checksums that are under way."""
+    """Copies ranks' states into staging buffers."""
 
     def __init__(self, node: Node, tiering: Tiering) -> None:
         self.node = node
         self.tiering = tiering
         self._under_way: dict[Snapshot, asyncio.Future[None]] = {}
         """The snapshots whose checksums are being taken; each future ends with them."""
-        self._stopped = threading.Event()
-        self._tasks: asyncio.TaskGroup
-
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     @asynccontextmanager
     async def room(
@@ -136,7 +126,7 @@ class Staging:
                     remedy="take the snapshot between operations, at the seq that was applied last",
                 )
 
-        async with self.tiering.in_host(wpg), self.node.holding(lambda: set(wpg.devices)):
+        async with self.tiering.in_host(wpg), self.node.holding(wpg):
             self.node.residency.check_ready(wpg)
             await on_each_device(wpg.ranks, stage)
 
@@ -144,7 +134,7 @@ class Staging:
 
     async def until_proved(self, snapshot: Snapshot) -> None:
         """Wait for the snapshot's checksums."""
-        if not snapshot.has_checksums:
+        if any(part.checksums is None for part in snapshot.parts):
             # The daemon that made it may have been killed before they were in.
             under_way = self._under_way.get(snapshot)
             await asyncio.shield(under_way or self._begin_checksums(snapshot))
@@ -153,18 +143,19 @@ class Staging:
         # The views are made now: by the time that the task runs, the snapshot may be freed.
         memories = [self.node.memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
         ended = self._under_way[snapshot] = asyncio.get_running_loop().create_future()
-        self._tasks.create_task(self._take_checksums(snapshot, memories, ended))
+        self.node.background.begin(self._take_checksums(snapshot, memories, ended))
         return ended
 
     async def _take_checksums(
         self, snapshot: Snapshot, memories: list[memoryview], ended: asyncio.Future[None]
     ) -> None:
+        stopped = self.node.background.stopped
         try:
             with error_boundary(metrics.UNFORESEEN, "checkpoint"):
                 async with self.node.change():
                     for part, memory in zip(snapshot.parts, memories, strict=True):
-                        checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
-                        if self._stopped.is_set():
+                        checksums = await asyncio.to_thread(checksums_of, memory, stopped)
+                        if stopped.is_set():
                             raise ResourceError(f"{snapshot} is not written: this daemon stops")
                         part.checksums = checksums
             log.info("%s has its checksums", snapshot)

@@ -1,11 +1,26 @@
-"""Moves memory to a state file and back, several blocks at a time, each with its checksum.
+"""The disk: state files are written and read by the fastest method that it supports.
 
-Some threads do nothing but move blocks, so that the disk has its next block as soon as one is done;
-others take checksums meanwhile. Neither holds the GIL. Blocking: call it in a thread.
+Several blocks of a file move at a time, each with its checksum. Some threads do nothing but move
+blocks, so that the disk has its next block as soon as one is done; others take checksums meanwhile.
+Neither holds the GIL. Blocking: call it in a thread.
+
+Aligned memory goes straight between its pages and the disk. Two kinds of bytes go through the page
+cache: the last bytes of a file, which are no whole page, and bytes that the kernel refuses to move
+directly (EINVAL). Direct and cached bytes never share a page: blocks begin at multiples of the
+alignment. A round trip through the disk decides which method is used, never the list of what is
+installed.
+
+`python -m phaseloom.statemgr.disk.disk DIRECTORY` prints the method that works, as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import mmap
+import os
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +28,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
 from phaseloom.common.tensors.hugepages import make_huge
-from phaseloom.statemgr.disk.blockfile import BlockFile, DirectFile, probe
 from phaseloom.statemgr.disk.statefile import (
     Place,
     StateHeader,
@@ -25,9 +41,159 @@ from phaseloom.statemgr.disk.statefile import (
     encode_header,
     layout_of,
 )
+from phaseloom.statemgr.memory.extents import copy
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+PAGE_BYTES = 4096
+"""The alignment of memory and offsets in bytes: no disk asks for more."""
+PROBE_PREFIX = ".probe-"
+_PROBE_BYTES = 3 * PAGE_BYTES + 100
+
+Move = Callable[[int, list[memoryview], int], int]
+"""The type of `os.preadv` and `os.pwritev`."""
+
+
+class BlockFile:
+    """A file that is read and written through the page cache. Every method raises OSError."""
+
+    def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
+        """Open a file; a writable one is made, or emptied.
+
+        Args: num_bytes: the room that is reserved on the disk for a writable file.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC if writable else os.O_RDONLY
+        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        if num_bytes:
+            try:
+                os.posix_fallocate(self._fd, 0, num_bytes)
+            except OSError:
+                os.close(self._fd)
+                raise
+
+    def write(self, block: memoryview, offset: int) -> None:
+        while block:
+            done = os.pwrite(self._fd, block, offset)
+            block, offset = block[done:], offset + done
+
+    def read(self, block: memoryview, offset: int) -> int:
+        """Fill a block. Returns: the number of bytes read; fewer where the file ends in it."""
+        done = 0
+        while done < len(block):
+            count = os.preadv(self._fd, [block[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def finish(self, num_bytes: int) -> None:
+        """Make the file `num_bytes` long, and wait until all that was written is on the disk."""
+        os.ftruncate(self._fd, num_bytes)
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class MemoryFile:
+    """A file in memory, of a fixed size: a seal that is on no disk."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    def write(self, block: memoryview, offset: int) -> None:
+        copy(self._memory[offset : offset + len(block)], block)
+
+    def read(self, block: memoryview, offset: int) -> int:
+        """Fill a block. Returns: the number of bytes read; fewer where the file ends in it."""
+        there = self._memory[offset : offset + len(block)]
+        copy(block[: len(there)], there)
+        return len(there)
+
+
+class DirectFile(BlockFile):
+    """A file that bypasses the page cache, in multiples of a page."""
+
+    def __init__(self, path: Path, *, writable: bool, num_bytes: int = 0) -> None:
+        super().__init__(path, writable=writable, num_bytes=num_bytes)
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            self._direct_fd = os.open(path, mode | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            super().close()
+            raise
+
+    def write(self, block: memoryview, offset: int) -> None:
+        done = self._directly(os.pwritev, block, offset)
+        super().write(block[done:], offset + done)
+
+    def read(self, block: memoryview, offset: int) -> int:
+        done = self._directly(os.preadv, block, offset)
+        return done + super().read(block[done:], offset + done)
+
+    def close(self) -> None:
+        os.close(self._direct_fd)
+        super().close()
+
+    def _directly(self, move: Move, block: memoryview, offset: int) -> int:
+        """Move bytes past the page cache. Returns: the number moved, a multiple of a page."""
+        whole = len(block) - len(block) % PAGE_BYTES
+        if offset % PAGE_BYTES:
+            return 0
+        done = 0
+        while done < whole:
+            try:
+                moved = move(self._direct_fd, [block[done:whole]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                break
+            if moved < PAGE_BYTES:
+                break
+            done += moved - moved % PAGE_BYTES
+        return done
+
+
+def probe(directory: Path) -> DiskPath:
+    """The fastest method that works in a directory. Raises nothing: where nothing can be written
+    now, each later write fails by itself."""
+    try:
+        return _probe(directory)
+    except OSError as error:
+        why = f"nothing can be written in {directory}: {error.strerror}"
+        return DiskPath(DiskMethod.BUFFERED, 1, why)
+
+
+def _probe(directory: Path) -> DiskPath:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=PROBE_PREFIX) as scratch:
+        why_not_direct = _why_not_direct(Path(scratch) / "direct")
+    if why_not_direct:
+        return DiskPath(DiskMethod.BUFFERED, 1, f"direct I/O: {why_not_direct}")
+    return DiskPath(DiskMethod.DIRECT, PAGE_BYTES, "a direct round trip came back")
+
+
+def _why_not_direct(path: Path) -> str:
+    """The reason why direct I/O does not work here; empty: the disk takes a page of memory
+    directly, and what is written so comes back."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        try:
+            with mmap.mmap(-1, PAGE_BYTES) as memory:
+                os.pwrite(fd, memory, PAGE_BYTES)
+        finally:
+            os.close(fd)
+        written, read = (memoryview(mmap.mmap(-1, _PROBE_BYTES)) for _ in range(2))
+        written[:] = os.urandom(_PROBE_BYTES)
+        with contextlib.closing(DirectFile(path, writable=True, num_bytes=_PROBE_BYTES)) as file:
+            file.write(written, 0)
+            file.finish(_PROBE_BYTES)
+        with contextlib.closing(DirectFile(path, writable=False)) as file:
+            came_back = file.read(read, 0) == _PROBE_BYTES and read == written
+        return "" if came_back else "it lost bytes"
+    except OSError as error:
+        return error.strerror or repr(error)
 
 
 class Writable(Protocol):
@@ -188,3 +354,11 @@ def threads(number: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def main() -> None:
+    print(msgspec.json.encode(probe(Path(sys.argv[1]))).decode())
+
+
+if __name__ == "__main__":
+    main()

@@ -24,8 +24,14 @@ from pathlib import Path
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
 from phaseloom.common.tensors.versionparts import check_part
-from phaseloom.statemgr.disk.blockfile import PROBE_PREFIX, BlockFile
-from phaseloom.statemgr.disk.disk import Disk, read_block, read_part, write_state
+from phaseloom.statemgr.disk.disk import (
+    PROBE_PREFIX,
+    BlockFile,
+    Disk,
+    read_block,
+    read_part,
+    write_state,
+)
 from phaseloom.statemgr.disk.statefile import Place, StateHeader, data_loss, layout_of, parts_in
 
 log = logging.getLogger(__name__)

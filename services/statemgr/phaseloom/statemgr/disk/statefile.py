@@ -309,3 +309,25 @@ def check_blocks(place: Place) -> None:
     header, part = place.header, place.part
     if not part.has_checksums(header.block_bytes):
         raise data_loss(place.file, f"section {place.index} has not a checksum for each block")
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeal:
+    """A seal in host memory: an extent with the bytes of a state file."""
+
+    key: DeploymentKey
+    seq: int
+    extent: int
+    num_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The name of the seal's memory, in errors."""
+        return f"seal {self.seq} of {self.key} in host memory"
+
+
+class HostSeals(dict[tuple[DeploymentKey, int], HostSeal]):
+    """The seals in host memory, by deployment and seq."""
+
+    def of(self, key: DeploymentKey) -> list[HostSeal]:
+        return [seal for seal in self.values() if seal.key == key]

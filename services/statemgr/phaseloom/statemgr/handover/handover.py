@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine, Iterable
-from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
@@ -24,6 +22,7 @@ from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RankResume, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
+from phaseloom.statemgr.disk.statefile import HostSeal
 from phaseloom.statemgr.handover.manifest import (
     RankEntry,
     SharedCopyEntry,
@@ -43,7 +42,6 @@ from phaseloom.statemgr.residency.incarnations import (
     State,
     Wpg,
 )
-from phaseloom.statemgr.seals.hostseals import HostSeal
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.versions import Version
@@ -95,13 +93,14 @@ class Handover:
             return self._give_up(agent, f"its index cannot be read: {error}")
         for key, incarnation in manifest.fences:
             self._node.residency.fence(key, incarnation)
-        await _side_by_side(map(self._restore_copy, manifest.shared_copies))
+        # At the same time, in many threads: agent and ranks wait for what is verified.
+        await asyncio.gather(*map(self._restore_copy, manifest.shared_copies))
         for wpg in manifest.wpgs:
             self._restore_wpg(wpg)
         # Versions' manifests before their parts: without one a part counts as never committed.
         for is_part in (False, True):
             versions = [each for each in manifest.versions if bool(each.key.part) is is_part]
-            await _side_by_side(map(self._restore_version, versions))
+            await asyncio.gather(*map(self._restore_version, versions))
         # Only now: a copy that nobody refers to may be the memory of a version all the same.
         for copy in self._copies.values():
             if not self._node.shared_copies.is_known(copy):
@@ -408,11 +407,3 @@ class Handover:
         log.error("%s is lost with the daemon before: %s", wpg, why)
         self._lost.append(wpg.key)
         self._node.retire(wpg, why)
-
-
-async def _side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run the works at the same time: memory is verified in many threads, because agent and ranks
-    wait for it."""
-    async with asyncio.TaskGroup() as tasks:
-        for work in works:
-            tasks.create_task(work)

@@ -20,9 +20,9 @@ import xxhash
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, Snapshots
+from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals
 from phaseloom.statemgr.residency.incarnations import State
 from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Versions
 

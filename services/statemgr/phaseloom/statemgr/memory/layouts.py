@@ -3,13 +3,11 @@ anything happens."""
 
 from __future__ import annotations
 
-import re
 from operator import attrgetter
 from weakref import WeakValueDictionary
 
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
 
 PAGE_BYTES = 4096
@@ -45,10 +43,6 @@ def exhausted(needed_bytes: int, used_bytes: int, budget_bytes: int) -> dict[str
     return {"needed_bytes": needed_bytes, "used_bytes": used_bytes, "budget_bytes": budget_bytes}
 
 
-def as_table(tensors: TensorTable | list[TensorSlot]) -> TensorTable:
-    return tensors if isinstance(tensors, TensorTable) else TensorTable.of(tensors)
-
-
 def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> None:
     """Check that the tensors of a layout fit `num_bytes`.
 
@@ -78,26 +72,6 @@ def check_layout(tensors: TensorTable | list[TensorSlot], num_bytes: int) -> Non
         end = slot.offset + slot.num_bytes
         if end > num_bytes:
             raise CallerError(f"ends at {end}, beyond {num_bytes} bytes", field=_where(slot))
-
-
-_MODEL = re.compile(r"([0-9a-f]{64})?")
-
-
-def check_heap(request: RegisterHeap) -> None:
-    """Check the sizes, the model's hash and the frozen flag of a rank that registers its heap.
-
-    Raises: CallerError: a size is negative, the hash is no BLAKE3 in hex, or a frozen heap has
-            state in host memory alone.
-    """
-    for field in ("host_bytes", "scratch_bytes"):
-        if (num_bytes := getattr(request, field)) < 0:
-            raise CallerError(f"{num_bytes} bytes", field=field, remedy="use zero or more")
-    if not _MODEL.fullmatch(request.model):
-        raise CallerError("no BLAKE3 in hex", field="model", remedy="give 64 digits, or none")
-    if request.frozen and request.host_bytes:
-        raise CallerError(
-            "a frozen heap has no state in host memory alone", field="host_bytes", remedy="use 0"
-        )
 
 
 def _where(slot: TensorSlot) -> str:

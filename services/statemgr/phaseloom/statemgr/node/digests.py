@@ -18,32 +18,28 @@ from contextlib import AbstractAsyncContextManager
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of
 from phaseloom.statemgr.memory.extents import HostMemory
+from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.residency.residency import Residency
 
 
 class Digests:
-    """The digests being taken: call `start` with a task group, `stop` to end them."""
+    """The digests being taken."""
 
     def __init__(
         self,
+        background: Background,
         residency: Residency,
         memory: HostMemory,
         change: Callable[[], AbstractAsyncContextManager[object]],
     ) -> None:
         """Args: change: `Node.change`, which brings the manifest up to date."""
+        self._background = background
         self._residency = residency
         self._memory = memory
         self._change = change
         self._under_way: dict[Rank, asyncio.Future[None]] = {}
-        self._stopped = threading.Event()
-        self._tasks: asyncio.TaskGroup
-
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-
-    def stop(self) -> None:
-        self._stopped.set()
+        self._stopped = background.stopped
 
     def begin(self, ranks: Iterable[Rank]) -> None:
         """Begin to take the digests of the ranks that are offloaded and dirty."""
@@ -75,7 +71,7 @@ class Digests:
         # Taken now: by the time that the task runs, the rank may be lost and its extent freed.
         memory = self._memory[rank.extent].view(rank.extent_bytes)
         ended = self._under_way[rank] = asyncio.get_running_loop().create_future()
-        self._tasks.create_task(self._run(rank, memory, ended))
+        self._background.begin(self._run(rank, memory, ended))
         return ended
 
     async def _run(self, rank: Rank, memory: memoryview, ended: asyncio.Future[None]) -> None:

@@ -14,7 +14,6 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from phaseloom.common.contract.errors import InternalError, PhaseloomError
@@ -22,21 +21,13 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.residency.incarnations import InvalidTransition, Rank, SharedCopy
 
 log = logging.getLogger(__name__)
 
 HostCopy = Rank | SharedCopy
 """A host copy that can move: a rank's own (named by the rank), or a shared copy."""
-
-
-class Direction(StrEnum):
-    """The direction of a move; the value is its label in metrics and logs."""
-
-    PROMOTE = "promote"
-    DEMOTE = "demote"
-    WRITE_BACK = "write_back"
-    """Down to NVMe, while the copy stays in host memory too."""
 
 
 def _future() -> asyncio.Future[None]:
@@ -48,17 +39,19 @@ class Move:
     """One move of a host copy that is under way."""
 
     what: HostCopy
-    direction: Direction
-    is_hint: bool = False
-    """Whether the move follows a hint, and nobody waits for it; withdrawing the hint cancels it."""
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    is_up: bool
+    """Whether the copy is promoted; else it is demoted."""
+    is_hint: bool
+    """Whether a hint began the move: only copies that are needed later make room for it."""
+    cancelled: threading.Event
     """Set to end the move early; read by the thread that moves the bytes."""
     done: asyncio.Future[None] = field(default_factory=_future)
     """The end of the move, with its failure."""
 
     @property
-    def is_up(self) -> bool:
-        return self.direction is Direction.PROMOTE
+    def name(self) -> str:
+        """The name of the move in metrics and logs."""
+        return "promote" if self.is_up else "demote"
 
 
 Work = Callable[[Move], Awaitable[None]]
@@ -69,10 +62,11 @@ Raises: PhaseloomError: the copy is where it was, or is lost.
 
 
 class Moves:
-    """The moves under way, by host copy: call `start` with a task group, `stop` to cancel them."""
+    """The moves under way, by host copy."""
 
     def __init__(
         self,
+        background: Background,
         name: NodeId,
         directory: StateDirectory,
         stale_file: Callable[[HostCopy], Path | None],
@@ -82,19 +76,12 @@ class Moves:
         is needed.
         announce: called when a move has ended.
         """
+        self._background = background
         self._name = name
         self._directory = directory
         self._stale_file = stale_file
         self._announce = announce
         self._moves: dict[HostCopy, Move] = {}
-        self._tasks: asyncio.TaskGroup
-
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-
-    def stop(self) -> None:
-        for move in self._moves.values():
-            move.cancelled.set()
 
     def __len__(self) -> int:
         """The number of moves under way."""
@@ -107,17 +94,19 @@ class Moves:
     def under_way(self) -> list[Move]:
         return list(self._moves.values())
 
-    async def do(self, what: HostCopy, direction: Direction, work: Work) -> None:
-        """Begin a move and wait for its end; it goes on where the caller is cancelled."""
-        await asyncio.shield(self._begin(Move(what, direction), work).done)
+    async def promote(self, what: HostCopy, work: Work) -> None:
+        """Promote a host copy and wait for the end; it goes on where the caller is cancelled."""
+        await asyncio.shield(self._begin(what, work, is_up=True).done)
+
+    async def demote(self, what: HostCopy, work: Work) -> None:
+        """Demote a host copy, likewise."""
+        await asyncio.shield(self._begin(what, work, is_up=False).done)
 
     async def settled(self, what: HostCopy) -> None:
-        """Wait until no move of the host copy is under way: a promotion is joined, a demotion or
-        write-back cancelled."""
+        """Wait until no move of the host copy is under way: a promotion is joined, a
+        demotion cancelled."""
         while (move := self._moves.get(what)) is not None:
-            if move.is_up:
-                move.is_hint = False
-            else:
+            if not move.is_up:
                 move.cancelled.set()
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(move.done)
@@ -125,13 +114,7 @@ class Moves:
     def hint(self, what: HostCopy, work: Work) -> None:
         """Begin to promote a host copy that will be needed, unless a move of it is under way."""
         if what not in self._moves:
-            self._begin(Move(what, Direction.PROMOTE, is_hint=True), work)
-
-    def withdraw(self, what: HostCopy) -> None:
-        """Cancel the promotion that a hint began, unless somebody waits for it by now."""
-        move = self._moves.get(what)
-        if move is not None and move.is_hint:
-            move.cancelled.set()
+            self._begin(what, work, is_up=True, is_hint=True)
 
     def give_up(self, what: HostCopy, file: Path) -> None:
         """Give up a host copy that nobody needs: cancel its move, or else remove its file.
@@ -149,10 +132,10 @@ class Moves:
         with contextlib.suppress(InternalError), error_boundary(metrics.UNFORESEEN, "move"):
             await asyncio.to_thread(self._directory.discard, file)
 
-    def _begin(self, move: Move, work: Work) -> Move:
-        assert move.what not in self._moves
-        self._moves[move.what] = move
-        self._tasks.create_task(self._run(move, work))
+    def _begin(self, what: HostCopy, work: Work, *, is_up: bool, is_hint: bool = False) -> Move:
+        assert what not in self._moves
+        move = self._moves[what] = Move(what, is_up, is_hint, self._background.event())
+        self._background.begin(self._run(move, work))
         return move
 
     async def _run(self, move: Move, work: Work) -> None:
@@ -161,7 +144,7 @@ class Moves:
         A step that the transition table does not have ends this process: nobody knows where the
         copy is, and the next daemon verifies both places.
         """
-        labels = {"node": self._name, "direction": move.direction}
+        labels = {"node": self._name, "direction": move.name}
         failure: PhaseloomError | None = None
         try:
             with metrics.timed(metrics.TRANSFER_DURATION, **labels):
@@ -170,7 +153,7 @@ class Moves:
         except InvalidTransition:
             raise
         except PhaseloomError as error:
-            log.info("the %s of %s ended: %s", move.direction, move.what, error)
+            log.info("the %s of %s ended: %s", move.name, move.what, error)
             failure = error
         file = self._stale_file(move.what)
         if file is not None:

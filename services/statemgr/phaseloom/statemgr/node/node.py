@@ -32,17 +32,17 @@ from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshots
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.disk.statefile import Place, parts_in
+from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals, Place, parts_in
 from phaseloom.statemgr.handover.manifest import manifest_of
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.memory.layouts import Layouts
+from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.node.handles import HandleRegistry
 from phaseloom.statemgr.node.moves import HostCopy, Moves
 from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step, Wpg
 from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.seals.hostseals import HostSeal, HostSeals
 from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
 
@@ -95,8 +95,9 @@ class Node:
                 self.endpoint,
             ),
         )
-        self.digests = Digests(self.residency, self.memory, self.change)
-        self.moves = Moves(name, directory, self._stale_file, self.announce)
+        self.background = Background()
+        self.digests = Digests(self.background, self.residency, self.memory, self.change)
+        self.moves = Moves(self.background, name, directory, self._stale_file, self.announce)
         self.ranks: dict[Rank, Peer[StateMessage]] = {}
         self.device_locks = [asyncio.Lock() for _ in device_budget_bytes]
         """One lock a device: only one switch at a time changes what is there."""
@@ -215,24 +216,17 @@ class Node:
                 await self.handles.record()
 
     @asynccontextmanager
-    async def holding(self, devices: Callable[[], set[int]]) -> AsyncIterator[None]:
-        """Keep other switches away from these devices within the block.
+    async def holding(self, wpg: Wpg) -> AsyncIterator[None]:
+        """Keep other switches away from an incarnation's devices within the block.
 
         The locks are taken in the order of the devices' numbers, so that no two switches wait for
         each other.
-
-        Args: devices: called again once the locks are held, because the answer may change while
-              waiting; where it has grown, all is tried again.
         """
         try:
-            while True:
-                wanted = devices()
-                async with AsyncExitStack() as stack:
-                    for device in sorted(wanted):
-                        await stack.enter_async_context(self.device_locks[device])
-                    if devices() <= wanted:
-                        yield
-                        return
+            async with AsyncExitStack() as stack:
+                for device in sorted(set(wpg.devices)):
+                    await stack.enter_async_context(self.device_locks[device])
+                yield
         finally:
             self.announce()
 
@@ -435,7 +429,7 @@ class Node:
             assert number == self.memory[extent].num_holders, "an owner that holds nothing"
 
     def nvme_used_bytes(self) -> int:
-        """Bytes of host copies on NVMe, with those being written there and those written back."""
+        """Bytes of host copies on NVMe, with those being written there."""
         return self.residency.nvme_used_bytes() + self.shared_copies.nvme_used_bytes()
 
     def owned_bytes(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ holds the incarnations of all deployments.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -57,8 +58,6 @@ class Step(StrEnum):
     DEMOTE_BEGUN = "demote begun"
     DEMOTE_VERIFIED = "demote verified"
     DEMOTE_FAILED = "demote failed"
-    WRITTEN_BACK = "written back"
-    """The host copy is on NVMe now, and in host memory too while nothing needs the room."""
     PROMOTE_BEGUN = "promote begun"
     PROMOTE_VERIFIED = "promote verified"
     PROMOTE_FAILED = "promote failed"
@@ -77,7 +76,6 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.HOST, Step.DEMOTE_BEGUN): State.DEMOTING,
     (State.DEMOTING, Step.DEMOTE_VERIFIED): State.DEMOTED,
     (State.DEMOTING, Step.DEMOTE_FAILED): State.HOST,
-    (State.DEMOTING, Step.WRITTEN_BACK): State.HOST,
     (State.DEMOTED, Step.PROMOTE_BEGUN): State.PROMOTING,
     (State.PROMOTING, Step.PROMOTE_VERIFIED): State.HOST,
     (State.PROMOTING, Step.PROMOTE_FAILED): State.DEMOTED,
@@ -140,8 +138,6 @@ class Rank:
     """The digest of the newest host copy; empty: the copy is dirty, or no copy is whole."""
     is_dirty: bool = False
     """Whether the newest host copy is whole, but its digest is not taken yet."""
-    is_written_back: bool = False
-    """Whether the newest host copy is on NVMe beside being in host memory."""
     num_copies: int = 0
     """Copies of the heap that were begun; tells the newest host copy from those before."""
     frozen: bool = False
@@ -217,7 +213,7 @@ class Rank:
 
     def overwritten(self) -> None:
         """Record that the host copy is being overwritten: no copy is whole until `copied`."""
-        self.digest, self.is_dirty, self.is_written_back = "", False, False
+        self.digest, self.is_dirty = "", False
         self.num_copies += 1
 
     @property
@@ -255,8 +251,9 @@ class Wpg:
     """Switches, seals and promotions that need the host copies to stay in host memory."""
     last_used: int = 0
     """When the incarnation was used last, as a count of the uses of this node's deployments."""
-    next_use_s: float | None = None
-    """The predicted time of the next use, on the shell's clock; None: there is no prediction."""
+    next_use_s: float = math.inf
+    """The predicted time of the next use, on the shell's clock; infinite: there is no
+    prediction."""
 
     @property
     def is_lost(self) -> bool:
@@ -337,10 +334,9 @@ class SharedCopy:
         return max(wpg.last_used for wpg in self.wpgs)
 
     @property
-    def next_use_s(self) -> float | None:
-        """The earliest predicted use of all users; None: there is no prediction."""
-        known = [wpg.next_use_s for wpg in self.wpgs if wpg.next_use_s is not None]
-        return min(known, default=None)
+    def next_use_s(self) -> float:
+        """The earliest predicted use of all users; infinite: there is no prediction."""
+        return min(wpg.next_use_s for wpg in self.wpgs)
 
     def __str__(self) -> str:
         return f"shared copy {self.number} of {self.owner} at {self.applied}"

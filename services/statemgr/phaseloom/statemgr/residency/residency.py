@@ -11,6 +11,8 @@ what a seal still needs; all ranks of an incarnation are lost together.
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
@@ -19,7 +21,7 @@ from phaseloom.common.contract.state_agent import DeploymentState, RegisterWpg
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
-from phaseloom.statemgr.memory.layouts import check_heap, check_layout, exhausted, rounded
+from phaseloom.statemgr.memory.layouts import check_layout, exhausted
 from phaseloom.statemgr.residency.incarnations import (
     OFFLOADED,
     ON_DEVICE,
@@ -32,6 +34,8 @@ from phaseloom.statemgr.residency.incarnations import (
     following,
     is_demotable,
 )
+
+_MODEL = re.compile(r"([0-9a-f]{64})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +267,25 @@ class Residency:
         """Check that a rank may register this heap, with scratch memory beside it.
 
         Args:   table: the heap's layout.
-        Raises: CallerError: the layout is bad, or the rank has registered already.
+        Raises: CallerError: the layout is bad, a size is negative, the model's hash is no BLAKE3 in
+                hex, a frozen heap has state in host memory alone, or the rank has registered
+                already.
                 ResourceError: RESOURCE_EXHAUSTED, with the numbers: the heap does not fit on its
                 device even alone.
         """
         if rank.state is not State.AWAITING:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-        check_heap(asked)
+        for field in ("host_bytes", "scratch_bytes"):
+            if (num_bytes := getattr(asked, field)) < 0:
+                raise CallerError(f"{num_bytes} bytes", field=field, remedy="use zero or more")
+        if not _MODEL.fullmatch(asked.model):
+            raise CallerError("no BLAKE3 in hex", field="model", remedy="give 64 digits, or none")
+        if asked.frozen and asked.host_bytes:
+            raise CallerError(
+                "a frozen heap has no state in host memory alone",
+                field="host_bytes",
+                remedy="use 0",
+            )
         check_layout(table, extent_bytes(asked.heap_bytes, asked.host_bytes))
         device_bytes = asked.heap_bytes + asked.scratch_bytes
         self._check_room(rank.wpg, rank.device, device_bytes, 0)
@@ -395,23 +411,16 @@ class Residency:
         self._num_uses += 1
         wpg.num_users += 1
         wpg.last_used = self._num_uses
-        wpg.next_use_s = None
+        wpg.next_use_s = math.inf
 
     def end_use(self, wpg: Wpg) -> None:
         wpg.num_users -= 1
 
-    def demotable(self, after_s: float | None = None) -> list[Rank]:
-        """The ranks whose own host copies may be demoted, in no order.
-
-        Args: after_s: only deployments that are predicted to be used after this time, or not at
-              all.
-        """
-        wpgs = [wpg for wpg in self.alive() if is_demotable(wpg)]
-        if after_s is not None:
-            wpgs = [w for w in wpgs if w.next_use_s is None or w.next_use_s > after_s]
+    def demotable(self) -> list[Rank]:
+        """The ranks whose own host copies may be demoted, in no order."""
         return [
             rank
-            for wpg in wpgs
+            for wpg in filter(is_demotable, self.alive())
             for rank in wpg.ranks
             if rank.state is State.HOST and not rank.frozen
         ]
@@ -483,12 +492,8 @@ class Residency:
             rank.extent_bytes
             for wpg in self.alive()
             for rank in wpg.ranks
-            if rank.state in ON_NVME or rank.state is State.DEMOTING or rank.is_written_back
+            if rank.state in ON_NVME or rank.state is State.DEMOTING
         )
-
-    def written_back_bytes(self) -> int:
-        """Bytes of host memory that can be had at once, because their content is on NVMe too."""
-        return sum(rounded(rank.extent_bytes) for rank in self.demotable() if rank.is_written_back)
 
     def device_used_bytes(self, device: int) -> int:
         """Bytes of the heaps on a device and of their scratch memory, those on their way in or out
@@ -551,7 +556,6 @@ class Residency:
         assert (rank.token in self._tokens) == (rank.state is not State.LOST)
         assert rank.state not in OFFLOADED or rank.is_whole, f"{rank}: no whole host copy"
         assert not (rank.is_dirty and rank.digest)
-        assert not rank.is_written_back or rank.digest
         assert not (rank.is_dirty and rank.state in ON_NVME)
         assert rank.wpg.prepared is None or rank.state not in {State.DEMOTING, *ON_NVME}
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None

@@ -24,8 +24,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
-from phaseloom.statemgr.disk.blockfile import PAGE_BYTES, MemoryFile
-from phaseloom.statemgr.disk.disk import read_block
+from phaseloom.statemgr.disk.disk import PAGE_BYTES, MemoryFile, read_block
 from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import Place, StateHeader, encode_header
 from phaseloom.statemgr.memory.layouts import rounded
@@ -198,39 +197,25 @@ def _given_up(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
 ReadBlock = Callable[[Place, int, memoryview], int]
 
 
-class StateFiles:
-    """This node's state files, as other nodes are served them once the node is settled."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._directory = node.directory
-
-    async def open_file(self, name: FileName) -> tuple[StateHeader, Served]:
-        """The header and the blocks of a file that is here."""
-        places, read = await self._find(name)
+async def open_file(node: Node, name: FileName) -> tuple[StateHeader, Served]:
+    """The header and the blocks of a file that is on this node's disk, or of a seal in memory."""
+    kept = node.seals.get((name.deployment, name.seq)) if name.kind == "seal" else None
+    if kept is not None:
+        image = MemoryFile(node.image_of(kept))
+        places, read = node.host_seal_parts(kept), partial(read_block, image)
         return places[0].header, _File(places, read)
+    path = path_of(node.directory, name)
+    if not path.exists():
+        raise CallerError(f"{name} is not here", code=Code.NOT_FOUND, field="name")
+    places = await asyncio.to_thread(find_parts, path)
+    return places[0].header, _File(places, node.directory.read_block)
 
-    async def parts_of(self, name: FileName) -> list[str]:
-        """The parts of a weights version that are on this node's disk; empty for other files."""
-        if name.kind != "version" or name.part:
-            return []
-        key = VersionKey(name.deployment, name.seq)
-        return await asyncio.to_thread(self._directory.parts, key)
 
-    async def _find(self, name: FileName) -> tuple[list[Place], ReadBlock]:
-        """The parts of a file, and the function that reads a block of a part."""
-        kept = self._node.seals.get((name.deployment, name.seq)) if name.kind == "seal" else None
-        if kept is not None:
-            image = MemoryFile(self._node.image_of(kept))
-            return self._node.host_seal_parts(kept), partial(read_block, image)
-        path = self._existing(name)
-        return await asyncio.to_thread(find_parts, path), self._directory.read_block
-
-    def _existing(self, name: FileName) -> Path:
-        path = path_of(self._directory, name)
-        if not path.exists():
-            raise CallerError(f"{name} is not here", code=Code.NOT_FOUND, field="name")
-        return path
+async def parts_of(directory: StateDirectory, name: FileName) -> list[str]:
+    """The parts of a weights version that are on this disk; empty for other files."""
+    if name.kind != "version" or name.part:
+        return []
+    return await asyncio.to_thread(directory.parts, VersionKey(name.deployment, name.seq))
 
 
 class _File:

@@ -14,10 +14,10 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
 from phaseloom.common.contract.state_rank import CopyOut
-from phaseloom.statemgr.disk.blockfile import MemoryFile
-from phaseloom.statemgr.disk.disk import read_part, write_state
+from phaseloom.statemgr.disk.disk import MemoryFile, read_part, write_state
 from phaseloom.statemgr.disk.files import NEVER, find_parts
 from phaseloom.statemgr.disk.statefile import (
+    HostSeal,
     Place,
     Section,
     StateHeader,
@@ -29,7 +29,6 @@ from phaseloom.statemgr.disk.statefile import (
 from phaseloom.statemgr.memory.extents import copy, joined
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
-from phaseloom.statemgr.seals.hostseals import HostSeal
 from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
@@ -65,7 +64,7 @@ class Sealer:
         """
         node = self._node
         wpg = node.residency.current(request.deployment, request.incarnation)
-        async with self._tiering.in_host(wpg), node.holding(lambda: set(wpg.devices)):
+        async with self._tiering.in_host(wpg), node.holding(wpg):
             if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:

@@ -13,7 +13,6 @@ them, for all users alike.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -149,17 +148,12 @@ class SharedCopies:
         """Take a step of the transition table. Raises: InvalidTransition: it does not have it."""
         copy.state = following(copy, step)
 
-    def demotable(self, after_s: float | None = None) -> list[SharedCopy]:
-        """The shared copies that may be demoted now, in no order.
-
-        Args: after_s: only copies that are predicted to be used after this time, or not at all.
-        """
+    def demotable(self) -> list[SharedCopy]:
+        """The shared copies that may be demoted now, in no order."""
         return [
             copy
             for copy in self.all()
-            if copy.state is State.HOST
-            and all(is_demotable(wpg) for wpg in copy.wpgs)
-            and (after_s is None or (copy.next_use_s or math.inf) > after_s)
+            if copy.state is State.HOST and all(map(is_demotable, copy.wpgs))
         ]
 
     def extents(self) -> list[int]:

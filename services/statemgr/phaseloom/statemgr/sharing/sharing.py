@@ -186,25 +186,12 @@ def _is_copy_of(version: Version, rank: Rank) -> bool:
 
 
 class Sharing:
-    """The background worker that finds equal shared copies and merges them.
-
-    Call `start` with a task group, and `stop` to end it.
-    """
+    """The background worker that finds equal shared copies and merges them."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._worker: asyncio.Task[None] | None = None
-        self._stopped = threading.Event()
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._worker = tasks.create_task(self._run())
-
-    def stop(self) -> None:
-        self._stopped.set()
-        if self._worker is not None:
-            self._worker.cancel()
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
         """Compare the queued copies one at a time: hashing is not urgent, so it takes one core at
         most."""
         while True:
@@ -241,7 +228,7 @@ class Sharing:
     async def _take_hash(self, copy: SharedCopy) -> None:
         if self._is_above(copy) and copy.is_immutable:
             memory = self._node.shared_memory(copy)
-            known = await asyncio.to_thread(_hash, memory, self._stopped)
+            known = await asyncio.to_thread(_hash, memory, self._node.background.stopped)
             # The digest is a rank's word: it is verified before other ranks depend on the copy.
             if known and not await has_digest(memory, copy.digest):
                 for wpg in copy.wpgs:

@@ -49,13 +49,9 @@ async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched
     """
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
-    own = set(wpg.devices)
     displaced = filter(None, map(node.residency.find, request.displaces))
     node.digests.begin(wpg.ranks)
-    async with (
-        tiering.in_host(wpg, *displaced),
-        node.holding(lambda: own),
-    ):
+    async with tiering.in_host(wpg, *displaced), node.holding(wpg):
         plan = node.residency.plan_switch_in(
             key, incarnation, request.epoch, request.displaces, request.ranks
         )
@@ -67,9 +63,8 @@ async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switch
     """Offload a deployment without loading another; a deployment on NVMe stays there."""
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
-    own = set(wpg.devices)
     with tiering.using(wpg):
-        async with node.holding(lambda: own):
+        async with node.holding(wpg):
             ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
             return await _switch(tiering, wpg, ranks, [], Context())
 

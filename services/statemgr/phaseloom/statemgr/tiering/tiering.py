@@ -7,10 +7,6 @@ loaded or sealed, or on a hint. At each moment the file or the memory is whole, 
 a kill finds one of them. A copy whose rank is on a device, being switched, sealed or moved stays
 where it is.
 
-*Write-back* saves others the wait for a disk. While less than the configured share of host memory
-is free or can be had at once, the copies that are needed last are written to NVMe in the
-background. Such a copy stays in host memory until something needs its room.
-
 `node.moves` says what happens where two moves of one copy meet.
 """
 
@@ -33,10 +29,9 @@ from phaseloom.statemgr.disk.files import find_parts, header_of
 from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.statemgr.memory.layouts import rounded
-from phaseloom.statemgr.node.moves import Direction, HostCopy, Move, Work
+from phaseloom.statemgr.node.moves import HostCopy, Move, Work
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import (
-    ON_DEVICE,
     ON_NVME,
     Rank,
     SharedCopy,
@@ -55,36 +50,14 @@ Victim = HostCopy | Version
 
 
 class Tiering:
-    """Promotion, demotion and write-back of host copies; memory for those who need some.
+    """Promotion and demotion of host copies; memory for those who need some."""
 
-    Call `start` with a task group. `stop` cancels the moves that are under way and returns at once.
-    """
-
-    def __init__(self, node: Node, nvme_budget_bytes: int, spare_bytes: int = 0) -> None:
-        """Args: spare_bytes: host memory that should be free, or be had without waiting for a disk;
-        0: nothing is written back.
-        """
+    def __init__(self, node: Node, nvme_budget_bytes: int) -> None:
         self.nvme_budget_bytes = nvme_budget_bytes
-        self._spare_bytes = spare_bytes
-        self._used = asyncio.Event()
-        """Set when host memory was taken, or when a copy no longer has to stay in it."""
-        self._write_back: asyncio.Task[None] | None = None
         self.node = node
         self._directory = node.directory
         self._moves = node.moves
-        self._tasks: asyncio.TaskGroup
         self.versions = VersionMoves(node)
-
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
-        self._moves.start(tasks)
-        if self._spare_bytes:
-            self._write_back = tasks.create_task(self._keep_writing_back())
-
-    def stop(self) -> None:
-        if self._write_back is not None:
-            self._write_back.cancel()
-        self._moves.stop()
 
     # --- what the other parts ask for ---
 
@@ -95,7 +68,7 @@ class Tiering:
         pool: str = "",
         *,
         may_freeze: bool = False,
-        after_s: float | None = None,
+        after_s: float = -math.inf,
     ) -> int:
         """Reserve an extent; copies and versions that nothing needs leave memory to make room.
 
@@ -145,10 +118,7 @@ class Tiering:
                 if rank.shared_copy is not None:
                     await self._promote(rank.shared_copy)
                 await self._promote(rank)
-            try:
-                yield
-            finally:
-                await self._forget_written_back(wpg)
+            yield
 
     @contextmanager
     def using(self, *wpgs: Wpg) -> Iterator[None]:
@@ -160,54 +130,24 @@ class Tiering:
         finally:
             for wpg in wpgs:
                 self.node.residency.end_use(wpg)
-            self._used.set()
-
-    async def _forget_written_back(self, wpg: Wpg) -> None:
-        """Remove the written-back files of ranks on a device: the state there is newer."""
-        for rank in wpg.ranks:
-            if rank.is_written_back and rank.state in ON_DEVICE:
-                rank.is_written_back = False
-                await self._moves.discard(self.node.file_of(rank))
-
-    # --- ahead of need ---
-
-    async def _keep_writing_back(self) -> None:
-        while True:
-            await self._used.wait()
-            self._used.clear()
-            try:
-                while (rank := self._to_write_back()) is not None:
-                    await self._down(rank, Direction.WRITE_BACK)
-            except PhaseloomError as error:
-                # Write-back tries again when somebody uses host memory next.
-                log.info("nothing more is written back: %s", error)
-
-    def _to_write_back(self) -> Rank | None:
-        """The rank to write back next, the one that is needed last; None: enough is free already,
-        or no rank is left."""
-        memory, residency = self.node.memory, self.node.residency
-        if memory.free_bytes + residency.written_back_bytes() >= self._spare_bytes:
-            return None
-        ranks = (copy for copy in self._demotable() if isinstance(copy, Rank))
-        return next((rank for rank in ranks if not rank.is_written_back), None)
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
         """Take a prediction of the deployment's next use; promotions begin in the background.
 
-        A hint without a time withdraws the prediction, and with it the promotions that nobody
-        waits for.
+        A hint without a time withdraws the prediction; promotions that have begun go on.
         """
-        wpg.next_use_s = None if hint.in_s is None else time.monotonic() + hint.in_s
+        if hint.in_s is None:
+            wpg.next_use_s = math.inf
+            return
+        wpg.next_use_s = time.monotonic() + hint.in_s
         shared = {rank.shared_copy for rank in wpg.ranks if rank.shared_copy is not None}
         copies: list[HostCopy] = [*shared, *wpg.ranks]
         for copy in copies:
-            if hint.in_s is None:
-                self._moves.withdraw(copy)
-            elif copy.state is State.DEMOTED:
+            if copy.state is State.DEMOTED:
                 self._moves.hint(copy, self._work_up(copy))
 
-    def sweep(self) -> asyncio.Task[None]:
-        """Begin to remove the files of host copies that nobody has any more; returns the task.
+    async def sweep(self) -> None:
+        """Remove the files of host copies that nobody has any more.
 
         Called once, when the handover is done.
         """
@@ -216,7 +156,7 @@ class Tiering:
         copies += [rank for wpg in node.residency.alive() for rank in wpg.ranks]
         kept = {node.file_of(c) for c in copies if c.state in ON_NVME}
         stale = (directory.all_demoted() | directory.shared_copies()) - kept
-        return self._tasks.create_task(asyncio.to_thread(directory.discard, *stale))
+        await asyncio.to_thread(directory.discard, *stale)
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
         """Whether a whole file of the host copy is on NVMe; reading it verifies its blocks.
@@ -233,13 +173,11 @@ class Tiering:
 
     # --- moves ---
 
-    async def _with_room(self, take: Callable[[], T], after_s: float | None = None) -> T:
+    async def _with_room(self, take: Callable[[], T], after_s: float = -math.inf) -> T:
         failed: set[Victim] = set()
         while True:
             try:
-                taken = take()
-                self._used.set()
-                return taken
+                return take()
             except ResourceError as error:
                 if error.info.code is not Code.RESOURCE_EXHAUSTED:
                     raise
@@ -258,20 +196,20 @@ class Tiering:
                 if isinstance(victim, Version):
                     await self.versions.leave(victim)
                 else:
-                    await self._down(victim, Direction.DEMOTE)
+                    await self._demote(victim)
             except PhaseloomError as error:
                 log.warning("%s stays in host memory: %s", victim, error)
                 failed.add(victim)
 
-    def _victims(self, after_s: float | None) -> list[Victim]:
+    def _victims(self, after_s: float) -> list[Victim]:
         """The copies and versions that may leave host memory, in this order.
 
         1. Versions that can leave at once.
         2. Host copies, the one that is needed last first.
         3. Versions for which ranks or a disk must be waited for; left out for a hint (`after_s`).
         """
-        copies = self._demotable(after_s)
-        last = self.versions.unread(at_once=False) if after_s is None else []
+        copies = [copy for copy in self._demotable() if _user_of(copy).next_use_s > after_s]
+        last = self.versions.unread(at_once=False) if after_s == -math.inf else []
         return [*self.versions.unread(at_once=True), *copies, *last]
 
     def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
@@ -289,15 +227,15 @@ class Tiering:
                 going[move.what] = move.done
         return going
 
-    def _demotable(self, after_s: float | None = None) -> list[HostCopy]:
+    def _demotable(self) -> list[HostCopy]:
         """The host copies that can be demoted now, the one that is needed last first.
 
         A copy that is being moved is left out. So is one whose memory has another holder: where a
         weights version shares the memory, it goes with the version.
         """
         node = self.node
-        shared = node.shared_copies.demotable(after_s)
-        copies: list[HostCopy] = [*node.residency.demotable(after_s)]
+        shared = node.shared_copies.demotable()
+        copies: list[HostCopy] = [*node.residency.demotable()]
         copies += [c for c in shared if c.extent and node.memory[c.extent].num_holders == 1]
         return sorted((copy for copy in copies if copy not in self._moves), key=_need)
 
@@ -313,8 +251,6 @@ class Tiering:
 
     def _check_nvme(self, copy: HostCopy) -> None:
         used = self.node.nvme_used_bytes()
-        if isinstance(copy, Rank) and copy.is_written_back:
-            return  # the file is on NVMe already, and counted
         if used + copy.extent_bytes > self.nvme_budget_bytes:
             raise ResourceError(
                 f"{copy} needs {copy.extent_bytes} bytes of NVMe: {used} of "
@@ -322,33 +258,26 @@ class Tiering:
                 code=Code.RESOURCE_EXHAUSTED,
             )
 
-    async def _down(self, copy: HostCopy, direction: Direction) -> None:
-        """Demote or write back a host copy."""
+    async def _demote(self, copy: HostCopy) -> None:
         self._check_nvme(copy)
         # Before the first await: no two callers that look for room choose the same copy.
         self.node.step(copy, Step.DEMOTE_BEGUN)
         work = self._demote_shared if isinstance(copy, SharedCopy) else self._demote_own
-        await self._moves.do(copy, direction, work)
+        await self._moves.demote(copy, work)
 
     async def _demote_own(self, move: Move) -> None:
         node, rank = self.node, move.what
         assert isinstance(rank, Rank)
-        is_write_back = move.direction is Direction.WRITE_BACK
         if rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
-        digest = rank.digest
         memory = node.memory[rank.extent].view(rank.extent_bytes)
         with self._failing(rank, Step.DEMOTE_FAILED, "its host copy is bad"):
-            if not rank.is_written_back:
-                digest = await self._write(move, memory)
-            if not is_write_back:
-                await node.unpin(rank)
+            digest = await self._write(move, memory)
+            await node.unpin(rank)
         async with node.change() as afterwards:
-            node.residency.step(rank, Step.WRITTEN_BACK if is_write_back else Step.DEMOTE_VERIFIED)
+            node.residency.step(rank, Step.DEMOTE_VERIFIED)
             rank.copied(rank.applied, digest)
-            rank.is_written_back = is_write_back
-            if not is_write_back:
-                afterwards.push_async_callback(self._vacate, rank)
+            afterwards.push_async_callback(self._vacate, rank)
 
     async def _vacate(self, rank: Rank) -> None:
         await self.node.digests.ended(rank)
@@ -388,7 +317,7 @@ class Tiering:
         """Wait until no move of the copy is under way; promote it where it is on NVMe."""
         await self._moves.settled(copy)
         if copy.state is State.DEMOTED and self.node.is_needed(copy):
-            await self._moves.do(copy, Direction.PROMOTE, self._work_up(copy))
+            await self._moves.promote(copy, self._work_up(copy))
 
     def _work_up(self, copy: HostCopy) -> Work:
         return self._promote_shared if isinstance(copy, SharedCopy) else self._promote_own
@@ -396,8 +325,8 @@ class Tiering:
     async def _promote_own(self, move: Move) -> None:
         node, rank = self.node, move.what
         assert isinstance(rank, Rank)
-        after_s = rank.wpg.next_use_s if move.is_hint else None
-        await self._with_room(lambda: self._occupy(move, rank), after_s)
+        after_s = rank.wpg.next_use_s if move.is_hint else -math.inf
+        await self._with_room(lambda: self._occupy(rank), after_s)
         node.residency.step(rank, Step.PROMOTE_BEGUN)
         assert rank.extent is not None
         memory = node.memory[rank.extent]
@@ -410,11 +339,9 @@ class Tiering:
             raise
         await self._arrived(rank)
 
-    def _occupy(self, move: Move, rank: Rank) -> None:
+    def _occupy(self, rank: Rank) -> None:
         if rank.state is not State.DEMOTED or rank.extent is None:
             raise ResourceError(f"{rank} was lost meanwhile")
-        if move.cancelled.is_set():
-            raise ResourceError("the hint was withdrawn", code=Code.ABORTED)
         self.node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
 
     async def _promote_shared(self, move: Move) -> None:
@@ -425,11 +352,11 @@ class Tiering:
         node, copy = self.node, move.what
         assert isinstance(copy, SharedCopy)
         what = f"the host copy of {copy.owner}"
-        after_s = copy.next_use_s if move.is_hint else None
+        after_s = copy.next_use_s if move.is_hint else -math.inf
         extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
-        if move.cancelled.is_set() or not node.is_needed(copy):
+        if not node.is_needed(copy):
             node.memory.free(extent)
-            raise ResourceError(f"{copy} is not wanted any more", code=Code.ABORTED)
+            raise ResourceError(f"{copy} is not needed any more")
         copy.extent = extent
         node.shared_copies.step(copy, Step.PROMOTE_BEGUN)
         memory = node.memory[extent]
@@ -499,9 +426,12 @@ def _need(copy: HostCopy) -> tuple[float, int]:
     Copies without a prediction come before all others, then the latest predicted use comes first;
     equals are ordered by least recent use.
     """
-    user = copy if isinstance(copy, SharedCopy) else copy.wpg
-    next_use_s = math.inf if user.next_use_s is None else user.next_use_s
-    return -next_use_s, user.last_used
+    user = _user_of(copy)
+    return -user.next_use_s, user.last_used
+
+
+def _user_of(copy: HostCopy) -> SharedCopy | Wpg:
+    return copy if isinstance(copy, SharedCopy) else copy.wpg
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:

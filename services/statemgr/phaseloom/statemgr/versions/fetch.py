@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.observability import metrics
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import find_parts
@@ -141,11 +140,12 @@ class VersionFetcher:
         """Fetch a version from other nodes, as the slices that cover all of it."""
         described = await self._described(key, sources, ticket, digest)
         size, digest = described.num_bytes, described.digest
-        check_layout(described.tensors, size)
+        table = TensorTable.of(described.tensors)
+        check_layout(table, size)
         slices = all_of(key.part, described.tensors, size)
         incoming = Incoming(slices, {key.part: digest})
         what = f"version {key}"
-        async with self.coming(key, described.tensors, size, incoming, what) as version:
+        async with self.coming(key, table, size, incoming, what) as version:
             everything = await asyncio.to_thread(batches, slices)
             with self.fetch(version, incoming, ticket, what, digest) as first:
                 fetch = await first.fetch_sound(everything, {key.part: sources})
@@ -206,7 +206,7 @@ class VersionFetcher:
     async def coming(
         self,
         key: VersionKey,
-        tensors: TensorTable | list[TensorSlot],
+        table: TensorTable,
         num_bytes: int,
         incoming: Incoming,
         what: str,
@@ -215,7 +215,7 @@ class VersionFetcher:
         committed in the end, they are dropped."""
         node = self.node
         async with self.tiering.reserved(num_bytes, what, str(key.policy)) as extent:
-            version = node.versions.begin(key, num_bytes, tensors, extent)
+            version = node.versions.begin(key, num_bytes, table, extent)
         self._incoming[version] = incoming
         with node.using(version):
             try:

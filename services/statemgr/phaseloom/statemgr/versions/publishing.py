@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.state_layout import TensorSlot, VersionParts
+from phaseloom.common.contract.state_layout import VersionParts
 from phaseloom.common.contract.state_rank import (
     CommitParts,
     CommitVersion,
@@ -71,14 +71,14 @@ class Publishing:
         wpg: Wpg,
         key: VersionKey,
         num_bytes: int,
-        tensors: TensorTable | list[TensorSlot],
+        table: TensorTable,
         pool: str = "",
     ) -> Version:
         """Begin a version that is to be written."""
         async with self._tiering.reserved(num_bytes, f"version {key}", pool) as extent:
             wpg.check_alive()
             versions = self._node.versions
-            return versions.begin(key, num_bytes, tensors, extent, wpg.incarnation)
+            return versions.begin(key, num_bytes, table, extent, wpg.incarnation)
 
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
         """Drop parts of earlier versions that were never committed as a whole, and this part where
@@ -125,8 +125,8 @@ class Publishing:
             if version is None or version.digest != digest_of(memoryview(content)):
                 self._check_manifest(wpg, key, request.manifest)
                 await self._discard_earlier(wpg, key, request.manifest)
-                slots = manifest_slots(len(content))
-                version = await self._begin(wpg, key, len(content), slots)
+                table = TensorTable.of(manifest_slots(len(content)))
+                version = await self._begin(wpg, key, len(content), table)
                 self._node.memory_of(version)[:] = content
                 self._node.versions.commit(version, digest_of(memoryview(content)))
             return description_of(version, tensors=b"")

@@ -16,7 +16,6 @@ from phaseloom.common.contract.state_agent import VersionState
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import is_manifest
-from phaseloom.statemgr.memory.layouts import as_table, check_layout
 from phaseloom.statemgr.residency.incarnations import Wpg
 
 
@@ -85,16 +84,14 @@ class Versions:
         self,
         key: VersionKey,
         num_bytes: int,
-        tensors: TensorTable | list[TensorSlot],
+        table: TensorTable,
         extent: int,
         incarnation: int | None = None,
     ) -> Version:
         """Add a version that is to be filled.
 
-        Raises: CallerError: a bad layout; ALREADY_EXISTS: the version is here already.
+        Raises: CallerError: ALREADY_EXISTS: the version is here already.
         """
-        table = as_table(tensors)
-        check_layout(table, num_bytes)
         if key in self._versions:
             raise CallerError(f"version {key} is here already", code=Code.ALREADY_EXISTS)
         version = Version(key, num_bytes, table, extent=extent, incarnation=incarnation)
@@ -105,7 +102,9 @@ class Versions:
         self, key: VersionKey, num_bytes: int, tensors: list[TensorSlot], digest: str
     ) -> None:
         """Add a committed version that was found on disk at start."""
-        self._versions[key] = Version(key, num_bytes, as_table(tensors), digest, is_on_disk=True)
+        self._versions[key] = Version(
+            key, num_bytes, TensorTable.of(tensors), digest, is_on_disk=True
+        )
 
     def take_over(self, version: Version) -> bool:
         """Add a verified version in memory that the previous daemon had; it may be on disk too.

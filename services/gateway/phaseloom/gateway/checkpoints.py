@@ -1,0 +1,188 @@
+"""The Tinker API's calls about checkpoints that were saved: listed, kept for a while, deleted, and
+downloaded as tar files.
+
+A checkpoint of the SDK is one of the mesh under a path. The files are the mesh's: it removes those
+whose time to live is over, and the path is over at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import nats.errors
+from aiohttp import web
+from msgspec.structs import replace
+from yarl import URL
+
+from phaseloom.client import CallerError, Code, PhaseloomError
+from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.records import CheckpointRecord, ModelRecord
+from phaseloom.gateway.replicas import ARCHIVE_TYPE, REPLICA
+from phaseloom.gateway.tenants import Tenant
+
+log = logging.getLogger(__name__)
+
+routes = web.RouteTableDef()
+
+_OF_RUN = PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}"
+_SIGNED_S = 15 * 60.0
+"""How long the address of an archive can be used to begin a download."""
+_PAGE = 100
+
+
+class SetTtl(msgspec.Struct, frozen=True):
+    ttl_seconds: float | None = None
+
+
+@routes.get(PREFIX + "/training_runs/{run}/checkpoints")
+async def list_of_run(request: web.Request) -> web.Response:
+    tenant, run = tenant_of(request), request.match_info["run"]
+    model = tenant.book.get(ModelRecord, tenant.name, run)
+    sizes = await tenant.models.sizes(model.job)
+    saved = tenant.book.all(CheckpointRecord, tenant.name)
+    told = [_told(each, sizes) for each in saved if each.model == run]
+    return web.json_response({"checkpoints": told})
+
+
+@routes.get(PREFIX + "/checkpoints")
+async def list_of_user(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    limit, offset = _number(request, "limit", _PAGE), _number(request, "offset", 0)
+    sizes = await tenant.models.sizes()
+    saved = tenant.book.all(CheckpointRecord, tenant.name)
+    newest = sorted(saved, key=lambda each: each.saved_s, reverse=True)
+    told = [_told(each, sizes) for each in newest[offset : offset + limit]]
+    cursor = {"offset": offset, "limit": limit, "total_count": len(saved)}
+    return web.json_response({"checkpoints": told, "cursor": cursor})
+
+
+@routes.delete(_OF_RUN)
+async def delete(request: web.Request) -> web.Response:
+    """Let a checkpoint be over from now on, as if it had expired, and remove its files."""
+    tenant, record = _asked(request)
+    expired = replace(record, expires_s=0.0)
+    await tenant.book.put(expired)
+    await clean_up(tenant, expired)
+    return web.json_response({})
+
+
+@routes.put(_OF_RUN + "/ttl")
+async def set_ttl(request: web.Request) -> web.Response:
+    tenant, record = _asked(request)
+    ttl_s = ttl_of((await body_of(request, SetTtl)).ttl_seconds)
+    await tenant.models.expire(record.source, record.name, ttl_s)
+    await tenant.book.put(replace(record, expires_s=time.time() + ttl_s if ttl_s else None))
+    return web.json_response({})
+
+
+@routes.get(_OF_RUN + "/archive")
+async def archive(request: web.Request) -> web.Response:
+    """Tell an address from which anybody can download a checkpoint, for a while."""
+    tenant, record = _asked(request)
+    expires_s = int(time.time() + _SIGNED_S)
+    path = f"{PREFIX}/archives/{tenant.name}/{record.id.removeprefix('tinker://')}"
+    signature = request.app[REPLICA].signature(tenant.name, path, expires_s)
+    scheme = request.headers.get("X-Forwarded-Proto", request.scheme)
+    url = URL.build(
+        scheme=scheme,
+        authority=request.host,
+        path=path,
+        query={"expires": str(expires_s), "signature": signature},
+    )
+    return web.json_response({"url": str(url), "expires": told_time(expires_s)})
+
+
+@routes.get(PREFIX + "/archives/{tenant}/{run}/{checkpoint:.+}")
+async def download(request: web.Request) -> web.StreamResponse:
+    """A checkpoint as a tar file with one directory."""
+    tenant, record = _asked(request)
+    if request.match_info["tenant"] != tenant.name:
+        raise CallerError(
+            "there is no such archive",
+            code=Code.NOT_FOUND,
+            field="tenant",
+            remedy="ask for the checkpoint's `archive`, and use the address as it is",
+        )
+    content = await tenant.models.archive(record.source, record.name)
+    headers = {"Content-Type": ARCHIVE_TYPE, "Content-Length": str(content.num_bytes)}
+    answer = web.StreamResponse(headers=headers)
+    await answer.prepare(request)
+    try:
+        async for part in content:
+            await answer.write(part)
+    except PhaseloomError as error:
+        log.warning("an archive of %s ends early: %s", record.id, error)
+        answer.force_close()  # what was sent cannot be taken back: the caller sees no proper end
+        if request.transport is not None:
+            request.transport.abort()
+    return answer
+
+
+async def clean_up(tenant: Tenant, record: CheckpointRecord) -> None:
+    """Remove the files of what a path stood for before, and, where it is over, its own and the
+    path. What cannot be done now is done later: the record says what is left.
+
+    Raises: PhaseloomError: files stay.
+    """
+    if record.replaces is not None:
+        if not await tenant.remove_files(*record.replaces):
+            return
+        record = replace(record, replaces=None)
+        await tenant.book.put(record)
+    if record.has_expired and await tenant.remove_files(record.source, record.name):
+        await tenant.book.drop(record)
+
+
+async def clean_up_all(tenant: Tenant) -> None:
+    for record in tenant.book.left_over(tenant.name):
+        try:
+            await clean_up(tenant, record)
+        except (PhaseloomError, nats.errors.Error) as error:
+            log.warning("the files of %s stay for now: %s", record.id, error)
+
+
+def ttl_of(seconds: float | None) -> float:
+    """The mesh's time to live of what the SDK asks for. Raises: CallerError: it is none."""
+    if seconds is not None and not seconds > 0:
+        raise CallerError(
+            f"{seconds} is no time to live",
+            field="ttl_seconds",
+            remedy="use seconds, or leave it out to keep the checkpoint",
+        )
+    return seconds or 0.0
+
+
+def told_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _asked(request: web.Request) -> tuple[Tenant, CheckpointRecord]:
+    """The checkpoint that the path names. Raises: CallerError: NOT_FOUND."""
+    tenant, what = tenant_of(request), request.match_info
+    path = f"tinker://{what['run']}/{what['checkpoint']}"
+    return tenant, tenant.book.get(CheckpointRecord, tenant.name, path)
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, str(default))
+    if not (text.isdecimal() and text.isascii() and len(text) < 10):
+        raise CallerError(f"{text!r} is no number", field=name, remedy="use 0 or more")
+    return int(text)
+
+
+def _told(saved: CheckpointRecord, sizes: dict[tuple[str, str], int]) -> dict[str, Any]:
+    kind = "sampler" if "/sampler_weights/" in saved.id else "training"
+    return {
+        "checkpoint_id": "/".join(saved.id.split("/")[3:]),
+        "checkpoint_type": kind,
+        "time": told_time(saved.saved_s),
+        "tinker_path": saved.id,
+        "size_bytes": sizes.get((saved.source, saved.name)),
+        "public": False,
+        "user_metadata": saved.metadata or None,
+        "expires_at": None if saved.expires_s is None else told_time(saved.expires_s),
+    }
