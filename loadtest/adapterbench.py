@@ -3,13 +3,14 @@
 The base has 112 MiB of float32 weights. Switches go through a real state manager, with states as
 large as a policy's with an adapter of rank 8, and as one that trains all weights. The backend
 `sampler` decodes rows of eight adapters of mixed rank, in this process, in one call and one adapter
-after another.
+after another; and so does a sampler on a mesh, which reads eight versions of two policies by their
+names, submitted at once and each after the one before.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,11 +20,15 @@ from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from loadtest import manyadapters
+from loadtest.rawchain import TENANT
 from loadtest.records import Record
 from loadtest.runtimes.models import Nobody
 from loadtest.state_bench import measure_switches
+from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.client import connect
 from phaseloom.common.contract.operations import Generate, Prompt, SamplingParams
-from phaseloom.common.contract.specs import Adapter, DeploymentSpec, ModelSpec
+from phaseloom.common.contract.specs import Adapter, Batching, DeploymentSpec, ModelSpec
+from phaseloom.common.process import config
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import AdapterVersion, RankGroup
@@ -45,6 +50,9 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 _MIB = 2**20
+_POLICY_RANKS = (8, 32)
+"""Of the policies on the mesh."""
+_DEVICE_BYTES = 512 * _MIB
 
 
 async def measure(directory: Path, num_rounds: int, num_jobs: int, num_steps: int) -> list[Record]:
@@ -71,6 +79,7 @@ async def measure(directory: Path, num_rounds: int, num_jobs: int, num_steps: in
         _record("adapter_switch_bytes", "MiB", "all weights", (own / _MIB, full / _MIB), "≤ 0.025"),
         _record("adapter_switch", "ms", "all weights", (own_ms, full_ms), "≤ 0.1"),
         _decoding(base, node, num_rounds),
+        await _on_a_mesh(directory, num_rounds),
     ]
     if num_jobs:
         mesh = directory / "mesh"
@@ -133,6 +142,69 @@ def _decoding(base: ModelSpec, node: RankGroup, num_rounds: int) -> Record:
     many_s, turns_s = (median(side) for side in zip(*pairs, strict=True))
     name, limit = f"{len(RANKS)}_adapters_in_one_batch", "one after another"
     return _record(name, "ms", limit, (1e3 * many_s, 1e3 * turns_s), "≤ 0.4")
+
+
+async def _on_a_mesh(directory: Path, num_rounds: int) -> Record:
+    """Args: directory: the base's files are in `base` there."""
+    config.hand_down("PHASELOOM_TELEMETRY_SAMPLE_RATIO", "0")
+    nodes = [
+        NodeConfig("rollout-0", "rollout", [_DEVICE_BYTES]),
+        NodeConfig("train-0", "train", [_DEVICE_BYTES] * len(_POLICY_RANKS)),
+    ]
+    mesh_config = MeshConfig(
+        nodes=nodes, tenants=[TENANT], routers=1, models={"base": str(directory / "base")}
+    )
+    async with Mesh(mesh_config, directory / "mesh") as mesh:
+        await mesh.ready()
+        async with connect(mesh.url, TENANT, mesh.credentials.tenants[TENANT]) as controller:
+            job = await controller.submit_job("adapters", _deployments())
+            policies = [job.deployment(f"policy-{rank}") for rank in _POLICY_RANKS]
+            each = len(RANKS) // len(policies)
+            versions = [p.publish_weights(ttl_s=3600.0) for p in policies for _ in range(each)]
+            sampler = job.deployment("sampler")
+
+            def submit(number: int) -> Awaitable[object]:
+                prompt = Prompt([1 + number] * PROMPT_TOKENS, seed=number)
+                sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
+                return sampler.generate([prompt], sampling, ROWS, weights=versions[number])
+
+            async def together_s() -> float:
+                started_s = time.perf_counter()
+                for handle in [submit(number) for number in range(len(versions))]:
+                    await handle
+                return time.perf_counter() - started_s
+
+            async def in_turn_s() -> float:
+                started_s = time.perf_counter()
+                for number in range(len(versions)):
+                    await submit(number)
+                return time.perf_counter() - started_s
+
+            await together_s()
+            pairs = [(await together_s(), await in_turn_s()) for _ in range(num_rounds)]
+            await job.finish()
+    many_s, turns_s = (median(side) for side in zip(*pairs, strict=True))
+    name, limit = f"{len(RANKS)}_adapters_through_the_mesh", "one after another"
+    return _record(name, "ms", limit, (1e3 * many_s, 1e3 * turns_s), "≤ 0.4")
+
+
+def _deployments() -> list[DeploymentSpec]:
+    def model(rank: int) -> ModelSpec:
+        return ModelSpec(registered="base", adapter=Adapter(rank))
+
+    policies = [
+        DeploymentSpec(f"policy-{rank}", "train", "fsdp", model(rank), trainable=True)
+        for rank in _POLICY_RANKS
+    ]
+    sampler = DeploymentSpec(
+        "sampler",
+        "rollout",
+        "sampler",
+        model(max(_POLICY_RANKS)),
+        batching=Batching.SHARED,
+        max_adapters=len(RANKS),
+    )
+    return [*policies, sampler]
 
 
 def _seconds(work: Any) -> float:

@@ -19,6 +19,8 @@ from tests.support.partranks import VERSION, arrays, publish, start_part_ranks
 from tests.support.readversions import open_version
 from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, Rank, daemon, start
 
+ONE_COPY = 1.06
+"""Less than so many copies are one: headers and what two hosts say to one another come with it."""
 NUM_FAR = 3
 REFERENCE = DeploymentKey("acme", "sums", "reference")
 
@@ -107,7 +109,7 @@ async def _copies(mesh: Mesh, key: VersionKey) -> float:
 async def test_one_copy_crosses_the_slow_link(short_dir: Path) -> None:
     async with _mesh(short_dir, 8 * MiB, far_site="west") as mesh:
         await mesh.slow.limit(20 * MiB)
-        assert 1.0 <= await _copies(mesh, await mesh.publish(2)) < 1.03
+        assert 1.0 <= await _copies(mesh, await mesh.publish(2)) < ONE_COPY
 
 
 async def test_one_copy_of_parts_crosses_the_slow_link(short_dir: Path) -> None:
@@ -125,7 +127,7 @@ async def test_one_copy_of_parts_crosses_the_slow_link(short_dir: Path) -> None:
         await slow.limit(20 * MiB)
         source, before = await train.endpoint(), await slow.sent_bytes()
         await asyncio.gather(*(reader.sync(VERSION, source) for reader in readers))
-        assert 1.0 <= (await slow.sent_bytes() - before) / size < 1.03
+        assert 1.0 <= (await slow.sent_bytes() - before) / size < ONE_COPY
         assert all(reader.backend.holds(content) for reader in readers)
 
 
@@ -163,7 +165,7 @@ async def test_one_copy_of_what_several_samplers_need_crosses_the_slow_link(
     short_dir: Path,
 ) -> None:
     copies, _ = await _sync_several(short_dir, "west", 2059, 20 * MiB)
-    assert 1.0 <= copies < 1.03
+    assert 1.0 <= copies < ONE_COPY
 
 
 async def test_every_node_s_own_copy_crosses_without_sites(short_dir: Path) -> None:

@@ -1,5 +1,5 @@
 """What a user of the Tinker SDK does, in an interpreter that has the SDK: python sdk_child.py PART
-[COUNT].
+[NUMBER].
 
 What comes out is told as one JSON object on stdout. It imports nothing of ours.
 """
@@ -216,15 +216,18 @@ def saved() -> dict[str, Any]:
     return said
 
 
-def reward() -> dict[str, Any]:
-    """Policy gradients on a reward: how often a sample has the token 3."""
+def reward(rank: int) -> dict[str, Any]:
+    """Policy gradients on a reward: how often a sample has the token 3.
+
+    Args: rank: 0: all weights are trained.
+    """
     service = tinker.ServiceClient()
-    client = service.create_lora_training_client(base_model="tiny", rank=8)
+    client = service.create_lora_training_client(base_model="tiny", rank=rank)
     prompt = types.ModelInput.from_ints(TOKENS[:2])
-    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=1)
     rewards = []
-    for _ in range(12):
+    for number in range(12):
         sampler = client.save_weights_and_get_sampling_client()
+        params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=number)
         drawn = sampler.sample(prompt=prompt, num_samples=32, sampling_params=params).result()
         scores = [sum(token == 3 for token in each.tokens) / 6 for each in drawn.sequences]
         mean = sum(scores) / len(scores)
@@ -248,7 +251,7 @@ PARTS = {
     "whole": whole,
     "full": lambda: whole(0),
     "steps": lambda: steps(int(sys.argv[2])),
-    "reward": reward,
+    "reward": lambda: reward(int(sys.argv[2])),
     "saved": saved,
 }
 

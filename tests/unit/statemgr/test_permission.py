@@ -48,7 +48,7 @@ def test_signature_covers_everything_and_needs_the_secret() -> None:
             signed(Ticket(VERSION, DeploymentKey("globex", "sums", "s"), 1, ["a"]), "secret"),
             VERSION,
             "a",
-            "is of another job",
+            "is of another tenant",
         ),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_reader_shows_its_own_ticket_or_none() -> None:
     for reader, incarnation in ((SAMPLER, 2), (SAMPLER, 4), (POLICY, 3)):
         with pytest.raises(CallerError, match="shown by"):
             check_reader(_wpg(reader, incarnation), VERSION, GOOD)
-    with pytest.raises(CallerError, match="of another job"):
+    with pytest.raises(CallerError, match="of another tenant"):
         check_reader(_wpg(DeploymentKey("globex", "sums", "s"), 1), VERSION, None)
 
 

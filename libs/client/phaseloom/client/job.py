@@ -18,6 +18,7 @@ from phaseloom.common.contract.kinds import KINDS
 
 R = TypeVar("R", bound=ops.Result)
 Awaited = Iterable["OperationHandle[object] | ops.After"]
+Weights = OperationHandle[ops.PublishWeightsResult] | ops.NamedWeights
 
 
 class Deployment:
@@ -51,6 +52,7 @@ class Deployment:
         prompt_logprobs: bool = False,
         prompt_top_logprobs: int = 0,
         stream: bool = False,
+        weights: Weights | None = None,
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> GenerateHandle:
@@ -62,7 +64,11 @@ class Deployment:
               prompt_top_logprobs: of how many likeliest tokens at each position of the prompts,
                   beside their own.
               stream: whether the handle's `stream()` shall give tokens while they are drawn.
+              weights: a version of an adapter to draw with, in place of the deployment's own: a
+                  `publish_weights` of this tenant, awaited where it is another job's, or its name.
+                  Needs a deployment with `max_adapters`.
         """
+        named, after = self._named(weights, after)
         parts = split_prompts(
             prompts,
             sampling,
@@ -73,7 +79,7 @@ class Deployment:
         submitted = self._submit_parts(
             [
                 ops.Generate(
-                    part, sampling, num_samples, prompt_logprobs, prompt_top_logprobs, stream
+                    part, sampling, num_samples, prompt_logprobs, prompt_top_logprobs, stream, named
                 )
                 for part in parts
             ],
@@ -117,13 +123,31 @@ class Deployment:
         return await synced
 
     def forward(
-        self, batch: Iterable[ops.Datum], *, after: Awaited = (), timeout_s: float = 0.0
+        self,
+        batch: Iterable[ops.Datum],
+        *,
+        weights: Weights | None = None,
+        after: Awaited = (),
+        timeout_s: float = 0.0,
     ) -> OperationHandle[ops.ForwardResult]:
-        """Compute the log-probabilities of each sample's targets."""
+        """Compute the log-probabilities of each sample's targets. Args: weights: as of
+        `generate`."""
+        named, after = self._named(weights, after)
         parts = split_batch(batch)
         return self._submit(
-            [ops.Forward(part) for part in parts], after, ops.ForwardResult, timeout_s
+            [ops.Forward(part, named) for part in parts], after, ops.ForwardResult, timeout_s
         )
+
+    def _named(
+        self, weights: Weights | None, after: Awaited
+    ) -> tuple[ops.NamedWeights | None, Awaited]:
+        """The name of weights, and what an operation that reads them comes after."""
+        if weights is None or isinstance(weights, ops.NamedWeights):
+            return weights, after
+        named, job = weights.ref, weights.job
+        if job == self._job.job:
+            return ops.NamedWeights(named.deployment, named.seq), [named, *after]
+        return ops.NamedWeights(named.deployment, named.seq, job), after
 
     def forward_backward(
         self,
@@ -170,10 +194,15 @@ class Deployment:
         return self._submit([args], after, ops.OptimStepResult, timeout_s)
 
     def publish_weights(
-        self, *, after: Awaited = (), timeout_s: float = 0.0
+        self, *, ttl_s: float = 0.0, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[ops.PublishWeightsResult]:
-        """Cut an immutable version of the weights, which other deployments can sync."""
-        return self._submit([ops.PublishWeights()], after, ops.PublishWeightsResult, timeout_s)
+        """Cut an immutable version of the weights, which other deployments can sync.
+
+        Args: ttl_s: how long it can be named as the `weights` of an operation once newer ones are
+                  published, from now and from the end of each operation that has named it.
+        """
+        args = ops.PublishWeights(ttl_s)
+        return self._submit([args], after, ops.PublishWeightsResult, timeout_s)
 
     def sync_weights(
         self,

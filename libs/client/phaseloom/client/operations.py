@@ -106,6 +106,10 @@ class OperationHandle(Generic[R_co]):
         return str(self._parts[-1].key)
 
     @property
+    def job(self) -> str:
+        return self._parts[-1].key.job
+
+    @property
     def seq(self) -> int:
         return self.ref.seq
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Any
 
 import msgspec
 from nats.js.errors import NotFoundError
@@ -64,14 +65,8 @@ class BusSink:
 
     async def _perform(self, output: outputs.Output, context: Context | None) -> None:
         match output:
-            case outputs.SendCommand(commands.Permit(kind=kind) as command) if (
-                kind in READING_KINDS
-            ):
-                await self._permits.add((command, context))
-            case outputs.SendCommand(commands.Permits() as command):
-                await self._permits.add((command, context))
             case outputs.SendCommand(command):
-                await self._send(self._signed(command), context)
+                await self._command(self._signed(command), context)
             case outputs.WriteCompletion(key, completion, content_type):
                 await self._write(key, completion, content_type)
             case outputs.SettleCompletion(key, kind, completion, content_type):
@@ -91,6 +86,15 @@ class BusSink:
             case outputs.Tell(what, reason, subject):
                 await self._bus.notice("scheduler", what, reason, subject)
 
+    async def _command(self, command: commands.Command, context: Context | None) -> None:
+        match command:
+            case commands.Permit(kind=kind) if kind in READING_KINDS:
+                await self._permits.add((command, context))
+            case commands.Permits():
+                await self._permits.add((command, context))
+            case _:
+                await self._send(command, context)
+
     def _signed(self, command: commands.Command) -> commands.Command:
         """The command with its tickets signed, so that state managers believe them."""
         if isinstance(command, commands.MirrorState):
@@ -101,8 +105,10 @@ class BusSink:
             command = msgspec.structs.replace(command, holds=holds, keeps=keeps)
         match command:
             case commands.Permit(ticket=commands.Ticket() as ticket):
-                ours = tickets.signed(ticket, self._secret)
-                return msgspec.structs.replace(command, ticket=ours)
+                return msgspec.structs.replace(command, ticket=tickets.signed(ticket, self._secret))
+            case commands.Permits(permits=permits):
+                ours: list[Any] = [self._signed(permit) for permit in permits]
+                return msgspec.structs.replace(command, permits=ours)
             case commands.StartWpg() | commands.SealState() | commands.MirrorState() if (
                 command.ticket is not None
             ):

@@ -29,6 +29,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
 MAX_TOP_LOGPROBS = 20
 MAX_REPETITION_PENALTY = 100.0
+MAX_TTL_S = 30 * 86400.0
 
 _INT32_END = 1 << 31
 _SEED_END = 1 << 63
@@ -61,12 +62,14 @@ def check_generate(key: OperationKey, args: ops.Generate) -> None:
             field="args.prompt_top_logprobs",
             remedy="set prompt_logprobs, too, or leave it out",
         )
+    _check_weights(args.weights)
     for i, prompt in enumerate(args.prompts):
         _check_generated(prompt, args.sampling.max_tokens, f"args.prompts[{i}].num_generated")
 
 
 def check_forward(key: OperationKey, args: ops.Forward) -> None:
     check_batch(args.batch)
+    _check_weights(args.weights)
 
 
 def check_forward_backward(key: OperationKey, args: ops.ForwardBackward) -> None:
@@ -95,6 +98,10 @@ def check_load_state(key: OperationKey, args: ops.LoadState) -> None:
     saved_by(key.deployment_key, args.source)
 
 
+def check_publish_weights(key: OperationKey, args: ops.PublishWeights) -> None:
+    check_between(args.ttl_s, 0.0, MAX_TTL_S, "args.ttl_s")
+
+
 def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
     check_name(args.policy, "args.policy")
     check_range(args.version, 1, SEQ_END - 1, "args.version", "a publish's seq")
@@ -118,6 +125,24 @@ def _check_generated(prompt: ops.Prompt, max_tokens: int, field: str) -> None:
             f"{prompt.num_generated} tokens were generated, and max_tokens is {max_tokens}",
             field=field,
             remedy="raise max_tokens, which counts them, or leave the prompt out",
+        )
+
+
+def _check_weights(weights: ops.NamedWeights | None) -> None:
+    if weights is None:
+        return
+    check_name(weights.policy, "args.weights.policy")
+    if weights.job:
+        check_name(weights.job, "args.weights.job")
+    if not weights.checkpoint:
+        check_range(weights.version, 1, SEQ_END - 1, "args.weights.version", "a publish's seq")
+        return
+    check_name(weights.checkpoint, "args.weights.checkpoint")
+    if weights.version:
+        raise CallerError(
+            "a version and a checkpoint are named",
+            field="args.weights.checkpoint",
+            remedy="name one of them",
         )
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
-from phaseloom.common.contract.specs import CommandId, DeploymentSpec, Durability
+from phaseloom.common.contract.specs import Adapter, CommandId, DeploymentSpec, Durability
 
 
 class NodeCommand(Message, frozen=True):
@@ -111,11 +111,11 @@ class Permit(NodeCommand, frozen=True):
     replay: bool = False
     """Whether it rebuilds the state: it runs even if its outcome is stored, and that one stands."""
     sources: list[str] = []
-    """For `sync_weights`: endpoints of the state managers that have the version."""
+    """Where a weights version is read: endpoints of the state managers that have it."""
     partial: bool = False
     """For `optim_step`: whether a `forward_backward` since the last step was not completed."""
     ticket: Ticket | None = None
-    """For `sync_weights`: leave to fetch from the sources."""
+    """Where a weights version is read: leave to fetch it from the sources."""
     sealing: int = 0
     """For a WPG over several nodes: the seal that is being made of it. Each node copies its part of
     that seal before its ranks run this operation. 0: none is being made."""
@@ -124,6 +124,8 @@ class Permit(NodeCommand, frozen=True):
     tail_on: list[int] = []
     """For `generate`: the ranks on which its long tail is gathered, because others have use for the
     devices of the rest. Empty: it is not gathered."""
+    adapter: Adapter | None = None
+    """For an operation that names a weights version: what the version is."""
 
 
 class Permits(NodeCommand, frozen=True):

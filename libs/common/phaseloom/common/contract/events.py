@@ -186,7 +186,10 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     kind: str
     after: list[After] = []
     version: VersionKey | None = None
-    """For `sync_weights`: the version that it will bring."""
+    """For `sync_weights`: the version that it will bring. For an operation that only reads: the one
+    that it names."""
+    ttl_s: float = 0.0
+    """For `publish_weights`: how long its version can be named."""
     size: int = 0
     """Tokens at most (prompt and new tokens, over all samples), for whoever reads the log: the
     scheduler's estimates go by kind."""

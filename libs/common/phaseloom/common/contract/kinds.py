@@ -326,6 +326,7 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
         result=ops.PublishWeightsResult,
         is_mutating=True,
         moves_state=True,
+        check=checks.check_publish_weights,
     ),
     Kind(
         args=ops.SyncWeights,

@@ -94,6 +94,20 @@ class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """0: gradients are not clipped."""
 
 
+class NamedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Weights of the tenant that are an adapter on the base of the deployment that reads them: a
+    version, or a checkpoint."""
+
+    policy: str
+    """The deployment that published the version, or saved the checkpoint."""
+    version: int = 0
+    """The `seq` of the `publish_weights`; 0: a checkpoint is named."""
+    job: str = ""
+    """The policy's job; empty: that of the operation."""
+    checkpoint: str = ""
+    """The name of a checkpoint. It must stay until the operation has ended."""
+
+
 class Generate(Message, frozen=True):
     """Reading. Samples `num_samples` continuations of each prompt."""
 
@@ -108,12 +122,17 @@ class Generate(Message, frozen=True):
     stream: bool = False
     """Whether new tokens are told in `Progress` while they are drawn. It costs messages, and
     changes no token."""
+    weights: NamedWeights | None = None
+    """The weights to draw with, in place of the deployment's own, which stay as they are. Needs a
+    deployment with `max_adapters`."""
 
 
 class Forward(Message, frozen=True):
     """Reading. Log-probabilities of each datum's targets."""
 
     batch: list[Datum]
+    weights: NamedWeights | None = None
+    """As of `generate`."""
 
 
 class Loss(StrEnum):
@@ -195,6 +214,11 @@ class LoadState(Message, frozen=True):
 
 class PublishWeights(Message, frozen=True):
     """Mutating. Cuts an immutable weights version, named by this deployment and this `seq`."""
+
+    ttl_s: float = 0.0
+    """How long the version can be named in the `weights` of an operation once newer ones are
+    published: so many seconds from its publish, and again from the end of each operation that has
+    named it. 0: not beyond that. While such an operation is open the version stays in any case."""
 
 
 class SyncWeights(Message, frozen=True):

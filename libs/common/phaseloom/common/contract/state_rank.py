@@ -249,6 +249,47 @@ class CheckpointRead(Message, frozen=True):
     """The digest of the extent, where one was filled."""
 
 
+class OpenAdapter(Message, frozen=True):
+    """Describe a checkpoint of an adapter. Answer: AdapterOpened.
+
+    Raises: NOT_FOUND. FAILED_PRECONDITION: the checkpoint is of whole weights. DATA_LOSS.
+    """
+
+    name: str
+    source: str
+    """As of `LoadState`."""
+
+
+class AdapterOpened(Message, frozen=True):
+    operation: str
+    """The operation that saved the checkpoint; empty: another program wrote the files."""
+    config: str
+    """The content of `adapter_config.json`."""
+    tensors: bytes
+    """The packed `TensorTable` of the adapter's whole tensors, one behind the other."""
+
+
+class ReadAdapter(Message, frozen=True):
+    """Read some of the tensors that an `AdapterOpened` has described. Answer: AdapterRead.
+
+    Raises: as `OpenAdapter`.
+    """
+
+    name: str
+    source: str
+    start: int
+    """Where they begin in the layout of the table."""
+    num_bytes: int
+    """At most MAX_READ_BYTES."""
+
+
+MAX_READ_BYTES = 8 * 1024 * 1024
+
+
+class AdapterRead(Message, frozen=True):
+    content: bytes
+
+
 class PruneCheckpoints(Message, frozen=True):
     """Remove old checkpoints of the deployment that were saved with a `keep`. Answer: Done.
 
@@ -436,6 +477,10 @@ StateMessage = (
     | CheckpointWritten
     | ReadCheckpoint
     | CheckpointRead
+    | OpenAdapter
+    | AdapterOpened
+    | ReadAdapter
+    | AdapterRead
     | PruneCheckpoints
     | RemoveCheckpoint
     | CheckpointRemoved

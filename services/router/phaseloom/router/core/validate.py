@@ -29,7 +29,16 @@ from phaseloom.common.contract.ids import (
     check_name,
 )
 from phaseloom.common.contract.kinds import KINDS, READING_KINDS
-from phaseloom.common.contract.operations import Args, Operation, SyncWeights, kind_of
+from phaseloom.common.contract.operations import (
+    Args,
+    Forward,
+    Generate,
+    NamedWeights,
+    Operation,
+    PublishWeights,
+    SyncWeights,
+    kind_of,
+)
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 
 MAX_ID_LENGTH = 128
@@ -157,20 +166,31 @@ def check_session(session: int, newest: int) -> None:
 def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
     """The header of a sound operation."""
     args = operation.args
-    version = None
-    if isinstance(args, SyncWeights):
-        policy = DeploymentKey(key.tenant, key.job, args.policy)
-        version = VersionKey(policy, args.version)
     return QueuedOperation(
         key=key,
         id=operation.id,
         kind=kind_of(args),
         after=operation.after,
-        version=version,
+        version=_version(key, args),
+        ttl_s=args.ttl_s if isinstance(args, PublishWeights) else 0.0,
         size=KINDS[kind_of(args)].num_tokens_at_most(args),
         session=operation.session,
         timeout_s=operation.timeout_s,
     )
+
+
+def _version(key: OperationKey, args: Args) -> VersionKey | None:
+    """The weights version that an operation brings, or reads."""
+    match args:
+        case SyncWeights(policy=name, version=seq):
+            return VersionKey(DeploymentKey(key.tenant, key.job, name), seq)
+        case (
+            Generate(weights=NamedWeights(checkpoint="") as named)
+            | Forward(weights=NamedWeights(checkpoint="") as named)
+        ):
+            policy = DeploymentKey(key.tenant, named.job or key.job, named.policy)
+            return VersionKey(policy, named.version)
+    return None
 
 
 def refused(

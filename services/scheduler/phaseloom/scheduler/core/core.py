@@ -70,6 +70,7 @@ AFTER_EACH_EVENT: tuple[tuple[FollowUp, Do], ...] = (
     (FollowUp.FALL_BACK, _each_failed(jobs.fall_back)),
     (FollowUp.FAIL_JOB, _each_failed(jobs.fail)),
     (FollowUp.END_DEPLOYMENT, _each_failed(deployments.end_alone)),
+    (FollowUp.RELEASE, _each(seals.release_unnamed)),
     (FollowUp.REVIEW_JOB, _each(jobs.review)),
     (FollowUp.PLACE, _once(jobs.place_waiting)),
     (FollowUp.REPLAN, _once(repack.ask)),
@@ -169,6 +170,8 @@ def _timer(step: Step, event: events.TimerFired) -> None:
             jobs.forget(step, job_name, int(sequence))
         case ["away" | "gone" as what, node, revision]:
             evacuation.missed(step, what, node, int(revision))
+        case ["version", job_name, _]:
+            step.follow(FollowUp.RELEASE, job_name)
         case ["copies", _]:
             step.follow(FollowUp.PLACE)
         case ["retry", name, _]:

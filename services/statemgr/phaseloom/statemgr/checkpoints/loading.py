@@ -22,7 +22,16 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import saved_by
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.contract.state_rank import CheckpointRead, LoadStaged, ReadCheckpoint
+from phaseloom.common.contract.state_rank import (
+    MAX_READ_BYTES,
+    AdapterOpened,
+    AdapterRead,
+    CheckpointRead,
+    LoadStaged,
+    OpenAdapter,
+    ReadAdapter,
+    ReadCheckpoint,
+)
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.safetensors import (
     LENGTH_BYTES,
@@ -32,12 +41,14 @@ from phaseloom.common.tensors.safetensors import (
     header_bytes,
     index_name,
 )
+from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
 from phaseloom.statemgr.checkpoints import pins
 from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
 from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
 from phaseloom.statemgr.checkpoints.shards import (
     ADAPTER,
+    ADAPTER_CONFIG_FILE,
     CHUNK_BYTES,
     DEPTH,
     MODEL,
@@ -105,6 +116,36 @@ class Loader:
             await self._load(wpg, extents, digests)
         log.info("checkpoint %r of %s is loaded", request.name, wpg.key)
         return CheckpointRead(sha256)
+
+    async def open_adapter(self, rank: Rank, request: OpenAdapter) -> AdapterOpened:
+        """Describe a checkpoint of an adapter. Raises: as `OpenAdapter` says."""
+        saved = await self._adapter(rank, request.source, request.name)
+        config = await asyncio.to_thread(saved.adapter_config)
+        operation = saved.marker.operation_id if saved.marker is not None else ""
+        return AdapterOpened(operation, config, TensorTable.of(saved.weights).packed)
+
+    async def read_adapter(self, rank: Rank, request: ReadAdapter) -> AdapterRead:
+        """Read a part of an adapter's tensors. Raises: as `OpenAdapter` says."""
+        if not 0 < request.num_bytes <= MAX_READ_BYTES or request.start < 0:
+            what = f"{request.num_bytes} bytes from {request.start}"
+            raise CallerError(what, field="num_bytes", remedy=f"read at most {MAX_READ_BYTES}")
+        saved = await self._adapter(rank, request.source, request.name)
+        memory = memoryview(bytearray(request.num_bytes))
+        await asyncio.to_thread(saved.read, request.start, memory)
+        return AdapterRead(bytes(memory))
+
+    async def _adapter(self, rank: Rank, source: str, name: str) -> SavedState:
+        key = saved_by(rank.wpg.key, source)
+        directory = await self._checkpoints.existing(key, name)
+        saved = await SavedState.open(self._disk, directory, has_training=False)
+        if not saved.is_adapter:
+            raise CallerError(
+                f"checkpoint {name!r} has all weights of its model",
+                code=Code.FAILED_PRECONDITION,
+                field="args.name",
+                remedy="load it into a deployment of the model",
+            )
+        return saved
 
     async def _fill(self, rank: Rank, saved: SavedState) -> str:
         """Fill the extent of a rank that has no state yet. Returns: the digest of its memory."""
@@ -193,7 +234,9 @@ class SavedState:
         self._directory = directory
         self.marker = marker
         self._files: dict[str, _File] = {}
-        self._weights = self._tensors(MODEL) or self._tensors(ADAPTER)
+        self._weights = self._tensors(MODEL)
+        self.is_adapter = not self._weights
+        self._weights = self._weights or self._tensors(ADAPTER)
         self._training = self._tensors(TRAINING) if has_training else {}
         if not self._weights:
             raise CallerError(
@@ -202,6 +245,40 @@ class SavedState:
                 field="args.name",
                 remedy="name one that save_state has written",
             )
+
+    @property
+    def weights(self) -> list[TensorSlot]:
+        """The whole tensors of its weights, one behind the other in the order of their names."""
+        slots, end = [], 0
+        for name, (_, entry) in sorted(self._weights.items()):
+            slots.append(
+                TensorSlot(name, Role.WEIGHT, entry.dtype, [*entry.shape], end, entry.num_bytes)
+            )
+            end += -(-entry.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return slots
+
+    def adapter_config(self) -> str:
+        """What an adapter's tensors do not say of it. Raises: ResourceError: DATA_LOSS."""
+        return self._small(self._directory / ADAPTER_CONFIG_FILE).decode(errors="replace")
+
+    def read(self, start: int, memory: memoryview) -> None:
+        """Put a part of the layout of `weights` into memory, verified.
+
+        Args:   start: where the part begins in that layout.
+        Raises: ResourceError: DATA_LOSS.
+        """
+        wanted: dict[str, list[Piece]] = {}
+        for slot in self.weights:
+            low = max(slot.offset, start)
+            high = min(slot.offset + slot.num_bytes, start + len(memory))
+            if low < high:
+                file, entry = self._weights[slot.name]
+                place = memory[low - start : high - start]
+                piece = Piece(entry.offset + low - slot.offset, place)
+                wanted.setdefault(file, []).append(piece)
+        buffers = buffers_for_chunks()
+        for name, pieces in wanted.items():
+            self._fill_from(self._files[name], pieces, buffers)
 
     def check_fits(self, slots: Iterable[TensorSlot]) -> None:
         """Check that the checkpoint is of the model whose tensors these are.

@@ -37,8 +37,8 @@ class Gate:
         why = ""
         if ticket.version != version:
             why = f"a ticket for version {ticket.version}, not {version}"
-        elif ticket.reader.job_key != version.policy.job_key:
-            why = f"{ticket.reader} is of another job than version {version}"
+        elif ticket.reader.tenant != version.policy.tenant:
+            why = f"{ticket.reader} is of another tenant than version {version}"
         self._check(ticket, ticket.reader, node, why, _REMEDY)
 
     def check_files(self, ticket: FilesTicket, deployment: DeploymentKey, node: str) -> None:
@@ -73,15 +73,16 @@ class Gate:
 def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
     """Check that a deployment on this node may read a version, and shows its own ticket or none.
 
-    Raises: CallerError: PERMISSION_DENIED: the version is of another job, or the ticket of another
-            deployment or incarnation; INVALID_ARGUMENT: a bad name.
+    Raises: CallerError: PERMISSION_DENIED: the version is of another tenant, or the ticket of
+            another deployment or incarnation; INVALID_ARGUMENT: a bad name.
     """
-    if version.policy.job_key != wpg.key.job_key:
+    if version.policy.tenant != wpg.key.tenant:
         raise CallerError(
-            f"{wpg} cannot read version {version} of another job",
+            f"{wpg} cannot read version {version} of another tenant",
             code=Code.PERMISSION_DENIED,
             field="version",
         )
+    check_name(version.policy.job, "version.policy")
     check_name(version.policy.deployment, "version.policy")
     mine = (wpg.key, wpg.incarnation)
     if ticket is not None and (ticket.reader, ticket.incarnation) != mine:

@@ -1,4 +1,4 @@
-"""Weights versions as they are read, kept and dropped: by ranks of their job, and for other nodes.
+"""Weights versions as they are read, kept and dropped: by their tenant's ranks and other nodes.
 
 `publishing` makes versions, `fetch` fetches them. A part is a version of its own under a key of its
 own, and is treated as any other; the version itself is then the manifest.
@@ -58,7 +58,7 @@ class Weights:
         """A version to read, from here or from the first source that has it. For a version in parts
         it is the manifest, and the sources of the parts that are not here.
 
-        Raises: CallerError: PERMISSION_DENIED: the version is of another job, or the ticket of
+        Raises: CallerError: PERMISSION_DENIED: the version is of another tenant, or the ticket of
                 another incarnation; NOT_FOUND: no source has the version, or some part of it.
                 ResourceError: no source could deliver it, or no host memory.
         """

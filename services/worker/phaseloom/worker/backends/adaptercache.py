@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import Adapter
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.worker.backends.adapters import Layers, Matrices, layer_and_part, rows_of
 from phaseloom.worker.backends.base import AdapterVersion
@@ -49,9 +50,22 @@ class AdapterCache:
     def num_places(self) -> int:
         return len(self._places)
 
+    @property
+    def _own_rank(self) -> int:
+        return max(slot.shape[0] for slot in self._own.values() if ".lora_A." in slot.name)
+
+    def shapes_of(self, adapter: Adapter) -> dict[str, list[int]]:
+        """The shapes of an adapter's tensors on this base, by the names of files."""
+        own_rank = self._own_rank
+        return {
+            name: _of_rank(slot, adapter.rank, own_rank)
+            for name, slot in self._own.items()
+            if layer_and_part(name)[0].rpartition(".")[2] in adapter.targets
+        }
+
     def check(self, version: AdapterVersion) -> None:
         """Check that a version can be generated with here. Raises: CallerError: why not."""
-        own_rank = max(slot.shape[0] for slot in self._own.values() if ".lora_A." in slot.name)
+        own_rank = self._own_rank
         if not self._places:
             raise _refused(
                 "this deployment keeps no adapters beside its own",

@@ -227,6 +227,24 @@ class KeepsKv(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """A backend that reads with versions of other adapters, in place of its own."""
+
+    def adapter_slots(self, adapter: Adapter) -> list[TensorSlot]:
+        """The tensors of a version of an adapter on this deployment's base, which has no rank and
+        no targets that the deployment's own has not."""
+        ...
+
+    def check_adapter(self, version: AdapterVersion) -> None:
+        """Check that requests may be run with a version. Raises: CallerError: why not."""
+        ...
+
+    def forward_with(self, args: Forward, version: AdapterVersion) -> ForwardResult:
+        """Like `forward`, with a version."""
+        ...
+
+
 @dataclass(frozen=True)
 class Memory:
     """Device memory of one rank."""

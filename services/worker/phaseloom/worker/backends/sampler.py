@@ -30,7 +30,8 @@ from phaseloom.common.contract.operations import (
     GenerateResult,
     Sequence,
 )
-from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.specs import Adapter, DeploymentSpec
+from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.adaptercache import AdapterCache, place_bytes
@@ -128,6 +129,11 @@ class SamplerBackend(InferenceBackend):
             )
         self._adapters.check(version)
 
+    def adapter_slots(self, adapter: Adapter) -> list[TensorSlot]:
+        assert self._adapters is not None
+        shapes = self._adapters.shapes_of(adapter)
+        return plan(shapes, trainable=False, dtype=self._dtype).slots
+
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
         call = _Call(watch)
         batch = _Batch()
@@ -154,6 +160,11 @@ class SamplerBackend(InferenceBackend):
         with torch.inference_mode():
             batch = forward_batch(args, self.vocab_size)
             return ForwardResult([*scoring.logprobs(self._scorer, batch)])
+
+    def forward_with(self, args: Forward, version: AdapterVersion) -> ForwardResult:
+        assert self._adapters is not None
+        with self._adapters.alone(version):
+            return self.forward(args)
 
     def weights_sha256(self) -> str:
         views = ((slot.name, self._tensors.view(slot)) for slot in self.slots)

@@ -35,6 +35,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
+from phaseloom.worker.backends.base import AdapterVersion
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Ranks
@@ -65,6 +66,8 @@ class Call:
     operation: Operation
     payload: Payload
     traceparent: str
+    version: AdapterVersion | None = None
+    """The weights that it names; None: the deployment's own."""
     ended: asyncio.Future[Result | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -212,7 +215,7 @@ class DeviceQueue:
                 call.begin()
                 outcome: Result | Exception
                 try:
-                    outcome = self._executor.run(call.operation.args)
+                    outcome = self._executor.run(call.operation.args, call.version)
                 except Exception as error:
                     outcome = error
                 call.stop_clock()
@@ -245,10 +248,10 @@ class DeviceQueue:
     async def _compute(self, call: Call) -> Result:
         args = call.operation.args
         if self._ranks.is_alone:
-            return await self._ranks.here(lambda: self._executor.run(args))
+            return await self._ranks.here(lambda: self._executor.run(args, call.version))
         await self._ranks.here(lambda: self._executor.check(args))
         own, others = await self._ranks.everywhere(
-            lambda: self._executor.compute(args), _share([call])
+            lambda: self._executor.compute(args, call.version), _share([call])
         )
         known = (result for (result,) in others)
         shares = [own, *(r for r in known if not isinstance(r, PartWritten | Failed | None))]
@@ -422,6 +425,7 @@ class DeviceQueue:
         self.gathered.put_nowait(TailGathered(running, permit.epoch, permit.incarnation, freed))
         requests = [rest.args for rest in rests]
         watch = ShareWatch(self._cancelled, [call.key for call in calls], self.tell_drawn)
+        watch.versions = [call.version for call in calls]
         self._rests = {call.key: rest for call, rest in zip(calls, rests, strict=True)}
         try:
             shares = await self._shares(requests, _share_of_rest(calls, requests, replicas), watch)
@@ -481,7 +485,14 @@ def _share(
         first.traceparent,
         replicas=replicas,
         tail_share=tail_share,
+        naming=_naming(calls),
     )
+
+
+def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
+    """The permits of those operations that name versions, in their places; empty: none does."""
+    permits = tuple(None if call.permit.adapter is None else call.permit for call in calls)
+    return permits if any(permits) else ()
 
 
 def _share_of_rest(
@@ -492,7 +503,10 @@ def _share_of_rest(
         Payload(call.key, encode(replace(call.operation, args=rest)), MSGPACK)
         for call, rest in zip(calls, requests, strict=True)
     ]
-    return RunShare(payloads, calls[0].permit, calls[0].traceparent, replicas=replicas)
+    first = calls[0]
+    return RunShare(
+        payloads, first.permit, first.traceparent, replicas=replicas, naming=_naming(calls)
+    )
 
 
 def _requests(calls: Sequence[Call]) -> list[Generate]:
@@ -509,6 +523,8 @@ class ShareWatch:
         self.results: list[GenerateResult | None] = [None] * len(operations)
         self.first_prompts: list[int] = []
         """The place in its operation of the first prompt of each request; empty: 0."""
+        self.versions: list[AdapterVersion | None] = []
+        """The weights that each request names; empty: none names any."""
         self.tail: Tail | None = None
         """Where it is to be told that only the tail of this share is left."""
         self._cancelled = cancelled
@@ -529,8 +545,8 @@ class ShareWatch:
     def joined(self) -> Sequence[Generate]:
         return ()
 
-    def adapter(self, i: int) -> None:
-        """None: all are generated with the deployment's own weights."""
+    def adapter(self, i: int) -> AdapterVersion | None:
+        return self.versions[i] if self.versions else None
 
     def is_cancelled(self, i: int) -> bool:
         key = self._operations[i]
@@ -567,6 +583,9 @@ class _LeaderWatch(ShareWatch):
     def __init__(self, cancelled: Cancelled, calls: list[Call], tell_drawn: TellDrawn) -> None:
         super().__init__(cancelled, [call.key for call in calls], tell_drawn)
         self.calls = calls
+
+    def adapter(self, i: int) -> AdapterVersion | None:
+        return self.calls[i].version
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         self.calls[i].num_done, self.calls[i].num_total = num_done, num_total

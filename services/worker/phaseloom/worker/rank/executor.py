@@ -16,6 +16,7 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.kinds import kind_for
 from phaseloom.common.contract.operations import (
     Args,
+    Forward,
     Generate,
     LoadState,
     LoadStateResult,
@@ -26,7 +27,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.layouts import merge, runs_of, split, split_shared
-from phaseloom.worker.backends.base import Backend, KeepsKv
+from phaseloom.worker.backends.base import AdapterVersion, Backend, KeepsKv, TakesAdapters
 from phaseloom.worker.rank.wire import RankConfig
 
 
@@ -91,13 +92,14 @@ class Executor:
                 "prefix_cache = true",
             )
 
-    def run(self, args: Args) -> Result:
+    def run(self, args: Args, version: AdapterVersion | None = None) -> Result:
         """Run a whole operation, of any kind but `generate` and those that move state.
 
+        Args:   version: as of `compute`.
         Raises: Refused. Anything else: it failed half-way.
         """
         self.check(args)
-        return self.finish(args, [self.compute(args)])
+        return self.finish(args, [self.compute(args, version)])
 
     def finish(self, args: Args, shares: Sequence[Result]) -> Result:
         """The operation's result, merged from those of all ranks in their order."""
@@ -153,14 +155,23 @@ class Executor:
             runs = runs_of(requests, self.settings.spec.layout, self.settings.rank)
         return [run.start for run in runs]
 
-    def compute(self, args: Args) -> Result:
-        """Run this rank's part of an operation that was checked. Raises: it failed half-way."""
+    def compute(self, args: Args, version: AdapterVersion | None = None) -> Result:
+        """Run this rank's part of an operation that was checked.
+
+        Args:   version: the weights that the operation names; None: the deployment's own.
+        Raises: it failed half-way.
+        """
         if isinstance(args, LoadState):
             # The checkpoint is loaded by now: the digest shows what is in the heaps.
             return LoadStateResult(self.backend.weights_sha256())
         kind = kind_for(args)
         assert not kind.moves_state, f"ranks and state managers do {kind.name}"
         assert not kind.shares_calls, f"{kind.name} goes through `generate`"
+        if version is not None:
+            share = self._share(args)
+            assert isinstance(share, Forward), f"{kind.name} names no weights"
+            assert isinstance(self.backend, TakesAdapters), "refused when the version was read"
+            return self.backend.forward_with(share, version)
         result: Result = getattr(self.backend, kind.name)(self._share(args))
         return result
 

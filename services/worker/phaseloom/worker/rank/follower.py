@@ -23,10 +23,12 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.framing import Peer
+from phaseloom.worker.backends.base import AdapterVersion
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.devicequeue import ShareWatch
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.namedweights import WeightsReader
 from phaseloom.worker.rank.tails import Tail
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import (
@@ -84,6 +86,7 @@ class Follower:
     executor: Executor
     ranks: Ranks
     weights: RankWeights = field(init=False)
+    named: WeightsReader = field(init=False)
     _fetched: FetchedVersion | None = None
     """Prepared for a `sync_weights`, until all ranks have what they need."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
@@ -92,6 +95,7 @@ class Follower:
 
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
+        self.named = WeightsReader(self.state, self.executor)
 
     def cancel(self, cancel: CancelRun) -> None:
         self._cancelled.add(cancel.operation, keeps_partial=cancel.keeps_partial)
@@ -126,13 +130,17 @@ class Follower:
     async def _results(self, share: RunShare, operations: list[Operation]) -> list[ShareResult]:
         backend, args = self.executor.backend, [operation.args for operation in operations]
         first = args[0]
+        permits = share.naming or [None] * len(args)
+        versions = [
+            await self.named.read(each, permit) for each, permit in zip(args, permits, strict=True)
+        ]
         if share.zero_gradients:
             await self.ranks.here(backend.zero_gradients)
             return [None]
         match first:
             case Generate():
                 requests = [a for a in args if isinstance(a, Generate)]
-                return await self._generate(requests, share)
+                return await self._generate(requests, share, versions)
             case SaveState():
                 return [await or_failed(self._save(operations[0].id, first, share))]
             case PublishWeights() | SyncWeights():
@@ -140,15 +148,18 @@ class Follower:
             case LoadState() if share.prepares:
                 return [await or_failed(self._load(operations[0].id, first))]
             case _:
-                return [await self.ranks.here(lambda: self.executor.compute(first))]
+                return [await self.ranks.here(lambda: self.executor.compute(first, versions[0]))]
 
-    async def _generate(self, requests: list[Generate], share: RunShare) -> list[ShareResult]:
+    async def _generate(
+        self, requests: list[Generate], share: RunShare, versions: list[AdapterVersion | None]
+    ) -> list[ShareResult]:
         part = self.executor.part(requests, share.replicas)
         sending = Sending(self.ranks.agent, is_near_leader=self.settings.is_near_leader)
         watch = ShareWatch(
             self._cancelled, [o.operation for o in share.operations], sending.from_any_thread
         )
         watch.first_prompts = self.executor.first_prompts(requests, share.replicas)
+        watch.versions = versions
         if share.tail_share:
             loop = asyncio.get_running_loop()
             told = TailReached(watch.first, self.settings.rank)

@@ -57,9 +57,11 @@ from phaseloom.common.contract.streaming import as_lists, messages
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import Bus, Stored
 from phaseloom.common.transport.retry import until_done
+from phaseloom.worker.backends.base import AdapterVersion
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
 from phaseloom.worker.rank.executor import Executor, Refused
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
+from phaseloom.worker.rank.namedweights import WeightsReader
 from phaseloom.worker.rank.outcomes import (
     Outcomes,
     Ran,
@@ -68,7 +70,7 @@ from phaseloom.worker.rank.outcomes import (
     failed,
     get_all,
 )
-from phaseloom.worker.rank.stateops import NotNow, StateOperations, share_of
+from phaseloom.worker.rank.stateops import NotNow, StateOperations, not_had, share_of
 from phaseloom.worker.rank.wire import CancelRun, DevicesFreed, Payload, RankConfig, RunPermits
 from phaseloom.worker.state.client import RankStateClient
 
@@ -108,6 +110,7 @@ class Leader:
     """Reading operations that run on the devices."""
     _outcomes: Outcomes = field(init=False)
     _moving: StateOperations = field(init=False)
+    _weights: WeightsReader = field(init=False)
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One `save_state` runs at a time: each takes as much host memory as the state, and the last
     one must be what the job falls back to."""
@@ -117,6 +120,7 @@ class Leader:
         self._moving = StateOperations(
             self.settings, self.bus, self.state, self.executor, self.ranks, self._outcomes
         )
+        self._weights = WeightsReader(self.state, self.executor)
 
     async def run(self, given: RunPermits) -> None:
         """Return once every outcome, or its permit's return, is in the decision log.
@@ -326,9 +330,17 @@ class Leader:
     async def _run(self, call: Call, batch: _PermitBatch) -> Result | None:
         args = call.operation.args
         if not kind_for(args).moves_state:
+            call.version = await self._named(args, call.permit)
             return await self.queue.run(call)
         self.executor.check(args)
         return await self._move(call, args, batch)
+
+    async def _named(self, args: Args, permit: Permit) -> AdapterVersion | None:
+        """The weights that an operation names. Raises: NotNow, Refused."""
+        try:
+            return await self._weights.read(args, permit)
+        except PhaseloomError as error:
+            raise not_had(error) from error
 
     async def _move(self, call: Call, args: Args, batch: _PermitBatch) -> Result | None:
         match args:

@@ -67,6 +67,11 @@ class NotNow(Exception):
         self.error = error
 
 
+def not_had(error: PhaseloomError) -> NotNow | Refused:
+    """What becomes of an operation whose weights version cannot be had: nothing has changed."""
+    return NotNow(error.info) if error.info.code in _AWAY else Refused(error.info)
+
+
 @dataclass(slots=True)
 class StateOperations:
     settings: RankConfig
@@ -164,9 +169,7 @@ class StateOperations:
             with self.executor.syncing(args):
                 fetched = await self._read_version(call, version)
         except PhaseloomError as error:
-            if error.info.code in _AWAY:
-                raise NotNow(error.info) from error
-            raise Refused(error.info) from error
+            raise not_had(error) from error
         assert call.key.seq is not None
         # The weights are replaced now: where this fails, the incarnation is not what it was either.
         if fetched.is_whole:

@@ -104,4 +104,5 @@ def rest_of(args: Generate, had: GenerateResult) -> Rest | None:
         continued(args.prompts[prompt], had.sequences[prompt][sample], sample)
         for prompt, sample in places
     ]
-    return Rest(Generate(prompts, args.sampling, stream=args.stream), had, places)
+    rest = Generate(prompts, args.sampling, stream=args.stream, weights=args.weights)
+    return Rest(rest, had, places)

@@ -54,12 +54,73 @@ class FetchedVersion:
 
 
 @dataclass
+class PartsReader:
+    """Reads versions in parts, for a rank that needs the same of all of them."""
+
+    versions: RankVersions
+    model: str
+    """The digest of the layout that a version has if written whole."""
+    reader: Reader
+    _planned: dict[tuple[bytes, ...], Needs] = field(default_factory=dict)
+    """What is needed of the parts of the last version, by their tables."""
+
+    async def fetch(self, version: VersionKey, opened: Opened, permit: Permit) -> FetchedVersion:
+        """Fetch what the rank needs of a version. Args: opened: its manifest."""
+        opened = await self.versions.verified(opened)
+        manifest = decode_manifest(opened.memory, version)
+        if manifest.tensors != self.model:
+            raise of_another_model("its tensors are others")
+        needed = self._needs(manifest)
+        known = {part.part: part for part in manifest.parts}
+        sources = {each.part: each.endpoints for each in opened.described.sources}
+        # Who else has the parts that are here is not known: should one be bad, all are asked.
+        wanted = [
+            (known[part], fetches, sources.get(part, permit.sources))
+            for part, fetches in needed.whole_parts.items()
+        ]
+
+        async def fetch_part(number: int) -> tuple[memoryview, Runs]:
+            part, fetches, endpoints = wanted[number]
+            came = await self._part(version, part, endpoints, permit)
+            return came.memory, from_part(came.table.tensors, fetches, self.reader)
+
+        pieces = await _some_at_once([fetch_part(number) for number in range(len(wanted))])
+        if needed.slices:
+            held = [PartSources(part, sources.get(part, permit.sources)) for part in known]
+            pieces.append(await self._slices(version, needed, held, permit))
+        return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
+
+    def _needs(self, manifest: VersionParts) -> Needs:
+        """What this node fetches; the same for every version of one policy."""
+        key = tuple(part.table for part in manifest.parts)
+        if key not in self._planned:
+            self._planned = {key: needs(manifest, self.reader)}
+        return self._planned[key]
+
+    async def _part(
+        self, version: VersionKey, part: VersionPart, sources: list[str], permit: Permit
+    ) -> Opened:
+        """Open a part that is as the manifest says. Raises: PhaseloomError."""
+        key = part_of(version, part.part)
+        opened = await self.versions.open(key, sources, permit.ticket, part.digest)
+        described = opened.described
+        if (described.digest, bytes(described.tensors)) != (part.digest, part.table):
+            raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
+        return await self.versions.verified(opened)
+
+    async def _slices(
+        self, version: VersionKey, needed: Needs, sources: list[PartSources], permit: Permit
+    ) -> tuple[memoryview, Runs]:
+        slices = needed.slices
+        memory, _ = await self.versions.open_slices(version, slices, sources, permit.ticket)
+        return memory, from_slices(slices, needed.fetches, self.reader)
+
+
+@dataclass
 class RankWeights:
     settings: RankConfig
     versions: RankVersions
     executor: Executor
-    _planned: dict[tuple[bytes, ...], Needs] = field(default_factory=dict)
-    """What is needed of the parts of the last version, by their tables."""
 
     # --- publishing ------------------------------------------------------------------------------
 
@@ -117,7 +178,7 @@ class RankWeights:
         """
         opened = await self.versions.open(version, permit.sources, permit.ticket)
         if opened.is_manifest:
-            fetched = await self._fetch_parts(version, opened, permit)
+            fetched = await self._parts_reader.fetch(version, opened, permit)
             await self.take(fetched)
             return fetched
         await self.versions.load(opened, self.executor.weight_slots)
@@ -130,7 +191,7 @@ class RankWeights:
         """
         opened = await self.versions.open(version, permit.sources, permit.ticket)
         if opened.is_manifest:
-            return await self._fetch_parts(version, opened, permit)
+            return await self._parts_reader.fetch(version, opened, permit)
         backend = self.executor.backend
         tensors = opened.table.tensors
         paired(tensors, backend.version_slots)
@@ -153,57 +214,9 @@ class RankWeights:
     def _of_whole(self) -> list[Fetch]:
         return fetches_of_whole(self._reader)
 
-    async def _fetch_parts(
-        self, version: VersionKey, opened: Opened, permit: Permit
-    ) -> FetchedVersion:
-        opened = await self.versions.verified(opened)
-        manifest = decode_manifest(opened.memory, version)
-        if manifest.tensors != self._model:
-            raise of_another_model("its tensors are others")
-        needed = self._needs(manifest)
-        known = {part.part: part for part in manifest.parts}
-        sources = {each.part: each.endpoints for each in opened.described.sources}
-        # Who else has the parts that are here is not known: should one be bad, all are asked.
-        wanted = [
-            (known[part], fetches, sources.get(part, permit.sources))
-            for part, fetches in needed.whole_parts.items()
-        ]
-
-        async def fetch_part(number: int) -> tuple[memoryview, Runs]:
-            part, fetches, endpoints = wanted[number]
-            came = await self._part(version, part, endpoints, permit)
-            return came.memory, from_part(came.table.tensors, fetches, self._reader)
-
-        pieces = await _some_at_once([fetch_part(number) for number in range(len(wanted))])
-        if needed.slices:
-            held = [PartSources(part, sources.get(part, permit.sources)) for part in known]
-            pieces.append(await self._slices(version, needed, held, permit))
-        return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
-
-    def _needs(self, manifest: VersionParts) -> Needs:
-        """What this node fetches; the same for every version of one policy."""
-        key = tuple(part.table for part in manifest.parts)
-        if key not in self._planned:
-            self._planned = {key: needs(manifest, self._reader)}
-        return self._planned[key]
-
-    async def _part(
-        self, version: VersionKey, part: VersionPart, sources: list[str], permit: Permit
-    ) -> Opened:
-        """Open a part that is as the manifest says. Raises: PhaseloomError."""
-        key = part_of(version, part.part)
-        opened = await self.versions.open(key, sources, permit.ticket, part.digest)
-        described = opened.described
-        if (described.digest, bytes(described.tensors)) != (part.digest, part.table):
-            raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
-        return await self.versions.verified(opened)
-
-    async def _slices(
-        self, version: VersionKey, needed: Needs, sources: list[PartSources], permit: Permit
-    ) -> tuple[memoryview, Runs]:
-        slices = needed.slices
-        memory, _ = await self.versions.open_slices(version, slices, sources, permit.ticket)
-        return memory, from_slices(slices, needed.fetches, self._reader)
+    @cached_property
+    def _parts_reader(self) -> PartsReader:
+        return PartsReader(self.versions, self._model, self._reader)
 
 
 async def or_failed(work: Awaitable[T]) -> T | Failed:

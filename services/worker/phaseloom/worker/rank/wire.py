@@ -190,6 +190,9 @@ class RunShare(Message, frozen=True):
     """Ranks of this call, a replica each, over which its `generate` are cut; empty: all ranks."""
     tail_share: float = 0.0
     """The share of its samples at which each rank sends a `TailReached`; 0: it sends none."""
+    naming: tuple[Permit | None, ...] = ()
+    """The permits of those operations that name weights versions, in their places; empty: none
+    names any."""
 
 
 class TailReached(Message, frozen=True):

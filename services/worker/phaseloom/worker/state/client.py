@@ -20,6 +20,9 @@ from phaseloom.common.contract.errors import CallerError, InternalError, Resourc
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.contract.state_rank import (
+    MAX_READ_BYTES,
+    AdapterOpened,
+    AdapterRead,
     CheckpointRead,
     CheckpointRemoved,
     CheckpointWritten,
@@ -29,9 +32,11 @@ from phaseloom.common.contract.state_rank import (
     Done,
     HeapRegistered,
     LoadStaged,
+    OpenAdapter,
     PruneCheckpoints,
     RankHello,
     RankResume,
+    ReadAdapter,
     ReadCheckpoint,
     RegisterHeap,
     RemoveCheckpoint,
@@ -271,6 +276,27 @@ class RankStateClient:
         """
         message = ReadCheckpoint(name, source, optimizer, load)
         return (await self._link.ask(message, CheckpointRead)).weights_sha256
+
+    async def open_adapter(self, name: str, source: str) -> AdapterOpened:
+        """Describe a checkpoint of an adapter.
+
+        Args:   source: as of `LoadState`.
+        Raises: CallerError: NOT_FOUND; FAILED_PRECONDITION: it is of whole weights. ResourceError:
+                DATA_LOSS.
+        """
+        return await self._link.ask(OpenAdapter(name, source), AdapterOpened)
+
+    async def read_adapter(self, name: str, source: str, num_bytes: int) -> memoryview:
+        """The tensors of a checkpoint of an adapter, verified, in memory of this rank's own.
+
+        Args: num_bytes: of its layout.
+        """
+        memory = memoryview(bytearray(num_bytes))
+        for start in range(0, num_bytes, MAX_READ_BYTES):
+            part = memory[start : start + MAX_READ_BYTES]
+            asked = ReadAdapter(name, source, start, len(part))
+            part[:] = (await self._link.ask(asked, AdapterRead)).content
+        return memory
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:
         await self._link.ask(PruneCheckpoints(keep, needed), Done)

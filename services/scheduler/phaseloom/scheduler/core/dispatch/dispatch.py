@@ -28,7 +28,7 @@ from phaseloom.common.contract.events import ActivationOpened, ActivationRefused
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import choice, idle_hold, phases, ready, speculative, tails
 from phaseloom.scheduler.core.durability import seals
-from phaseloom.scheduler.core.operations import gradients, operations
+from phaseloom.scheduler.core.operations import gradients, operations, reads
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
@@ -226,6 +226,7 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
     op.permitted_s = step.now_s
     speculative.came(step, deployment, op)
     phases.began(step, deployment, op)
+    reads.permitted(step, deployment, op)
     deployment.activation.began(op.key)
     devices.use(step, deployment)
     step.send(
@@ -244,12 +245,13 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         sealing=deployment.durability.sealing if len(deployment.wpg.assignments) > 1 else 0,
         ranks=tails.ranks_of(deployment),
         tail_on=tails.gathers_on(step, deployment, op),
+        adapter=op.adapter,
     )
 
 
 def _sources(step: Step, op: Op) -> list[str]:
-    """Endpoints of the nodes that have the weights version of a `sync_weights`, nodes that are up
-    first."""
+    """Endpoints of the nodes that have the weights version that an operation reads, nodes that are
+    up first."""
     if op.version is None:
         return []
     nodes = [step.node(node) for node in seals.nodes_of(step, op.version)]

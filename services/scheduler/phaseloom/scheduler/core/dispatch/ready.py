@@ -133,7 +133,7 @@ def _may_begin(deployment: Deployment, op: Op) -> bool:
 
 
 def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
-    """Whether the weights version that it brings can be had, as far as is known.
+    """Whether the weights version that it reads can be had, as far as is known.
 
     A version lives in the memory of its policy's node and may be gone with it: it is then made
     again when the policy is rebuilt, unless it is on disk.

@@ -5,8 +5,9 @@ more. It is the seq of its newest committed seal, or less while a `publish_weigh
 a version that is needed and is not yet as durable as the seal.
 
 These weights versions are kept: a policy's newest, and every one that a deployment holds, has a
-queued sync for, or may have to sync again when it is rebuilt. Where the policy is deleted, such
-versions stay on its nodes as *retained versions*: nobody can make them again.
+queued sync for, or may have to sync again when it is rebuilt; every one that an open operation
+names, and those that may be named for a time yet. Where the policy is deleted, versions that
+somebody needs stay on its nodes as *retained versions*: nobody can make them again.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from phaseloom.common.contract.commands import FilesTicket, ReleaseVersions, Sea
 from phaseloom.common.contract.events import SealCommitted, SealFailed
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.specs import Durability
-from phaseloom.scheduler.core.operations import gradients
+from phaseloom.scheduler.core.operations import gradients, reads
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.job import Job, NamedVersion
 from phaseloom.scheduler.core.state.node import Closing
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
@@ -46,7 +47,11 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         seq = op.key.seq
         assert seq is not None
         job = step.job(op.key.job_key)
-        job.versions.published.append(VersionKey(deployment.key, seq))
+        version = VersionKey(deployment.key, seq)
+        job.versions.published.append(version)
+        if op.ttl_s:
+            job.versions.name(str(version), op.ttl_s, step.now_s)
+            reads.wake_at(step, version, step.now_s + op.ttl_s)
         release_versions(step, job)
     elif op.kind == "sync_weights":
         deployment.durability.hold(op.version)
@@ -59,23 +64,30 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
 
 
 def needed_versions(step: Step, job: Job) -> set[VersionKey]:
-    """The weights versions of a job that must be kept: each policy's newest, and the wanted ones.
+    """The weights versions of a job that must be kept: each policy's newest, those that may still
+    be named, and the wanted ones.
 
-    A deleted policy has no newest version here: only the wanted ones of its versions are kept.
+    A deleted policy has none of the first two here: only the wanted ones of its versions are kept.
     """
     newest: dict[str, VersionKey] = {}
+    nameable: list[VersionKey] = []
     for version in job.versions.published:
         if not is_retained(step, version):
             newest[str(version.policy)] = version
-    return {*newest.values(), *wanted_versions(step, job)}
+            named = job.versions.named.get(str(version))
+            if named is not None and named.until_s > step.now_s:
+                nameable.append(version)
+    return {*newest.values(), *nameable, *wanted_versions(step, job)}
 
 
 def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
-    """The versions that a deployment of the job holds, has a queued sync for or may sync again.
+    """The versions of a job that open operations name, and those that a deployment of the job
+    holds, has a queued sync for or may sync again.
 
     Args: but: a deployment whose needs do not count.
     """
-    needed: set[VersionKey] = set()
+    named = job.versions.named
+    needed = {v for v in job.versions.published if str(v) in named and named[str(v)].is_read}
     for other in step.deployments_of(job.key):
         if other is but:
             continue
@@ -122,6 +134,18 @@ def release_versions(step: Step, job: Job) -> None:
     _release(step, job, [version for version in job.versions.published if version not in needed])
 
 
+def release_unnamed(step: Step, name: str) -> None:
+    """Drop the versions of a job that could be named until now, and that nothing else needs."""
+    job = step.state.jobs.get(name)
+    if job is None:
+        return
+    for version in job.versions.published:
+        named = job.versions.named.get(str(version))
+        if named is not None and named.until_s > step.now_s:
+            reads.wake_at(step, version, named.until_s)
+    release_versions(step, job)
+
+
 def release_all(step: Step, job: Job) -> None:
     _release(step, job, job.versions.published)
 
@@ -132,6 +156,10 @@ def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
     places = {node for d in step.deployments_of(job.key) for node in nodes_with(d)}
     places.update(node for nodes in job.versions.retained.values() for node in nodes)
     places.update(copying.node for copying in job.versions.copying.values())
+    for version in gone:
+        named = job.versions.drop_name(str(version))
+        places.update(named.nodes)
+        touch_readers(step, named)
     release_at(step, places, gone)
     published = [version for version in job.versions.published if version not in gone]
     job.versions.published = published
@@ -146,6 +174,15 @@ def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
         if copying is not None and not copying.is_under_way(step.node(copying.node)):
             # A copy that is under way is given up when its answer comes.
             job.versions.end_copying(str(version))
+
+
+def touch_readers(step: Step, named: NamedVersion) -> None:
+    """Have the deployments looked at whose operations name a version: it may be there again, or
+    gone for good."""
+    for key in named.readers:
+        reader = step.deployment(key.deployment_key)
+        if reader is not None:
+            step.touch(reader)
 
 
 def release_at(step: Step, nodes: Iterable[NodeId], versions: list[VersionKey]) -> None:

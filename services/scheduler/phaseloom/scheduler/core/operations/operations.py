@@ -16,7 +16,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo, session_over
 from phaseloom.common.contract.events import QueuedOperation
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey, parse_operation_key
 from phaseloom.common.contract.operations import Completion, Outcome
-from phaseloom.scheduler.core.operations import after_cycles, gradients
+from phaseloom.scheduler.core.operations import after_cycles, gradients, reads
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
@@ -64,6 +64,7 @@ def file(step: Step, event: QueuedOperation) -> None:
         queued_s=step.now_s,
         expires_s=step.now_s + event.timeout_s if event.timeout_s > 0 else 0.0,
         num_bytes=event.num_bytes,
+        ttl_s=event.ttl_s,
     )
     error = event.error or _closed(step, deployment, event) or _too_many(step, deployment)
     deployment.queue.file(op)
@@ -87,8 +88,10 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
         )
         end_unrun(step, deployment, op, error)
         return
-    if op.version is not None and op.key.seq is not None:
+    if op.version is not None and op.is_mutating:
+        assert op.key.seq is not None
         deployment.queue.note_sync(op.key.seq, op.version)
+    reads.begin(step, op)
     settle_after(step, deployment, op)
     if op.expires_s and op.state is OpState.QUEUED:
         step.set_timer(_expiry_timer(op.key), op.expires_s)
@@ -199,6 +202,10 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
         if not other.queue.is_done(after.seq):
             step.state.wait_for(f"{key}.{after.seq}", str(op.key))
             return
+    unreadable = reads.resolve(step, deployment, op)
+    if unreadable is not None:
+        end_unrun(step, deployment, op, unreadable)
+        return
     op.eligible_s = step.now_s
 
 
@@ -283,6 +290,7 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     if op.has_snapshot and seq is not None and deployment.move.relocation is not None:
         step.job_changed(str(job.key))  # the move may have waited for that
     has_advanced = deployment.queue.close(op, completed=completed)
+    reads.end(step, deployment, op)
     if completed or has_advanced:
         deployment.wpg.forgive_losses()
     if has_advanced:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from phaseloom.common.contract.errors import ErrorInfo
-from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
+from phaseloom.common.contract.ids import JobKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.specs import DeploymentSpec, JobSpec
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.transitions import JobState
@@ -42,10 +42,29 @@ class Controller(msgspec.Struct):
         self.session = self.ended_session = session
 
 
+class NamedVersion(msgspec.Struct):
+    """The reading of a weights version by its name."""
+
+    ttl_s: float = 0.0
+    """How long it may be named after its publish, and after each operation that has named it."""
+    until_s: float = 0.0
+    """Until then it may be named, whatever is published after it."""
+    readers: list[OperationKey] = []
+    """The open operations that name it."""
+    nodes: list[NodeId] = []
+    """Nodes that may have a copy, because a deployment there has read it."""
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self.readers)
+
+
 class JobVersions(msgspec.Struct):
     """The weights versions of a job that exist."""
 
     published: list[VersionKey] = []
+    named: dict[str, NamedVersion] = {}
+    """Weights version → who reads it by its name."""
     retained: dict[str, list[NodeId]] = {}
     """Weights version of a deleted policy that others need → the nodes that have it."""
     copying: dict[str, Copying] = {}
@@ -57,6 +76,27 @@ class JobVersions(msgspec.Struct):
     def drop_retained(self, version: str) -> list[NodeId]:
         """Returns: the nodes that had it."""
         return self.retained.pop(version, [])
+
+    def name(self, version: str, ttl_s: float, now_s: float) -> None:
+        """It was published, and may be named for so long."""
+        named = self.named.setdefault(version, NamedVersion())
+        named.ttl_s, named.until_s = ttl_s, now_s + ttl_s
+
+    def begin_reading(self, version: str, operation: OperationKey) -> None:
+        self.named.setdefault(version, NamedVersion()).readers.append(operation)
+
+    def note_copies(self, version: str, nodes: list[NodeId]) -> None:
+        named = self.named[version]
+        named.nodes += [node for node in nodes if node not in named.nodes]
+
+    def end_reading(self, version: str, operation: OperationKey, now_s: float) -> None:
+        named = self.named[version]
+        named.readers.remove(operation)
+        named.until_s = max(named.until_s, now_s + named.ttl_s)
+
+    def drop_name(self, version: str) -> NamedVersion:
+        """Returns: who read it."""
+        return self.named.pop(version, NamedVersion())
 
     def begin_copying(self, version: str, copying: Copying) -> None:
         self.copying[version] = copying

@@ -7,6 +7,7 @@ import msgspec
 from phaseloom.common.contract.ids import OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After
+from phaseloom.common.contract.specs import Adapter
 from phaseloom.scheduler.core.state.transitions import OpState
 
 
@@ -38,6 +39,10 @@ class Op(msgspec.Struct):
     """When it was permitted last."""
     num_bytes: int = 0
     """Size of its payload."""
+    ttl_s: float = 0.0
+    """For `publish_weights`: how long its version may be named."""
+    adapter: Adapter | None = None
+    """What the weights version is that it reads by name; None: it names none."""
     has_snapshot: bool = False
     """Whether it is a `save_state` whose state has been copied from its deployment, and whose file
     is being written: those behind it may go on. Where the WPG dies meanwhile, it is run again in

@@ -49,6 +49,8 @@ class FollowUp(StrEnum):
     """Jobs that cannot go on."""
     END_DEPLOYMENT = "end_deployment"
     """Deployments that were added to a running job and cannot start."""
+    RELEASE = "release"
+    """Jobs some of whose weights versions may not be needed any more."""
     REVIEW_JOB = "review_job"
     """Jobs that may have become active, or may have drained."""
     PLACE = "place"

@@ -343,6 +343,8 @@ def _touch_job(step: Step, deployment: Deployment) -> None:
     """Have all deployments of a job looked at: some may wait for a version that is there again."""
     for other in step.deployments_of(deployment.key.job_key):
         step.touch(other)
+    for named in step.job_of(deployment).versions.named.values():
+        seals.touch_readers(step, named)
 
 
 def lost(step: Step, event: WpgLost) -> None:

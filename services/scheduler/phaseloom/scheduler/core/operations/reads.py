@@ -1,0 +1,134 @@
+"""Operations that read a weights version by its name: what it is, and how long it stays.
+
+A version that an open operation names is kept, in whichever job it was published, and afterwards
+for as long as its publish has said. Only a deployment that keeps adapters beside its own can read
+one: so no operation that reads changes what another one reads.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.commands import ReleaseVersions
+from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import JobVersions
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import FollowUp, Step
+
+_FIELD = "args.weights"
+_KEEP = "name a version that exists: publish it with a ttl_s that lasts until it is read"
+_LOAD = "send it to a deployment that has these weights: sync_weights or load_state brings them"
+
+
+def begin(step: Step, op: Op) -> None:
+    """Keep the version that an operation names, from the time when it is filed."""
+    versions = _versions(step, op)
+    if op.version is not None and versions is not None:
+        versions.begin_reading(str(op.version), op.key)
+
+
+def resolve(step: Step, deployment: Deployment, op: Op) -> ErrorInfo | None:
+    """Find out what the version is that an operation names, once nothing else keeps it waiting.
+
+    Returns: why the deployment cannot read it.
+    """
+    version = op.version
+    if version is None or op.is_mutating:
+        return None
+    why = _why_none(deployment.spec)
+    if why:
+        what = f"{deployment.key.deployment} {why}"
+        remedy = f"{_LOAD}; or declare a sampler on one node, with an adapter and max_adapters"
+        return ErrorInfo(Code.FAILED_PRECONDITION, what, field=_FIELD, remedy=remedy)
+    policy = _policy(step, version)
+    if isinstance(policy, ErrorInfo):
+        return policy
+    why = _misfit(policy.spec.model, deployment.spec.model)
+    if why:
+        what = f"{deployment.key.deployment} cannot read version {version}: {why}"
+        return ErrorInfo(Code.FAILED_PRECONDITION, what, field=_FIELD, remedy=_LOAD)
+    op.adapter = policy.spec.model.adapter
+    return None
+
+
+def _why_none(spec: DeploymentSpec) -> str:
+    """Why a deployment can read no weights by their names; empty: it can."""
+    if not spec.max_adapters:
+        return "reads no weights but its own"
+    return "is on several nodes, where it reads no weights but its own" * (spec.num_nodes > 1)
+
+
+def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
+    """The policy that has published a version, or why there is none."""
+    job = step.state.jobs.get(str(version.policy.job_key))
+    if job is None:
+        what = f"there is no job {version.policy.job!r}"
+        return ErrorInfo(Code.NOT_FOUND, what, field=f"{_FIELD}.job", remedy=_KEEP)
+    policy = step.deployment(version.policy)
+    is_its = policy is not None and version.seq >= policy.queue.first_seq
+    if policy is None or not is_its or version not in job.versions.published:
+        what = f"weights version {version} does not exist, or not any more"
+        return ErrorInfo(Code.NOT_FOUND, what, field=f"{_FIELD}.version", remedy=_KEEP)
+    return policy
+
+
+def _misfit(theirs: ModelSpec, own: ModelSpec) -> str:
+    """Why a deployment of one model cannot read weights of another; empty: it can."""
+    if theirs.adapter is None or own.adapter is None:
+        return "it has all weights of its model, and no adapter"
+    if _base(theirs) != _base(own):
+        return "it is an adapter on another base"
+    if theirs.adapter.rank > own.adapter.rank:
+        return f"it has rank {theirs.adapter.rank}, and there is room for {own.adapter.rank}"
+    others = sorted({*theirs.adapter.targets} - {*own.adapter.targets})
+    return f"this deployment has no adapter on {', '.join(others)}" if others else ""
+
+
+def _base(model: ModelSpec) -> object:
+    """What tells a base from others, wherever its files are."""
+    files = model.pinned.files if model.pinned is not None else []
+    return model.config, [(file.name, file.blake3) for file in files]
+
+
+def permitted(step: Step, deployment: Deployment, op: Op) -> None:
+    """Note that the nodes of a deployment are about to have a copy of the version."""
+    versions = _versions(step, op)
+    if op.version is not None and versions is not None and str(op.version) in versions.named:
+        versions.note_copies(str(op.version), deployment.nodes)
+
+
+def end(step: Step, deployment: Deployment, op: Op) -> None:
+    """Stop keeping the version that an operation named, which has ended."""
+    if op.version is None or op.is_mutating:
+        return
+    name, versions = str(op.version), _versions(step, op)
+    named = versions.named.get(name) if versions is not None else None
+    if versions is None or named is None or op.key not in named.readers:
+        if op.permitted_s:
+            # It was released under the operation, whose node may have fetched it since.
+            for node in step.nodes_of(deployment):
+                step.send(ReleaseVersions, node, versions=[op.version])
+        return
+    versions.end_reading(name, op.key, step.now_s)
+    if op.version not in versions.published and not named.is_read:
+        versions.drop_name(name)
+    elif named.until_s > step.now_s:
+        wake_at(step, op.version, named.until_s)
+    elif not named.is_read:
+        step.follow(FollowUp.RELEASE, str(op.version.policy.job_key))
+
+
+def wake_at(step: Step, version: VersionKey, until_s: float) -> None:
+    """Look at a version again when it may be named no longer."""
+    timer = f"version/{version.policy.job_key}/{version}"
+    if timer not in step.state.timers:
+        step.set_timer(timer, until_s)
+
+
+def _versions(step: Step, op: Op) -> JobVersions | None:
+    """The versions of the job whose version an operation reads by name; None: it names none."""
+    if op.version is None or op.is_mutating:
+        return None
+    job = step.state.jobs.get(str(op.version.policy.job_key))
+    return job.versions if job is not None else None

@@ -1,0 +1,205 @@
+"""Operations that read a weights version by its name: how long it stays, and who may read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from phaseloom.common.contract.commands import Permit, ReleaseVersions
+from phaseloom.common.contract.errors import Code
+from phaseloom.common.contract.events import (
+    DeploymentDeleted,
+    JobFinished,
+    JobSubmitted,
+    QueuedOperation,
+)
+from phaseloom.common.contract.ids import JobKey, OperationKey, VersionKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import (
+    Adapter,
+    DeploymentSpec,
+    JobSpec,
+    ModelDirectory,
+    ModelFile,
+    ModelSpec,
+)
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.validate import validate
+from tests.support.world import TENANT, World, deployment, spec
+
+POLICY = deployment("a", "policy")
+ADAPTER = Adapter(rank=4, targets=("q_proj", "v_proj"))
+TTL_S = 100.0
+_QUIET_S = 5.0
+"""Longer than what is queued takes to end."""
+
+
+def model(adapter: Adapter | None = ADAPTER, blake3: str = "b3") -> ModelSpec:
+    files = ModelDirectory("/models/tiny", [ModelFile("model.safetensors", 1, blake3)])
+    return ModelSpec({"model_type": "llama"}, registered="tiny", pinned=files, adapter=adapter)
+
+
+def sampler(own: ModelSpec | None = None, **changes: Any) -> DeploymentSpec:
+    own = model() if own is None else own
+    return replace(spec("sampler", "rollout"), model=own, max_adapters=2, **changes)
+
+
+def submit(world: World, job: str, *specs: DeploymentSpec) -> None:
+    world.later(0, JobSubmitted(JobKey(TENANT, job), JobSpec(deployments=[*specs]), f"do-{job}"))
+
+
+def queue(
+    world: World,
+    job: str,
+    name: str,
+    slot: int | str,
+    kind: str,
+    version: VersionKey | None = None,
+    ttl_s: float = 0.0,
+) -> str:
+    key = OperationKey(TENANT, job, name, str(slot))
+    event = QueuedOperation(key, f"id-{key}", kind, version=version, ttl_s=ttl_s)
+    world.kinds[key.deployment_key, slot] = kind
+    world.payloads[str(key)] = event
+    world.later(0, event)
+    return str(key)
+
+
+def published(*ttls_s: float) -> World:
+    """A job `a` that has published as many versions, and a job `b` with a sampler."""
+    world = World()
+    policy = replace(spec("policy", "train", trainable=True), model=model())
+    submit(world, "a", policy, spec("sampler", "rollout"))
+    submit(world, "b", sampler())
+    for seq, ttl_s in enumerate(ttls_s, 1):
+        queue(world, "a", "policy", seq, "publish_weights", ttl_s=ttl_s)
+    settle(world)
+    return world
+
+
+def settle(world: World, quiet_s: float = _QUIET_S) -> None:
+    until_s = world.now_s + quiet_s
+    world.run(until_s)
+    world.now_s = until_s
+    validate(world.core.state)
+
+
+def there(world: World) -> list[int]:
+    return sorted(version.seq for version in world.versions)
+
+
+def refusal(world: World, key: str) -> tuple[Code, str]:
+    written = [
+        output.completion
+        for made in world.outputs
+        for output in made
+        if isinstance(output, outputs.WriteCompletion) and str(output.key) == key
+    ]
+    assert written, f"{key} was not refused"
+    error = written[0].error
+    assert error is not None
+    assert error.remedy
+    return error.code, error.field
+
+
+def test_version_stays_for_its_time_after_newer_ones_and_after_each_reading() -> None:
+    world = published(TTL_S, 0.0, 0.0)
+    assert there(world) == [1, 3], "the second was for nobody once there was a third"
+    settle(world, TTL_S - 3 * _QUIET_S)
+    read = queue(world, "b", "sampler", "r1", "generate", VersionKey(POLICY, 1))
+    settle(world)
+    assert world.done[read] is Outcome.COMPLETED
+    [permit] = [c for c in world.commands if isinstance(c, Permit) and str(c.operation) == read]
+    assert permit.adapter == ADAPTER
+    assert permit.ticket is not None
+    assert permit.ticket.version == VersionKey(POLICY, 1)
+    settle(world, TTL_S - 2 * _QUIET_S)
+    assert there(world) == [1, 3], "its time began anew"
+    settle(world, 3 * _QUIET_S)
+    assert there(world) == [3]
+    nodes = {c.node for c in world.commands if isinstance(c, ReleaseVersions)}
+    assert nodes == {"t0", "r0"}, "the sampler's node has a copy"
+
+
+def test_version_stays_while_an_operation_names_it() -> None:
+    world = published(0.0)
+    reads = [
+        queue(world, "b", "sampler", slot, "generate", VersionKey(POLICY, 1))
+        for slot in (2, "r1")  # the first waits for operation 1
+    ]
+    queue(world, "a", "policy", 2, "publish_weights")
+    settle(world)
+    assert there(world) == [1, 2]
+    restored = Core.restore(world.core.snapshot())
+    assert restored.state == world.core.state
+    queue(world, "b", "sampler", 1, "generate")
+    settle(world)
+    assert [world.done[read] for read in reads] == [Outcome.COMPLETED] * 2
+    assert there(world) == [2]
+    late = queue(world, "b", "sampler", 3, "generate", VersionKey(POLICY, 1))
+    settle(world)
+    assert refusal(world, late) == (Code.NOT_FOUND, "args.weights.version")
+
+
+@pytest.mark.parametrize(
+    ("reader", "field"),
+    [
+        (replace(sampler(), max_adapters=0), "args.weights"),
+        (sampler(model(adapter=None)), "args.weights"),
+        (sampler(model(blake3="another")), "args.weights"),
+        (sampler(model(Adapter(rank=3, targets=ADAPTER.targets))), "args.weights"),
+        (sampler(model(Adapter(rank=8, targets=("q_proj",)))), "args.weights"),
+    ],
+)
+def test_deployment_that_cannot_read_the_version_refuses(
+    reader: DeploymentSpec, field: str
+) -> None:
+    world = published(TTL_S)
+    submit(world, "c", reader)
+    read = queue(world, "c", "sampler", "r1", "forward", VersionKey(POLICY, 1))
+    settle(world)
+    assert refusal(world, read) == (Code.FAILED_PRECONDITION, field)
+
+
+def test_version_of_nobody_is_not_found() -> None:
+    world = published(TTL_S)
+    for slot, job, seq, field in (
+        ("r1", "a", 7, "args.weights.version"),
+        ("r2", "nobody", 1, "args.weights.job"),
+    ):
+        version = VersionKey(deployment(job, "policy"), seq)
+        read = queue(world, "b", "sampler", slot, "generate", version)
+        settle(world)
+        assert refusal(world, read) == (Code.NOT_FOUND, field)
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_versions_that_may_be_named_end_with_their_policy(is_deleted: bool) -> None:
+    world = published(TTL_S, 0.0)
+    waiting = queue(world, "b", "sampler", 2, "generate", VersionKey(POLICY, 1))
+    settle(world)
+    if is_deleted:
+        world.later(0, DeploymentDeleted(POLICY, "delete"))
+    else:
+        world.later(0, JobFinished(JobKey(TENANT, "a"), "finish"))
+    settle(world)
+    late = queue(world, "b", "sampler", "r1", "generate", VersionKey(POLICY, 1))
+    settle(world)
+    assert refusal(world, late) == (Code.NOT_FOUND, "args.weights.version")
+    if is_deleted:  # the one that was named before is read yet
+        queue(world, "b", "sampler", 1, "generate")
+        settle(world)
+        assert world.done[waiting] is Outcome.COMPLETED
+    settle(world, 2 * TTL_S)
+    assert there(world) == []
+
+
+def test_reading_waits_until_its_version_is_made_again() -> None:
+    world = published(TTL_S)
+    world.kill(POLICY)
+    read = queue(world, "b", "sampler", "r1", "generate", VersionKey(POLICY, 1))
+    settle(world)
+    assert world.done[read] is Outcome.COMPLETED
