@@ -82,9 +82,9 @@ async def measure(directory: Path, num_rounds: int, num_jobs: int, num_steps: in
         await _on_a_mesh(directory, num_rounds),
     ]
     if num_jobs:
-        mesh = directory / "mesh"
-        mesh.mkdir()
-        figures += await manyadapters.measure(mesh, directory / "base", num_jobs, num_steps)
+        figures += await manyadapters.measure(
+            directory / "jobs", directory / "base", num_jobs, num_steps
+        )
     return figures
 
 

@@ -89,7 +89,7 @@ def _seconds(event: Event) -> float:
 async def measure(directory: Path, base: Path, num_jobs: int, num_steps: int) -> list[Record]:
     """Measure.
 
-    Args: directory: an existing one, for the mesh.
+    Args: directory: for the mesh.
           base: of the model's files.
           num_jobs: at least two.
           num_steps: of each job, at once and again one after another.
