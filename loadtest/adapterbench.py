@@ -4,7 +4,8 @@ The base has 112 MiB of float32 weights. Switches go through a real state manage
 large as a policy's with an adapter of rank 8, and as one that trains all weights. The backend
 `sampler` decodes rows of eight adapters of mixed rank, in this process, in one call and one adapter
 after another; and so does a sampler on a mesh, which reads eight versions of two policies by their
-names, submitted at once and each after the one before.
+names, submitted at once and each after the one before. Many jobs on one base share two devices of a
+mesh (`manyadapters`).
 """
 
 from __future__ import annotations
