@@ -118,6 +118,7 @@ class VersionedSampler:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
         stream: bool = False,
     ) -> GenerateHandle:
         """Submit a `generate` with a version's weights.
@@ -136,6 +137,7 @@ class VersionedSampler:
                 sampling,
                 num_samples,
                 prompt_logprobs=prompt_logprobs,
+                prompt_top_logprobs=prompt_top_logprobs,
                 stream=stream,
             )
 

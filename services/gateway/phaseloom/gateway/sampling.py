@@ -43,6 +43,7 @@ class Source:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
         stream: bool = False,
     ) -> GenerateHandle:
         sampler = await self._sampler(tenant)
@@ -52,6 +53,7 @@ class Source:
             sampling,
             num_samples,
             prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
             stream=stream,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.gateway.futures import Futures
 from phaseloom.gateway.models import Models
 from phaseloom.gateway.records import Book
+
+_FRESH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Tenant:
     bus: Bus
     beats: dict[str, float] = field(default_factory=dict)
     """When each session was heard of last, on the monotonic clock."""
+    read: dict[str, tuple[float, RegisteredModel]] = field(default_factory=dict)
+    """The registered models that were read, and when, on the monotonic clock."""
     loading: Counter[tuple[str, str]] = field(default_factory=Counter)
     """How many loads of each checkpoint, by who saved it and its name, are on their way."""
 
@@ -44,8 +49,13 @@ class Tenant:
         return [model for model in found if model is not None]
 
     async def base(self, name: str) -> RegisteredModel:
-        """Raises: CallerError: NOT_FOUND: no registered model has the name."""
-        found = await self._registered(name)
+        """A model as it was registered at most `_FRESH_S` ago: each sample asks for its own.
+
+        Raises: CallerError: NOT_FOUND: no registered model has the name.
+        """
+        read_s, found = self.read.get(name, (0.0, None))
+        if found is None or time.monotonic() - read_s > _FRESH_S:
+            read_s, found = time.monotonic(), await self._registered(name)
         if found is None:
             known = ", ".join(model.name for model in await self.bases()) or "none"
             raise CallerError(
@@ -54,6 +64,7 @@ class Tenant:
                 field="model",
                 remedy=f"registered are: {known}; the operator adds one with `phaseloom model add`",
             )
+        self.read[name] = (read_s, found)
         return found
 
     async def _registered(self, name: str) -> RegisteredModel | None:
