@@ -57,6 +57,18 @@ async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, r
         assert (beside.name == "sampler") == (policy.model.adapter is None)
 
 
+async def test_teachers_likeliest_tokens_are_told_and_distilled(served: Served) -> None:
+    said = await served.sdk("distilled")
+    assert said["rows"] == [True, *[4] * 7]
+    assert said["drawn_rows"] == [2, 2, 2]
+    assert said["last"] == [[6, 7], [6, 7]]
+    assert said["shape"] == [7, 4]
+    for name in ("sorted", "own", "loss", "falls", "sparse", "is_sparse", "after"):
+        assert said[name], name
+    assert "columns" in said["mixed"]
+    assert "ppo" in said["ppo"]
+
+
 @pytest.mark.parametrize("rank", [8, pytest.param(0, marks=pytest.mark.slow)])
 async def test_reward_rises_through_the_sdk(served: Served, rank: int) -> None:
     rewards = (await served.sdk("reward", str(rank)))["rewards"]

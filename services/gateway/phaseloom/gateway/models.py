@@ -133,6 +133,7 @@ class VersionedSampler:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
         stream: bool = False,
     ) -> GenerateHandle:
         """Submit a `generate` with a version's weights.
@@ -151,6 +152,7 @@ class VersionedSampler:
                 sampling,
                 num_samples,
                 prompt_logprobs=prompt_logprobs,
+                prompt_top_logprobs=prompt_top_logprobs,
                 stream=stream,
             )
 
@@ -195,6 +197,7 @@ class SharedSampler:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
         stream: bool = False,
     ) -> GenerateHandle:
         """Submit a `generate` with a version's weights."""
@@ -204,6 +207,7 @@ class SharedSampler:
             sampling,
             num_samples,
             prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
             stream=stream,
             weights=NamedWeights(deployment, job=job, checkpoint=version.name),
         )

@@ -44,6 +44,7 @@ class Source:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
         stream: bool = False,
     ) -> GenerateHandle:
         if self.adapter is not None:
@@ -54,6 +55,7 @@ class Source:
                 sampling,
                 num_samples,
                 prompt_logprobs=prompt_logprobs,
+                prompt_top_logprobs=prompt_top_logprobs,
                 stream=stream,
             )
         sampler = await self._sampler(tenant)
@@ -63,6 +65,7 @@ class Source:
             sampling,
             num_samples,
             prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
             stream=stream,
         )
 
