@@ -41,11 +41,25 @@ def step(client: Any) -> float:
     return float(trained.result().metrics["loss:sum"])
 
 
-def sampled(client: Any, num_tokens: int = 6, **more: Any) -> list[int]:
+def sampling(client: Any, num_tokens: int = 6, **more: Any) -> Any:
     params = types.SamplingParams(max_tokens=num_tokens, temperature=0.0, **more)
     prompt = types.ModelInput.from_ints(TOKENS[:2])
-    drawn = client.sample(prompt=prompt, num_samples=1, sampling_params=params).result()
-    return [*(drawn.sequences[0].tokens or [])]
+    return client.sample(prompt=prompt, num_samples=1, sampling_params=params)
+
+
+def sampled(client: Any, num_tokens: int = 6, **more: Any) -> list[int]:
+    return [*(sampling(client, num_tokens, **more).result().sequences[0].tokens or [])]
+
+
+def at_once(*clients: Any) -> list[list[int]]:
+    drawing = [sampling(client) for client in clients]
+    return [[*(each.result().sequences[0].tokens or [])] for each in drawing]
+
+
+def untrained(service: Any, rank: int) -> Any:
+    """A sampling client of another model, which says what the base says."""
+    client = service.create_lora_training_client(base_model="tiny", rank=rank)
+    return client.save_weights_and_get_sampling_client()
 
 
 def failure(call: Any) -> str:
@@ -104,8 +118,8 @@ def whole(rank: int = 8) -> dict[str, Any]:
 
     # The weights of an earlier sampling client are still there, beside newer ones.
     newer = client.save_weights_and_get_sampling_client()
-    said["earlier"] = sampled(first)
-    said["newer"] = sampled(newer)
+    said["earlier"], said["newer"] = sampled(first), sampled(newer)
+    said["both"] = at_once(newer, untrained(service, rank // 2))
 
     def custom(data: Any, logprobs: Any) -> Any:
         return -sum(each.sum() for each in logprobs), {"mine": 1.0}

@@ -406,7 +406,7 @@ class Opened:
 
 async def _opened(tenant: Tenant, name: str) -> Opened:
     record = tenant.book.get(ModelRecord, tenant.name, name)
-    return Opened(tenant, record, await tenant.models.trained(record.job))
+    return Opened(tenant, record, await tenant.models.trained(record.job, record.adapter))
 
 
 @routes.post(PREFIX + "/forward_backward")
@@ -593,19 +593,24 @@ async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Pr
     except CallerError as error:
         return _refused_save(opened, asked.seq_id, error)
     version = _mesh_name(asked.path or "", asked.seq_id)
+    keep, kept_s = (_KEPT_VERSIONS, 0.0) if path is None else (0, ttl_s)
 
     def begin() -> Begun:
-        handle = opened.submit(asked.seq_id, ops.PublishWeights())
+        # The sampler of adapters reads checkpoints of the policy.
+        save_it = ops.SaveState(version, keep=keep, ttl_s=kept_s)
+        handle = opened.submit(asked.seq_id, ops.PublishWeights() if sampler else save_it)
 
         async def save() -> dict[str, Any]:
+            if sampler is not None:
+                await sampler.take(handle, version, keep, kept_s)
+            await handle
             if path is not None:
-                await sampler.take(handle, version, keep=0, ttl_s=ttl_s)
-                saved = _checkpoint(record, path, SAMPLER, version, asked.user_metadata)
+                by = POLICY if sampler is None else SAMPLER
+                saved = _checkpoint(record, path, by, version, asked.user_metadata)
                 await _keep(tenant, saved, ttl_s)
                 return {"type": "save_weights_for_sampler", "path": path}
             session = record.id.partition(":")[0]
             sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
-            await sampler.take(handle, version, keep=_KEPT_VERSIONS)
             saved_as = SamplerRecord(tenant.name, sampling, record.base, record.id, version)
             await tenant.book.put(saved_as)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampling}
@@ -720,7 +725,7 @@ async def _earlier(tenant: Tenant, name: str) -> Promise | None:
         return None
 
     async def found() -> Answer:
-        trained = await tenant.models.trained(record.job)
+        trained = await tenant.models.trained(record.job, record.adapter)
         done = await trained.job.outcome(POLICY, int(seq) + record.offset)
         return _answer_of(done, int(num_targets or 1))
 
