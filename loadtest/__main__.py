@@ -344,17 +344,24 @@ def hidden_test(
 
 
 @app.command(name="lora")
-def lora_test(*, rounds: int = 5, file: Path = _RUNS / "lora.json") -> None:
-    """Measure what adapters on one base save: switches, and rows of eight of them in one batch.
+def lora_test(
+    *, rounds: int = 5, jobs: int = 24, steps: int = 2, file: Path = _RUNS / "lora.json"
+) -> None:
+    """Measure what adapters on one base save: switches, rows of eight of them in one batch, and
+    many jobs on two devices of a mesh.
 
     Parameters
     ----------
     rounds
         How often the sides take turns.
+    jobs
+        How many jobs share the devices: all at once, and one after another; 0: leave that out.
+    steps
+        Steps of each of these jobs, on either side.
     file
         Where the figures are merged by name.
     """
-    figures = uvloop.run(adapterbench.measure(_work_directory(file), rounds))
+    figures = uvloop.run(adapterbench.measure(_work_directory(file), rounds, jobs, steps))
     Console().print(_table(record(figures, describe("torch", "transformers"), file).figures))
 
 

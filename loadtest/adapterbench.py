@@ -1,10 +1,11 @@
-"""What adapters on one base save: bytes and time of a switch, and eight of them in one batch.
+"""What adapters on one base save: bytes and time of a switch, eight in one batch, many on a mesh.
 
 The base has 112 MiB of float32 weights. Switches go through a real state manager, with states as
 large as a policy's with an adapter of rank 8, and as one that trains all weights. The backend
 `sampler` decodes rows of eight adapters of mixed rank, in this process, in one call and one adapter
 after another; and so does a sampler on a mesh, which reads eight versions of two policies by their
-names, submitted at once and each after the one before.
+names, submitted at once and each after the one before. Many jobs on one base share two devices of a
+mesh (`manyadapters`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from loadtest import manyadapters
 from loadtest.rawchain import TENANT
 from loadtest.records import Record
 from loadtest.runtimes.models import Nobody
@@ -54,8 +56,12 @@ _POLICY_RANKS = (8, 32)
 _DEVICE_BYTES = 512 * _MIB
 
 
-async def measure(directory: Path, num_rounds: int) -> list[Record]:
-    """Measure all of it. Args: directory: an existing one, on a disk with room for 2 GiB."""
+async def measure(directory: Path, num_rounds: int, num_jobs: int, num_steps: int) -> list[Record]:
+    """Measure all of it.
+
+    Args: directory: an existing one, on a disk with room for 2 GiB.
+          num_jobs: as of `manyadapters.measure`; 0 leaves that out. So of `num_steps`.
+    """
     node = RankGroup(node_directory=str(directory))
     base = _base(directory / "base")
     full, own = (
@@ -70,12 +76,17 @@ async def measure(directory: Path, num_rounds: int) -> list[Record]:
         next(each.value for each in switches[num_bytes] if each.name.startswith("switch_"))
         for num_bytes in (full, own)
     )
-    return [
+    figures = [
         _record("adapter_switch_bytes", "MiB", "all weights", (own / _MIB, full / _MIB), "≤ 0.025"),
         _record("adapter_switch", "ms", "all weights", (own_ms, full_ms), "≤ 0.1"),
         _decoding(base, node, num_rounds),
         await _on_a_mesh(directory, num_rounds),
     ]
+    if num_jobs:
+        figures += await manyadapters.measure(
+            directory / "jobs", directory / "base", num_jobs, num_steps
+        )
+    return figures
 
 
 def _base(directory: Path) -> ModelSpec:

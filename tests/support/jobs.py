@@ -212,10 +212,10 @@ async def following(mesh: Mesh) -> AsyncIterator[Log]:
         await bus.close()
 
 
-def rank_pid(mesh: Mesh, deployment: str, node: str = "*") -> int:
+def rank_pid(mesh: Mesh, deployment: str, node: str = "*", tenant: str = TENANT) -> int:
     """The process of a deployment's (`<job>.<name>`) newest life, as its log tells. Args: node: on
     which, where it is on several."""
-    service = re.escape(f'"worker:{TENANT}.{deployment}"')
+    service = re.escape(f'"worker:{tenant}.{deployment}"')
     starts = re.compile(rf'"service": {service}, .*"message": "rank of .* starts, pid (\d+)"')
     files = sorted((mesh.run_dir / "logs").glob(f"worker-{node}.log"))
     return [int(pid) for file in files for pid in starts.findall(file.read_text())][-1]

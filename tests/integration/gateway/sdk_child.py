@@ -41,11 +41,25 @@ def step(client: Any) -> float:
     return float(trained.result().metrics["loss:sum"])
 
 
-def sampled(client: Any, num_tokens: int = 6, **more: Any) -> list[int]:
+def sampling(client: Any, num_tokens: int = 6, **more: Any) -> Any:
     params = types.SamplingParams(max_tokens=num_tokens, temperature=0.0, **more)
     prompt = types.ModelInput.from_ints(TOKENS[:2])
-    drawn = client.sample(prompt=prompt, num_samples=1, sampling_params=params).result()
-    return [*(drawn.sequences[0].tokens or [])]
+    return client.sample(prompt=prompt, num_samples=1, sampling_params=params)
+
+
+def sampled(client: Any, num_tokens: int = 6, **more: Any) -> list[int]:
+    return [*(sampling(client, num_tokens, **more).result().sequences[0].tokens or [])]
+
+
+def at_once(*clients: Any) -> list[list[int]]:
+    drawing = [sampling(client) for client in clients]
+    return [[*(each.result().sequences[0].tokens or [])] for each in drawing]
+
+
+def untrained(service: Any, rank: int) -> Any:
+    """A sampling client of another model, which says what the base says."""
+    client = service.create_lora_training_client(base_model="tiny", rank=rank)
+    return client.save_weights_and_get_sampling_client()
 
 
 def failure(call: Any) -> str:
@@ -104,8 +118,8 @@ def whole(rank: int = 8) -> dict[str, Any]:
 
     # The weights of an earlier sampling client are still there, beside newer ones.
     newer = client.save_weights_and_get_sampling_client()
-    said["earlier"] = sampled(first)
-    said["newer"] = sampled(newer)
+    said["earlier"], said["newer"] = sampled(first), sampled(newer)
+    said["both"] = at_once(newer, untrained(service, rank // 2))
 
     def custom(data: Any, logprobs: Any) -> Any:
         return -sum(each.sum() for each in logprobs), {"mine": 1.0}
@@ -230,6 +244,83 @@ def long() -> dict[str, Any]:
     return {"drawn": drawn}
 
 
+def distilled() -> dict[str, Any]:
+    """A teacher's likeliest tokens as weighted targets, several a position."""
+    import torch
+
+    service = tinker.ServiceClient()
+    teacher = service.create_sampling_client(base_model="tiny")
+    top = 4
+    drawn = teacher.sample(
+        prompt=types.ModelInput.from_ints(TOKENS),
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=3, seed=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=top,
+        topk_sample_logprobs=2,
+    ).result()
+    rows = drawn.topk_prompt_logprobs or []
+    own = drawn.prompt_logprobs or []
+    said: dict[str, Any] = {
+        "rows": [row is None or len(row) for row in rows],
+        "sorted": all(sorted(r, key=lambda e: -e[1]) == r for r in rows if r),
+        "own": all(
+            abs(dict(row)[token] - (lp or 0.0)) < 1e-6
+            for row, token, lp in zip(rows[1:], TOKENS[1:], own[1:], strict=True)
+            if row and token in dict(row)
+        ),
+        "drawn_rows": [len(row or []) for row in drawn.sequences[0].topk_logprobs or []],
+    }
+    last = teacher.sample(
+        prompt=types.ModelInput.from_ints(TOKENS),
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=top,
+        prompt_logprobs_last_n=2,
+    ).result()
+    said["last"] = [
+        [index for index, each in enumerate(array or []) if each is not None]
+        for array in (last.prompt_logprobs, last.topk_prompt_logprobs)
+    ]
+    client = service.create_lora_training_client(base_model="tiny", rank=8)
+    for _ in range(20):
+        step(client)
+    tokens = torch.tensor([[token for token, _ in row] for row in rows[1:] if row])
+    weights = torch.tensor([[lp for _, lp in row] for row in rows[1:] if row]).exp()
+    weights = weights / weights.sum(-1, keepdim=True)
+
+    def soft(weights: Any) -> types.Datum:
+        inputs = {"target_tokens": tokens, "weights": weights}
+        text = types.ModelInput.from_ints(TOKENS[:-1])
+        return types.Datum(model_input=text, loss_fn_inputs=inputs)
+
+    losses = []
+    for _ in range(20):
+        trained = client.forward_backward([soft(weights)], "cross_entropy")
+        client.optim_step(STEP).result()
+        losses.append(trained.result().metrics["loss:sum"])
+    logprobs = client.forward([soft(weights)], "cross_entropy").result()
+    array = logprobs.loss_fn_outputs[0]["logprobs"]
+    said["shape"] = [*(array.shape or [])]
+    expected = -(array.to_torch() * weights).sum().item()
+    said["loss"] = abs(expected - logprobs.metrics["loss:sum"]) < 1e-3
+    said["falls"] = losses[-1] < losses[0]
+    # Mostly zeroes travel as compressed sparse rows.
+    few = weights.clone()
+    few[:-1] = 0.0
+    sparse = client.forward([soft(few)], "cross_entropy").result().metrics["loss:sum"]
+    said["sparse"] = abs(sparse + (array.to_torch() * few).sum().item()) < 1e-3
+    said["is_sparse"] = soft(few).loss_fn_inputs["weights"].sparse_crow_indices is not None
+    said["mixed"] = failure(
+        lambda: client.forward_backward([soft(weights), LESSON], "cross_entropy").result()
+    )
+    said["ppo"] = failure(lambda: client.forward_backward([soft(weights)], "ppo").result())
+    client.optim_step(STEP)
+    said["after"] = step(client) > 0.0
+    return said
+
+
 def reward(rank: int) -> dict[str, Any]:
     """Policy gradients on a reward: how often a sample has the token 3.
 
@@ -268,6 +359,7 @@ PARTS = {
     "long": long,
     "reward": lambda: reward(int(sys.argv[2])),
     "saved": saved,
+    "distilled": distilled,
 }
 
 if __name__ == "__main__":

@@ -8,14 +8,19 @@ from typing import Any
 import aiohttp
 import pytest
 
+from phaseloom.common.contract.events import JobSubmitted
 from tests.support.gateway import OTHER, Served
+from tests.support.jobs import following
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.mark.parametrize(("part", "rank"), [("whole", 8), ("full", 0)])
 async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, rank: int) -> None:
-    said = await served.sdk(part)
+    async with following(served.mesh) as log:
+        said = await served.sdk(part)
+        await log.caught_up()
+        jobs = {e.job.job: e.spec for e in log.events if isinstance(e, JobSubmitted)}
     assert said["models"] == ["tiny"]
     assert said["info"] == ["tiny", rank > 0, rank]
     assert said["losses"][0] == said["before"]
@@ -34,15 +39,34 @@ async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, r
     assert "there is no loss 'kto'" in said["refused"]
     assert "of a part of the batch, are dropped" in said["partial"]
     assert said["after"] > 0.0
-    assert said["runs"] == 3
+    assert said["runs"] == 4
     assert said["listed"] == said["paths"]
     assert "NotFoundError" in said["gone"]
-    saved = await asyncio.to_thread(served.mesh.run_dir.glob, "**/sampler/*-*")
+    assert said["both"] == [said["newer"], said["base"]]
+    saved_by = "policy" if rank else "sampler"
+    saved = await asyncio.to_thread(served.mesh.run_dir.glob, f"**/{saved_by}/*-*")
     names = {path.name for path in saved}
     assert any(name.endswith("-a_name") for name in names)
     assert not any(name.endswith("-gone") for name in names)
     assert "there is no model 'none'" in said["unknown_model"]
     assert "NotFoundError" in said["unknown_path"]
+    adapters = [name for name in jobs if name.startswith("adapters-")]
+    assert not rank or len(adapters) == 1, "one sampler for all models that train adapters"
+    for spec in (spec for name, spec in jobs.items() if name.startswith("tinker-")):
+        policy, beside = spec.deployments
+        assert (beside.name == "sampler") == (policy.model.adapter is None)
+
+
+async def test_teachers_likeliest_tokens_are_told_and_distilled(served: Served) -> None:
+    said = await served.sdk("distilled")
+    assert said["rows"] == [True, *[4] * 7]
+    assert said["drawn_rows"] == [2, 2, 2]
+    assert said["last"] == [[6, 7], [6, 7]]
+    assert said["shape"] == [7, 4]
+    for name in ("sorted", "own", "loss", "falls", "sparse", "is_sparse", "after"):
+        assert said[name], name
+    assert "columns" in said["mixed"]
+    assert "ppo" in said["ppo"]
 
 
 @pytest.mark.parametrize("rank", [8, pytest.param(0, marks=pytest.mark.slow)])

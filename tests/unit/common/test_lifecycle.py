@@ -176,6 +176,7 @@ lifecycle.start_logging("example")
 log = lifecycle.log
 end = telemetry.setup("example", config.load(telemetry.TelemetryConfig, "telemetry"))
 log.warning("outside %d", 1)
+lifecycle.log_as("another")
 with telemetry.span("execute") as span:
     try:
         raise ValueError("does not fit")
@@ -218,6 +219,7 @@ async def test_log_is_json_lines_with_the_trace_where_a_program_reads_it(
         "outside 1",
     )
     assert (inside["message"], inside["trace_id"]) == ("inside", trace_id)
+    assert inside["service"] == "another"
     assert len(inside["span_id"]) == 16
     assert inside["exception"].endswith("ValueError: does not fit")
 
@@ -229,7 +231,7 @@ async def test_log_is_text_with_the_trace_where_a_person_reads_it(
     trace_id, text = await logged(on_terminal, tmp_path, PHASELOOM_LOG_FORMAT=form)
     outside, inside, *traceback = text.splitlines()
     assert outside.endswith("WARNING example: outside 1")
-    assert inside.endswith(f"ERROR   example: inside  trace {trace_id}")
+    assert inside.endswith(f"ERROR   another: inside  trace {trace_id}")
     assert traceback[0] == "Traceback (most recent call last):"
     assert traceback[-1] == "ValueError: does not fit"
 

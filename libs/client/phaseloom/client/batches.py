@@ -45,10 +45,12 @@ def pack_datum(datum: Datum, field: str) -> Datum:
 
     Raises: CallerError: an element is not a token id, or not a number.
     """
-    return Datum(
-        _int32s(datum.tokens, f"{field}.tokens"),
-        _int32s(datum.targets, f"{field}.targets"),
-        *(_float32s(getattr(datum, name), f"{field}.{name}") for name in _FLOATS),
+    floats = {name: _float32s(getattr(datum, name), f"{field}.{name}") for name in _FLOATS}
+    return replace(
+        datum,
+        tokens=_int32s(datum.tokens, f"{field}.tokens"),
+        targets=_int32s(datum.targets, f"{field}.targets"),
+        **floats,
     )
 
 

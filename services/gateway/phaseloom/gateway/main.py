@@ -42,6 +42,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     rollout_backend: str = "sampler"
     scratch_bytes: int = 0
     """Of each sampler, on its device: vLLM's KV cache."""
+    max_adapters: int = 8
+    """Adapters that the sampler of a base keeps on its device."""
     session_s: float = 600.0
     """A session of the Tinker SDK that is not heard of for so long is over, and its models are
     ended; the SDK sends a heartbeat every 10 s."""
@@ -66,6 +68,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
             self.train_pool,
             self.rollout_pool,
             self.scratch_bytes,
+            self.max_adapters,
         )
 
     def check(self) -> None:

@@ -1,8 +1,9 @@
 """Models of a tenant as jobs of the mesh: those that are trained, and samplers of fixed weights.
 
-A trained model is a job with two deployments. The SDK numbers the calls of a model from 1, and the
-mesh numbers the operations of `policy` alike. So order, retries and results after a restart are the
-mesh's, and nothing of the kind is kept here.
+A trained model is a job with the deployment `policy`. One that trains all weights has a `sampler`
+beside it; those that train adapters on one base are sampled by one deployment of their tenant. The
+SDK numbers the calls of a model from 1, and the mesh numbers the operations of `policy` alike. So
+order, retries and results after a restart are the mesh's, and nothing of the kind is kept here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from phaseloom.client import (
     Mesh,
     MeshJob,
     ModelSpec,
+    NamedWeights,
     OperationHandle,
     Prompt,
     PublishWeightsResult,
@@ -35,10 +37,13 @@ from phaseloom.client import (
 )
 from phaseloom.common.contract.specs import Batching, RegisteredModel
 
-_T = TypeVar("_T", "TrainedModel", "VersionedSampler")
+_T = TypeVar("_T", "TrainedModel", "VersionedSampler", "SharedSampler")
 
 POLICY = "policy"
 SAMPLER = "sampler"
+SEAT = "seat"
+"""A deployment that does nothing: by it a model that only trains keeps a place in both pools, so
+that the nodes which it shares with other jobs are of both."""
 
 
 class Version(NamedTuple):
@@ -51,6 +56,8 @@ class Version(NamedTuple):
 
 BASE = Version("base")
 """A base's sampler before anything was loaded."""
+LEAST_ROOM = 32
+"""The lowest rank that a shared sampler has room for: the SDK's rank where none is told."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Backends:
     rollout_pool: str = "rollout"
     scratch_bytes: int = 0
     """Of each sampler, on its device: vLLM's KV cache."""
+    max_adapters: int = 8
+    """Adapters that a shared sampler keeps on its device."""
 
     @property
     def has_adapters(self) -> bool:
@@ -81,6 +90,12 @@ class Backends:
             batching=Batching.SHARED,
             scratch_bytes=self.scratch_bytes,
         )
+
+    def seat(self) -> DeploymentSpec:
+        return DeploymentSpec(SEAT, self.rollout_pool, "noop", ModelSpec())
+
+    def shared_sampler(self, model: ModelSpec) -> DeploymentSpec:
+        return replace(self.sampler(model), max_adapters=self.max_adapters)
 
 
 def context_of(base: RegisteredModel) -> int:
@@ -118,6 +133,7 @@ class VersionedSampler:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
         stream: bool = False,
     ) -> GenerateHandle:
         """Submit a `generate` with a version's weights.
@@ -136,6 +152,7 @@ class VersionedSampler:
                 sampling,
                 num_samples,
                 prompt_logprobs=prompt_logprobs,
+                prompt_top_logprobs=prompt_top_logprobs,
                 stream=stream,
             )
 
@@ -165,13 +182,45 @@ class VersionedSampler:
             self._holds = Version(version)
 
 
-class TrainedModel:
-    """A model that is trained, in this session of its job."""
+class SharedSampler:
+    """A sampler that draws with all adapters of a tenant on one base, several in one batch."""
 
     def __init__(self, job: MeshJob) -> None:
         self.job = job
+        self._deployment: Deployment = job.deployment(SAMPLER)
+
+    def generate(
+        self,
+        version: Version,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        num_samples: int,
+        *,
+        prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
+        stream: bool = False,
+    ) -> GenerateHandle:
+        """Submit a `generate` with a version's weights."""
+        job, _, deployment = version.source.partition("/")
+        return self._deployment.generate(
+            [prompt],
+            sampling,
+            num_samples,
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
+            stream=stream,
+            weights=NamedWeights(deployment, job=job, checkpoint=version.name),
+        )
+
+
+class TrainedModel:
+    """A model that is trained, in this session of its job."""
+
+    def __init__(self, job: MeshJob, adapter: Adapter | None) -> None:
+        self.job = job
         self.policy: Deployment = job.deployment(POLICY)
-        self.sampler = VersionedSampler(job)
+        self.sampler = VersionedSampler(job) if adapter is None else None
+        """None: its tenant's shared sampler draws with its adapter."""
 
 
 class Models:
@@ -182,6 +231,7 @@ class Models:
         self._backends = backends
         self._trained: dict[str, asyncio.Task[TrainedModel]] = {}
         self._bases: dict[str, asyncio.Task[VersionedSampler]] = {}
+        self._shared: dict[str, asyncio.Task[SharedSampler]] = {}
 
     @property
     def has_adapters(self) -> bool:
@@ -192,7 +242,8 @@ class Models:
 
         async def make() -> TrainedModel:
             model = ModelSpec(registered=base, adapter=adapter)
-            specs = [self._backends.policy(model), self._backends.sampler(model)]
+            beside = self._backends.seat() if adapter else self._backends.sampler(model)
+            specs = [self._backends.policy(model), beside]
             try:
                 made = await self._mesh.submit_job(job, specs)
             except CallerError as error:
@@ -200,33 +251,27 @@ class Models:
                     raise
                 # An earlier gateway has begun to make it.
                 made = await self._mesh.attach(job, numbered=[POLICY])
-            return TrainedModel(made)
+            return TrainedModel(made, adapter)
 
         return await _once(self._trained, job, make)
 
-    async def trained(self, job: str) -> TrainedModel:
+    async def trained(self, job: str, adapter: Adapter | None) -> TrainedModel:
         """A model that was made, here or by an earlier gateway.
 
         Raises: PhaseloomError: its job has ended, or was not made.
         """
 
         async def attach() -> TrainedModel:
-            return TrainedModel(await self._mesh.attach(job, numbered=[POLICY]))
+            return TrainedModel(await self._mesh.attach(job, numbered=[POLICY]), adapter)
 
         return await _once(self._trained, job, attach)
 
-    async def base_sampler(
-        self, base: RegisteredModel, adapter: Adapter | None
-    ) -> VersionedSampler:
-        """The tenant's sampler of a base, for versions that no model is training on.
-
-        Args: adapter: as the versions have it, but for its seed.
-        """
-        like = None if adapter is None else replace(adapter, seed=0)
-        name = f"base-{hashlib.sha256(msgspec.json.encode((base, like))).hexdigest()[:16]}"
+    async def base_sampler(self, base: RegisteredModel) -> VersionedSampler:
+        """The tenant's sampler of a base, for versions of all weights that no model trains on."""
+        name = f"base-{_digest(base)}"
 
         async def make() -> VersionedSampler:
-            model = ModelSpec(registered=base.name, adapter=adapter)
+            model = ModelSpec(registered=base.name)
             job = await self._submit_or_attach(name, [self._backends.sampler(model)])
             sampler = VersionedSampler(job)
             if job.deployment(SAMPLER).next_seq == 1:
@@ -234,6 +279,22 @@ class Models:
             return sampler
 
         return await _once(self._bases, name, make)
+
+    async def shared_sampler(self, base: RegisteredModel, adapter: Adapter) -> SharedSampler:
+        """The tenant's sampler for adapters like this one on a base: of the same targets, of any
+        alpha and seed, and of any rank up to the next power of two."""
+        rank = LEAST_ROOM
+        while rank < adapter.rank:
+            rank *= 2
+        room = Adapter(rank, targets=adapter.targets)
+        name = f"adapters-{_digest(base, room)}"
+
+        async def make() -> SharedSampler:
+            model = ModelSpec(registered=base.name, adapter=room)
+            specs = [self._backends.shared_sampler(model)]
+            return SharedSampler(await self._submit_or_attach(name, specs))
+
+        return await _once(self._shared, name, make)
 
     async def _submit_or_attach(self, name: str, specs: list[DeploymentSpec]) -> MeshJob:
         """A job of an earlier gateway's, or a new one; a number is added for each that ended."""
@@ -289,6 +350,10 @@ def _saver(source: str) -> tuple[str, str]:
     """The job and the deployment that saved a checkpoint."""
     job, _, deployment = source.partition("/")
     return job, deployment
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
 async def _once(

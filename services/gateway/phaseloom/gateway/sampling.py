@@ -12,7 +12,7 @@ from phaseloom.client import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import RegisteredModel
-from phaseloom.gateway.models import BASE, Version, VersionedSampler, context_of
+from phaseloom.gateway.models import BASE, POLICY, Version, VersionedSampler, context_of
 from phaseloom.gateway.records import CheckpointRecord, ModelRecord, SamplerRecord
 from phaseloom.gateway.tenants import Tenant
 
@@ -28,7 +28,8 @@ class Source:
     model: str = ""
     """The trained model whose own sampler has them; empty: the tenant's sampler of the base."""
     adapter: Adapter | None = None
-    """What the version has on the base; None: it has all weights."""
+    """What the version has on the base, with which the shared sampler draws; None: it has all
+    weights."""
 
     @property
     def context(self) -> int:
@@ -43,8 +44,20 @@ class Source:
         num_samples: int,
         *,
         prompt_logprobs: bool = False,
+        prompt_top_logprobs: int = 0,
         stream: bool = False,
     ) -> GenerateHandle:
+        if self.adapter is not None:
+            shared = await tenant.models.shared_sampler(self.base, self.adapter)
+            return shared.generate(
+                self.version,
+                prompt,
+                sampling,
+                num_samples,
+                prompt_logprobs=prompt_logprobs,
+                prompt_top_logprobs=prompt_top_logprobs,
+                stream=stream,
+            )
         sampler = await self._sampler(tenant)
         return await sampler.generate(
             self.version,
@@ -52,14 +65,17 @@ class Source:
             sampling,
             num_samples,
             prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
             stream=stream,
         )
 
     async def _sampler(self, tenant: Tenant) -> VersionedSampler:
         if not self.model:
-            return await tenant.models.base_sampler(self.base, self.adapter)
+            return await tenant.models.base_sampler(self.base)
         record = tenant.book.get(ModelRecord, tenant.name, self.model)
-        return (await tenant.models.trained(record.job)).sampler
+        sampler = (await tenant.models.trained(record.job, None)).sampler
+        assert sampler is not None
+        return sampler
 
 
 async def source_of(tenant: Tenant, name: str) -> Source:
@@ -69,7 +85,12 @@ async def source_of(tenant: Tenant, name: str) -> Source:
     """
     session = tenant.book.find(SamplerRecord, tenant.name, name)
     if session is not None and session.model:
-        return Source(await tenant.base(session.base), Version(session.version), session.model)
+        base = await tenant.base(session.base)
+        record = tenant.book.get(ModelRecord, tenant.name, session.model)
+        if record.adapter is not None:
+            version = Version(session.version, f"{record.job}/{POLICY}")
+            return Source(base, version, adapter=record.adapter)
+        return Source(base, Version(session.version), session.model)
     path = session.path if session is not None else name
     if path.startswith(PATHS):
         saved = tenant.book.get(CheckpointRecord, tenant.name, path)

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from phaseloom.client import Adapter, CallerError, Code, OperationHandle, PhaseloomError, Prompt
 from phaseloom.common.contract import operations as ops
+from phaseloom.common.contract.checks import MAX_TOP_LOGPROBS
 from phaseloom.gateway.checkpoints import clean_up, clean_up_all, told_time, ttl_of
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise
@@ -145,6 +146,26 @@ class Sample(_Loose, frozen=True):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+    def check(self) -> None:
+        """Raises: CallerError: something is asked for that is not answered."""
+        for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if not 0 <= getattr(self, field) <= MAX_TOP_LOGPROBS:
+                raise CallerError(
+                    f"the {getattr(self, field)} likeliest tokens are not answered",
+                    field=field,
+                    remedy=f"use 0 to {MAX_TOP_LOGPROBS}",
+                )
+        for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+            if getattr(self, field):
+                raise CallerError(
+                    f"{field} is not answered here",
+                    field=field,
+                    remedy="leave it out; topk_prompt_logprobs has the likeliest tokens",
+                )
 
 
 class RetrieveFuture(_Loose, frozen=True):
@@ -359,10 +380,19 @@ class Opened:
         return self.model.policy.submit(seq + self.record.offset, self.name(seq), args)
 
     def promise(
-        self, seq: int, args: ops.Args, answer: Callable[[Any], Coroutine[Any, Any, Answer]]
+        self,
+        seq: int,
+        args: ops.Args,
+        answer: Callable[[Any], Coroutine[Any, Any, Answer]],
+        num_targets: int = 1,
     ) -> tuple[str, Promise]:
-        """Submit an operation, once. Args: answer: makes its result an answer."""
-        name = self.name(seq)
+        """Submit an operation, once.
+
+        Args: answer: makes its result an answer.
+              num_targets: where it has several a position, the name says so, for a later gateway
+                  that makes the answer.
+        """
+        name = self.name(seq) + (f"x{num_targets}" if num_targets > 1 else "")
         promise = self.tenant.futures.find(name)
         if promise is None:
             handle = self.submit(seq, args)
@@ -376,7 +406,7 @@ class Opened:
 
 async def _opened(tenant: Tenant, name: str) -> Opened:
     record = tenant.book.get(ModelRecord, tenant.name, name)
-    return Opened(tenant, record, await tenant.models.trained(record.job))
+    return Opened(tenant, record, await tenant.models.trained(record.job, record.adapter))
 
 
 @routes.post(PREFIX + "/forward_backward")
@@ -394,12 +424,14 @@ async def forward_backward(request: web.Request) -> web.Response:
         empty = ops.ForwardBackward([], ops.Loss.CROSS_ENTROPY)
         args = ops.Forward([]) if asked.forward_only else empty
 
-    async def answer(result: Any) -> Answer:
-        if isinstance(result, ops.ForwardResult):
-            return convert.trained_output(result, convert.forward_loss(asked, result))
-        return convert.trained_output(result, result.metrics)
+    num_targets = args.batch[0].num_targets if args.batch else 1
 
-    name, promise = opened.promise(asked.seq_id, args, answer)
+    async def answer(result: Any) -> Answer:
+        is_forward = isinstance(result, ops.ForwardResult)
+        metrics = convert.forward_loss(asked, result) if is_forward else result.metrics
+        return convert.trained_output(result, metrics, num_targets)
+
+    name, promise = opened.promise(asked.seq_id, args, answer, num_targets)
     if refusal is not None:
 
         async def refuse() -> Answer:
@@ -561,19 +593,24 @@ async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Pr
     except CallerError as error:
         return _refused_save(opened, asked.seq_id, error)
     version = _mesh_name(asked.path or "", asked.seq_id)
+    keep, kept_s = (_KEPT_VERSIONS, 0.0) if path is None else (0, ttl_s)
 
     def begin() -> Begun:
-        handle = opened.submit(asked.seq_id, ops.PublishWeights())
+        # The sampler of adapters reads checkpoints of the policy.
+        save_it = ops.SaveState(version, keep=keep, ttl_s=kept_s)
+        handle = opened.submit(asked.seq_id, ops.PublishWeights() if sampler else save_it)
 
         async def save() -> dict[str, Any]:
+            if sampler is not None:
+                await sampler.take(handle, version, keep, kept_s)
+            await handle
             if path is not None:
-                await sampler.take(handle, version, keep=0, ttl_s=ttl_s)
-                saved = _checkpoint(record, path, SAMPLER, version, asked.user_metadata)
+                by = POLICY if sampler is None else SAMPLER
+                saved = _checkpoint(record, path, by, version, asked.user_metadata)
                 await _keep(tenant, saved, ttl_s)
                 return {"type": "save_weights_for_sampler", "path": path}
             session = record.id.partition(":")[0]
             sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
-            await sampler.take(handle, version, keep=_KEPT_VERSIONS)
             saved_as = SamplerRecord(tenant.name, sampling, record.base, record.id, version)
             await tenant.book.put(saved_as)
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampling}
@@ -615,16 +652,13 @@ async def sample(request: web.Request) -> web.Response:
     name = f"{asked.sampling_session_id}:{asked.seq_id}"
     promise = tenant.futures.find(name)
     if promise is None:
+        asked.check()
         tokens = convert.prompt_tokens(asked.prompt)
         sampling = convert.sampling(asked.sampling_params, len(tokens), source.context)
+        num_top, num_prompt_top = asked.topk_sample_logprobs, asked.topk_prompt_logprobs
+        sampling = replace(sampling, top_logprobs=num_top)
         seed = asked.sampling_params.get("seed")
         prompt = Prompt(tokens, seed=random.getrandbits(62) if seed is None else seed)
-        if asked.topk_prompt_logprobs or asked.topk_sample_logprobs:
-            raise CallerError(
-                "the likeliest tokens beside the drawn ones are not answered here",
-                field="topk_sample_logprobs",
-                remedy="leave it out; /v1/completions has `logprobs`",
-            )
 
         async def draw() -> Answer:
             handle = await source.generate(
@@ -632,10 +666,12 @@ async def sample(request: web.Request) -> web.Response:
                 prompt,
                 sampling,
                 asked.num_samples,
-                prompt_logprobs=bool(asked.prompt_logprobs),
+                prompt_logprobs=bool(asked.prompt_logprobs or num_prompt_top),
+                prompt_top_logprobs=num_prompt_top,
             )
             drawing.handle = handle
-            return convert.sampled_output(await handle)
+            last_n = asked.prompt_logprobs_last_n or len(tokens)
+            return convert.sampled_output(await handle, num_top, num_prompt_top, last_n)
 
         promise = drawing = tenant.futures.promise(name, draw)
     sequences = [f"{name}:{index}" for index in range(asked.num_samples)]
@@ -682,14 +718,16 @@ async def _earlier(tenant: Tenant, name: str) -> Promise | None:
     if name.startswith("create "):
         made = tenant.book.find(ModelRecord, tenant.name, name.removeprefix("create "))
         return None if made is None else _creating(tenant, made)[1]
-    model, _, seq = name.rpartition(":")
+    model, _, numbers = name.rpartition(":")
+    seq, _, num_targets = numbers.partition("x")
     record = tenant.book.find(ModelRecord, tenant.name, model)
-    if record is None or not seq.isdigit():
+    if record is None or not (seq.isdecimal() and (num_targets or "1").isdecimal()):
         return None
 
     async def found() -> Answer:
-        trained = await tenant.models.trained(record.job)
-        return _answer_of(await trained.job.outcome(POLICY, int(seq) + record.offset))
+        trained = await tenant.models.trained(record.job, record.adapter)
+        done = await trained.job.outcome(POLICY, int(seq) + record.offset)
+        return _answer_of(done, int(num_targets or 1))
 
     return tenant.futures.promise(name, found)
 
@@ -702,13 +740,13 @@ _CALLS: dict[str, tuple[type[Any], Callable[..., Coroutine[Any, Any, tuple[str, 
 """The calls of several steps."""
 
 
-def _answer_of(done: ops.Completion) -> Answer:
+def _answer_of(done: ops.Completion, num_targets: int) -> Answer:
     """The answer of an operation that another gateway submitted."""
     match done.result:
         case ops.ForwardResult() as result:
-            return convert.trained_output(result, {})
+            return convert.trained_output(result, {}, num_targets)
         case ops.ForwardBackwardResult() as result:
-            return convert.trained_output(result, result.metrics)
+            return convert.trained_output(result, result.metrics, num_targets)
         case ops.OptimStepResult() as result:
             return {"type": "optim_step", "metrics": result.metrics}
     why = done.error.message if done.error else f"the operation was {done.outcome}"

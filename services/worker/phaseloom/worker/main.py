@@ -20,6 +20,7 @@ from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.agent.checkpoints import remove_expired, serve_checkpoints
 from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import serve_nodes
+from phaseloom.worker.agent.processes import Processes
 from phaseloom.worker.agent.shell import Agent
 from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
 from phaseloom.worker.agent.wpg import remove_old_stores
@@ -59,7 +60,7 @@ async def serve(stop: asyncio.Event) -> None:
                 revision=lease.revision,
                 bus=bus,
                 state=state,
-                interpreters=interpreters,
+                processes=Processes(interpreters, tasks),
                 agent_socket=agent_socket,
                 tasks=tasks,
             )

@@ -38,7 +38,7 @@ from phaseloom.common.contract.specs import (
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
-from phaseloom.worker.rank.process import _identity
+from phaseloom.worker.rank.life import _identity
 from phaseloom.worker.state.devicememory import scratch_tensor
 from phaseloom.worker.state.heap import Heap
 from tests.support.pretrained import loaded, pinned, save_model

@@ -51,6 +51,14 @@ CASES = {
         Loss.CROSS_ENTROPY,
         "args.batch[1].advantages",
     ),
+    "no targets": (_bad(num_targets=0), Loss.CROSS_ENTROPY, "args.batch[1].num_targets"),
+    "missing targets": (_bad(num_targets=2), Loss.CROSS_ENTROPY, "args.batch[1].targets"),
+    "several targets": (_bad(num_targets=2), Loss.PPO, "args.batch[1].num_targets"),
+    "one weight for two targets": (
+        _bad(num_targets=2, targets=[2, 3, 4] * 2),
+        Loss.CROSS_ENTROPY,
+        "args.batch[1].weights",
+    ),
     "odd float bytes": (_bad(logprobs=b"123"), Loss.PPO, "args.batch[1].logprobs"),
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,6 +28,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.state_layout import Role
 from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.batch import without_loss
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.state.heap import Heap
 from tests.support.saved import load, save
@@ -115,6 +117,71 @@ def test_training_equals_plain_pytorch(policy: tuple[Backend, Heap], loss: Loss)
     trained = tensors(backend, heap, Role.WEIGHT)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-5)
+
+
+def distillation() -> list[Datum]:
+    """Samples with one, two and three weighted targets a position; one has positions and targets
+    that do not count."""
+    random = np.random.default_rng(5)
+    data = []
+    for num_targets, num_tokens in ((3, 7), (1, 4), (2, 9)):
+        tokens = random.integers(0, VOCAB, num_tokens).tolist()
+        targets = random.integers(0, VOCAB, num_tokens * num_targets).tolist()
+        weights = random.random(num_tokens * num_targets).astype(np.float32)
+        weights[: 2 * num_targets] = 0.0
+        weights[-1] = 0.0
+        data.append(Datum(tokens, targets, weights.tolist(), num_targets=num_targets))
+    return data
+
+
+def plain_several(model: PreTrainedModel, datum: Datum) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([int32s(datum.tokens)])).logits[0]
+    targets = torch.tensor(int32s(datum.targets)).view(-1, datum.num_targets)
+    return torch.log_softmax(logits, -1).gather(-1, targets)
+
+
+def test_several_targets_a_position_are_trained_and_scored_as_plain_pytorch_does(
+    policy: tuple[Backend, Heap],
+) -> None:
+    backend, heap = policy
+    model = build_model(spec().model)
+    data = distillation()
+    answer = backend.forward_backward(ForwardBackward(data, Loss.CROSS_ENTROPY, logprobs=True))
+    total = torch.zeros(())
+    num_used = 0
+    for datum in data:
+        weights = torch.tensor(float32s(datum.weights or [])).view(-1, datum.num_targets)
+        total = total - (weights * plain_several(model, datum)).sum()
+        num_used += int((weights != 0).any(-1).sum())
+    torch.autograd.backward(total)
+    assert answer.metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-4)
+    assert answer.metrics["num_tokens:sum"] == num_used
+    gradients = tensors(backend, heap, Role.GRADIENT)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(
+            gradients[f"{name}.grad"], parameter.grad, rtol=1e-3, atol=1e-5, msg=name
+        )
+    scored = backend.forward(Forward([without_loss(datum) for datum in data]))
+    for datum, lp, again in zip(data, scored.logprobs, answer.logprobs, strict=True):
+        assert lp == again
+        expected = plain_several(model, datum).flatten().detach()
+        torch.testing.assert_close(torch.tensor(float32s(lp)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_targets_have_the_gradients_of_one_with_all_their_weight(
+    policy: tuple[Backend, Heap],
+) -> None:
+    backend, heap = policy
+    one = Datum([1, 2, 3], [4, 5, 6], [1.0, 0.5, 0.25])
+    split = Datum([1, 2, 3], [4, 4, 5, 5, 6, 6], [0.75, 0.25, 0.25, 0.25, 0.25, 0.0], num_targets=2)
+    found = []
+    for datum in (one, split):
+        backend.forward_backward(ForwardBackward([datum], Loss.CROSS_ENTROPY))
+        found.append(tensors(backend, heap, Role.GRADIENT))
+        backend.zero_gradients()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_add_up_in_the_heap_until_the_step_zeroes_them(

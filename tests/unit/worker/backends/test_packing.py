@@ -29,6 +29,7 @@ def _batch(samples: list[list[int]], first_used: list[int] | None = None) -> Bat
         np.arange(tokens_N.size, dtype=np.float32),
         coefficients_N,
         coefficients_N != 0,
+        np.ones(len(samples), dtype=np.int64),
     )
 
 

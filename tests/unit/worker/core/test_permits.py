@@ -54,3 +54,11 @@ def test_newest_cancels_are_remembered() -> None:
         cancelled.add(key)
     assert keys[0] not in cancelled
     assert all(key in cancelled for key in keys[1:])
+
+
+def test_everything_counts_as_cancelled_once_nobody_waits() -> None:
+    cancelled, key = Cancelled(), OperationKey("acme", "job", "d", "r")
+    cancelled.add(key, keeps_partial=True)
+    cancelled.add_all()
+    assert OperationKey("acme", "job", "d", "other") in cancelled
+    assert not cancelled.keeps_partial(key), "what it has is not wanted"

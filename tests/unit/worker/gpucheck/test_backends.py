@@ -41,3 +41,5 @@ def test_backend_whose_runtime_is_missing_is_skipped_by_its_name(
     driver: Driver = sys  # type: ignore[assignment]  # nothing of it is used
     with pytest.raises(Skipped, match="not installed in this Python: vllm"):
         backends.backend_over_switches(driver, "vllm")
+    with pytest.raises(Skipped, match="not installed in this Python: transformer_engine"):
+        backends.backend_over_switches(driver, "fsdp", needs="transformer_engine")

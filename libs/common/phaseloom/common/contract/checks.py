@@ -28,6 +28,7 @@ MAX_STOP_TOKENS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
 MAX_TOP_LOGPROBS = 20
+MAX_TARGETS = 128
 MAX_REPETITION_PENALTY = 100.0
 MAX_TTL_S = 30 * 86400.0
 
@@ -73,6 +74,7 @@ def check_forward(key: OperationKey, args: ops.Forward) -> None:
 
 
 def check_forward_backward(key: OperationKey, args: ops.ForwardBackward) -> None:
+    check_num_targets(args)
     check_batch(args.batch, _LOSS_ARRAYS[args.loss])
     _check_unused(args)
     _check_clip(args)
@@ -215,6 +217,19 @@ def check_batch(batch: list[ops.Datum], needed: tuple[str, ...] = ()) -> None:
         _check_datum(datum, needed, f"args.batch[{i}]")
 
 
+def check_num_targets(args: ops.ForwardBackward) -> None:
+    """Raises: CallerError: several targets a position, and a loss that takes one."""
+    if args.loss is ops.Loss.CROSS_ENTROPY:
+        return
+    for i, datum in enumerate(args.batch):
+        if datum.num_targets != 1:
+            raise CallerError(
+                f"the loss {args.loss} takes one target a position",
+                field=f"args.batch[{i}].num_targets",
+                remedy="use cross_entropy, or one target",
+            )
+
+
 def _check_unused(args: ops.ForwardBackward) -> None:
     """Refuse a factor that the loss does not use: it was meant to do something."""
     unused, used = ("weights", "advantages")
@@ -232,13 +247,16 @@ def _check_unused(args: ops.ForwardBackward) -> None:
 def _check_datum(datum: ops.Datum, needed: tuple[str, ...], field: str) -> None:
     _check_ints(datum.tokens, f"{field}.tokens")
     num_tokens = length(datum.tokens)
+    check_range(datum.num_targets, 1, MAX_TARGETS, f"{field}.num_targets", "targets a position")
+    num_targets = num_tokens * datum.num_targets
     _check_ints(datum.targets, f"{field}.targets")
-    _check_length(datum.targets, num_tokens, f"{field}.targets")
+    _check_length(datum.targets, num_targets, f"{field}.targets")
     for name in ("weights", "logprobs", "advantages"):
         values: Float32s | None = getattr(datum, name)
         if values is not None:
             _check_floats(values, f"{field}.{name}")
-            _check_length(values, num_tokens, f"{field}.{name}")
+            expected = num_targets if name == "weights" else num_tokens
+            _check_length(values, expected, f"{field}.{name}")
         elif name in needed:
             raise CallerError(
                 f"the loss needs {name}",
@@ -277,12 +295,12 @@ def _check_whole(values: Int32s | Float32s, field: str, kind: str) -> None:
         )
 
 
-def _check_length(values: Int32s | Float32s, num_tokens: int, field: str) -> None:
-    if length(values) != num_tokens:
+def _check_length(values: Int32s | Float32s, expected: int, field: str) -> None:
+    if length(values) != expected:
         raise CallerError(
-            f"{length(values)} values for {num_tokens} tokens",
+            f"{length(values)} values where {expected} are due",
             field=field,
-            remedy="every array of a datum has the length of tokens",
+            remedy="give one for each token; of targets and weights num_targets for each",
         )
 
 

@@ -188,7 +188,8 @@ def batch_tokens(args: ops.Forward | ops.ForwardBackward) -> list[int]:
 
 
 def scored_bytes(args: ops.Forward | ops.ForwardBackward, content_type: str) -> int:
-    return sum(num * FLOAT_BYTES[content_type] + _ARRAY_BYTES for num in batch_tokens(args))
+    counts = (length(datum.tokens) * datum.num_targets for datum in args.batch)
+    return sum(num * FLOAT_BYTES[content_type] + _ARRAY_BYTES for num in counts)
 
 
 # --- `generate` ----------------------------------------------------------------------------------

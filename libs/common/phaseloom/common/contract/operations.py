@@ -75,13 +75,18 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One training sample; every array has the length of `tokens`."""
+    """One training sample; every array has the length T of `tokens`, or T · `num_targets`."""
 
     tokens: Int32s
     targets: Int32s
+    """What each position predicts: (T · num_targets,), position after position."""
     weights: Float32s | None = None
+    """One for each target."""
     logprobs: Float32s | None = None
     advantages: Float32s | None = None
+    num_targets: int = 1
+    """Targets of each position. Several, as the likeliest tokens of a teacher whose probabilities
+    are the weights, are for `forward` and `cross_entropy` only."""
 
 
 class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -305,14 +310,14 @@ class GenerateResult(Message, frozen=True):
 
 class ForwardResult(Message, frozen=True):
     logprobs: list[Float32s]
-    """One (T,) array a datum."""
+    """One (T · num_targets,) array a datum."""
 
 
 class ForwardBackwardResult(Message, frozen=True):
     metrics: dict[str, float]
     """`loss:sum`, `num_tokens:sum` (positions with a nonzero weight or advantage), …"""
     logprobs: list[Float32s] = []
-    """One (T,) array a datum, where asked for."""
+    """One (T · num_targets,) array a datum, where asked for."""
 
 
 class OptimStepResult(Message, frozen=True):

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
+from contextvars import ContextVar
 from enum import StrEnum
 from typing import Any, NoReturn, TypeVar
 
@@ -35,6 +36,9 @@ log = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 10.0
 _CANCEL_AGAIN_S = 0.2
 DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
+
+_speaker: ContextVar[str] = ContextVar("speaker")
+"""Who logs, where it is not the process."""
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
 T = TypeVar("T")
@@ -120,6 +124,11 @@ def start_logging(service: str) -> None:
     log_to_stderr(service, process.log_level, process.log_format)
 
 
+def log_as(service: str) -> None:
+    """Log under this name from now on, in this task and those that it starts, or in this thread."""
+    _speaker.set(service)
+
+
 def log_to_stderr(service: str, level: str, form: LogFormat = LogFormat.AUTO) -> None:
     """Log structured lines to standard error, each with the trace that is current.
 
@@ -151,7 +160,7 @@ class JsonLines(logging.Formatter):
         entry: dict[str, object] = {
             "time": round(record.created, 6),
             "level": record.levelname,
-            "service": self._service,
+            "service": _speaker.get(self._service),
             "logger": record.name,
             "message": record.getMessage(),
             **_current_trace(),
@@ -165,9 +174,11 @@ class TextLines(logging.Formatter):
     """Formats a record for people: time, level, service, message, the trace; tracebacks below."""
 
     def __init__(self, service: str) -> None:
-        super().__init__(f"%(asctime)s %(levelname)-7s {service.replace('%', '%%')}: %(message)s")
+        super().__init__("%(asctime)s %(levelname)-7s %(service)s: %(message)s")
+        self._service = service
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        record.service = _speaker.get(self._service)
         trace_id = _current_trace().get("trace_id")
         return super().formatMessage(record) + (f"  trace {trace_id}" if trace_id else "")
 

@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from phaseloom.common.contract.arrays import Float32s, int32s, pack_float32s, pack_int32s
+from phaseloom.common.contract.arrays import (
+    Float32s,
+    Int32s,
+    int32s,
+    pack_float32s,
+    pack_int32s,
+)
+from phaseloom.common.contract.checks import MAX_TARGETS
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import (
     AdamParams,
@@ -35,6 +42,10 @@ _SETTINGS = {
 }
 _ARRAYS = {"weights", "logprobs", "advantages"}
 _OUTPUT = "ArrayRecord"
+_MASKED = -99_999.0
+"""The SDK's log-probability where there is none."""
+MAX_VALUES = 2**24
+"""The most values of a tensor, far above what a request can have otherwise."""
 
 
 def read_request(content: bytes) -> Any:
@@ -57,8 +68,9 @@ def trained(request: Any) -> Forward | ForwardBackward:
     Raises: CallerError: naming what the mesh does not carry.
     """
     batch = [_datum(request, index) for index in range(len(request.data))]
+    _check_same_shape(batch)
     if request.forward_only:
-        return Forward([Datum(datum.tokens, datum.targets) for datum in batch])
+        return Forward([Datum(d.tokens, d.targets, num_targets=d.num_targets) for d in batch])
     try:
         loss = Loss(request.loss_fn)
     except ValueError:
@@ -69,6 +81,17 @@ def trained(request: Any) -> Forward | ForwardBackward:
         ) from None
     settings = {_SETTINGS[name]: value for name, value in _config(request).items()}
     return ForwardBackward(batch, loss, logprobs=True, **settings)
+
+
+def _check_same_shape(batch: Sequence[Datum]) -> None:
+    """Raises: CallerError: the datums have so different targets that one array cannot answer."""
+    for index, datum in enumerate(batch):
+        if datum.num_targets != batch[0].num_targets:
+            raise CallerError(
+                f"{datum.num_targets} targets a position, and {batch[0].num_targets} in data[0]",
+                field=f"data[{index}].loss_fn_inputs.target_tokens",
+                remedy="give all datums of a call as many columns, with weights of 0",
+            )
 
 
 def _config(request: Any) -> Mapping[str, float]:
@@ -87,7 +110,7 @@ def _datum(request: Any, index: int) -> Datum:
     datum, field = request.data[index], f"data[{index}]"
     tokens = b"".join(_text(chunk, f"{field}.model_input") for chunk in datum.model_input)
     arrays = {
-        name: _dense(tensor, f"{field}.loss_fn_inputs.{name}")
+        name: _array(tensor, f"{field}.loss_fn_inputs.{name}")
         for name, tensor in datum.loss_fn_inputs.items()
     }
     targets = arrays.pop("target_tokens", None)
@@ -100,15 +123,24 @@ def _datum(request: Any, index: int) -> Datum:
     if request.forward_only:
         arrays = {}
     elif request.loss_fn == Loss.CROSS_ENTROPY:
-        arrays.setdefault("weights", np.ones(len(targets)))
+        arrays.setdefault("weights", np.ones(targets.shape))
     if unknown := sorted(arrays.keys() - _ARRAYS):
         raise CallerError(
             f"the losses do not use {unknown[0]!r}",
             field=f"{field}.loss_fn_inputs",
             remedy=f"leave it out; losses use {', '.join(sorted(_ARRAYS))}",
         )
-    floats = {name: array.astype("<f4").tobytes() for name, array in arrays.items()}
-    return Datum(tokens, targets.astype("<i4").tobytes(), **floats)
+    for name, array in arrays.items():
+        if array.shape != targets.shape and (array.ndim > 1 or targets.ndim > 1):
+            raise CallerError(
+                f"it has the shape {list(array.shape)} and not that of target_tokens, "
+                f"{list(targets.shape)}",
+                field=f"{field}.loss_fn_inputs.{name}",
+                remedy="give one number for each target",
+            )
+    num_targets = targets.shape[1] if targets.ndim > 1 else 1
+    floats: dict[str, Any] = {n: array.astype("<f4").tobytes() for n, array in arrays.items()}
+    return Datum(tokens, targets.astype("<i4").tobytes(), **floats, num_targets=num_targets)
 
 
 def _text(chunk: Any, field: str) -> bytes:
@@ -118,22 +150,26 @@ def _text(chunk: Any, field: str) -> bytes:
     return content
 
 
-def _dense(tensor: Any, field: str) -> npt.NDArray[Any]:
-    if tensor.WhichOneof("kind") != "dense" or tensor.dtype not in wire.DTYPES:
+def _array(tensor: Any, field: str) -> npt.NDArray[Any]:
+    """A tensor's values: (T,), or (T, K) for K targets a position."""
+    if tensor.dtype not in wire.DTYPES:
         raise CallerError(
-            "only dense float32, int32 and int64 tensors can be given",
-            field=field,
-            remedy="convert it",
+            "only float32, int32 and int64 tensors can be given", field=field, remedy="convert it"
         )
-    if len(tensor.shape) > 1:
+    shape = [*tensor.shape]
+    if len(shape) > 2 or (len(shape) == 2 and not 0 < shape[1] <= MAX_TARGETS):
         raise CallerError(
-            f"a tensor of shape {list(tensor.shape)} cannot be given",
+            f"a tensor of shape {shape} cannot be given",
             field=field,
-            remedy="give one number for each token",
+            remedy=f"give a number for each token, or for each of 1 to {MAX_TARGETS} targets of it",
         )
+    dtype = wire.DTYPES[tensor.dtype]
     try:
-        return np.frombuffer(tensor.dense, wire.DTYPES[tensor.dtype])
-    except ValueError as error:
+        if tensor.WhichOneof("kind") == "sparse_csr":
+            return _densified(tensor.sparse_csr, shape, dtype)
+        values = np.frombuffer(tensor.dense, dtype)
+        return values.reshape(shape) if len(shape) == 2 else values
+    except (ValueError, IndexError) as error:
         raise CallerError(
             f"the tensor's bytes are no array: {error}",
             field=field,
@@ -141,8 +177,27 @@ def _dense(tensor: Any, field: str) -> npt.NDArray[Any]:
         ) from error
 
 
+def _densified(sparse: Any, shape: Sequence[int], dtype: str) -> npt.NDArray[Any]:
+    """The values of compressed sparse rows. Raises: ValueError, IndexError: they are none."""
+    rows, columns = shape
+    values = np.frombuffer(sparse.values, dtype)
+    ends = np.frombuffer(sparse.crow_indices, "<i8")
+    at = np.frombuffer(sparse.col_indices, "<i8")
+    counts = np.diff(ends)
+    is_sound = ends.size == rows + 1 and not ends[0] and ends[-1] == values.size == at.size
+    if not is_sound or (counts < 0).any() or ((at < 0) | (at >= columns)).any():
+        raise ValueError("the indices of its rows and columns contradict one another")
+    if rows * columns > MAX_VALUES:
+        raise ValueError(f"{rows} rows of {columns} are too many")
+    dense = np.zeros((rows, columns), dtype)
+    dense[np.repeat(np.arange(rows), counts), at] = values
+    return dense
+
+
 def trained_output(
-    result: ForwardResult | ForwardBackwardResult, metrics: Mapping[str, float]
+    result: ForwardResult | ForwardBackwardResult,
+    metrics: Mapping[str, float],
+    num_targets: int = 1,
 ) -> bytes:
     """A `ForwardBackwardOutput` with each datum's log-probabilities."""
     output = wire.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT)
@@ -152,6 +207,8 @@ def trained_output(
     field.data = b"".join(arrays)
     field.offsets = np.cumsum([0, *map(len, arrays)], dtype="<i8").tobytes()
     field.dtype = wire.FLOAT32
+    if num_targets > 1:
+        field.trailing_shape.append(num_targets)
     for name, value in metrics.items():
         output.metrics[name] = value
     return bytes(output.SerializeToString())
@@ -166,8 +223,8 @@ def forward_loss(request: Any, result: ForwardResult) -> dict[str, float]:
     for index, logprobs in enumerate(result.logprobs):
         given = request.data[index].loss_fn_inputs
         values = np.frombuffer(_packed(logprobs), "<f4")
-        weights = _dense(given["weights"], "weights") if "weights" in given else np.ones(1)
-        total -= float((values * weights).sum())
+        weights = _array(given["weights"], "weights") if "weights" in given else np.ones(1)
+        total -= float((values * weights.ravel()).sum())
     return {"loss:sum": total}
 
 
@@ -175,20 +232,50 @@ def _packed(values: Float32s) -> bytes:
     return pack_float32s(values) if isinstance(values, list) else bytes(values)
 
 
-def sampled_output(result: GenerateResult) -> bytes:
-    """A `SampleResponse`; the log-probabilities are the model's own, at temperature 1."""
+def sampled_output(
+    result: GenerateResult, num_top: int = 0, num_prompt_top: int = 0, last_n: int = MAX_VALUES
+) -> bytes:
+    """A `SampleResponse`; the log-probabilities are the model's own, at temperature 1.
+
+    Args: num_top, num_prompt_top: how many likeliest tokens are told of each token that was drawn,
+              and of each of the prompt. last_n: of the prompt's last ones only.
+    """
     output = wire.SampleResponse()
     for sequence in result.sequences[0]:
         output.sequences.add(
             stop_reason=wire.STOP if sequence.stop_reason == "stop" else wire.LENGTH,
             tokens=pack_int32s(int32s(sequence.tokens)),
             logprobs=_packed(sequence.logprobs),
+            topk_sampled_logprobs=_topk(sequence.top_tokens, sequence.top_logprobs, num_top),
         )
     if result.prompt_logprobs:
         values = np.frombuffer(_packed(result.prompt_logprobs[0]), "<f4").copy()
-        values[0] = np.nan  # nothing precedes the first token
+        values[: max(1, values.size - last_n)] = np.nan  # nothing precedes the first token
         output.prompt_logprobs = values.tobytes()
+    if num_prompt_top and result.prompt_top_tokens:
+        tokens, logprobs = result.prompt_top_tokens[0], result.prompt_top_logprobs[0]
+        topk = _topk(tokens, logprobs, num_prompt_top)
+        assert topk is not None
+        lp_TK = np.frombuffer(topk.logprobs, "<f4").reshape(-1, num_prompt_top).copy()
+        ids_TK = np.frombuffer(topk.token_ids, "<i4").reshape(-1, num_prompt_top).copy()
+        masked = slice(max(1, len(lp_TK) - last_n))
+        lp_TK[masked], ids_TK[masked] = _MASKED, 0
+        topk.logprobs, topk.token_ids = lp_TK.tobytes(), ids_TK.tobytes()
+        output.topk_prompt_logprobs.CopyFrom(topk)
     return bytes(output.SerializeToString())
+
+
+def _topk(tokens: Int32s, logprobs: Float32s, num_top: int) -> Any:
+    """A `TopkLogprobs`; None where it was not asked for."""
+    if not num_top:
+        return None
+    ids = pack_int32s(int32s(tokens))
+    return wire.TopkLogprobs(
+        token_ids=ids,
+        logprobs=_packed(logprobs),
+        k=num_top,
+        length=len(ids) // (4 * num_top),
+    )
 
 
 def adam(params: Mapping[str, float]) -> AdamParams:

@@ -60,14 +60,22 @@ _FIELDS: dict[str, list[tuple[int, str, str, str]]] = {
         (2, "loss_fn_outputs", "ArrayRecord", "repeated"),
         (3, "metrics", "double", "map"),
     ],
+    "TopkLogprobs": [
+        (1, "token_ids", "bytes", ""),
+        (2, "logprobs", "bytes", ""),
+        (3, "k", "int32", ""),
+        (4, "length", "int32", ""),
+    ],
     "SampledSequence": [
         (1, "stop_reason", "int32", ""),
         (2, "tokens", "bytes", ""),
         (3, "logprobs", "bytes", ""),
+        (4, "topk_sampled_logprobs", "TopkLogprobs", ""),
     ],
     "SampleResponse": [
         (1, "sequences", "SampledSequence", "repeated"),
         (2, "prompt_logprobs", "bytes", ""),
+        (3, "topk_prompt_logprobs", "TopkLogprobs", ""),
     ],
 }
 """Message → (number, name, type, label) of each field; a map's keys are strings."""
@@ -118,6 +126,7 @@ def _class(name: str) -> Any:
 ForwardBackwardRequest = _class("ForwardBackwardRequest")
 ForwardBackwardOutput = _class("ForwardBackwardOutput")
 SampleResponse = _class("SampleResponse")
+TopkLogprobs = _class("TopkLogprobs")
 
 DTYPES = {0: "<f4", 1: "<f4", 2: "<i8", 3: "<i4"}
 """The tensor dtypes that are read, by their number; bfloat16 (4) is not."""

@@ -107,11 +107,11 @@ def _link(directory: Path, draft: Path, pinned: Path, name: str) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     make_directory(draft / name)
     try:
-        for entry in os.scandir(directory):
-            if entry.name != EXPIRY_FILE and not entry.is_dir():
-                if entry.is_symlink():
-                    raise OSError(f"{entry.path} is a link")
-                os.link(entry.path, draft / name / entry.name)
+        for path in directory.iterdir():
+            if path.name != EXPIRY_FILE and not path.is_dir():
+                if path.is_symlink():
+                    raise OSError(f"{path} is a link")
+                os.link(path, draft / name / path.name)
         sync_directory(draft / name)
         sync_directory(draft)
         draft.rename(pinned)

@@ -72,9 +72,9 @@ from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Handler, Peer, close_fds
 from phaseloom.common.transport.retry import until_done
-from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.modelfiles import ModelFiles
 from phaseloom.worker.agent.nodes import IncarnationEnded, with_payloads
+from phaseloom.worker.agent.processes import Processes
 from phaseloom.worker.agent.rwlock import FairReadWriteLock
 from phaseloom.worker.agent.sealrecords import SealRecords
 from phaseloom.worker.agent.stateclient import AgentStateClient
@@ -83,6 +83,7 @@ from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.core.permits import TakenCommands, Verdict, judge_permit
 from phaseloom.worker.rank.wire import (
     DevicesFreed,
+    HostUp,
     MeetRanks,
     RankFailed,
     RankMessage,
@@ -112,7 +113,7 @@ class Agent:
         revision: int,
         bus: Bus,
         state: AgentStateClient,
-        interpreters: Interpreters,
+        processes: Processes,
         agent_socket: str,
         tasks: asyncio.TaskGroup,
     ) -> None:
@@ -121,7 +122,7 @@ class Agent:
         self._bus = bus
         self._records = SealRecords(bus)
         self._state = state
-        self._interpreters = interpreters
+        self._processes = processes
         self._agent_socket = agent_socket
         self._tasks = tasks
         self._models = ModelFiles(settings.node)
@@ -155,6 +156,8 @@ class Agent:
 
         async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
             close_fds(fds)
+            if isinstance(body, HostUp) and self._processes.connected(body.token, peer):
+                return Done(), []
             token = body.token if isinstance(body, MeetRanks | RankUp | RankFailed) else ""
             wpg = self._by_token.get(token)
             if wpg is not None and isinstance(body, MeetRanks):
@@ -315,7 +318,7 @@ class Agent:
                 return
             self._wpgs[key] = wpg
             self._by_token |= dict.fromkeys(wpg.tokens, wpg)
-            await wpg.start(self._interpreters)
+            await wpg.start(self._processes)
             self._tasks.create_task(self._watch(wpg))
             try:
                 await wpg.up(self._settings.start_timeout_s)

@@ -1,9 +1,10 @@
-"""A WPG's rank processes on this node, in one incarnation.
+"""A WPG's ranks on this node, in one incarnation.
 
-A rank is forked from a server process that has its backend's runtime imported already. It proves
-who it is by the token of its spawn, and it exits when its connection to the agent ends, so a killed
-agent leaves no rank behind. A WPG lives and dies whole: where one rank dies or cannot start, the
-agent kills the others on this node, and the scheduler has those on other nodes killed.
+A rank is in a process that was forked from a server with its backend's runtime imported already
+(`processes`). It proves who it is by the token of its spawn, and it ends when its connection to the
+agent does, so a killed agent leaves no rank behind. A WPG lives and dies whole: where one rank dies
+or cannot start, the agent kills the others on this node, and the scheduler has those on other nodes
+killed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from opentelemetry.trace import SpanContext
 
 from phaseloom.common.contract.agents import NodeReply, TakePart
@@ -34,9 +34,8 @@ from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Peer
-from phaseloom.worker.agent.forkserver import RankProcess
-from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import IncarnationEnded, OtherNodes, Parts, Work
+from phaseloom.worker.agent.processes import LivingRank, Processes
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import (
     CancelRun,
@@ -62,12 +61,12 @@ _DIED = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
 
 
 class _Rank:
-    """One rank process: known by its token before it has started, by its connection afterwards."""
+    """One rank: known by its token before it has started, by its connection afterwards."""
 
     def __init__(self, config: RankConfig) -> None:
         self.config = config
         self.peer: Peer[RankMessage] | None = None
-        self.process: RankProcess | None = None
+        self.process: LivingRank | None = None
         self.up: RankUp | None = None
 
     def kill(self) -> None:
@@ -166,20 +165,18 @@ class Wpg:
                 remedy="set the worker's rank_host to an address of this node",
             ) from error
 
-    async def start(self, interpreters: Interpreters) -> None:
+    async def start(self, processes: Processes) -> None:
         """Start the ranks; where one cannot be started, the incarnation ends."""
         for rank in self._ranks:
             if not self._is_killed:
-                config = msgspec.json.encode(rank.config).decode()
                 try:
-                    rank.process = await interpreters.fork(rank.config.spec.backend, config)
+                    rank.process = await processes.start(rank.config)
                 except PhaseloomError as error:
                     self.kill(error.info)
             if rank.process is None:
                 self._leave()
                 continue
-            loop = asyncio.get_running_loop()
-            loop.add_reader(rank.process.sentinel, self._on_death, rank.process)
+            rank.process.ended.add_done_callback(lambda _: self._on_death())
             if self._is_killed:
                 rank.kill()
 
@@ -189,9 +186,7 @@ class Wpg:
         for _ in self._ranks:
             self._leave()
 
-    def _on_death(self, process: RankProcess) -> None:
-        asyncio.get_running_loop().remove_reader(process.sentinel)
-        process.close()
+    def _on_death(self) -> None:
         self.kill()
         self._leave()
 
@@ -206,7 +201,7 @@ class Wpg:
             self._dead.set_result(None)
 
     async def ended(self) -> None:
-        """Return once every process is dead and reaped."""
+        """Return once every rank is dead."""
         await asyncio.shield(self._dead)
 
     async def stop(self, timeout_s: float) -> None:
@@ -305,9 +300,14 @@ class Wpg:
 
     async def run(self, permits: RunPermits) -> None:
         """Return once every outcome is stored. Raises: PhaseloomError: the WPG cannot go on."""
-        leader = self._ranks[0].peer
+        leader, process = self._ranks[0].peer, self._ranks[0].process
         assert leader is not None
-        await leader.call(permits)
+        assert process is not None
+        try:
+            await leader.call(permits)
+        except ResourceError:
+            process.was_at_work |= leader.closed.done()
+            raise
 
     async def until_devices_freed(self, permits: RunPermits, running: asyncio.Task[None]) -> None:
         """Return once no permit needs devices or state: each has ended, or is being saved.

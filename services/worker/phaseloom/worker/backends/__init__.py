@@ -31,6 +31,10 @@ RUNTIMES: Final[dict[str, tuple[str, ...]]] = {
 """name → the top-level modules that its runtime consists of; a backend that is not here needs
 none."""
 
+SHARING: Final = frozenset({"fsdp", "sampler"})
+"""Backends several of which may be in one process, each alone on its device thread, if each has one
+rank: they change nothing that a process has once, but while they are built."""
+
 
 def missing_modules(name: str) -> list[str]:
     """The modules of a backend's runtime that this interpreter lacks. Imports nothing."""

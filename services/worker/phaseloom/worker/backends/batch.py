@@ -3,13 +3,13 @@
 Samples lie end to end in one array a field, and checks run over all of them at once: an operation
 may have thousands of short samples, where a few numpy calls for each would cost more than training.
 
-Shapes: S samples, N positions of all samples together.
+Shapes: S samples, N positions of all samples together, K targets of a position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phaseloom.common.contract.arrays import Float32s, Int32s, length
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.checks import check_num_targets
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import Datum, Forward, ForwardBackward, Loss
 
 Ints = npt.NDArray[np.int64]
@@ -30,7 +31,9 @@ FieldOf = Callable[[int], str]
 class Batch:
     """Sample i has the positions `starts[i]` to `starts[i + 1]`.
 
-    `coefficient`: weights or advantages. It and `q` are zeroes where there is no loss.
+    `coefficient`: weights or advantages. It and `q` are zeroes where there is no loss. Where a
+    sample has several targets a position, targets and coefficient are (N, K), with K of the sample
+    that has most; targets that another one lacks are 0, with a coefficient of 0.
     """
 
     starts: Ints
@@ -40,6 +43,8 @@ class Batch:
     coefficient_N: Floats
     is_used_N: npt.NDArray[np.bool_]
     """Which positions count in the loss."""
+    num_targets_S: Ints
+    """The targets that each position of a sample has."""
 
     @property
     def lengths_S(self) -> Ints:
@@ -103,7 +108,23 @@ def asked_logprobs(args: ForwardBackward) -> Forward | None:
     """The `forward` whose answer a `forward_backward` has too. Returns: None: it was not asked."""
     if not args.logprobs:
         return None
-    return Forward([Datum(datum.tokens, datum.targets) for datum in args.batch])
+    return Forward([without_loss(datum) for datum in args.batch])
+
+
+def without_loss(datum: Datum) -> Datum:
+    return Datum(datum.tokens, datum.targets, num_targets=datum.num_targets)
+
+
+def check_one_target(data: Sequence[Datum]) -> None:
+    """For a backend that takes one target a position. Raises: CallerError: a datum has several."""
+    for i, datum in enumerate(data):
+        if datum.num_targets != 1:
+            raise CallerError(
+                f"{datum.num_targets} targets a position are more than this backend takes",
+                code=Code.FAILED_PRECONDITION,
+                field=_field("num_targets")(i),
+                remedy="use the backend 'fsdp', or one target",
+            )
 
 
 def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
@@ -114,20 +135,24 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
             field="args.clip_low",
             remedy="use bounds around 1, e.g. 0.8 and 1.2",
         )
+    check_num_targets(args)
     batch = _tokens_and_targets(args.batch, vocab_size)
     _check_unused(args)
     if args.loss is Loss.CROSS_ENTROPY:
         weights = [datum.weights for datum in args.batch]
-        coefficient_N, q_N = _required("weights", weights, batch, args.loss), batch.q_N
+        given_N = _required("weights", weights, batch, args.loss, batch.num_targets_S)
+        coefficient_N, q_N = _by_position(given_N, batch.lengths_S, batch.num_targets_S), batch.q_N
     else:
         q_N = _required("logprobs", [d.logprobs for d in args.batch], batch, args.loss)
         advantages = [datum.advantages for datum in args.batch]
         coefficient_N = _required("advantages", advantages, batch, args.loss)
     is_used_N = coefficient_N != 0
+    if is_used_N.ndim > 1:
+        is_used_N = is_used_N.any(axis=1)
     if args.loss is Loss.DRO:
         # Without an advantage it still keeps near the sampler; a prompt has neither.
         is_used_N |= q_N != 0
-    return Batch(batch.starts, batch.tokens_N, batch.targets_N, q_N, coefficient_N, is_used_N)
+    return replace(batch, q_N=q_N, coefficient_N=coefficient_N, is_used_N=is_used_N)
 
 
 def _check_unused(args: ForwardBackward) -> None:
@@ -176,9 +201,9 @@ def _check_lengths(lengths_S: Ints, expected_S: Ints, field: FieldOf) -> None:
     if differing_S.size:
         i = int(differing_S[0])
         raise CallerError(
-            f"it has length {lengths_S[i]} and not that of tokens, {expected_S[i]}",
+            f"it has length {lengths_S[i]} and not the {expected_S[i]} that are due",
             field=field(i),
-            remedy="give one value a token",
+            remedy="give one value a token; of targets and weights num_targets for each",
         )
 
 
@@ -192,15 +217,45 @@ def _tokens_and_targets(data: Sequence[Datum], vocab_size: int) -> Batch:
         raise CallerError(
             "it has no tokens", field=_field("tokens")(first), remedy="give at least one"
         )
-    _check_lengths(np.array([length(a) for a in targets]), lengths_S, _field("targets"))
+    num_targets_S = np.array([datum.num_targets for datum in data], dtype=np.int64)
+    if (num_targets_S < 1).any():
+        raise CallerError(
+            f"{num_targets_S.min()} targets a position are none",
+            field=_field("num_targets")(int(num_targets_S.argmin())),
+            remedy="use 1 or more",
+        )
+    expected_S = lengths_S * num_targets_S
+    _check_lengths(np.array([length(a) for a in targets]), expected_S, _field("targets"))
     check_tokens(tokens_N, vocab_size, tokens, _field("tokens"))
     check_tokens(targets_N, vocab_size, targets, _field("targets"))
     zeroes_N = np.zeros(tokens_N.size, dtype=np.float32)
     starts = np.concatenate(([0], np.cumsum(lengths_S)))
-    return Batch(starts, tokens_N, targets_N, zeroes_N, zeroes_N, zeroes_N != 0)
+    targets_N = _by_position(targets_N, lengths_S, num_targets_S)
+    return Batch(starts, tokens_N, targets_N, zeroes_N, zeroes_N, zeroes_N != 0, num_targets_S)
 
 
-def _required(name: str, values: Sequence[Float32s | None], batch: Batch, loss: Loss) -> Floats:
+def _by_position(
+    values: npt.NDArray[Any], lengths_S: Ints, num_targets_S: Ints
+) -> npt.NDArray[Any]:
+    """The values of all targets, end to end, as one row for each position: (N, K), filled up with
+    zeroes. Where each position has one target they stay as they are, (N,)."""
+    if (num_targets_S == 1).all():
+        return values
+    num_N = np.repeat(num_targets_S, lengths_S)
+    rows = np.repeat(np.arange(num_N.size), num_N)
+    columns = np.arange(values.size) - np.repeat(np.cumsum(num_N) - num_N, num_N)
+    values_NK = np.zeros((num_N.size, num_targets_S.max()), dtype=values.dtype)
+    values_NK[rows, columns] = values
+    return values_NK
+
+
+def _required(
+    name: str,
+    values: Sequence[Float32s | None],
+    batch: Batch,
+    loss: Loss,
+    num_S: Ints | int = 1,
+) -> Floats:
     given = [array for array in values if array is not None]
     if len(given) < len(values):
         i = next(i for i, array in enumerate(values) if array is None)
@@ -208,5 +263,6 @@ def _required(name: str, values: Sequence[Float32s | None], batch: Batch, loss: 
             f"the loss {loss} needs {name}", field=_field(name)(i), remedy=f"send {name}"
         )
     joined_N = joined_floats(given, _field(name))
-    _check_lengths(np.array([length(a) for a in given]), batch.lengths_S, _field(name))
+    expected_S = batch.lengths_S * num_S
+    _check_lengths(np.array([length(a) for a in given]), expected_S, _field(name))
     return joined_N

@@ -6,7 +6,8 @@ continuations so costs a third of 16 rows, with the same result. Rows of similar
 padding is on the right, where no real position sees it. How a batch is packed depends on its tokens
 alone, so the same operation always computes the same way. Pure; no torch.
 
-Shapes: B rows, T columns, N positions that are asked for.
+Shapes: B rows, T columns, N positions that are asked for. Where positions have several targets,
+targets and coefficients are (N, K).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Scorer(nn.Module):
         self._dtype = dtype
 
     def forward(self, packed: Pass) -> torch.Tensor:
-        """(N,) log-probabilities of the targets."""
+        """(N,) log-probabilities of the targets; (N, K) where positions have several."""
         return _of_targets(self.logits(packed), packed)
 
     def logits(self, packed: Pass) -> torch.Tensor:
@@ -62,18 +62,26 @@ class Scorer(nn.Module):
 
 def _of_targets(logits_NV: torch.Tensor, packed: Pass) -> torch.Tensor:
     targets_N = torch.from_numpy(packed.targets_N).to(logits_NV.device)
+    if targets_N.ndim > 1:
+        return torch.log_softmax(logits_NV, dim=-1).gather(-1, targets_N)
     return -nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
 
 
 def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None) -> list[bytes]:
-    """(T,) little-endian float32 log-probabilities of each sample's targets.
+    """(T · K,) little-endian float32 log-probabilities of each sample's targets, K a position.
 
     Args: packed: the batch's passes, where more of them are to be run than it has itself.
     """
-    lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
+    lp_N = np.empty(batch.targets_N.shape, dtype="<f4")
     for each in passes(batch, only_used=False) if packed is None else packed:
-        lp_N[each.source_N] = scorer(each).cpu().numpy()
-    return [lp_N[start:stop].tobytes() for start, stop in pairwise(batch.starts.tolist())]
+        if each.index_N.size:  # an idle pass has none
+            lp_N[each.source_N] = scorer(each).cpu().numpy()
+        else:
+            scorer(each)
+    samples = [lp_N[start:stop] for start, stop in pairwise(batch.starts.tolist())]
+    if lp_N.ndim > 1:
+        samples = [lp_TK[:, :k] for lp_TK, k in zip(samples, batch.num_targets_S, strict=True)]
+    return [each.tobytes() for each in samples]
 
 
 @dataclass(frozen=True)

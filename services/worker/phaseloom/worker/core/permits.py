@@ -50,13 +50,19 @@ class Cancelled:
 
     def __init__(self) -> None:
         self._keeps_partial: OrderedDict[OperationKey, bool] = OrderedDict()
+        self._has_all = False
 
     def __contains__(self, key: OperationKey) -> bool:
-        return key in self._keeps_partial
+        return self._has_all or key in self._keeps_partial
 
     def keeps_partial(self, key: OperationKey) -> bool:
         """Whether the operation was cancelled, and what it has by then is wanted."""
         return self._keeps_partial.get(key, False)
+
+    def add_all(self) -> None:
+        """Count every operation as cancelled from now on: nobody waits for any."""
+        self._keeps_partial.clear()
+        self._has_all = True
 
     def add(self, key: OperationKey, *, keeps_partial: bool = False) -> None:
         """Note a cancel. One that wants nothing outweighs one that wants what there is."""

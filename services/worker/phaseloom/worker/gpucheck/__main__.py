@@ -82,6 +82,12 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
         planned[f"backend {name} over switches"] = partial(
             backends.backend_over_switches, name=name
         )
+    planned["backend megatron with Transformer Engine"] = partial(
+        backends.backend_over_switches,
+        name="megatron",
+        model=backends.EXPERTS,
+        needs="transformer_engine",
+    )
     return planned
 
 

@@ -3,13 +3,16 @@
 What ranks run is run here: a small bfloat16 model trains by `fsdp` and by `megatron`, and is
 sampled by `sampler` and by `vllm`, once undisturbed and once with an offload and a load after every
 call. A backend whose runtime is not installed in this Python is skipped, by the name of what is
-missing.
+missing. Our Megatron backend uses no layer of Transformer Engine, but where that is installed
+Megatron takes it for the routers of experts: `megatron` is proved with it, too, on a model that has
+some.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,33 +47,51 @@ MODEL: dict[str, Any] = {
 }
 """A model that a GPU makes in no time, of the widths that its kernels are made for."""
 
+EXPERTS: dict[str, Any] = {
+    **MODEL,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+"""The same with experts in the place of each MLP."""
+
 Disturb = Callable[[], None]
 
 
-def backend_over_switches(driver: Driver, name: str) -> Found:
-    """A backend's results are equal bit by bit with and without an offload after every call."""
-    _require_installed(name)
-    undisturbed, _ = _results(driver, name, is_disturbed=False)
-    disturbed, kept = _results(driver, name, is_disturbed=True)
+def backend_over_switches(
+    driver: Driver, name: str, *, model: dict[str, Any] = MODEL, needs: str = ""
+) -> Found:
+    """A backend's results are equal bit by bit with and without an offload after every call.
+
+    Args: needs: a module that must be installed beside the backend's own.
+    """
+    _require_installed(name, needs)
+    undisturbed, _ = _results(driver, name, model, is_disturbed=False)
+    disturbed, kept = _results(driver, name, model, is_disturbed=True)
     require(undisturbed == disturbed, "results differ after switches")
     return Found(
         f"{CALLS} calls, equal with and without switches", {"kept beside the heap, MiB": kept}
     )
 
 
-def _require_installed(name: str) -> None:
-    """Raises: Skipped: this Python lacks something that the backend needs."""
+def _require_installed(name: str, needs: str) -> None:
+    """Raises: Skipped: this Python lacks something that the backend needs, or this module."""
     try:
         from phaseloom.worker.backends import backend_factory, missing_modules
 
-        if missing := missing_modules(name):
+        also = [needs] if needs and find_spec(needs) is None else []
+        if missing := [*missing_modules(name), *also]:
             raise Skipped(f"not installed in this Python: {', '.join(missing)}")
         backend_factory(name)
     except ModuleNotFoundError as error:
         raise Skipped(f"not installed in this Python: {error.name}") from error
 
 
-def _results(driver: Driver, name: str, *, is_disturbed: bool) -> tuple[list[object], float]:
+def _results(
+    driver: Driver, name: str, model: dict[str, Any], *, is_disturbed: bool
+) -> tuple[list[object], float]:
     """The results of each call, and the MiB that the backend keeps on the device while its heap is
     off it."""
     from phaseloom.worker.backends import backend_factory
@@ -78,7 +99,7 @@ def _results(driver: Driver, name: str, *, is_disturbed: bool) -> tuple[list[obj
     factory = backend_factory(name)
     torch.cuda.set_device(driver.device)
     free = driver.free_bytes()
-    with with_heap(driver, factory.plan(spec(name)).heap_bytes) as (heap, extent):
+    with with_heap(driver, factory.plan(spec(name, model)).heap_bytes) as (heap, extent):
         kept = 0.0
 
         def disturb() -> None:
@@ -89,23 +110,25 @@ def _results(driver: Driver, name: str, *, is_disturbed: bool) -> tuple[list[obj
                 torch.cuda.empty_cache()
                 kept = (free - driver.free_bytes() - heap.resident_bytes()) / MiB
 
-        return results(name, heap, disturb), kept
+        return results(name, heap, disturb, model), kept
 
 
-def spec(name: str) -> Any:
-    """A deployment of the model; a trained one where the backend trains."""
+def spec(name: str, model: dict[str, Any] = MODEL) -> Any:
+    """A deployment of a model; a trained one where the backend trains."""
     from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 
     return DeploymentSpec(
-        "checked", "gpu", name, ModelSpec(MODEL, init_seed=7), trainable=name in TRAINED
+        "checked", "gpu", name, ModelSpec(model, init_seed=7), trainable=name in TRAINED
     )
 
 
-def results(name: str, memory: DeviceMemory, disturb: Disturb) -> list[object]:
+def results(
+    name: str, memory: DeviceMemory, disturb: Disturb, model: dict[str, Any] = MODEL
+) -> list[object]:
     """What the backend computes on this memory; `disturb` is called after every call of it."""
     from phaseloom.worker.backends import backend_factory
 
-    backend = backend_factory(name)(spec(name), memory)
+    backend = backend_factory(name)(spec(name, model), memory)
     try:
         call = _train if name in TRAINED else _generate
         found: list[object] = []

@@ -162,6 +162,10 @@ class DeviceQueue:
             if call.key == key and not call.has_begun and not call.ended.done():
                 call.ended.set_result(None)
 
+    def give_up(self) -> None:
+        """Have a `generate` that runs stop between two tokens: nobody waits for it any more."""
+        self._cancelled.add_all()
+
     def is_cancelled(self, key: OperationKey) -> bool:
         """Whether a cancel has come for the operation."""
         return key in self._cancelled

@@ -1,82 +1,60 @@
-"""One rank of a WPG: a process that runs one backend on one device.
+"""A process of ranks: one rank, or several of a tenant that train or sample adapters on one base.
 
-The event loop speaks with the agent, the state manager and, in the leader, the bus. The backend and
-the copies of its heap run in one thread beside it, so that the loop stays free during a long step.
-A rank that loses its agent exits at once, because nobody could fence it any more. So does a rank
-whose state manager is gone for good.
+A process of one rank exits with it. One of several is told by the agent which ranks to host; each
+has an agent's and a state manager's connection, a heap and a device thread of its own, so it starts
+and ends by itself. Both exit at once when they lose their agent, because nobody could fence their
+ranks any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import sys
-import time
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import uvloop
-from blake3 import blake3
 
-from phaseloom.common.contract.errors import InternalError, PhaseloomError, unforeseen
-from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
+from phaseloom.common.contract.errors import InternalError, PhaseloomError
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig, connect
 from phaseloom.common.transport.framing import Peer, close_fds
-from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend, RankGroup
-from phaseloom.worker.rank.devicequeue import DeviceQueue
-from phaseloom.worker.rank.executor import Executor
-from phaseloom.worker.rank.follower import Follower
-from phaseloom.worker.rank.group import Ranks
-from phaseloom.worker.rank.leader import Leader
+from phaseloom.worker.rank.life import Rank, Surroundings
 from phaseloom.worker.rank.wire import (
-    CancelRun,
-    MeetAt,
-    MeetRanks,
+    EndRank,
+    HostConfig,
+    HostRank,
+    HostUp,
     RankConfig,
-    RankFailed,
     RankMessage,
-    RankUp,
-    RollCall,
-    RunPermits,
-    RunShare,
-    StopShare,
-    TailReached,
-    TokensDrawn,
 )
-from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.devicememory import DeviceMemory
 
 log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long the backend's Python code may keep the interpreter from the event loop."""
 
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-Answer = Callable[[RankMessage], Awaitable[RankMessage]]
-
 
 def main(config_json: str) -> None:
     """Entry point of the process; returns only by exiting."""
-    settings = msgspec.json.decode(config_json, type=RankConfig)
-    lifecycle.start_logging(f"worker:{settings.deployment}")
-    log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
+    settings: RankConfig | HostConfig = msgspec.json.decode(
+        config_json, type=RankConfig | HostConfig
+    )
+    name = str(settings.deployment) if isinstance(settings, RankConfig) else settings.name
+    lifecycle.start_logging(f"worker:{name}")
     flush = telemetry.setup("worker", config.load(telemetry.TelemetryConfig, "telemetry"))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     async def run_and_exit() -> None:
+        surroundings = Surroundings(f"worker {name}")
         try:
-            await _run(settings)
+            if isinstance(settings, RankConfig):
+                await Rank(settings, surroundings).run()
+            else:
+                await Host(settings, surroundings).run()
         finally:
             flush()
             # Nothing may keep a rank whose agent is gone: not the device thread, which may be in a
@@ -86,190 +64,49 @@ def main(config_json: str) -> None:
     uvloop.run(run_and_exit())
 
 
-async def _run(settings: RankConfig) -> None:
-    agent = await Peer[RankMessage].connect(settings.agent_socket, RankMessage)
-    try:
-        await _serve(settings, agent)
-    except PhaseloomError as error:
-        await agent.call(RankFailed(settings.token, error.info))
-    except Exception as error:
-        log.exception("rank failed")
-        await agent.call(RankFailed(settings.token, unforeseen(error)))
+class Host:
+    """The ranks of a process that several share."""
 
+    def __init__(self, settings: HostConfig, surroundings: Surroundings) -> None:
+        self._settings = settings
+        self._surroundings = surroundings
+        self._running: dict[str, tuple[Rank, asyncio.Task[None]]] = {}
+        """Token → a rank and its `run`."""
 
-async def _serve(settings: RankConfig, agent: Peer[RankMessage]) -> None:
-    device_thread = ThreadPoolExecutor(1, thread_name_prefix="device")
-    ranks = Ranks(device_thread, agent, settings.num_ranks)
-    heap, executor = await _build(settings, ranks, await _group(settings, agent))
-    state = await RankStateClient.connect(
-        settings.state_socket,
-        settings.token,
-        applied=lambda: executor.applied,
-        on_loaded=executor.weights_changed,
-        executor=device_thread,
-    )
-    backend = executor.backend
-    executor.applied = await state.register_heap(
-        heap,
-        backend.slots,
-        backend.host_bytes,
-        frozen=not settings.spec.trainable,
-        model=_identity(settings.spec.model),
-    )
-    if backend.host_bytes:
-        await ranks.here(lambda: backend.use_host_memory(state.host_memory))
-    if executor.applied == 0:
-        await _fill(settings, heap, executor, state, ranks)
-    async with asyncio.TaskGroup() as tasks:
-        answer: Answer
-        running: list[asyncio.Task[None]] = []
-        if settings.rank == 0:
-            leader = await _leader(settings, ranks, executor, state)
-            running.append(tasks.create_task(leader.queue.serve()))
-            running.append(tasks.create_task(leader.tell_progress()))
-            running.append(tasks.create_task(leader.tell_drawn()))
-            running.append(tasks.create_task(leader.tell_gathered()))
-            answer = _leader_answers(leader)
-        else:
-            answer = _follower_answers(Follower(settings, state, executor, ranks))
+    async def run(self) -> None:
+        """Host ranks until the agent is gone."""
+        agent: Peer[RankMessage] = await Peer.connect(
+            self._settings.agent_socket, RankMessage, self._answer
+        )
+        await agent.call(HostUp(self._settings.token))
+        log.info("process of several ranks starts, pid %d", os.getpid())
+        await asyncio.wait([agent.closed])
 
-        async def handle(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
-            close_fds(fds)
-            return await answer(body), []
-
-        agent.handler = handle
-        started_s = time.time()
-        num_bytes = heap.num_bytes + heap.scratch_bytes
-        await agent.call(RankUp(settings.token, num_bytes, executor.applied))
-        log.info("up with %d bytes, applied %d", num_bytes, executor.applied)
-        await asyncio.wait([agent.closed, state.closed], return_when=asyncio.FIRST_COMPLETED)
-        log.info("agent or state manager gone after %.1f s: exiting", time.time() - started_s)
-        await lifecycle.end(running)
-
-
-def _identity(model: ModelSpec) -> str:
-    """Digest of what determines a model's initial weights, however they are trained afterwards."""
-    known: tuple[object, ...] = (model.config, model.init_seed)
-    if model.pinned is not None:
-        known = (model.config, [(file.name, file.blake3) for file in model.pinned.files])
-    if model.adapter is not None:
-        known = (*known, model.adapter)
-    return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
-
-
-async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
-    """This rank's place among its WPG's ranks, and where they meet.
-
-    Raises: PhaseloomError: the incarnation is over.
-    """
-    here = RankGroup(
-        settings.rank,
-        settings.num_ranks,
-        settings.store_path,
-        device_kind=settings.device_kind,
-        node_directory=str(Path(settings.agent_socket).parent),
-    )
-    if not settings.is_over_nodes:
-        return here
-    if settings.interface:
-        # gloo and NCCL can be told in no other way.
-        os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
-    told, fds = await agent.call(MeetRanks(settings.token))
-    assert isinstance(told, MeetAt), told
-    return replace(
-        here,
-        store_path="",
-        store_address=told.address,
-        store_fd=fds[0] if fds else -1,
-        store_prefix=f"{settings.deployment}/{settings.incarnation}",
-    )
-
-
-async def _build(
-    settings: RankConfig, ranks: Ranks, group: RankGroup
-) -> tuple[DeviceMemory, Executor]:
-    """The backend on its heap, filled from the spec's seeds unless it is a registered model."""
-    factory, spec = backend_factory(settings.spec.backend), settings.spec
-    memory = await ranks.here(lambda: factory.plan(spec, group))
-    kind, device = settings.device_kind, settings.device
-    heap = await ranks.here(
-        lambda: devicememory.allocate(kind, device, memory.heap_bytes, memory.scratch_bytes)
-    )
-    backend = await ranks.here(lambda: factory(spec, heap, group))
-    return heap, Executor(settings, backend)
-
-
-async def _fill(
-    settings: RankConfig,
-    heap: DeviceMemory,
-    executor: Executor,
-    state: RankStateClient,
-    ranks: Ranks,
-) -> None:
-    """Fill the state from the job's checkpoint, from the files of a registered model, or from the
-    seeds, as no seal was restored."""
-    executor.applied = settings.applied
-    if settings.checkpoint:
-        await state.commit_checkpoint(settings.checkpoint, settings.applied)
-        return
-    files, adapter = settings.spec.model.pinned, settings.spec.model.adapter
-    if files is not None and adapter is None:  # one begins as it was drawn, on its base
-        await ranks.here(lambda: _read_files(heap, executor.backend, files))
-    await state.commit_initial(settings.applied)
-
-
-def _read_files(heap: DeviceMemory, backend: Backend, files: ModelDirectory) -> None:
-    from phaseloom.worker.backends import pretrained  # needs torch
-
-    is_tied = bool(backend.config.get("tie_word_embeddings"))
-    names = [slot.name for slot in backend.version_slots]
-    pretrained.fill(heap, backend.slots, files, names=names, ties_embeddings=is_tied)
-    backend.weights_changed()
-
-
-async def _leader(
-    settings: RankConfig, ranks: Ranks, executor: Executor, state: RankStateClient
-) -> Leader:
-    bus_config = config.load(BusConfig, "bus")
-    name = f"worker {settings.deployment}"
-    user, password = bus_config.user, bus_config.password
-    bus = Bus(await connect(bus_config.url, name, user, password, timeout_s=SERVICE_CONNECT_S))
-    queue = DeviceQueue(executor, ranks, settings.spec.batching)
-    return Leader(settings, bus, state, executor, ranks, queue)
-
-
-def _leader_answers(leader: Leader) -> Answer:
-    async def answer(body: RankMessage) -> RankMessage:
+    async def _answer(self, body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+        close_fds(fds)
         match body:
-            case RunPermits():
-                await leader.run(body)
-            case CancelRun():
-                leader.cancel(body)
-            case TailReached():
-                leader.queue.tail_reached(body)
-            case TokensDrawn():
-                leader.queue.tokens_drawn(body.operation, body.drawn)
+            case HostRank():
+                await self._host(body.config)
+            case EndRank():
+                if body.token in self._running:
+                    rank, running = self._running[body.token]
+                    await rank.stop()
+                    await lifecycle.end([running])
             case _:
-                raise InternalError(f"a leader does not answer {type(body).__name__}")
-        return Done()
+                raise InternalError(f"a process of ranks does not answer {type(body).__name__}")
+        return Done(), []
 
-    return answer
-
-
-def _follower_answers(follower: Follower) -> Answer:
-    async def answer(body: RankMessage) -> RankMessage:
-        match body:
-            case RunShare():
-                with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
-                    return await follower.run(body)
-            case CancelRun():
-                follower.cancel(body)
-            case StopShare():
-                follower.stop(body)
-            case RollCall():
-                return Done()
-            case _:
-                raise InternalError(f"a rank does not answer {type(body).__name__}")
-        return Done()
-
-    return answer
+    async def _host(self, settings: RankConfig) -> None:
+        """Run a rank to its end."""
+        rank = Rank(settings, self._surroundings)
+        running = asyncio.create_task(rank.run())
+        self._running[settings.token] = rank, running
+        await asyncio.wait([running])
+        del self._running[settings.token]
+        if not running.cancelled() and (error := running.exception()) is not None:
+            is_known = isinstance(error, PhaseloomError)
+            log.warning("%s ends: %r", settings.deployment, error, exc_info=not is_known)
+        await rank.end()
+        del rank, running
+        # Its mappings go with the last reference.
+        gc.collect()

@@ -18,8 +18,8 @@ from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Done, Failed
 
 
-class RankConfig(msgspec.Struct, frozen=True):
-    """Parameters of a rank process, as JSON on its only argument."""
+class RankConfig(Message, frozen=True):
+    """Parameters of a rank, which has a process of its own or is hosted by one (`HostRank`)."""
 
     token: str
     """Secret of this spawn, bound to this rank of this deployment and incarnation."""
@@ -33,7 +33,7 @@ class RankConfig(msgspec.Struct, frozen=True):
     device_kind: DeviceKind = DeviceKind.EMULATED
     rank: int = 0
     num_ranks: int = 1
-    nodes: list[NodeId] = []
+    nodes: list[NodeId] = msgspec.field(default_factory=list)
     """Nodes of the WPG, by rank, with as many ranks on each; empty where all are on this node."""
     store_path: str = ""
     """File where the ranks of this incarnation find each other; empty where there is one rank, or
@@ -66,6 +66,38 @@ class RankConfig(msgspec.Struct, frozen=True):
 
     def node_of(self, rank: int) -> NodeId:
         return self.nodes[rank // self.ranks_per_node] if self.nodes else NodeId(self.node)
+
+
+class HostConfig(Message, frozen=True):
+    """Parameters of a process that hosts several ranks."""
+
+    token: str
+    """Secret of this process."""
+    name: str
+    """Its name in logs."""
+    agent_socket: str
+
+
+class HostUp(Message, frozen=True):
+    """A process of several ranks → agent, its first call. Answer: Done."""
+
+    token: str
+
+
+class HostRank(Message, frozen=True):
+    """agent → a process of several ranks: host a rank, which connects as any other does.
+
+    Answer: Done, once the rank has ended, for whatever reason, and nothing of it is left.
+    """
+
+    config: RankConfig
+
+
+class EndRank(Message, frozen=True):
+    """agent → a process of several ranks: have a rank end. Harmless where it has. Answer: Done,
+    when it has stopped to speak with anyone; that of `HostRank` tells its end."""
+
+    token: str
 
 
 class MeetRanks(Message, frozen=True):
@@ -220,7 +252,10 @@ class RollCall(Message, frozen=True):
 
 
 RankMessage = (
-    MeetRanks
+    HostUp
+    | HostRank
+    | EndRank
+    | MeetRanks
     | MeetAt
     | RankUp
     | RankFailed

@@ -16,7 +16,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.errors import CallerError, InternalError, ResourceError
 from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.contract.state_rank import (
@@ -85,6 +85,7 @@ class RankStateClient:
         self._token = token
         self._own_executor = None if executor else ThreadPoolExecutor(1, "state-copy")
         self._executor = executor or self._own_executor
+        self._is_leaving = False
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
         self._copies = HostCopies(applied, on_loaded)
         self._layouts = Layouts()
@@ -125,8 +126,13 @@ class RankStateClient:
     def closed(self) -> asyncio.Future[str]:
         return self._link.closed
 
-    async def close(self) -> None:
-        """Leave; a copy under way ends first."""
+    async def close(self, last: Callable[[], None] = lambda: None) -> None:
+        """Leave; copies under way end first, and orders that come now are refused.
+
+        Args: last: called in the executor, before the state manager learns that the rank is gone.
+        """
+        self._is_leaving = True
+        await self._run(last)
         await self._link.close()
         if self._own_executor is not None:
             self._own_executor.shutdown()
@@ -305,6 +311,9 @@ class RankStateClient:
     async def _handle(
         self, body: StateMessage, fds: list[int]
     ) -> tuple[StateMessage, Sequence[int]]:
+        if self._is_leaving:
+            close_fds(fds)
+            raise ResourceError("the rank ends")
         if self._copies.is_frozen and isinstance(body, CopyOut | CopyIn):
             return await self._run(lambda: self._copies.copy_frozen(body, fds)), ()
         if isinstance(body, StageState | LoadStaged):

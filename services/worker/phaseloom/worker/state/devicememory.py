@@ -129,6 +129,14 @@ def clear(memory: DeviceMemory, start: int) -> None:
         torch.cuda.current_stream().synchronize()
 
 
+def close(memory: DeviceMemory) -> None:
+    """Give the memory back for good: nothing may use it any more."""
+    if isinstance(memory, Heap):
+        memory.release()
+    else:
+        memory.close()
+
+
 def can_share(memory: DeviceMemory) -> bool:
     """Whether it can give other processes on its device a part of itself without the host."""
     return isinstance(memory, CudaHeap) and memory.can_share

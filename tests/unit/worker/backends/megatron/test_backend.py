@@ -407,11 +407,12 @@ def test_generate_is_refused() -> None:
             backend.check_forward_backward(lessons()[0])
 
 
-def test_what_a_gpu_is_checked_with_is_the_same_over_switches() -> None:
+@pytest.mark.parametrize("model", [backends.MODEL, backends.EXPERTS], ids=["dense", "experts"])
+def test_what_a_gpu_is_checked_with_is_the_same_over_switches(model: dict[str, Any]) -> None:
     """On an emulated device; see `make gpu-check`."""
 
     def run(*, is_switched: bool) -> list[object]:
-        heap = Heap(backend_factory("megatron").plan(backends.spec("megatron")).heap_bytes)
+        heap = Heap(backend_factory("megatron").plan(backends.spec("megatron", model)).heap_bytes)
 
         def switch() -> None:
             if is_switched:
@@ -419,7 +420,7 @@ def test_what_a_gpu_is_checked_with_is_the_same_over_switches() -> None:
                 heap.buffer[:] = b"\xff" * heap.num_bytes
                 heap.buffer[:] = kept
 
-        return backends.results("megatron", heap, switch)
+        return backends.results("megatron", heap, switch, model)
 
     undisturbed = run(is_switched=False)
     assert len(undisturbed) == backends.CALLS + 1

@@ -46,6 +46,7 @@ from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
     Batch,
     asked_logprobs,
+    check_one_target,
     check_some,
     forward_batch,
     loss_batch,
@@ -160,6 +161,7 @@ class MegatronBackend(Member):
 
     def check_forward(self, args: Forward) -> None:
         check_some(args.batch)
+        check_one_target(args.batch)
         forward_batch(args, self.vocab_size)
 
     @collective
@@ -181,6 +183,7 @@ class MegatronBackend(Member):
     def check_forward_backward(self, args: ForwardBackward) -> None:
         self._trained()
         check_some(args.batch)
+        check_one_target(args.batch)
         loss_batch(args, self.vocab_size)
 
     @collective

@@ -32,6 +32,7 @@ from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.adapters import adapter_config, own_parameters
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
+from phaseloom.worker.backends.batch import check_one_target
 from phaseloom.worker.backends.experts import is_fused
 from phaseloom.worker.backends.gathering import inside, weights_digest
 from phaseloom.worker.backends.inference import InferenceBackend, check_spec
@@ -142,6 +143,7 @@ class VllmBackend(InferenceBackend, Member):
 
     def check_forward(self, args: Forward) -> None:
         super().check_forward(args)
+        check_one_target(args.batch)
         for i, datum in enumerate(args.batch):
             tokens, targets = int32s(datum.tokens), int32s(datum.targets)
             if list(tokens[1:]) != list(targets[:-1]):

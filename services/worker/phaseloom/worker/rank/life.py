@@ -1,0 +1,311 @@
+"""One rank of a WPG: it runs one backend on one device, until its agent ends it.
+
+The event loop speaks with the agent, the state manager and, in the leader, the bus. The backend and
+the copies of its heap run in a thread of the rank's own beside it, so that the loop stays free
+during a long step. A rank ends when it loses its agent, because nobody could fence it any more, and
+when its state manager is gone for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from phaseloom.common.contract.errors import InternalError, PhaseloomError, unforeseen
+from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
+from phaseloom.common.contract.state_rank import Done
+from phaseloom.common.observability import telemetry
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig, connect
+from phaseloom.common.transport.framing import Peer, close_fds
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import Backend, RankGroup
+from phaseloom.worker.rank.devicequeue import DeviceQueue
+from phaseloom.worker.rank.executor import Executor
+from phaseloom.worker.rank.follower import Follower
+from phaseloom.worker.rank.group import Ranks
+from phaseloom.worker.rank.leader import Leader
+from phaseloom.worker.rank.wire import (
+    CancelRun,
+    MeetAt,
+    MeetRanks,
+    RankConfig,
+    RankFailed,
+    RankMessage,
+    RankUp,
+    RollCall,
+    RunPermits,
+    RunShare,
+    StopShare,
+    TailReached,
+    TokensDrawn,
+)
+from phaseloom.worker.state import devicememory
+from phaseloom.worker.state.client import RankStateClient
+from phaseloom.worker.state.devicememory import DeviceMemory
+
+log = logging.getLogger(__name__)
+
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+Answer = Callable[[RankMessage], Awaitable[RankMessage]]
+
+
+class Surroundings:
+    """What the ranks of a process have in common."""
+
+    def __init__(self, name: str) -> None:
+        """Args: name: of the process's connection to the bus."""
+        self.building = threading.Lock()
+        """Held while a model is built: `transformers` replaces functions of torch meanwhile."""
+        self._name = name
+        self._opening = asyncio.Lock()
+        self._bus: Bus | None = None
+
+    async def bus(self) -> Bus:
+        """The bus, connected at the first call."""
+        async with self._opening:
+            if self._bus is None:
+                bus_config = config.load(BusConfig, "bus")
+                user, password = bus_config.user, bus_config.password
+                self._bus = Bus(
+                    await connect(
+                        bus_config.url, self._name, user, password, timeout_s=SERVICE_CONNECT_S
+                    )
+                )
+            return self._bus
+
+
+class Rank:
+    """A rank: `run` it, and `end` it afterwards where its process goes on."""
+
+    def __init__(self, settings: RankConfig, surroundings: Surroundings) -> None:
+        self._settings = settings
+        self._surroundings = surroundings
+        self._name = f"worker:{settings.deployment}"
+        self._device_thread = ThreadPoolExecutor(
+            1, thread_name_prefix="device", initializer=lifecycle.log_as, initargs=(self._name,)
+        )
+        self._agent: Peer[RankMessage] | None = None
+        self._state: RankStateClient | None = None
+        self._leader: Leader | None = None
+        self._heap: DeviceMemory | None = None
+
+    async def run(self) -> None:
+        """Serve the agent until it, or the state manager, is gone, or the rank has failed."""
+        settings = self._settings
+        lifecycle.log_as(self._name)
+        log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
+        self._agent = agent = await Peer[RankMessage].connect(settings.agent_socket, RankMessage)
+        try:
+            await self._serve(agent)
+        except PhaseloomError as error:
+            await agent.call(RankFailed(settings.token, error.info))
+        except Exception as error:
+            log.exception("rank failed")
+            await agent.call(RankFailed(settings.token, unforeseen(error)))
+
+    async def stop(self) -> None:
+        """Speak no more with the agent, on which `run` ends; a `generate` that runs stops with its
+        next token."""
+        if self._agent is not None:
+            await self._agent.close()
+        if self._leader is not None:
+            self._leader.queue.give_up()
+
+    async def end(self) -> None:
+        """Give back all that the rank has, once `run` has ended and its device thread is idle."""
+        await self.stop()
+        if self._state is not None:
+            await self._state.close(self._free)
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._device_thread, self._free)
+        self._device_thread.shutdown(wait=False)  # it has nothing to do any more
+
+    def _free(self) -> None:
+        if self._heap is not None:
+            devicememory.close(self._heap)
+
+    async def _serve(self, agent: Peer[RankMessage]) -> None:
+        settings = self._settings
+        ranks = Ranks(self._device_thread, agent, settings.num_ranks)
+        executor = await self._build(ranks, await _group(settings, agent))
+        heap, backend = self._heap, executor.backend
+        assert heap is not None
+        self._state = state = await RankStateClient.connect(
+            settings.state_socket,
+            settings.token,
+            applied=lambda: executor.applied,
+            on_loaded=executor.weights_changed,
+            executor=self._device_thread,
+        )
+        executor.applied = await state.register_heap(
+            heap,
+            backend.slots,
+            backend.host_bytes,
+            frozen=not settings.spec.trainable,
+            model=_identity(settings.spec.model),
+        )
+        if backend.host_bytes:
+            await ranks.here(lambda: backend.use_host_memory(state.host_memory))
+        if executor.applied == 0:
+            await _fill(settings, heap, executor, state, ranks)
+        async with asyncio.TaskGroup() as tasks:
+            answer: Answer
+            running: list[asyncio.Task[None]] = []
+            if settings.rank == 0:
+                queue = DeviceQueue(executor, ranks, settings.spec.batching)
+                bus = await self._surroundings.bus()
+                self._leader = leader = Leader(settings, bus, state, executor, ranks, queue)
+                running.append(tasks.create_task(queue.serve()))
+                running.append(tasks.create_task(leader.tell_progress()))
+                running.append(tasks.create_task(leader.tell_drawn()))
+                running.append(tasks.create_task(leader.tell_gathered()))
+                answer = _leader_answers(leader)
+            else:
+                answer = _follower_answers(Follower(settings, state, executor, ranks))
+
+            async def handle(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+                close_fds(fds)
+                return await answer(body), []
+
+            agent.handler = handle
+            started_s = time.time()
+            num_bytes = heap.num_bytes + heap.scratch_bytes
+            await agent.call(RankUp(settings.token, num_bytes, executor.applied))
+            log.info("up with %d bytes, applied %d", num_bytes, executor.applied)
+            await asyncio.wait([agent.closed, state.closed], return_when=asyncio.FIRST_COMPLETED)
+            log.info("agent or state manager gone after %.1f s", time.time() - started_s)
+            await lifecycle.end(running)
+
+    async def _build(self, ranks: Ranks, group: RankGroup) -> Executor:
+        """The backend on its heap, filled from the spec's seeds unless it is a registered model."""
+        settings = self._settings
+        factory, spec = backend_factory(settings.spec.backend), settings.spec
+
+        def build() -> Backend:
+            with self._surroundings.building:
+                memory = factory.plan(spec, group)
+                self._heap = devicememory.allocate(
+                    settings.device_kind,
+                    settings.device,
+                    memory.heap_bytes,
+                    memory.scratch_bytes,
+                )
+                return factory(spec, self._heap, group)
+
+        return Executor(settings, await ranks.here(build))
+
+
+def _identity(model: ModelSpec) -> str:
+    """Digest of what determines a model's initial weights, however they are trained afterwards."""
+    known: tuple[object, ...] = (model.config, model.init_seed)
+    if model.pinned is not None:
+        known = (model.config, [(file.name, file.blake3) for file in model.pinned.files])
+    if model.adapter is not None:
+        known = (*known, model.adapter)
+    return blake3(msgspec.json.encode(known, order="deterministic")).hexdigest()
+
+
+async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
+    """This rank's place among its WPG's ranks, and where they meet.
+
+    Raises: PhaseloomError: the incarnation is over.
+    """
+    here = RankGroup(
+        settings.rank,
+        settings.num_ranks,
+        settings.store_path,
+        device_kind=settings.device_kind,
+        node_directory=str(Path(settings.agent_socket).parent),
+    )
+    if not settings.is_over_nodes:
+        return here
+    if settings.interface:
+        # gloo and NCCL can be told in no other way.
+        os.environ |= dict.fromkeys(_INTERFACE_VARIABLES, settings.interface)
+    told, fds = await agent.call(MeetRanks(settings.token))
+    assert isinstance(told, MeetAt), told
+    return replace(
+        here,
+        store_path="",
+        store_address=told.address,
+        store_fd=fds[0] if fds else -1,
+        store_prefix=f"{settings.deployment}/{settings.incarnation}",
+    )
+
+
+async def _fill(
+    settings: RankConfig,
+    heap: DeviceMemory,
+    executor: Executor,
+    state: RankStateClient,
+    ranks: Ranks,
+) -> None:
+    """Fill the state from the job's checkpoint, from the files of a registered model, or from the
+    seeds, as no seal was restored."""
+    executor.applied = settings.applied
+    if settings.checkpoint:
+        await state.commit_checkpoint(settings.checkpoint, settings.applied)
+        return
+    files, adapter = settings.spec.model.pinned, settings.spec.model.adapter
+    if files is not None and adapter is None:  # one begins as it was drawn, on its base
+        await ranks.here(lambda: _read_files(heap, executor.backend, files))
+    await state.commit_initial(settings.applied)
+
+
+def _read_files(heap: DeviceMemory, backend: Backend, files: ModelDirectory) -> None:
+    from phaseloom.worker.backends import pretrained  # needs torch
+
+    is_tied = bool(backend.config.get("tie_word_embeddings"))
+    names = [slot.name for slot in backend.version_slots]
+    pretrained.fill(heap, backend.slots, files, names=names, ties_embeddings=is_tied)
+    backend.weights_changed()
+
+
+def _leader_answers(leader: Leader) -> Answer:
+    async def answer(body: RankMessage) -> RankMessage:
+        match body:
+            case RunPermits():
+                await leader.run(body)
+            case CancelRun():
+                leader.cancel(body)
+            case TailReached():
+                leader.queue.tail_reached(body)
+            case TokensDrawn():
+                leader.queue.tokens_drawn(body.operation, body.drawn)
+            case _:
+                raise InternalError(f"a leader does not answer {type(body).__name__}")
+        return Done()
+
+    return answer
+
+
+def _follower_answers(follower: Follower) -> Answer:
+    async def answer(body: RankMessage) -> RankMessage:
+        match body:
+            case RunShare():
+                with telemetry.within(telemetry.extract({"traceparent": body.traceparent})):
+                    return await follower.run(body)
+            case CancelRun():
+                follower.cancel(body)
+            case StopShare():
+                follower.stop(body)
+            case RollCall():
+                return Done()
+            case _:
+                raise InternalError(f"a rank does not answer {type(body).__name__}")
+        return Done()
+
+    return answer
