@@ -53,6 +53,7 @@ from phaseloom.worker.agent.nodes import (
     serve_nodes,
     with_payloads,
 )
+from phaseloom.worker.agent.processes import Processes
 from phaseloom.worker.agent.wpg import Wpg
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
@@ -273,7 +274,7 @@ async def test_each_life_meets_at_an_address_of_its_own(bus: Bus, tmp_path: Path
             # Where it ends, so does its port.
             wpg.kill()
             with closing(Interpreters({}, preload=False)) as interpreters:
-                await wpg.start(interpreters)
+                await wpg.start(Processes(interpreters, tasks))
             await wpg.ended()
             assert wpg.store_address == ""
         elsewhere = part_of(settings(tmp_path, "192.0.2.1"), bus, tasks)
