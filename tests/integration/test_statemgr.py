@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
@@ -630,10 +631,10 @@ async def test_equal_weights_give_versions_of_equal_digest(short_dir: Path) -> N
         assert (await d.agent.status()).host_used_bytes == before
 
 
-async def test_version_of_another_job_or_deployment_is_denied(short_dir: Path) -> None:
+async def test_version_of_another_tenant_or_deployment_is_denied(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         policy = await _publishing(d)
-        stranger = await start(d, OTHER)
+        stranger = await start(d, structs.replace(OTHER, tenant="stranger"))
         await policy.client.versions.create(VersionKey(POLICY, 2), _weights(policy.slots))
         for refused in (
             load_version(stranger.client, VersionKey(POLICY, 2), [], stranger.slots),

@@ -313,13 +313,13 @@ async def test_version_on_a_device_stays_beside_what_comes_in_place_of_another(
         assert driver.bytes_at(target.address, MiB) == b"\x07" * MiB
 
 
-async def test_version_on_a_device_is_of_its_policy_and_its_job_alone(short_dir: Path) -> None:
+async def test_version_on_a_device_is_of_its_policy_and_its_tenant_alone(short_dir: Path) -> None:
     async with daemon(short_dir, devices=[8 * MiB]) as d:
         driver = EmulatedDriver()
         (_, policy), _ = await gpu_ranks(d, driver)
         await policy.versions.create(VERSION, SLOTS)
         stranger = Learner(CudaHeap(HEAP, driver), host_bytes=0)
-        await stranger.join(d, OTHER, 1, 0)
+        await stranger.join(d, structs.replace(OTHER, tenant="stranger"), 1, 0)
         with pytest.raises(CallerError) as refused:
             await stranger.client._link.call(OpenOnDevice(VERSION))
         assert refused.value.info.code is Code.PERMISSION_DENIED

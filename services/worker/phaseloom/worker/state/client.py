@@ -127,12 +127,13 @@ class RankStateClient:
         return self._link.closed
 
     async def close(self, last: Callable[[], None] = lambda: None) -> None:
-        """Leave; copies under way end first, and orders that come now are refused.
+        """Leave; copies under way end first, and orders that come now are refused. Idempotent.
 
         Args: last: called in the executor, before the state manager learns that the rank is gone.
         """
-        self._is_leaving = True
-        await self._run(last)
+        if not self._is_leaving:
+            self._is_leaving = True
+            await self._run(last)
         await self._link.close()
         if self._own_executor is not None:
             self._own_executor.shutdown()
