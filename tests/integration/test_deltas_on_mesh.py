@@ -27,7 +27,7 @@ STEPS = 4
 _DELTAS = re.compile(r"(\d+) of them as deltas of (\d+) bytes")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_versions_come_as_deltas_and_the_sampler_has_the_policys_weights(
     short_dir: Path, num_ranks: int
 ) -> None:

@@ -13,6 +13,7 @@ from phaseloom.common.contract import streams
 from tests.support.pretrained import save_model
 
 
+@pytest.mark.slow
 async def test_five_jobs_of_forty_operations_complete_without_a_restart(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,7 +161,7 @@ KILLS = {
 @pytest.mark.parametrize(
     "who",
     [
-        pytest.param(who, marks=[pytest.mark.slow] if who == "followers-node" else [])
+        pytest.param(who, marks=[pytest.mark.slow] if who.startswith("followers-") else [])
         for who in KILLS
     ],
 )

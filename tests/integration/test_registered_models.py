@@ -58,7 +58,7 @@ async def said(sampler: client.Deployment) -> list[int]:
     return client.int32s(result.sequences[0][0].tokens)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_job_starts_from_the_files_and_its_checkpoint_is_a_model_directory(
     short_dir: Path, tmp_path: Path, num_ranks: int
 ) -> None:

@@ -152,7 +152,9 @@ async def test_tokens_after_an_update_are_those_of_the_new_weights(short_dir: Pa
                 assert rest == tokens[old.num_tokens :][:30]
 
 
-@pytest.mark.parametrize("batching", list(Batching))
+@pytest.mark.parametrize(
+    "batching", [pytest.param(Batching.OPERATION, marks=pytest.mark.slow), Batching.SHARED]
+)
 async def test_rollouts_that_wait_their_turn_are_drawn_with_the_new_weights(
     batching: Batching, short_dir: Path
 ) -> None:

@@ -75,6 +75,11 @@ def logprobs_of(result: GenerateResult) -> list[float]:
     return [value for sample in samples for value in float32s(sample.logprobs)]
 
 
+def check_same(result: GenerateResult, expected: GenerateResult) -> None:
+    assert tokens_of(result) == tokens_of(expected)
+    assert logprobs_of(result) == pytest.approx(logprobs_of(expected), abs=LOGPROB_ERROR)
+
+
 async def beside(
     connection: client.Mesh, log: Log, name: str, kill_in: Mesh | None = None
 ) -> GenerateResult:
@@ -117,11 +122,17 @@ async def test_next_job_runs_on_the_devices_that_a_tail_leaves(short_dir: Path) 
         gathered = await beside(connection, log, "gathered")
         (begin,), (end,) = gathered_by(log, "gathered"), ended_by(log, "gathered")
         assert any(begin < at < end for at in ended_by(log, "beside-gathered"))
+        check_same(gathered, expected)
+        assert log.failures() == []
+
+
+@pytest.mark.slow
+async def test_rank_that_is_killed_in_a_gathered_tail_loses_no_token(short_dir: Path) -> None:
+    async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
+        expected = await rollout(connection, log, "whole", tail_share=0.0)
         killed = await beside(connection, log, "killed", kill_in=mesh)
         assert len(gathered_by(log, "killed")) == 2
-        for result in (gathered, killed):
-            assert tokens_of(result) == tokens_of(expected)
-            assert logprobs_of(result) == pytest.approx(logprobs_of(expected), abs=LOGPROB_ERROR)
+        check_same(killed, expected)
         assert log.failures() == []
 
 
@@ -144,6 +155,5 @@ async def test_next_rollout_over_the_same_devices_begins_without_the_tails(
         assert gathered_by(log, first)[0] < begun < ended_by(log, first)[0]
         assert ended_by(log, first)[0] < ended_by(log, second)[0]
         for result in both:
-            assert tokens_of(result) == tokens_of(expected)
-            assert logprobs_of(result) == pytest.approx(logprobs_of(expected), abs=LOGPROB_ERROR)
+            check_same(result, expected)
         assert log.failures() == []

@@ -41,7 +41,13 @@ async def published(node: TestNode, key: DeploymentKey, incarnation: int = 1) ->
     return done.result.digest
 
 
-@pytest.mark.parametrize("layout", [ALONE, PAIR], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ALONE, marks=pytest.mark.slow, id="one rank"),
+        pytest.param(PAIR, id="two ranks"),
+    ],
+)
 async def test_weights_are_the_same_whatever_is_switched_sealed_and_killed(layout: Layout) -> None:
     devices = list(range(layout.num_ranks))
     async with running_node(num_devices=len(devices)) as node, node.fresh():
