@@ -227,7 +227,7 @@ def table(found: dict[str, api.CheckpointList]) -> Table:
 
 
 def described(tenant: str, saved: api.SavedCheckpoint) -> str:
-    """What a checkpoint is, a line for each thing that is known, and one for each file."""
+    """The text about a checkpoint: a line for each thing that is known of it, and for each file."""
     lines = [
         f"{_name(tenant, saved)}: {saved.num_bytes:,} bytes, saved {_time(saved.saved_s)}",
         f"  {_kept(saved)}",

@@ -222,7 +222,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
 
 
 def _identity(node: NodeConfig) -> tuple[object, ...]:
-    """What is known of a node by those who are to find it again."""
+    """The settings of a node that a resumed run must have, as jobs and state go by them."""
     return node.name, node.pool, node.devices, node.device_kind
 
 

@@ -27,7 +27,7 @@ _STATUS = {
 """Codes that have a status of their own. Other mistakes of a caller are 400, all else is 500."""
 
 PREFIX = "/api/v1"
-"""Of the Tinker API's calls."""
+"""The beginning of the path of every call of the Tinker API."""
 _TINKER = "/api/"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names for errors."""

@@ -111,6 +111,30 @@ def context_of(base: RegisteredModel) -> int:
     return found
 
 
+@dataclass(frozen=True)
+class Draw:
+    """What is to be drawn, whatever the weights; the fields are those of `generate`."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    prompt_top_logprobs: int = 0
+    stream: bool = False
+
+    def by(self, deployment: Deployment, weights: NamedWeights | None = None) -> GenerateHandle:
+        """Submit the `generate`. Args: weights: in place of the deployment's own."""
+        return deployment.generate(
+            [self.prompt],
+            self.sampling,
+            self.num_samples,
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
+            stream=self.stream,
+            weights=weights,
+        )
+
+
 class VersionedSampler:
     """A sampler that is given the weights of whoever asks next.
 
@@ -125,17 +149,7 @@ class VersionedSampler:
         """The version that it holds; None: it is not known."""
         self._lock = asyncio.Lock()
 
-    async def generate(
-        self,
-        version: Version,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        num_samples: int,
-        *,
-        prompt_logprobs: bool = False,
-        prompt_top_logprobs: int = 0,
-        stream: bool = False,
-    ) -> GenerateHandle:
+    async def generate(self, version: Version, draw: Draw) -> GenerateHandle:
         """Submit a `generate` with a version's weights.
 
         Raises: CallerError: NOT_FOUND: the version is gone.
@@ -147,14 +161,7 @@ class VersionedSampler:
                     version.name, source=version.source, optimizer=False
                 )
                 self._holds = version
-            return self._deployment.generate(
-                [prompt],
-                sampling,
-                num_samples,
-                prompt_logprobs=prompt_logprobs,
-                prompt_top_logprobs=prompt_top_logprobs,
-                stream=stream,
-            )
+            return draw.by(self._deployment)
 
     async def take(
         self,
@@ -189,28 +196,11 @@ class SharedSampler:
         self.job = job
         self._deployment: Deployment = job.deployment(SAMPLER)
 
-    def generate(
-        self,
-        version: Version,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        num_samples: int,
-        *,
-        prompt_logprobs: bool = False,
-        prompt_top_logprobs: int = 0,
-        stream: bool = False,
-    ) -> GenerateHandle:
+    async def generate(self, version: Version, draw: Draw) -> GenerateHandle:
         """Submit a `generate` with a version's weights."""
         job, _, deployment = version.source.partition("/")
-        return self._deployment.generate(
-            [prompt],
-            sampling,
-            num_samples,
-            prompt_logprobs=prompt_logprobs,
-            prompt_top_logprobs=prompt_top_logprobs,
-            stream=stream,
-            weights=NamedWeights(deployment, job=job, checkpoint=version.name),
-        )
+        named = NamedWeights(deployment, job=job, checkpoint=version.name)
+        return draw.by(self._deployment, named)
 
 
 class TrainedModel:

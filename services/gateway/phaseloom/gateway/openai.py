@@ -33,6 +33,7 @@ from phaseloom.client import (
 from phaseloom.common.process import lifecycle
 from phaseloom.gateway.core.text import TextParts
 from phaseloom.gateway.http import body_of, error_body, status_of, tenant_of
+from phaseloom.gateway.models import Draw
 from phaseloom.gateway.records import CheckpointRecord
 from phaseloom.gateway.replicas import HUNG_UP, LOOK_S
 from phaseloom.gateway.sampling import Source, check_samples, source_of
@@ -143,9 +144,8 @@ class Call:
         sampling = _sampling(self.asked, min(limit, room), top)
         seed = random.getrandbits(62) if self.asked.seed is None else self.asked.seed
         prompt = Prompt(tokens, seed=seed)
-        return await self.source.generate(
-            self.tenant, prompt, sampling, self.asked.n, stream=self.asked.stream
-        )
+        draw = Draw(prompt, sampling, self.asked.n, stream=self.asked.stream)
+        return await self.source.generate(self.tenant, draw)
 
 
 @dataclass(frozen=True)

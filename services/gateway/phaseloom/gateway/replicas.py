@@ -38,7 +38,7 @@ _NOT_HERE = 421
 """Misdirected: the replica does not serve the tenant, or no longer."""
 _LEASE_TTL_S = 3.0
 _MAX_DIGITS = 12
-"""Of a time in Unix seconds."""
+"""The most digits of a time in Unix seconds, less one, that is read."""
 _PAUSE_S = 0.1
 _SEARCH_S = 20.0
 """How long a call waits for a replica that serves its tenant."""
@@ -124,7 +124,7 @@ class Replica:
         return self._seats.get(self._keys.get(key, "") or self._signer(request))
 
     def signature(self, tenant: str, path: str, expires_s: int) -> str:
-        """What makes a path one that can be read without a key, until it expires."""
+        """The signature with which a path can be read without a key, until it expires."""
         key = min(key for key, name in self._keys.items() if name == tenant)
         signed = f"GET {path} {expires_s}".encode()
         return hmac.new(key.encode(), signed, hashlib.sha256).hexdigest()

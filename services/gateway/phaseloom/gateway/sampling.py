@@ -8,11 +8,17 @@ from phaseloom.client import (
     Adapter,
     CallerError,
     GenerateHandle,
-    Prompt,
-    SamplingParams,
 )
 from phaseloom.common.contract.specs import RegisteredModel
-from phaseloom.gateway.models import BASE, POLICY, Version, VersionedSampler, context_of
+from phaseloom.gateway.models import (
+    BASE,
+    POLICY,
+    Draw,
+    SharedSampler,
+    Version,
+    VersionedSampler,
+    context_of,
+)
 from phaseloom.gateway.records import CheckpointRecord, ModelRecord, SamplerRecord
 from phaseloom.gateway.tenants import Tenant
 
@@ -36,40 +42,12 @@ class Source:
         """The most tokens of prompt and sample together."""
         return context_of(self.base)
 
-    async def generate(
-        self,
-        tenant: Tenant,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        num_samples: int,
-        *,
-        prompt_logprobs: bool = False,
-        prompt_top_logprobs: int = 0,
-        stream: bool = False,
-    ) -> GenerateHandle:
-        if self.adapter is not None:
-            shared = await tenant.models.shared_sampler(self.base, self.adapter)
-            return shared.generate(
-                self.version,
-                prompt,
-                sampling,
-                num_samples,
-                prompt_logprobs=prompt_logprobs,
-                prompt_top_logprobs=prompt_top_logprobs,
-                stream=stream,
-            )
-        sampler = await self._sampler(tenant)
-        return await sampler.generate(
-            self.version,
-            prompt,
-            sampling,
-            num_samples,
-            prompt_logprobs=prompt_logprobs,
-            prompt_top_logprobs=prompt_top_logprobs,
-            stream=stream,
-        )
+    async def generate(self, tenant: Tenant, draw: Draw) -> GenerateHandle:
+        return await (await self._sampler(tenant)).generate(self.version, draw)
 
-    async def _sampler(self, tenant: Tenant) -> VersionedSampler:
+    async def _sampler(self, tenant: Tenant) -> VersionedSampler | SharedSampler:
+        if self.adapter is not None:
+            return await tenant.models.shared_sampler(self.base, self.adapter)
         if not self.model:
             return await tenant.models.base_sampler(self.base)
         record = tenant.book.get(ModelRecord, tenant.name, self.model)

@@ -29,7 +29,7 @@ from phaseloom.gateway.checkpoints import clean_up, clean_up_all, told_time, ttl
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise
 from phaseloom.gateway.http import PREFIX, body_of, tenant_of
-from phaseloom.gateway.models import POLICY, SAMPLER, TrainedModel, context_of
+from phaseloom.gateway.models import POLICY, SAMPLER, Draw, TrainedModel, context_of
 from phaseloom.gateway.records import (
     CallRecord,
     CheckpointRecord,
@@ -663,11 +663,13 @@ async def sample(request: web.Request) -> web.Response:
         async def draw() -> Answer:
             handle = await source.generate(
                 tenant,
-                prompt,
-                sampling,
-                asked.num_samples,
-                prompt_logprobs=bool(asked.prompt_logprobs or num_prompt_top),
-                prompt_top_logprobs=num_prompt_top,
+                Draw(
+                    prompt,
+                    sampling,
+                    asked.num_samples,
+                    prompt_logprobs=bool(asked.prompt_logprobs or num_prompt_top),
+                    prompt_top_logprobs=num_prompt_top,
+                ),
             )
             drawing.handle = handle
             last_n = asked.prompt_logprobs_last_n or len(tokens)

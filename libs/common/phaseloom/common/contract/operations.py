@@ -79,7 +79,7 @@ class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
 
     tokens: Int32s
     targets: Int32s
-    """What each position predicts: (T · num_targets,), position after position."""
+    """The tokens that each position is to predict: (T · num_targets,), position after position."""
     weights: Float32s | None = None
     """One for each target."""
     logprobs: Float32s | None = None

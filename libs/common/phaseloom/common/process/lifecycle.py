@@ -38,7 +38,7 @@ _CANCEL_AGAIN_S = 0.2
 DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
 
 _speaker: ContextVar[str] = ContextVar("speaker")
-"""Who logs, where it is not the process."""
+"""The name that log lines have in this task or thread, in place of the process's."""
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
 T = TypeVar("T")

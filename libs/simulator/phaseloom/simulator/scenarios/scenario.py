@@ -34,7 +34,7 @@ ended runs, and that of all; it draws the progress bar."""
 
 
 class Bound(StrEnum):
-    """What a cost is compared with: the optimum is searched for minutes where jobs are many."""
+    """The yardstick of a cost. The search for an optimum takes minutes where jobs are many."""
 
     NONE = "none"
     """Nothing."""

@@ -66,12 +66,12 @@ class _Rank:
     def __init__(self, config: RankConfig) -> None:
         self.config = config
         self.peer: Peer[RankMessage] | None = None
-        self.process: LivingRank | None = None
+        self.living: LivingRank | None = None
         self.up: RankUp | None = None
 
     def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
+        if self.living is not None:
+            self.living.kill()
 
 
 class Wpg:
@@ -170,13 +170,13 @@ class Wpg:
         for rank in self._ranks:
             if not self._is_killed:
                 try:
-                    rank.process = await processes.start(rank.config)
+                    rank.living = await processes.start(rank.config)
                 except PhaseloomError as error:
                     self.kill(error.info)
-            if rank.process is None:
+            if rank.living is None:
                 self._leave()
                 continue
-            rank.process.ended.add_done_callback(lambda _: self._on_death())
+            rank.living.ended.add_done_callback(lambda _: self._on_death())
             if self._is_killed:
                 rank.kill()
 
@@ -300,13 +300,13 @@ class Wpg:
 
     async def run(self, permits: RunPermits) -> None:
         """Return once every outcome is stored. Raises: PhaseloomError: the WPG cannot go on."""
-        leader, process = self._ranks[0].peer, self._ranks[0].process
+        leader, living = self._ranks[0].peer, self._ranks[0].living
         assert leader is not None
-        assert process is not None
+        assert living is not None
         try:
             await leader.call(permits)
         except ResourceError:
-            process.was_at_work |= leader.closed.done()
+            living.was_at_work |= leader.closed.done()
             raise
 
     async def until_devices_freed(self, permits: RunPermits, running: asyncio.Task[None]) -> None:

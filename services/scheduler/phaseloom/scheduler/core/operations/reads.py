@@ -56,7 +56,9 @@ def _why_none(spec: DeploymentSpec) -> str:
     """Why a deployment can read no weights by their names; empty: it can."""
     if not spec.max_adapters:
         return "reads no weights but its own"
-    return "is on several nodes, where it reads no weights but its own" * (spec.num_nodes > 1)
+    if spec.num_nodes > 1:
+        return "is on several nodes, where it reads no weights but its own"
+    return ""
 
 
 def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
