@@ -176,6 +176,9 @@ async def commands(mesh: Mesh, directory: Path) -> None:
         assert "rebuilt/config.json" in tar.getnames()
     with pytest.raises(client.CallerError, match="exists"):
         await run(checkpoints.archive, name, file)
+    with pytest.raises(client.CallerError, match="cannot be written: No such file") as refused:
+        await run(checkpoints.archive, name, directory / "nowhere" / "c.tar")
+    assert refused.value.info.field == "file"
     assert "deleted" in await run(checkpoints.delete, name)
     with pytest.raises(client.CallerError, match="does not exist"):
         await run(checkpoints.delete, name)

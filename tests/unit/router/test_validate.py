@@ -62,6 +62,7 @@ SOUND: list[Args] = [
     OptimStep(AdamParams(learning_rate=1e-4)),
     SaveState("step-1"),
     SaveState("step-2", keep=3),
+    SaveState("step-3", ttl_s=365 * 86_400.0),
     SaveState("step-1", b"\x00blob", {"sampler": "step-1"}),
     OptimStep(AdamParams(learning_rate=1e-4), allow_partial=True),
     Generate(
@@ -172,6 +173,9 @@ BAD: list[tuple[Args, str]] = [
     (OptimStep(AdamParams(1.0, grad_clip_norm=math.inf)), "args.adam.grad_clip_norm"),
     (SaveState("../escape"), "args.name"),
     (SaveState("s", keep=-1), "args.keep"),
+    (SaveState("s", ttl_s=-1.0), "args.ttl_s"),
+    (SaveState("s", ttl_s=float("nan")), "args.ttl_s"),
+    (PublishWeights(ttl_s=31 * 86_400.0), "args.ttl_s"),
     (LoadState(""), "args.name"),
     (SaveState("s", b"x" * (2**20 + 1)), "args.controller_blob"),
     (SaveState("s", b"x", {"../policy": "s"}), "args.checkpoints"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -202,8 +203,16 @@ async def _download(
                     target.write(read.content)
                     offset += len(read.content)
             part.rename(file)
+        except OSError as error:
+            raise CallerError(
+                f"{file} cannot be written: {error.strerror}",
+                code=Code.FAILED_PRECONDITION,
+                field="file",
+                remedy="name a file in a directory that is there, with room for the checkpoint",
+            ) from error
         finally:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
     return opened.num_bytes
 
 

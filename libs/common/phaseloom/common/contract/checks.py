@@ -20,7 +20,7 @@ MAX_SAMPLES = 65_536
 MAX_NEW_TOKENS = 1 << 20
 MAX_BLOB_BYTES = 2**20
 MAX_CHECKPOINTS = 64
-MAX_TTL_S = 10 * 365 * 86_400.0
+MAX_CHECKPOINT_TTL_S = 10 * 365 * 86_400.0
 MAX_KEPT = 100_000
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -30,7 +30,7 @@ MAX_BAD_WORD_TOKENS = 32
 MAX_TOP_LOGPROBS = 20
 MAX_TARGETS = 128
 MAX_REPETITION_PENALTY = 100.0
-MAX_TTL_S = 30 * 86400.0
+MAX_VERSION_TTL_S = 30 * 86_400.0
 
 _INT32_END = 1 << 31
 _SEED_END = 1 << 63
@@ -101,7 +101,7 @@ def check_load_state(key: OperationKey, args: ops.LoadState) -> None:
 
 
 def check_publish_weights(key: OperationKey, args: ops.PublishWeights) -> None:
-    check_between(args.ttl_s, 0.0, MAX_TTL_S, "args.ttl_s")
+    check_between(args.ttl_s, 0.0, MAX_VERSION_TTL_S, "args.ttl_s")
 
 
 def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
@@ -111,7 +111,7 @@ def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
 
 def check_ttl(ttl_s: float, field: str) -> None:
     """Raises: CallerError: no time to live of a checkpoint; 0 stands for none."""
-    check_between(ttl_s, 0.0, MAX_TTL_S, field)
+    check_between(ttl_s, 0.0, MAX_CHECKPOINT_TTL_S, field)
 
 
 # --- Parts of them -------------------------------------------------------------------------------
