@@ -8,9 +8,11 @@ publish on its own subjects only.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -194,6 +196,37 @@ async def request_reply(
         ) from None
     except (nats.errors.Error, OSError) as error:
         raise ResourceError(f"no answer on {subject}: {error!r}", remedy="try again") from error
+
+
+async def answer_requests(
+    client: Client, subject: str, answer: Callable[[Msg], Awaitable[object]]
+) -> None:
+    """Answer the requests on a subject in MessagePack, side by side, until cancelled.
+
+    An answer that cannot be sent is dropped: whoever asks asks again, or gives up.
+
+    Args: answer: a function message -> the struct to answer; it raises nothing.
+    """
+
+    async def reply(message: Msg) -> None:
+        said = encode(await answer(message))
+        try:
+            await client.publish(message.reply, said, headers={CONTENT_TYPE: MSGPACK})
+        except nats.errors.Error as error:
+            log.debug("an answer on %s was not sent: %r", subject, error)
+
+    async with asyncio.TaskGroup() as tasks:
+
+        async def take(message: Msg) -> None:
+            if message.reply:
+                tasks.create_task(reply(message))
+
+        subscription = await client.subscribe(subject, cb=take)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
+                await subscription.unsubscribe()
 
 
 def _error_of(message: Msg, content_type: str, headers: Mapping[str, str]) -> ErrorInfo:

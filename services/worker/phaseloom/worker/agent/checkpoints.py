@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -15,11 +14,12 @@ from phaseloom.common.contract.checkpoints import (
     NodeCheckpointReply,
     NodeCheckpointRequest,
 )
-from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
+from phaseloom.common.contract.codec import content_type_of, decode
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.streams import checkpoint_subject
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.services import answer_requests
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.state.lastcheckpoint import has_ended, last_checkpoint, needed_error
 
@@ -36,33 +36,18 @@ async def serve_checkpoints(bus: Bus, node: NodeId, state: AgentStateClient) -> 
             await _check_not_needed(bus, request.deployment, request.name)
         return await state.checkpoints(request)
 
-    async def reply(message: Msg) -> None:
-        said: NodeCheckpointReply
+    async def reply(message: Msg) -> NodeCheckpointReply:
         try:
             request: NodeCheckpointRequest = decode(
                 message.data, NodeCheckpointRequest, content_type_of(message.headers)
             )
-            said = await answer(request)
+            return await answer(request)
         except PhaseloomError as error:
-            said = CheckpointRefused(error.info)
+            return CheckpointRefused(error.info)
         except nats.errors.Error as error:
-            said = CheckpointRefused(ResourceError(f"the bus failed: {error!r}").info)
-        # Whoever asked gives up by itself.
-        with suppress(nats.errors.Error):
-            await bus.client.publish(message.reply, encode(said), headers={CONTENT_TYPE: MSGPACK})
+            return CheckpointRefused(ResourceError(f"the bus failed: {error!r}").info)
 
-    async with asyncio.TaskGroup() as tasks:
-
-        async def take(message: Msg) -> None:
-            if message.reply:
-                tasks.create_task(reply(message))
-
-        subscription = await bus.client.subscribe(checkpoint_subject(node), cb=take)
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
-                await subscription.unsubscribe()
+    await answer_requests(bus.client, checkpoint_subject(node), reply)
 
 
 async def remove_expired(

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,6 +48,7 @@ from phaseloom.common.contract.streams import op_subject, ops_stream, wpg_subjec
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
+from phaseloom.common.transport.services import answer_requests
 from phaseloom.worker.rank.group import SharesOfOthers
 from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
 
@@ -270,30 +270,13 @@ async def serve_nodes(
 ) -> None:
     """Answer other nodes' agents, side by side, until cancelled."""
 
-    async def reply(message: Msg) -> None:
-        said: NodeReply
+    async def reply(message: Msg) -> NodeReply:
         try:
-            said = await answer(decode(message.data, NodeRequest, content_type_of(message.headers)))
+            return await answer(decode(message.data, NodeRequest, content_type_of(message.headers)))
         except PhaseloomError as error:
-            said = PartFailed(error.info)
-        try:
-            await bus.client.publish(message.reply, encode(said), headers={CONTENT_TYPE: MSGPACK})
-        except nats.errors.Error as error:
-            # It is asked again.
-            log.debug("an answer to another node was not sent: %r", error)
+            return PartFailed(error.info)
 
-    async with asyncio.TaskGroup() as tasks:
-
-        async def take(message: Msg) -> None:
-            if message.reply:
-                tasks.create_task(reply(message))
-
-        subscription = await bus.client.subscribe(wpg_subject(node), cb=take)
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            with suppress(nats.errors.Error):  # closed or draining: it goes with the connection
-                await subscription.unsubscribe()
+    await answer_requests(bus.client, wpg_subject(node), reply)
 
 
 async def _all(works: Any) -> list[Any]:
