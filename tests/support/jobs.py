@@ -189,11 +189,13 @@ class Log:
 
 
 @asynccontextmanager
-async def running_mesh(config: MeshConfig, directory: Path) -> AsyncIterator[tuple[Mesh, Log]]:
+async def running_mesh(
+    config: MeshConfig, directory: Path, *, ready_s: float = _PATIENCE_S
+) -> AsyncIterator[tuple[Mesh, Log]]:
     """A mesh that is up, and its decision log. Its server does not fsync: that takes turns on the
     disk of a test machine, and `test_power_cuts` shows what it is for."""
     async with Mesh(msgspec.structs.replace(config, fsync=False), directory) as mesh:
-        await mesh.ready()
+        await mesh.ready(ready_s)
         async with following(mesh) as log:
             yield mesh, log
 
