@@ -1,0 +1,297 @@
+"""The console's page in a real browser: live, by keys, in both colours, narrow, and as a replay.
+
+    PICTURES=docs/images .venv/bin/pytest -n 0 tests/integration/test_console_page.py
+
+writes the documentation's pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from grpo import deployments, train
+from playwright.async_api import Browser
+
+from phaseloom import client
+from phaseloom.cli.recorder import Recorded
+from phaseloom.cli.replay import make_replay
+from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.common.contract.events import (
+    ActivationOpened,
+    Event,
+    NodeUp,
+    OperationFinished,
+    WpgStarted,
+)
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import DeviceSpec
+from tests.support.browser import NARROW, Tab, browser, needs_chromium, opened, picture
+from tests.support.directories import short_directory
+from tests.support.jobs import NOOP, TASKS, TENANT, Reports, no_barrier, running_mesh, short
+from tests.support.processes import free_port, without_torch
+
+pytestmark = [needs_chromium, pytest.mark.asyncio(loop_scope="module")]
+
+PICTURES = os.environ.get("PICTURES", "")
+STEPS = 40 if PICTURES else 4
+WATCHED_S = 16.0
+VIEWS = ("timeline", "jobs", "state", "decisions")
+DEVICES = 256
+HOUR_S = 3600.0
+MOST_FRAME_MS = 50.0
+"""On a machine that does other things; alone it takes a tenth."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    mesh: Mesh
+    browser: Browser
+
+    @asynccontextmanager
+    async def opened(
+        self, *, tenant: str = "", size: dict[str, int] | None = None, scheme: str = "light"
+    ) -> AsyncIterator[Tab]:
+        url = self.mesh.console_url(tenant)
+        async with opened(self.browser, url, size=size, scheme=scheme) as tab:
+            await tab.until("window.phaseloom?.app.live?.link === 'live'")
+            yield tab
+            assert not tab.errors
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shown() -> AsyncIterator[Shown]:
+    """A mesh with a console, on which the two jobs of the demo train."""
+    config = MeshConfig(console_port=free_port())
+    with short_directory() as directory:
+        async with running_mesh(config, directory) as (mesh, _), browser() as running:
+            training = asyncio.create_task(train_both(mesh))
+            try:
+                yield Shown(mesh, running)
+                if not PICTURES:
+                    await training
+            finally:
+                training.cancel()
+                await asyncio.wait([training])
+
+
+async def train_both(mesh: Mesh) -> None:
+    async with asyncio.TaskGroup() as group:
+        for task in TASKS:
+            group.create_task(train_one(mesh, task))
+
+
+async def train_one(mesh: Mesh, task: str) -> None:
+    settings = short(task, STEPS)
+    password = mesh.credentials.tenants[TENANT]
+    async with client.connect(mesh.url, TENANT, password) as connected:
+        job = await connected.submit_job(task, deployments(settings))
+        await train(job, task, settings, Reports(), no_barrier)
+        if not PICTURES:
+            await job.finish()
+
+
+async def test_timeline_shows_the_jobs_while_they_run(shown: Shown) -> None:
+    async with shown.opened() as tab:
+        await tab.until("window.phaseloom.app.model.jobs.length === 2")
+        before = await tab.operations()
+        await tab.until("(n) => window.phaseloom.app.model.numOperations > n + 20", before)
+        await tab.page.click("#fit")
+        place = await tab.place_of("forward_backward")
+        await tab.page.mouse.click(place["x"], place["y"])
+        details = tab.page.locator("#details")
+        await details.wait_for()
+        text = await details.inner_text()
+        assert "forward_backward" in text
+        assert "Where its time went" in text.replace("WHERE ITS TIME WENT", "Where its time went")
+        await tab.has("completed")
+        await tab.page.keyboard.press("Escape")
+        await details.wait_for(state="detached")
+
+
+async def test_every_view_names_the_jobs_and_why(shown: Shown) -> None:
+    async with shown.opened() as tab:
+        for view, says in (
+            ("jobs", "letter_counting"),
+            ("state", "host memory"),
+            ("decisions", "switched in on"),
+        ):
+            await tab.page.click(f"a[href='#{view}']")
+            await tab.has(says)
+        await tab.page.fill("input[type=search]", "chain_sum placed")
+        await tab.has("placed")
+
+
+async def test_page_is_used_by_keys_alone(shown: Shown) -> None:
+    async with shown.opened() as tab:
+        await tab.until("window.phaseloom.app.model.numOperations > 20")
+        await tab.page.locator("#timeline").focus()
+        press = tab.page.keyboard.press
+        await press(" ")
+        assert await tab.page.evaluate("!window.phaseloom.app.view.follows")
+        span = "window.phaseloom.app.view.spanS"
+        wide = await tab.page.evaluate(span)
+        await press("+")
+        assert await tab.page.evaluate(span) < wide
+        await press("0")
+        await press("ArrowDown")
+        await tab.page.locator("#details").wait_for()
+        first = await tab.page.locator("#details .mono").inner_text()
+        await press(".")
+        await tab.until(
+            "(name) => document.querySelector('#details .mono').innerText !== name", first
+        )
+        await press("Escape")
+        await tab.page.locator("#details").wait_for(state="detached")
+        await press("End")
+        assert await tab.page.evaluate("window.phaseloom.app.view.follows")
+        reached = set()
+        for _ in range(40):
+            await press("Tab")
+            reached.add(await tab.page.evaluate("document.activeElement.id"))
+        assert {"theme", "follow", "fit", "tall", "timeline", "overview"} <= reached
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [None, NARROW], ids=["wide", "narrow"])
+async def test_page_can_be_read(shown: Shown, scheme: str, size: dict[str, int] | None) -> None:
+    async with shown.opened(size=size, scheme=scheme) as tab:
+        await tab.until("window.phaseloom.app.model.numOperations > 20")
+        assert await tab.page.evaluate("document.documentElement.dataset.theme") == scheme
+        if PICTURES:
+            await asyncio.sleep(WATCHED_S)
+        for view in VIEWS:
+            await tab.page.click(f"a[href='#{view}']")
+            await tab.has({"state": "host memory", "decisions": "submitted"}.get(view, "chain_sum"))
+            assert await tab.too_faint() == []
+            assert await tab.overflow_px() <= 0
+            if PICTURES:
+                await asyncio.sleep(2)
+                name = "-".join([view, scheme, *(["narrow"] if size else [])])
+                await picture(tab, Path(PICTURES) / f"console-{name}.png")
+
+
+async def test_tenants_page_shows_no_buttons_of_an_operator(shown: Shown) -> None:
+    async with shown.opened(tenant=TENANT) as tab:
+        await tab.has(f"tenant {TENANT}")
+        await tab.page.click("a[href='#jobs']")
+        await tab.has("chain_sum")
+        assert await tab.page.locator(".actions").count() == 0
+
+
+async def test_page_goes_on_when_the_mesh_is_restarted(short_dir: Path) -> None:
+    config = MeshConfig(console_port=free_port())
+    with without_torch():
+        async with browser() as running:
+            async with running_mesh(config, short_dir) as (mesh, _):
+                await steps(mesh, "before", 5)
+                context = opened(running, mesh.console_url())
+                tab = await context.__aenter__()
+                await tab.until("window.phaseloom?.app.model.numOperations >= 5")
+            try:
+                await tab.until("window.phaseloom.app.live.link === 'lost'")
+                async with running_mesh(config, short_dir) as (mesh, _):
+                    await tab.until("window.phaseloom.app.live.link === 'live'")
+                    await steps(mesh, "after", 3)
+                    await tab.until("window.phaseloom.app.model.jobs.includes('demo.after')")
+                    await tab.until("window.phaseloom.app.model.numOperations >= 8")
+                    assert not tab.errors
+            finally:
+                await context.__aexit__(None, None, None)
+
+
+async def steps(mesh: Mesh, name: str, number: int) -> None:
+    password = mesh.credentials.tenants[TENANT]
+    async with client.connect(mesh.url, TENANT, password) as connected:
+        job = await connected.submit_job(name, NOOP)
+        for _ in range(number):
+            await job.deployment("policy").optim_step(client.AdamParams(1e-3))
+        await job.finish()
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+async def test_hour_of_256_devices_is_moved_through_smoothly(tmp_path: Path) -> None:
+    path = tmp_path / "replay.html"
+    events = hour()
+    num_operations = sum(isinstance(one.event, OperationFinished) for one in events)
+    make_replay("an hour", events, path)
+    async with browser() as running, opened(running, path.as_uri()) as tab:
+        await tab.until("window.phaseloom?.app.model.numOperations > 0")
+        assert await tab.operations() == num_operations
+        await tab.page.click("#fit")
+        figures = {}
+        for what, factor in (("all of it", 1.0), ("minutes", 0.05), ("seconds", 0.002)):
+            frames = await tab.page.evaluate(_FRAMES, factor)
+            figures[what] = statistics.median(frames)
+        print({what: f"{ms:.1f} ms a frame" for what, ms in figures.items()}, path.stat().st_size)
+        assert max(figures.values()) < MOST_FRAME_MS
+        await tab.page.click("#play")
+        begin = await tab.page.evaluate("window.phaseloom.app.view.fromS")
+        await tab.until("(from) => window.phaseloom.app.view.fromS > from", begin)
+        if PICTURES:
+            await tab.page.evaluate(_FRAMES, 1.0)
+            await picture(tab, Path(PICTURES) / "console-hour.png")
+        assert not tab.errors
+
+
+_FRAMES = """async (factor) => {
+  const { app, painter } = window.phaseloom;
+  const { view, model } = app;
+  view.speed = 0;
+  view.show(model.firstS, model.firstS + factor * (model.lastS - model.firstS));
+  const took = [];
+  for (let i = 0; i < 40; i++) {
+    view.pan(0.004 * view.spanS);
+    const begin = performance.now();
+    painter.frame(app.theme, begin, true);
+    took.push(performance.now() - begin);
+    await new Promise(requestAnimationFrame);
+  }
+  return took;
+}"""
+
+
+def hour() -> list[Recorded]:
+    """An hour of 256 devices, which two jobs each share in turns of some seconds."""
+    events: list[tuple[float, Event]] = []
+    kinds = (("forward_backward", 2.6), ("forward_backward", 2.4), ("optim_step", 0.7))
+    for number in range(DEVICES):
+        node, device = NodeId(f"train-{number // 8:02}"), number % 8
+        if device == 0:
+            events.append((1.0, NodeUp(node, "train", [DeviceSpec(2**30)] * 8, 2**33, 1, "h:1")))
+        jobs = [
+            DeploymentKey("demo", f"job-{(number // 8 + i) % 8}", f"policy-{number}")
+            for i in (0, 1)
+        ]
+        for job in jobs:
+            events.append((2.0, WpgStarted(job, 1, node, 2**20, 0, [device])))
+        now_s = 3.0 + 0.37 * (number % 16)
+        seqs = dict.fromkeys(jobs, 0)
+        turn = 0
+        while now_s < HOUR_S:
+            key = jobs[turn % 2]
+            switch = ActivationOpened(
+                key, turn, node, now_s, 0.2, 0.3, 2**28, 2**28, [jobs[1 - turn % 2]]
+            )
+            now_s += 0.5
+            events.append((now_s, switch))
+            for kind, seconds in kinds:
+                seqs[key] += 1
+                operation = OperationKey(key.tenant, key.job, key.deployment, str(seqs[key]))
+                ran = OperationFinished(operation, kind, Outcome.COMPLETED, turn, 1, now_s, seconds)
+                now_s += seconds
+                events.append((now_s, ran))
+            now_s += 1.1 * ((number * 7 + turn * 13) % 5) / 5
+            turn += 1
+    events.sort(key=lambda one: one[0])
+    return [Recorded(i, time_s, event) for i, (time_s, event) in enumerate(events, 1)]
