@@ -11,7 +11,7 @@ import asyncio
 import os
 import statistics
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,22 +190,19 @@ async def test_tenants_page_shows_no_buttons_of_an_operator(shown: Shown) -> Non
 async def test_page_goes_on_when_the_mesh_is_restarted(short_dir: Path) -> None:
     config = MeshConfig(console_port=free_port())
     with without_torch():
-        async with browser() as running:
+        async with AsyncExitStack() as stack:
+            pages = await stack.enter_async_context(browser())
             async with running_mesh(config, short_dir) as (mesh, _):
                 await steps(mesh, "before", 5)
-                context = opened(running, mesh.console_url())
-                tab = await context.__aenter__()
+                tab = await stack.enter_async_context(opened(pages, mesh.console_url()))
                 await tab.until("window.phaseloom?.app.model.numOperations >= 5")
-            try:
-                await tab.until("window.phaseloom.app.live.link === 'lost'")
-                async with running_mesh(config, short_dir) as (mesh, _):
-                    await tab.until("window.phaseloom.app.live.link === 'live'")
-                    await steps(mesh, "after", 3)
-                    await tab.until("window.phaseloom.app.model.jobs.includes('demo.after')")
-                    await tab.until("window.phaseloom.app.model.numOperations >= 8")
-                    assert not tab.errors
-            finally:
-                await context.__aexit__(None, None, None)
+            await tab.until("window.phaseloom.app.live.link === 'lost'")
+            async with running_mesh(config, short_dir) as (mesh, _):
+                await tab.until("window.phaseloom.app.live.link === 'live'")
+                await steps(mesh, "after", 3)
+                await tab.until("window.phaseloom.app.model.jobs.includes('demo.after')")
+                await tab.until("window.phaseloom.app.model.numOperations >= 8")
+                assert not tab.errors
 
 
 async def steps(mesh: Mesh, name: str, number: int) -> None:

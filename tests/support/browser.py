@@ -22,8 +22,9 @@ PATIENCE_MS = 60_000
 
 _CONTRASTS = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
   const light = (c) => {
-    const [r, g, b] = c.map((v) => v / 255).map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    const [r, g, b] = c.map((v) => linear(v / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const ground = (element) => {
@@ -37,8 +38,9 @@ _CONTRASTS = """() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const element = node.parentElement;
-    if (!node.textContent.trim() || !element.offsetParent || element.closest("script, .dim")) continue;
-    const [one, other] = [parse(getComputedStyle(element).color).slice(0, 3), ground(element)].map(light);
+    if (!node.textContent.trim() || !element.offsetParent) continue;
+    const own = parse(getComputedStyle(element).color).slice(0, 3);
+    const [one, other] = [own, ground(element)].map(light);
     const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
     found.push([node.textContent.trim().slice(0, 40), Math.round(ratio * 100) / 100]);
   }
