@@ -10,10 +10,20 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import pytest
 import pytest_asyncio
+from nats.aio.client import Client
 
-from phaseloom.common.contract.api import DrainNode, JobRequest, JobStatus, NodeStatus
+from phaseloom.common.contract.api import (
+    DrainNode,
+    JobReport,
+    JobRequest,
+    JobStatus,
+    NodeStatus,
+    Reported,
+)
 from phaseloom.common.contract.codec import encode
+from phaseloom.common.contract.errors import CallerError, ResourceError
 from phaseloom.common.contract.events import (
     JobFinished,
     NodeUp,
@@ -26,8 +36,9 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import DeviceSpec
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.natsserver import EmbeddedServer
-from phaseloom.common.transport.services import serve_api
+from phaseloom.common.transport.services import call_api, serve_api
 from phaseloom.console.core.wire import Caller, Update
 from tests.support.processes import free_port, service
 
@@ -229,6 +240,48 @@ async def test_call_that_nobody_answers_is_told_with_what_to_do(shown: Console) 
     assert (error["code"], error["remedy"]) == ("UNAVAILABLE", "try again")
     answer = await shown.ask("/api/explain/not..a-name")
     assert answer.status == 400
+
+
+async def test_what_a_controller_reports_is_shown(
+    nats_server: EmbeddedServer, shown: Console, bus: Bus
+) -> None:
+    await bus.kv_put(Bucket.VIEW, "acme.a", encode(JobStatus("a", "active")))
+    password = nats_server.credentials.tenants["acme"]
+    router = service("router", nats_server, PHASELOOM_ROUTER_TENANTS='["acme"]')
+    client = await connect(
+        nats_server.credentials.url, "test", "acme", password, inbox_prefix="_INBOX_acme"
+    )
+    async with router:
+        try:
+            for step, values in ((0, {"reward": 0.25}), (1, {"reward": 0.5, "loss": 2.0})):
+                await reported(client, JobReport("a", step, values))
+            with pytest.raises(CallerError, match="no job"):
+                await reported(client, JobReport("another", 0, {"reward": 0.5}))
+            for values in ({}, {"a b": 1.0}, {"loss": float("nan")}):
+                with pytest.raises(CallerError) as refused:
+                    await reported(client, JobReport("a", 2, values))
+                assert refused.value.info.remedy
+        finally:
+            await client.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while len((found := await shown.state("acme")).reports) < 2:
+            await asyncio.sleep(0.02)
+    assert [(row.step, row.values) for row in found.reports] == [
+        (0, {"reward": 0.25}),
+        (1, {"reward": 0.5, "loss": 2.0}),
+    ]
+    assert not (await shown.state("globex")).reports
+
+
+async def reported(client: Client, report: JobReport) -> None:
+    """Waits for the router, which starts."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                await call_api(client, "acme", "job.report", report, Reported)
+                return
+            except ResourceError:
+                await asyncio.sleep(0.02)
 
 
 async def test_job_that_is_gone_is_forgotten(shown: Console, bus: Bus) -> None:

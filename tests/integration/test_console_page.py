@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -36,7 +37,7 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import DeviceSpec
 from tests.support.browser import NARROW, Tab, browser, needs_chromium, opened, picture
 from tests.support.directories import short_directory
-from tests.support.jobs import NOOP, TASKS, TENANT, Reports, no_barrier, running_mesh, short
+from tests.support.jobs import NOOP, TASKS, TENANT, no_barrier, running_mesh, short
 from tests.support.processes import free_port, without_torch
 
 pytestmark = [needs_chromium, pytest.mark.asyncio(loop_scope="module")]
@@ -94,7 +95,12 @@ async def train_one(mesh: Mesh, task: str) -> None:
     password = mesh.credentials.tenants[TENANT]
     async with client.connect(mesh.url, TENANT, password) as connected:
         job = await connected.submit_job(task, deployments(settings))
-        await train(job, task, settings, Reports(), no_barrier)
+
+        def report(event: str, **values: Any) -> None:
+            if event == "step":
+                job.report({"reward": values["reward"]}, step=values["step"])
+
+        await train(job, task, settings, report, no_barrier)
         if not PICTURES:
             await job.finish()
 
@@ -121,6 +127,7 @@ async def test_every_view_names_the_jobs_and_why(shown: Shown) -> None:
     async with shown.opened() as tab:
         for view, says in (
             ("jobs", "letter_counting"),
+            ("jobs", "reward"),
             ("state", "host memory"),
             ("decisions", "switched in on"),
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from phaseloom.common.contract import events
-from phaseloom.common.contract.api import DeploymentStatus, JobStatus
+from phaseloom.common.contract.api import DeploymentStatus, JobReport, JobStatus
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
@@ -175,6 +175,21 @@ def test_job_is_told_with_its_counts_its_cycle_and_what_is_wrong() -> None:
     assert row.deployments[0].error.remedy == "ask for less"
     view.status(T0 + 8, job, None)
     assert not view.jobs()
+
+
+def test_reports_of_a_job_are_told_whole_and_as_they_come() -> None:
+    view = mesh(history=4)
+    job = JobKey("acme", "a")
+    for step in range(10):
+        view.reported(job, JobReport("a", step, {"reward": step / 10}))
+    whole = view.update(T0)
+    assert [row.step for row in whole.reports] == [*range(10)], "more than the history has"
+    view.reported(job, JobReport("a", 10, {"reward": 1.0}))
+    (row,) = view.update(T0, since=whole.cursor).reports
+    assert (row.job, row.step, row.values) == ("acme.a", 10, {"reward": 1.0})
+    assert not view.update(T0, tenant="globex").reports
+    view.status(T0, job, None)
+    assert not view.update(T0).reports
 
 
 def test_decisions_are_told_with_their_reasons_and_trouble_as_such() -> None:

@@ -49,6 +49,7 @@ class Shell:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_log())
             group.create_task(self._follow_notices())
+            group.create_task(self._follow_reports())
             group.create_task(self._follow(Bucket.VIEW, self._status))
             group.create_task(self._follow(Bucket.PROFILES, self._cycle))
 
@@ -62,6 +63,11 @@ class Shell:
         async with aclosing(self.bus.read_notices(_NUM_NOTICES)) as notices:
             async for notice in notices:
                 self.view.decided(_told(notice))
+
+    async def _follow_reports(self) -> None:
+        async with aclosing(self.bus.read_reports()) as reports:
+            async for job, _, report in reports:
+                self.view.reported(job, report)
 
     async def _follow(self, bucket: Bucket, take: Callable[[JobKey, KeyChange], None]) -> None:
         changes: AsyncIterator[KeyChange] = self.bus.kv_watch(bucket)

@@ -18,18 +18,17 @@ export function Jobs({ app }: { app: App }) {
   useTick(1000);
   const { model } = app;
   const now = app.nowS();
-  const windowS = app.live ? Math.min(WINDOW_S, Math.max(1, now - model.firstS)) : Math.max(1, now - model.firstS);
+  const windowS = Math.min(WINDOW_S, Math.max(1, now - model.firstS));
   const recent = model.recent(windowS, now);
-  const rows = app.live ? model.jobRows : model.jobs.map((job) => ({ job, state: "replayed" }) as JobRow);
-  const going = rows.filter((row) => !row.has_ended);
-  const ended = rows.filter((row) => row.has_ended);
+  const going = model.jobRows.filter((row) => !row.has_ended);
+  const ended = model.jobRows.filter((row) => row.has_ended);
   const card = (row: JobRow) => {
     const number = model.jobs.indexOf(row.job);
     return <Card key={row.job} app={app} row={row} number={number} recent={recent.get(number)} windowS={windowS} />;
   };
   return (
     <section class="page jobs" aria-label="Jobs">
-      {!rows.length && <p class="empty">No job has been submitted yet.</p>}
+      {!model.jobRows.length && <p class="empty">No job has been submitted yet.</p>}
       {going.map(card)}
       {ended.length > 0 && <h2 class="rest">Ended</h2>}
       {ended.map(card)}
@@ -42,7 +41,7 @@ function Card({
 }: { app: App; row: JobRow; number: number; recent?: Recent; windowS: number }) {
   const { model } = app;
   const colour = css(jobColour(Math.max(0, number), app.isDark));
-  const heads = app.live ? model.heads.filter((head) => model.jobOf[head.deployment] === number) : [];
+  const heads = model.heads.filter((head) => model.jobOf[head.deployment] === number);
   const waiting = heads.filter((head) => app.nowS() - head.ready > WAITS_FROM_S && !runs(app, head));
   const stalled = recent ? recent.stalledS / windowS : 0;
   const [, name] = row.job.split(".");
@@ -56,7 +55,7 @@ function Card({
       <dl class="tiles">
         <Tile name="operations/s" value={recent ? count(recent.num / windowS) : "0"} />
         <Tile name="open" value={count(row.num_open ?? 0)} />
-        <Tile name="done" value={count(row.num_done ?? countOf(app, number))} />
+        <Tile name="done" value={count(row.num_done ?? 0)} />
         <Tile name="failed" value={count(row.num_failed ?? 0)} isBad={(row.num_failed ?? 0) > 0} />
         <Tile
           name="slowdown"
@@ -71,6 +70,7 @@ function Card({
         />
       </dl>
       <Share app={app} number={number} colour={colour} />
+      <Curves app={app} job={row.job} colour={colour} />
       {row.period_s && row.segments?.length ? <Cycle row={row} /> : null}
       {row.placement && <p class="placement">{row.placement}</p>}
       {row.error && <p class="trouble">{row.error.message}{row.error.remedy ? `: ${row.error.remedy}` : ""}</p>}
@@ -78,12 +78,6 @@ function Card({
       {row.deployments?.length ? <Deployments row={row} /> : null}
     </article>
   );
-}
-
-function countOf({ model }: App, job: number): number {
-  let num = 0;
-  for (let i = 0; i < model.numOperations; i++) num += Number(model.jobOf[model.operation(i).deployment] === job);
-  return num;
 }
 
 /** Whether a head runs: its deployment holds its first device. */
@@ -106,7 +100,7 @@ function Share({ app, number, colour }: { app: App; number: number; colour: stri
   const { model } = app;
   if (number < 0 || !model.numOperations) return null;
   const toS = app.nowS();
-  const fromS = app.live ? Math.max(model.firstS, toS - 4 * WINDOW_S) : model.firstS;
+  const fromS = Math.max(model.firstS, toS - 4 * WINDOW_S);
   const column = model.busyBuckets(fromS, Math.max(toS, fromS + 1), NUM_BARS)[number];
   const devices = Math.max(1, model.devices.filter((one) => one.track.length).length);
   if (!column) return null;
@@ -118,6 +112,44 @@ function Share({ app, number, colour }: { app: App; number: number; colour: stri
       })}
     </svg>
   );
+}
+
+const MOST_CURVES = 8;
+const [CURVE_W, CURVE_H] = [220, 54];
+
+/** What the controller reports: a curve of each value. */
+function Curves({ app, job, colour }: { app: App; job: string; colour: string }) {
+  const curves = [...(app.model.curves.get(job) ?? [])].slice(0, MOST_CURVES);
+  if (!curves.length) return null;
+  return (
+    <div class="curves">
+      {curves.map(([name, { steps, values }]) => {
+        const low = Math.min(...values);
+        const high = Math.max(...values);
+        const [first, last] = [steps[0]!, steps[steps.length - 1]!];
+        const x = (step: number) => 2 + ((CURVE_W - 4) * (step - first)) / Math.max(1, last - first);
+        const y = (value: number) => CURVE_H - 3 - ((CURVE_H - 6) * (value - low)) / (high - low || 1);
+        const points = steps.map((step, i) => `${x(step).toFixed(1)},${y(values[i]!).toFixed(1)}`);
+        const text = `${name}: ${short(values[values.length - 1]!)} at step ${last}; ${short(low)} to ${short(high)}`;
+        return (
+          <figure key={name}>
+            <figcaption title={text}>
+              <span>{name}</span>
+              <b>{short(values[values.length - 1]!)}</b>
+            </figcaption>
+            <svg viewBox={`0 0 ${CURVE_W} ${CURVE_H}`} preserveAspectRatio="none" role="img" aria-label={text}>
+              <polyline points={points.join(" ")} fill="none" stroke={colour} stroke-width="1.8" vector-effect="non-scaling-stroke" stroke-linejoin="round" />
+            </svg>
+          </figure>
+        );
+      })}
+    </div>
+  );
+}
+
+function short(value: number): string {
+  const size = Math.abs(value);
+  return size !== 0 && (size < 0.001 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
 function Cycle({ row }: { row: JobRow }) {

@@ -16,6 +16,7 @@ export class Live {
   link: Link = "connecting";
   private source: EventSource | null = null;
   private heardMs = 0;
+  private isConnecting = false;
 
   constructor(
     private readonly model: Model,
@@ -28,6 +29,16 @@ export class Live {
   }
 
   private async connect(): Promise<void> {
+    if (this.isConnecting) return;
+    this.isConnecting = true;
+    try {
+      await this.reconnect();
+    } finally {
+      this.isConnecting = false;
+    }
+  }
+
+  private async reconnect(): Promise<void> {
     this.source?.close();
     this.source = null;
     this.heardMs = Date.now();

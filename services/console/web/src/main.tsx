@@ -52,7 +52,7 @@ function Page({ app }: { app: App }) {
       </header>
       <main>
         {tab === "timeline" && <Timeline app={app} />}
-        {tab === "jobs" && <Jobs app={app} />}
+        {tab === "jobs" && app.live && <Jobs app={app} />}
         {tab === "state" && app.live && <State app={app} />}
         {tab === "decisions" && <Decisions app={app} />}
       </main>

@@ -154,6 +154,8 @@ export class Model {
   nodes = new Map<string, NodeRow>();
   jobRows: JobRow[] = [];
   decisions: Decision[] = [];
+  /** Job → name of a value → its points. */
+  curves = new Map<string, Map<string, Curve>>();
   heads: Head[] = [];
   firstS = Infinity;
   lastS = 0;
@@ -238,6 +240,15 @@ export class Model {
       devices: placed(row[5]),
     }));
     if (update.decisions?.length) this.decisions = this.decisions.concat(update.decisions).slice(-1000);
+    for (const [job, step, values] of update.reports ?? []) {
+      let curves = this.curves.get(job);
+      if (!curves) this.curves.set(job, (curves = new Map()));
+      for (const [name, value] of Object.entries(values)) {
+        let curve = curves.get(name);
+        if (!curve) curves.set(name, (curve = { steps: [], values: [] }));
+        put(curve, step, value);
+      }
+    }
     this.version++;
   }
 
@@ -404,12 +415,27 @@ export class Model {
     this.slots = [];
     this.odd.clear();
     this.decisions = [];
+    this.curves.clear();
     this.firstS = Infinity;
     this.lastS = 0;
     this.devices = [];
     this.deviceNumbers.clear();
     this.rowsVersion++;
   }
+}
+
+export interface Curve {
+  steps: number[];
+  values: number[];
+}
+
+/** Reports come nearly in the order of their steps; the last of a step counts. */
+function put({ steps, values }: Curve, step: number, value: number): void {
+  let at = steps.length;
+  while (at > 0 && steps[at - 1]! >= step) at--;
+  const isThere = steps[at] === step;
+  steps.splice(at, isThere ? 1 : 0, step);
+  values.splice(at, isThere ? 1 : 0, value);
 }
 
 export interface Recent {

@@ -19,6 +19,8 @@ export function Timeline({ app }: { app: App }) {
   const painter = useRef<Painter | null>(null);
   const [hover, setHover] = useState<{ x: number; y: number; hit: Hit } | null>(null);
   const { view, model } = app;
+  // After a loss of the connection everything is told anew, and an operation has another place.
+  if (view.picked && !model.devices.includes(view.picked.device)) view.picked = null;
   const pick = (picked: Picked | null) => {
     view.picked = picked;
     app.changed();
@@ -193,7 +195,7 @@ function play(app: App): void {
 let figured: { key: string; value: [string, string][] } = { key: "", value: [] };
 
 /** How busy the devices were in the window, and what their switches cost. */
-function inView({ model, view }: App): [string, string][] {
+function inView({ model, view, live }: App): [string, string][] {
   const key = [model.version, Math.round(view.fromS * 20), Math.round(view.toS * 20)].join();
   if (key === figured.key) return figured.value;
   let busy = 0;
@@ -204,6 +206,8 @@ function inView({ model, view }: App): [string, string][] {
   const counted = new Set<unknown>();
   let devices = 0;
   for (const { track, activations } of model.devices) {
+    // A tenant knows nothing of devices that it has not been on.
+    if (live?.caller.tenant && !track.length) continue;
     devices++;
     let until = view.fromS;
     for (let i = track.from(view.fromS - track.longestS); i < track.length; i++) {

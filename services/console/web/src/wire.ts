@@ -13,6 +13,9 @@ export type ActivationRow = [
 /** deployment, kind, slot, ready, number ready, devices */
 export type HeadRow = [number, number, string, number, number, number[]];
 
+/** job, step, values */
+export type ReportRow = [string, number, Record<string, number>];
+
 export interface Decision {
   time_s: number;
   what: string;
@@ -72,6 +75,7 @@ export interface Update {
   operations?: OperationRow[];
   activations?: ActivationRow[];
   decisions?: Decision[];
+  reports?: ReportRow[];
   heads?: HeadRow[];
   nodes?: NodeRow[];
   jobs?: JobRow[];

@@ -1,8 +1,9 @@
 """The console's view of a mesh: a fold over the decision log that keeps the newest of everything.
 
-What it keeps is bounded: `history` operations and activations, `NUM_DECISIONS` decisions, and what
-is open. `update` tells all of it, or what came since an earlier update; a tenant is told only what
-is its own. The shell feeds it; pages and `phaseloom replay` read it.
+What it keeps is bounded: `history` operations and activations, `NUM_DECISIONS` decisions,
+`NUM_REPORTS` reports of each job, and what is open. `update` tells all of it, or what came since an
+earlier update; a tenant is told only what is its own. The shell feeds it; pages and
+`phaseloom replay` read it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 from phaseloom.common.contract import events
-from phaseloom.common.contract.api import JobStatus
+from phaseloom.common.contract.api import JobReport, JobStatus
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.operations import Outcome
@@ -26,6 +27,8 @@ from phaseloom.console.core.wire import TICK_S, Decision
 
 HISTORY = 100_000
 NUM_DECISIONS = 1000
+NUM_REPORTS = 4000
+"""Reports that are kept of each job."""
 
 T = TypeVar("T")
 
@@ -82,12 +85,13 @@ class View:
     origin_s: float = 0.0
     """The time of the first event, Unix seconds; 0: there was none."""
     _activity: Activity = field(default_factory=Activity)
-    _told: _Newest[_Operation | _Activation | Decision] = field(init=False)
+    _told: _Newest[_Operation | _Activation | Decision | wire.ReportRow] = field(init=False)
     _decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=NUM_DECISIONS))
     _nodes: dict[str, wire.NodeRow] = field(default_factory=dict)
     _jobs: dict[JobKey, JobStatus] = field(default_factory=dict)
     _cycles: dict[JobKey, events.PhaseTrace] = field(default_factory=dict)
     _counts: dict[JobKey, _Counts] = field(default_factory=dict)
+    _reports: dict[str, deque[wire.ReportRow]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._told = _Newest(self.history)
@@ -132,6 +136,7 @@ class View:
         if status is None:
             for kept in (self._jobs, self._cycles, self._counts):
                 kept.pop(job, None)
+            self._reports.pop(str(job), None)
             return
         self._jobs[job] = status
         if status.placement and (before is None or before.placement != status.placement):
@@ -151,6 +156,12 @@ class View:
         """Take something that people are told."""
         self._told.put(decision)
         self._decisions.append(decision)
+
+    def reported(self, job: JobKey, report: JobReport) -> None:
+        """Take what a controller has measured."""
+        row = wire.ReportRow(str(job), report.step, report.values)
+        self._told.put(row)
+        self._reports.setdefault(row.job, deque(maxlen=NUM_REPORTS)).append(row)
 
     def _ran(self, execution: Execution) -> None:
         devices = self._activity.devices_of(execution.key.deployment_key)
@@ -179,11 +190,17 @@ class View:
         rows = _Rows(self.origin_s, tenant)
         begin = oldest if since is None or is_whole else since
         decisions = list(self._decisions) if is_whole else []
+        reports = [*chain.from_iterable(self._reports.values())] if is_whole else []
         for item in self._told.since(begin):
-            if not isinstance(item, Decision):
-                rows.add(item)
-            elif not is_whole:
-                decisions.append(item)
+            match item:
+                case Decision() | wire.ReportRow() if is_whole:
+                    pass  # more of them are kept than there are among the newest of everything
+                case Decision():
+                    decisions.append(item)
+                case wire.ReportRow():
+                    reports.append(item)
+                case _:
+                    rows.add(item)
         return wire.Update(
             cursor=self._told.num_ever,
             now_s=now_s,
@@ -191,7 +208,8 @@ class View:
             is_whole=is_whole,
             operations=rows.operations,
             activations=rows.activations,
-            decisions=[d for d in decisions if not tenant or d.job.startswith(f"{tenant}.")],
+            decisions=[d for d in decisions if rows.has_job(d.job)],
+            reports=[r for r in reports if rows.has_job(r.job)],
             heads=self._heads(rows, now_s),
             nodes=[*self._nodes.values()] if with_jobs or is_whole else None,
             jobs=self.jobs(tenant) if with_jobs or is_whole else None,
@@ -247,6 +265,9 @@ class _Rows:
 
     def has(self, tenant: str) -> bool:
         return self.tenant in ("", tenant)
+
+    def has_job(self, job: str) -> bool:
+        return not self.tenant or job.startswith(f"{self.tenant}.")
 
     def add(self, item: _Operation | _Activation) -> None:
         if not self.has(item.tenant):

@@ -70,6 +70,15 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     is_trouble: bool = False
 
 
+class ReportRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a job's controller has measured at a step."""
+
+    job: str
+    """`<tenant>.<job>`"""
+    step: int
+    values: dict[str, float]
+
+
 class NodeRow(msgspec.Struct, frozen=True, omit_defaults=True):
     node: str
     pool: str
@@ -139,6 +148,7 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     operations: list[OperationRow] = []
     activations: list[ActivationRow] = []
     decisions: list[Decision] = []
+    reports: list[ReportRow] = []
     heads: list[HeadRow] = []
     nodes: list[NodeRow] | None = None
     """Every node; None: as before."""
