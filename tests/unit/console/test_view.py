@@ -10,7 +10,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import DeviceSpec, Segment
-from phaseloom.console.core.view import View
+from phaseloom.console.core.view import Listener, View
 from phaseloom.console.core.wire import TICK_S, Update
 
 T0 = 1_700_000_000.0
@@ -190,6 +190,30 @@ def test_reports_of_a_job_are_told_whole_and_as_they_come() -> None:
     assert not view.update(T0, tenant="globex").reports
     view.status(T0, job, None)
     assert not view.update(T0).reports
+
+
+def test_page_is_told_what_is_news_to_it_and_now_and_then_that_nothing_is() -> None:
+    view = mesh()
+    view.status(T0, JobKey("acme", "a"), JobStatus("a", "active"))
+    page = Listener(view, "", None)
+    first = page.news(T0)
+    assert first is not None
+    assert first.is_whole
+    assert [row.state for row in first.jobs or []] == ["active"]
+    assert page.news(T0 + 0.25) is None
+    run(view, POLICY, 1, 1.0)
+    second = page.news(T0 + 0.5)
+    assert second is not None
+    assert names(second) == ["acme.a.policy.1"]
+    assert second.jobs is None, "they are told once a second"
+    third = page.news(T0 + 1.5)
+    assert third is not None
+    assert [row.num_done for row in third.jobs or []] == [1]
+    assert not third.operations
+    assert page.news(T0 + 3.0) is None
+    silent = page.news(T0 + 7.0)
+    assert silent is not None
+    assert not silent.is_whole
 
 
 def test_decisions_are_told_with_their_reasons_and_trouble_as_such() -> None:

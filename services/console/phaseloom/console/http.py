@@ -11,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -23,6 +24,7 @@ from phaseloom.common.contract.ids import JobKey, check_name, parse_operation_ke
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.transport.services import call_api, call_node_api
 from phaseloom.console import page
+from phaseloom.console.core.view import Listener
 from phaseloom.console.core.wire import Caller
 from phaseloom.console.shell import Shell
 
@@ -31,10 +33,6 @@ log = logging.getLogger(__name__)
 SHELL = web.AppKey("shell", Shell)
 _NEWS_S = 0.25
 """The pause between two updates of a page."""
-_JOBS_S = 1.0
-"""Jobs and nodes are told that often."""
-_SILENCE_S = 5.0
-"""A page that hears nothing for longer takes the connection for lost."""
 _STATUS = {
     Code.NOT_FOUND: 404,
     Code.PERMISSION_DENIED: 403,
@@ -166,36 +164,18 @@ async def _events(request: web.Request) -> web.StreamResponse:
     """
     tenant = request.app[KEYS].of_request(request).tenant
     view = request.app[SHELL].view
-    since = _cursor(request, view.origin_s)
+    listener = Listener(view, tenant, _cursor(request, view.origin_s))
     answer = web.StreamResponse(
         headers={**_HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
     )
     await answer.prepare(request)
-    heads: object = None
-    jobs: object = None
-    jobs_s = told_s = float("-inf")
-    while True:
-        now_s = time.monotonic()
-        with_jobs = now_s - jobs_s >= _JOBS_S
-        update = view.update(time.time(), since=since, tenant=tenant, with_jobs=with_jobs)
-        if update.jobs is not None:
-            jobs_s = now_s
-            is_news = (update.jobs, update.nodes) != jobs
-            jobs = (update.jobs, update.nodes)
-            if not is_news:
-                update = msgspec.structs.replace(update, jobs=None, nodes=None)
-        is_news = (
-            update.cursor != since
-            or update.is_whole
-            or update.jobs is not None
-            or update.heads != heads
-        )
-        if is_news or now_s - told_s >= _SILENCE_S:
-            body = msgspec.json.encode(update)
-            name = f"{update.origin_s}-{update.cursor}"
-            await answer.write(b"id: %s\ndata: %s\n\n" % (name.encode(), body))
-            since, heads, told_s = update.cursor, update.heads, now_s
-        await asyncio.sleep(_NEWS_S)
+    with suppress(ConnectionResetError):  # the page was closed
+        while True:
+            if update := listener.news(time.time()):
+                name = f"{update.origin_s}-{update.cursor}".encode()
+                await answer.write(b"id: %s\ndata: %s\n\n" % (name, msgspec.json.encode(update)))
+            await asyncio.sleep(_NEWS_S)
+    return answer
 
 
 def _cursor(request: web.Request, origin_s: float) -> int | None:

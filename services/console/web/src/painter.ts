@@ -230,6 +230,7 @@ export class Painter {
     context.clip();
     this.drawHeads(theme);
     this.drawLabels(theme);
+    this.drawSpeculative(theme);
     this.drawPicked(theme);
     this.drawGutter(theme);
     context.restore();
@@ -336,6 +337,28 @@ export class Painter {
       context.fillRect(middle - width / 2 - 3, y - 7, width + 6, 14);
       context.fillStyle = isPale(colour) ? "#10151c" : "#ffffff";
       context.fillText(word, middle, y + 0.5);
+    }
+  }
+
+  /** A mark at each switch that was made ahead of an operation. */
+  private drawSpeculative(theme: Theme): void {
+    const { context, view } = this;
+    context.fillStyle = theme.text;
+    for (const row of this.rows) {
+      if (row.height < LABEL_FROM_PX) continue;
+      const y = AXIS_PX + row.top - view.scrollPx + Math.max(2, Math.round(row.height * 0.14));
+      const { activations } = row.device;
+      for (let i = activations.length - 1; i >= 0 && activations[i]!.startS > view.fromS; i--) {
+        const one = activations[i]!;
+        if (!one.isSpeculative || one.startS >= view.toS || one.endS === one.startS) continue;
+        const x = this.xOf(one.startS);
+        if (x < this.gutterPx || this.xOf(one.endS) - x < 2) continue;
+        context.beginPath();
+        context.moveTo(x - 3, y - 1);
+        context.lineTo(x + 3, y - 1);
+        context.lineTo(x, y + 4);
+        context.fill();
+      }
     }
   }
 

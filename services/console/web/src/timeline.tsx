@@ -271,7 +271,7 @@ function Legend({ app }: { app: App }) {
       <li class="note"><i style={{ background: css(theme.hidden) }} />switch, hidden</li>
       <li class="note"><i style={{ background: css(theme.waited) }} />switch, waited for</li>
       <li class="note"><i style={{ background: css(theme.track) }} />idle</li>
-      <li class="note lines">line above: somebody waits · below: who holds the device</li>
+      <li class="note lines">▾ ahead of a predicted operation · line above: somebody waits · below: who holds the device</li>
     </ul>
   );
 }

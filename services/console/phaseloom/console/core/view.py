@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TypeVar
 
+import msgspec
+
 from phaseloom.common.contract import events
 from phaseloom.common.contract.api import JobReport, JobStatus
 from phaseloom.common.contract.errors import ErrorInfo
@@ -29,6 +31,11 @@ HISTORY = 100_000
 NUM_DECISIONS = 1000
 NUM_REPORTS = 4000
 """Reports that are kept of each job."""
+
+_SLOW_S = 1.0
+"""Jobs and nodes are told that often."""
+_SILENCE_S = 5.0
+"""A page is told something after so long, though nothing is new: it sees that the link holds."""
 
 T = TypeVar("T")
 
@@ -247,6 +254,41 @@ class View:
             for head in self._activity.heads(now_s)
             if rows.has(head.key.tenant)
         ]
+
+
+@dataclass(slots=True)
+class Listener:
+    """What one page has been told, and so what is news to it.
+
+    Args: tenant: whose page it is; empty: an operator's.
+          since: the `cursor` of what it has been told; None: nothing.
+    """
+
+    view: View
+    tenant: str
+    since: int | None
+    _heads: list[wire.HeadRow] | None = None
+    _slow: object = None
+    """The jobs and nodes that it was told last."""
+    _slow_s: float = 0.0
+    _told_s: float = 0.0
+
+    def news(self, now_s: float) -> wire.Update | None:
+        """The next update; None: nothing is new, and the last one is not long ago."""
+        asks_slow = now_s - self._slow_s >= _SLOW_S
+        update = self.view.update(now_s, since=self.since, tenant=self.tenant, with_jobs=asks_slow)
+        has_slow = update.jobs is not None
+        if has_slow:
+            self._slow_s = now_s
+            slow = (update.jobs, update.nodes)
+            if slow == self._slow and not update.is_whole:
+                update, has_slow = msgspec.structs.replace(update, jobs=None, nodes=None), False
+            self._slow = slow
+        is_news = has_slow or update.is_whole or update.cursor != self.since
+        if not is_news and update.heads == self._heads and now_s - self._told_s < _SILENCE_S:
+            return None
+        self.since, self._heads, self._told_s = update.cursor, update.heads, now_s
+        return update
 
 
 @dataclass(slots=True)
