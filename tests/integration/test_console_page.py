@@ -22,23 +22,13 @@ from grpo import deployments, train
 from playwright.async_api import Browser
 
 from phaseloom import client
-from phaseloom.cli.recorder import Recorded
 from phaseloom.cli.replay import make_replay
 from phaseloom.cli.supervisor import Mesh, MeshConfig
-from phaseloom.common.contract.events import (
-    ActivationOpened,
-    Event,
-    NodeUp,
-    OperationFinished,
-    WpgStarted,
-)
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.contract.operations import Outcome
-from phaseloom.common.contract.specs import DeviceSpec
 from tests.support.browser import NARROW, Tab, browser, needs_chromium, opened, picture
 from tests.support.directories import short_directory
 from tests.support.jobs import NOOP, TASKS, TENANT, no_barrier, running_mesh, short
 from tests.support.processes import free_port, without_torch
+from tests.support.runlog import shared
 
 pytestmark = [needs_chromium, pytest.mark.asyncio(loop_scope="module")]
 
@@ -234,29 +224,84 @@ async def steps(mesh: Mesh, name: str, number: int) -> None:
 # --- replay ---------------------------------------------------------------------------------------
 
 
-async def test_hour_of_256_devices_is_moved_through_smoothly(tmp_path: Path) -> None:
+async def test_replay_opens_from_a_file_and_plays(tmp_path: Path) -> None:
     path = tmp_path / "replay.html"
-    events = hour()
-    num_operations = sum(isinstance(one.event, OperationFinished) for one in events)
-    make_replay("an hour", events, path)
+    make_replay("a run", shared().recorded(), path)
     async with browser() as running, opened(running, path.as_uri()) as tab:
         await tab.until("window.phaseloom?.app.model.numOperations > 0")
-        assert await tab.operations() == num_operations
+        await tab.has("a run")
+        await tab.page.click("#fit")
+        place = await tab.place_of("generate")
+        await tab.page.mouse.click(place["x"], place["y"])
+        await tab.has("Where its time went")
+        await tab.page.click("text=10 s")
+        begin = await tab.until("window.phaseloom.app.view.fromS")
+        await tab.page.click("#play")
+        await tab.until("(from) => window.phaseloom.app.view.fromS > from", begin)
+        await tab.page.click("a[href='#decisions']")
+        await tab.has("switched in on")
+        assert not tab.errors
+
+
+async def test_hour_of_256_devices_is_moved_through_smoothly(tmp_path: Path) -> None:
+    path = tmp_path / "replay.html"
+    make_replay("an hour", shared().recorded(), path)
+    async with browser() as running, opened(running, path.as_uri()) as tab:
+        await tab.until("window.phaseloom?.app.model.numOperations > 0")
+        number = await tab.page.evaluate(_HOUR, {"devices": DEVICES, "seconds": HOUR_S})
+        assert number > 500_000
         await tab.page.click("#fit")
         figures = {}
         for what, factor in (("all of it", 1.0), ("minutes", 0.05), ("seconds", 0.002)):
-            frames = await tab.page.evaluate(_FRAMES, factor)
-            figures[what] = statistics.median(frames)
-        print({what: f"{ms:.1f} ms a frame" for what, ms in figures.items()}, path.stat().st_size)
+            figures[what] = statistics.median(await tab.page.evaluate(_FRAMES, factor))
+        told = ", ".join(f"{what} {ms:.1f} ms" for what, ms in figures.items())
+        print(f"a frame of {number} operations: {told}")
         assert max(figures.values()) < MOST_FRAME_MS
-        await tab.page.click("#play")
-        begin = await tab.page.evaluate("window.phaseloom.app.view.fromS")
-        await tab.until("(from) => window.phaseloom.app.view.fromS > from", begin)
-        if PICTURES:
+        if PICTURES and "hour" in KEPT:
             await tab.page.evaluate(_FRAMES, 1.0)
             await picture(tab, Path(PICTURES) / "console-hour.png")
         assert not tab.errors
 
+
+_HOUR = """({ devices, seconds }) => {
+  const { app } = window.phaseloom;
+  const tick = 1e-4;
+  const update = {
+    cursor: 1, now_s: 0, origin_s: 0, is_whole: true, kinds: ["forward_backward", "optim_step"],
+    deployments: [], devices: [], operations: [], activations: [], nodes: [],
+  };
+  for (let node = 0; node < devices / 8; node++) {
+    update.nodes.push({
+      node: `train-${node}`, pool: "train", devices: Array(8).fill(2 ** 36), host_memory_bytes: 0,
+    });
+  }
+  for (let device = 0; device < devices; device++) {
+    const node = Math.floor(device / 8);
+    update.devices.push(`train-${node}/${device % 8}`);
+    for (const job of [node % 8, (node + 1) % 8]) {
+      update.deployments.push(`demo.job-${job}.policy-${device}`);
+    }
+    let now = 2 + 0.37 * (device % 16);
+    for (let turn = 0; now < seconds; turn++) {
+      const deployment = 2 * device + (turn % 2);
+      const at = Math.round(now / tick);
+      update.activations.push([deployment, at, 2000, 3000, 1000 * (turn % 5), [device], 1e9, 1e9]);
+      now += 0.5;
+      for (const [kind, length] of [[0, 1.3], [0, 1.2], [1, 0.4], [0, 1.3], [1, 0.4]]) {
+        const start = Math.round(now / tick);
+        now += length;
+        const end = Math.round(now / tick);
+        update.operations.push([
+          deployment, kind, String(turn), start - 3000, start - 500, start, end, [device], 1024,
+        ]);
+      }
+      now += 0.22 * ((device * 7 + turn * 13) % 5);
+    }
+  }
+  app.model.take(update);
+  app.changed();
+  return app.model.numOperations;
+}"""
 
 _FRAMES = """async (factor) => {
   const { app, painter } = window.phaseloom;
@@ -273,39 +318,3 @@ _FRAMES = """async (factor) => {
   }
   return took;
 }"""
-
-
-def hour() -> list[Recorded]:
-    """An hour of 256 devices, which two jobs each share in turns of some seconds."""
-    events: list[tuple[float, Event]] = []
-    kinds = (("forward_backward", 2.6), ("forward_backward", 2.4), ("optim_step", 0.7))
-    for number in range(DEVICES):
-        node, device = NodeId(f"train-{number // 8:02}"), number % 8
-        if device == 0:
-            events.append((1.0, NodeUp(node, "train", [DeviceSpec(2**30)] * 8, 2**33, 1, "h:1")))
-        jobs = [
-            DeploymentKey("demo", f"job-{(number // 8 + i) % 8}", f"policy-{number}")
-            for i in (0, 1)
-        ]
-        for job in jobs:
-            events.append((2.0, WpgStarted(job, 1, node, 2**20, 0, [device])))
-        now_s = 3.0 + 0.37 * (number % 16)
-        seqs = dict.fromkeys(jobs, 0)
-        turn = 0
-        while now_s < HOUR_S:
-            key = jobs[turn % 2]
-            switch = ActivationOpened(
-                key, turn, node, now_s, 0.2, 0.3, 2**28, 2**28, [jobs[1 - turn % 2]]
-            )
-            now_s += 0.5
-            events.append((now_s, switch))
-            for kind, seconds in kinds:
-                seqs[key] += 1
-                operation = OperationKey(key.tenant, key.job, key.deployment, str(seqs[key]))
-                ran = OperationFinished(operation, kind, Outcome.COMPLETED, turn, 1, now_s, seconds)
-                now_s += seconds
-                events.append((now_s, ran))
-            now_s += 1.1 * ((number * 7 + turn * 13) % 5) / 5
-            turn += 1
-    events.sort(key=lambda one: one[0])
-    return [Recorded(i, time_s, event) for i, (time_s, event) in enumerate(events, 1)]

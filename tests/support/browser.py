@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ needs_chromium = pytest.mark.skipif(
 WIDE = {"width": 1360, "height": 720}
 NARROW = {"width": 390, "height": 780}
 PATIENCE_MS = 60_000
+_POLL_S = 0.05
 
 _CONTRASTS = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
@@ -55,9 +57,13 @@ class Tab:
     page: Page
     errors: list[str] = field(default_factory=list)
 
-    async def until(self, condition: str, argument: Any = None) -> None:
-        """Wait until a JavaScript expression, or function of the argument, is true there."""
-        await self.page.wait_for_function(condition, arg=argument, timeout=PATIENCE_MS)
+    async def until(self, condition: str, argument: Any = None) -> Any:
+        """Wait until a JavaScript expression, or function of the argument, is true there; what it
+        is then. Playwright's own way to wait is against the page's policy."""
+        async with asyncio.timeout(PATIENCE_MS / 1000):
+            while not (found := await self.page.evaluate(condition, argument)):
+                await asyncio.sleep(_POLL_S)
+        return found
 
     async def has(self, text: str) -> None:
         """Wait until a text stands on the page."""
@@ -80,8 +86,7 @@ class Tab:
 
     async def place_of(self, kind: str) -> dict[str, float]:
         """Where on the screen an operation of a kind is, that is wide enough to be hit."""
-        found = await self.page.wait_for_function(_PLACE, arg=kind, timeout=PATIENCE_MS)
-        place: dict[str, float] = await found.json_value()
+        place: dict[str, float] = await self.until(_PLACE, kind)
         return place
 
 

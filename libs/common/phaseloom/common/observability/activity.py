@@ -259,7 +259,7 @@ class Activity:
     def _occupy(self, device: Device, stretch: Interval) -> float:
         busy = self._busy.setdefault(device, [])
         start_s, end_s = stretch
-        if not busy or busy[-1][1] < start_s:  # nearly always
+        if not busy or busy[-1][1] <= start_s:  # nearly always
             if start_s < end_s:
                 busy.append(stretch)
                 del busy[:-_MAX_BUSY]
