@@ -218,25 +218,25 @@ def test_page_is_told_what_is_news_to_it_and_now_and_then_that_nothing_is() -> N
 
 def test_decisions_are_told_with_their_reasons_and_trouble_as_such() -> None:
     view = mesh()
-    view.step(T0 + 1, opened(POLICY, 0.5, OTHER))
+    view.step(T0 + 1, events.SessionOpened(JobKey("acme", "a"), 3))
     view.step(T0 + 2, events.NodeLost(NODE, 1, "its lease ran out"))
     lost = events.WpgLost(POLICY, 1, NODE, ErrorInfo(Code.ABORTED, "killed"))
     view.step(T0 + 3, lost)
     told = {one.what: one for one in view.update(T0 + 4).decisions}
-    switched = told["policy switched in on train-0"]
-    assert switched.job == "acme.a"
-    assert switched.why == "for a ready operation; 500 ms"
-    assert not switched.is_trouble
+    attached = told["controller attached"]
+    assert (attached.job, attached.why) == ("acme.a", "session 3")
+    assert not attached.is_trouble
     assert told["node train-0 lost"].why == "its lease ran out"
     assert told["policy lost on train-0"].is_trouble
     (row,) = view.update(T0 + 4).nodes or []
     assert not row.is_up
 
 
-def test_activation_that_moved_nothing_tells_who_holds_the_device_and_is_no_decision() -> None:
+def test_activations_are_told_also_where_nothing_moved_and_are_no_decisions() -> None:
     view = mesh()
     before = len(view.update(T0).decisions)
     view.step(T0 + 1, opened(POLICY, 1.0, num_bytes=0))
-    update = view.update(T0 + 2)
-    assert len(update.activations) == 1
+    view.step(T0 + 2, opened(OTHER, 2.0))
+    update = view.update(T0 + 3)
+    assert [row.bytes_in for row in update.activations] == [0, 100]
     assert len(update.decisions) == before

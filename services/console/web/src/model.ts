@@ -6,6 +6,7 @@ import type { Decision, HeadRow, JobRow, NodeRow, Update } from "./wire";
 import { TICK_S } from "./wire";
 
 const FIRST_LENGTH = 1024;
+const MOST_SWITCHES = 1000;
 
 /** Numbers that grow at the end. */
 function grown<T extends Float64Array | Int32Array | Uint16Array | Uint8Array>(column: T, length: number): T {
@@ -157,6 +158,8 @@ export class Model {
   /** Job → name of a value → its points. */
   curves = new Map<string, Map<string, Curve>>();
   heads: Head[] = [];
+  /** The newest activations that moved bytes, with where. */
+  switches: { activation: Activation; where: string }[] = [];
   firstS = Infinity;
   lastS = 0;
   /** Counts changes; who draws compares it. */
@@ -228,9 +231,12 @@ export class Model {
         isSpeculative: row[8] ?? false,
         displaced: (row[9] ?? []).map((one) => deployments[one]!),
       };
+      const where = placed(row[5]).map((device) => this.devices[device]!.label).join(", ");
+      if (endS > startS) this.switches.push({ activation, where });
       for (const device of placed(row[5])) insert(this.devices[device]!.activations, activation);
       this.seen(startS, endS);
     }
+    if (this.switches.length > 2 * MOST_SWITCHES) this.switches = this.switches.slice(-MOST_SWITCHES);
     this.heads = (update.heads ?? []).map((row: HeadRow) => ({
       deployment: deployments[row[0]]!,
       kind: kinds[row[1]]!,
@@ -416,6 +422,7 @@ export class Model {
     this.odd.clear();
     this.decisions = [];
     this.curves.clear();
+    this.switches = [];
     this.firstS = Infinity;
     this.lastS = 0;
     this.devices = [];

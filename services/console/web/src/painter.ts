@@ -1,6 +1,6 @@
 // The timeline's canvas: where everything lies, what is under the pointer, and how it is drawn.
 
-import { barColour, Raster, TALL_PX, type Row } from "./raster";
+import { barColour, linePx, Raster, TALL_PX, type Row } from "./raster";
 import { css, isPale, jobColour, SHORT, type Theme } from "./colours";
 import { clock, since } from "./format";
 import type { Activation, Device, Head, Model } from "./model";
@@ -8,7 +8,7 @@ import type { Activation, Device, Head, Model } from "./model";
 export const AXIS_PX = 26;
 const POOL_PX = 20;
 const LEAST_ROW_PX = 3;
-const MOST_ROW_PX = 44;
+const MOST_ROW_PX = 112;
 const TALL_ROW_PX = 30;
 const LABEL_FROM_PX = 16;
 const NARROW_PX = 640;
@@ -20,7 +20,7 @@ const FONT = '"Inter", system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans
 /** The stretch of time in view, and what of it is picked out. */
 export class Viewport {
   fromS = 0;
-  toS = 30;
+  toS = 15;
   /** Whether the right edge is now. */
   follows = true;
   /** Seconds of the run that a second of replay shows; 0: it stands. */
@@ -185,7 +185,7 @@ export class Painter {
     const room = this.height - AXIS_PX - POOL_PX * pools.size - 4;
     let pitch = view.isTall ? TALL_ROW_PX : Math.floor(room / Math.max(1, devices.length));
     pitch = Math.max(LEAST_ROW_PX, Math.min(MOST_ROW_PX, pitch));
-    const gap = pitch >= 22 ? 4 : pitch >= 10 ? 2 : pitch >= 4 ? 1 : 0;
+    const gap = pitch >= 60 ? 12 : pitch >= 22 ? 4 : pitch >= 10 ? 2 : pitch >= 4 ? 1 : 0;
     this.rows = [];
     this.pools = [];
     let top = 0;
@@ -346,7 +346,7 @@ export class Painter {
     context.fillStyle = theme.text;
     for (const row of this.rows) {
       if (row.height < LABEL_FROM_PX) continue;
-      const y = AXIS_PX + row.top - view.scrollPx + Math.max(2, Math.round(row.height * 0.14));
+      const y = AXIS_PX + row.top - view.scrollPx + linePx(row.height);
       const { activations } = row.device;
       for (let i = activations.length - 1; i >= 0 && activations[i]!.startS > view.fromS; i--) {
         const one = activations[i]!;
@@ -375,7 +375,7 @@ export class Painter {
       const to = Math.min(this.width, edge);
       if (to - from < 1) continue;
       const y = AXIS_PX + row.top - view.scrollPx;
-      const inset = row.height >= TALL_PX ? Math.max(2, Math.round(row.height * 0.14)) : 0;
+      const inset = row.height >= TALL_PX ? linePx(row.height) : 0;
       const colour = jobColour(model.jobOf[head.deployment]!, theme.isDark);
       context.fillStyle = css(colour, 0.35);
       context.fillRect(from, y + inset, to - from, row.height - 2 * inset);

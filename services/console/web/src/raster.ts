@@ -16,8 +16,6 @@ const GAP_FROM_PX = 4;
 const GAP_PX = 1;
 /** Rows as tall as this have a line of what waits above, and a line of the holder below. */
 export const TALL_PX = 13;
-const WAIT_LINE = 0.14;
-const HOLD_LINE = 0.1;
 const WAIT_ALPHA = 0.55;
 const DIM = 0.82;
 
@@ -79,8 +77,8 @@ export class Raster {
     fromS: number, toS: number, width: number, height: number,
   ): void {
     const isTall = rowHeight >= TALL_PX;
-    const waitPx = isTall ? Math.max(2, Math.round(rowHeight * WAIT_LINE)) : 0;
-    const holdPx = isTall ? Math.max(2, Math.round(rowHeight * HOLD_LINE)) : 0;
+    const waitPx = isTall ? linePx(rowHeight) : 0;
+    const holdPx = isTall ? linePx(rowHeight) : 0;
     const lanes = isTall && rowHeight >= 2 * TALL_PX ? device.track.numLanes : 1;
     const body = rowHeight - waitPx - holdPx;
     if (isTall) {
@@ -207,6 +205,11 @@ export class Raster {
     }
     for (let y = begin + 1; y < end; y++) pixels.copyWithin(y * width, line, line + width);
   }
+}
+
+/** How thick the lines above and below the bars of a row are. */
+export function linePx(rowHeight: number): number {
+  return Math.max(2, Math.min(7, Math.round(rowHeight * 0.12)));
 }
 
 export function barColour(theme: Theme, job: number, kind: string): Rgb {

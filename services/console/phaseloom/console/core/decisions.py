@@ -1,4 +1,7 @@
-"""Which events of the decision log are told to people as decisions, and in which words."""
+"""Which events of the decision log are told to people as decisions, and in which words.
+
+Context switches are not among them: a page has them with all their figures in its timeline.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,6 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
             return _of(time_s, key, f"started on {event.node}", why)
         case events.WpgLost(deployment=key):
             return _trouble(time_s, key, f"lost on {event.node}", event.error)
-        case events.ActivationOpened(deployment=key) if event.bytes_in + event.bytes_out:
-            return _of(time_s, key, f"switched in on {event.node}", _why_switched(event))
         case events.ActivationRefused(deployment=key):
             return _trouble(time_s, key, f"not switched in on {event.node}", event.error)
         case events.PermitReturned(key=operation):
@@ -98,10 +99,3 @@ def _trouble(time_s: float, key: DeploymentKey, what: str, error: ErrorInfo | No
     why = "" if error is None else f"{error.code}: {error.message}"
     told = f"{key.deployment} {what}"
     return Decision(time_s, told, why, str(key.job_key), is_trouble=True)
-
-
-def _why_switched(event: events.ActivationOpened) -> str:
-    """Names no other tenant: who was displaced is told by the timeline to those who may see it."""
-    ahead = "ahead of a predicted operation" if event.is_speculative else "for a ready operation"
-    moved_ms = 1e3 * (event.offload_s + event.load_s)
-    return f"{ahead}; {moved_ms:.0f} ms"
