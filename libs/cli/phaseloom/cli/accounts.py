@@ -6,7 +6,7 @@ systemd read:
 
 <directory>/nats.conf           the server's settings: accounts, fsync before it acknowledges
            /bus.env             where the server is, and the mesh's own account: for every service
-           /scheduler.env, router.env, gateway.env, node.env
+           /scheduler.env, router.env, gateway.env, console.env, node.env
                                 what that service needs beside; `node.env` is for agents and state
                                 managers
            /tenants/<name>.env  what a controller of that tenant needs
@@ -39,6 +39,7 @@ from phaseloom.common.transport.natsserver import (
 
 _CREDENTIALS = "credentials.json"
 _STATE_SECRET = "state.secret"
+_OPERATOR_KEY = "operator.key"
 _MONITORING_PORT = 8222
 _PASSWORD_BYTES = 24
 
@@ -88,10 +89,10 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
         secrets.token_urlsafe(_PASSWORD_BYTES) if earlier is None else earlier.password,
         {name: known.get(name) or secrets.token_urlsafe(_PASSWORD_BYTES) for name in tenants},
     )
-    secret = _state_secret(directory / _STATE_SECRET)
+    secret, operator = (_kept(directory / name) for name in (_STATE_SECRET, _OPERATOR_KEY))
     _write(directory / _CREDENTIALS, msgspec.json.format(msgspec.json.encode(made)).decode())
     _write(directory / "nats.conf", json.dumps(_server(made, port), indent=2))
-    for name, variables in _services(made, secret).items():
+    for name, variables in _services(made, secret, operator).items():
         _write(directory / f"{name}.env", _lines(variables))
     (directory / "tenants").mkdir(exist_ok=True)
     for name, password in made.tenants.items():
@@ -112,8 +113,12 @@ def _server(credentials: Credentials, port: int) -> dict[str, object]:
     }
 
 
-def _services(credentials: Credentials, secret: str) -> dict[str, dict[str, str]]:
-    """The variables of each file, without their prefix."""
+def _services(credentials: Credentials, secret: str, operator: str) -> dict[str, dict[str, str]]:
+    """The variables of each file, without their prefix.
+
+    Args: secret: by which agents and state managers know one another.
+          operator: the console's key that shows all tenants' jobs.
+    """
     keys = {api_key(password): name for name, password in credentials.tenants.items()}
     return {
         "bus": {
@@ -127,6 +132,7 @@ def _services(credentials: Credentials, secret: str) -> dict[str, dict[str, str]
             "GATEWAY_KEYS": json.dumps(keys),
             "GATEWAY_PASSWORDS": json.dumps(credentials.tenants),
         },
+        "console": {"CONSOLE_OPERATOR_KEY": operator, "CONSOLE_KEYS": json.dumps(keys)},
         "node": {"WORKER_STATE_SECRET": secret, "STATEMGR_SECRET": secret},
     }
 
@@ -169,9 +175,8 @@ def _earlier(file: Path) -> Credentials | None:
         ) from None
 
 
-def _state_secret(file: Path) -> str:
-    """The secret by which agents and state managers know one another, made now where there is
-    none."""
+def _kept(file: Path) -> str:
+    """The secret in a file, made now where there is none."""
     if not file.exists():
         _write(file, secrets.token_urlsafe(_PASSWORD_BYTES))
     return file.read_text()
