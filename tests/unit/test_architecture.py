@@ -94,6 +94,8 @@ def test_process_imports_nothing_heavy(module: str) -> None:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
     assert not HEAVY & set(loaded)
+    if module.endswith(".main") and module != "phaseloom.gateway.main":
+        assert "aiohttp" not in loaded, "see phaseloom.common.process.tcponly"
 
 
 @pytest.mark.parametrize("service", SERVICES)

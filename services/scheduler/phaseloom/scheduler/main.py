@@ -7,6 +7,9 @@ same commands under the same ids, so that nothing is done twice.
 
 from __future__ import annotations
 
+import phaseloom.common.process.tcponly  # noqa: F401
+
+# isort: split
 import asyncio
 import logging
 import os
