@@ -56,6 +56,9 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
+# Where it is set, each of the processes that a test starts would compile all our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails bench-scale loadtest chaos console gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
