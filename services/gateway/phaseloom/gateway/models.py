@@ -36,6 +36,7 @@ from phaseloom.client import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import Batching, RegisteredModel
+from phaseloom.gateway.futures import outcome_of
 
 _T = TypeVar("_T", "TrainedModel", "VersionedSampler", "SharedSampler")
 
@@ -157,9 +158,10 @@ class VersionedSampler:
         async with self._lock:
             if self._holds != version:
                 self._holds = None
-                await self._deployment.load_state(
+                loaded = self._deployment.load_state(
                     version.name, source=version.source, optimizer=False
                 )
+                await outcome_of(loaded)
                 self._holds = version
             return draw.by(self._deployment)
 
@@ -174,18 +176,18 @@ class VersionedSampler:
 
         Args: keep, ttl_s: see `save_state`.
         """
-        await published
+        await outcome_of(published)
         async with self._lock:
             self._holds = None
-            await self._deployment.sync_weights(published)
+            await outcome_of(self._deployment.sync_weights(published))
             self._holds = Version(version)
             saved = self._deployment.save_state(version, keep=keep, ttl_s=ttl_s)
-        await saved
+        await outcome_of(saved)
 
     async def keep(self, version: str) -> None:
         """Keep the weights that it begins with as a version."""
         async with self._lock:
-            await self._deployment.save_state(version)
+            await outcome_of(self._deployment.save_state(version))
             self._holds = Version(version)
 
 

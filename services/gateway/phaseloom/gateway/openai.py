@@ -32,6 +32,7 @@ from phaseloom.client import (
 )
 from phaseloom.common.process import lifecycle
 from phaseloom.gateway.core.text import TextParts
+from phaseloom.gateway.futures import outcome_of
 from phaseloom.gateway.http import body_of, error_body, status_of, tenant_of
 from phaseloom.gateway.models import Draw
 from phaseloom.gateway.records import CheckpointRecord
@@ -400,7 +401,7 @@ class _Answer:
         self._first = asyncio.Lock()
 
     async def whole(self, handles: list[GenerateHandle]) -> web.StreamResponse:
-        results = await asyncio.gather(*handles)
+        results = await asyncio.gather(*(outcome_of(each) for each in handles))
         choices = [
             self._choice(prompt, _whole(prompt, sample, sequence))
             for prompt, result in enumerate(results)
