@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from phaseloom import client
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.client import Batching, NamedWeights
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.events import OperationFinished, QueuedOperation
 from phaseloom.common.contract.specs import Layout
-from tests.support.jobs import kill_rank, running_mesh, tenant
+from tests.support.jobs import Log, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson
 from tests.support.pretrained import save_model
 
@@ -89,6 +91,34 @@ async def check_refusals(
     assert await refusal(own.forward(BATCH, weights=KEPT)) == plain
 
 
+async def check_device_time(connection: client.Mesh, log: Log) -> None:
+    """The devices' time of an operation is that of the job whose weights it names, and of those
+    that ran at once on a rank each has its part."""
+    await log.caught_up()
+    jobs = {"first", "second", "shared"}
+    queued = {str(each.key): each for each in log.events if isinstance(each, QueuedOperation)}
+    expected = {job: Counter[str]() for job in jobs}
+    for ran in log.events:
+        if not isinstance(ran, OperationFinished) or ran.kind == "save_state":
+            continue
+        name = ran.key.deployment
+        num_devices = 2 if name == "pair" or (ran.key.job, name) == ("second", "policy") else 1
+        pool = "train" if name == "policy" else "rollout"
+        payer = queued[str(ran.key)].payer or ran.key.job
+        expected[payer][pool] += ran.duration_s * ran.share * num_devices
+    for job in jobs:
+        status = await connection.status(job)
+        assert status.device_s == pytest.approx(expected[job])
+    shares = [
+        ran.share
+        for ran in log.events
+        if isinstance(ran, OperationFinished) and ran.key.deployment_key.deployment == "sampler"
+    ]
+    assert min(shares) < 1.0, "none ran at the same time as another"
+    payers = {each.payer for each in queued.values()}
+    assert payers == {"", "first", "second"}
+
+
 async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
     short_dir: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +162,7 @@ async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
             scored = await sampling.forward(BATCH, weights=newest)
             [lp] = (await first.deployment("policy").forward(BATCH)).logprobs
             assert np.abs(np.array(lp) - np.array(scored.logprobs[0])).max() <= 1e-5
+        await check_device_time(connection, log)
 
         # Whatever is killed, an operation draws with what it names.
         handle = shared.generate(PROMPTS, LONG, weights=older, stream=True)
@@ -155,6 +186,5 @@ async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
             again = await sampling.forward(BATCH, weights=KEPT)
             assert np.abs(np.array(lp) - np.array(again.logprobs[0])).max() <= 1e-5
         await log.caught_up()
-        ran = [each for each in log.failures() if each.incarnation]
-        jobs = sorted(each.key.job for each in ran)
+        jobs = sorted(each.key.job for each in log.failures() if each.incarnation)
         assert jobs == ["first", "shared"], "checkpoints that are not there, or not read here"

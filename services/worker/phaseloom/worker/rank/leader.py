@@ -287,7 +287,7 @@ class Leader:
         is_mutating = permit.kind in MUTATING_KINDS
 
         def ended(completion: Completion, **more: Any) -> Ran:
-            return Ran(completion, call.started_unix_s, call.duration_s, **more)
+            return Ran(completion, call.started_unix_s, call.duration_s, share=call.share, **more)
 
         try:
             if isinstance(args, OptimStep) and permit.partial and not args.allow_partial:
