@@ -37,7 +37,7 @@ from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.worker.backends.base import AdapterVersion
 from phaseloom.worker.core.permits import Cancelled
-from phaseloom.worker.rank.executor import Executor, Refused
+from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.tails import Reached, Rest, Tail, rest_of
 from phaseloom.worker.rank.wire import (
@@ -301,7 +301,8 @@ class DeviceQueue:
         own, others = await self._ranks.everywhere(
             lambda: self._executor.compute(args, call.version), _share([call])
         )
-        known = (result for (result,) in others)
+        known = [result for (result,) in others]
+        _check_had(known)
         shares = [own, *(r for r in known if not isinstance(r, PartWritten | Failed | None))]
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
@@ -380,7 +381,7 @@ class DeviceQueue:
 
     async def _on_all(
         self, calls: list[Call], watch: _LeaderWatch, tail_share: float = 0.0
-    ) -> list[Result | None]:
+    ) -> list[Result | Exception | None]:
         """Run `generate` operations on all ranks that their permit names.
 
         Args: tail_share: as of `RunShare`.
@@ -389,7 +390,11 @@ class DeviceQueue:
         share = _share(calls, replicas=replicas, tail_share=tail_share)
         shares = await self._shares(_requests(calls), share, watch)
 
-        def merged(call: Call, results: list[ShareResult]) -> Result | None:
+        def merged(call: Call, results: list[ShareResult]) -> Result | Exception | None:
+            try:
+                _check_had(results)
+            except (NotNow, Refused) as why:
+                return why
             whole = [result for result in results if isinstance(result, GenerateResult)]
             if len(whole) < len(results):
                 return None
@@ -426,7 +431,7 @@ class DeviceQueue:
 
     async def _generate_and_gather(
         self, calls: list[Call], watch: _LeaderWatch
-    ) -> list[Result | None]:
+    ) -> list[Result | Exception | None]:
         """Run `generate` operations on all ranks until only their tail is left, and that on fewer:
         see `tails`."""
         spec = self._executor.settings.spec
@@ -464,7 +469,9 @@ class DeviceQueue:
         with contextlib.suppress(PhaseloomError):  # the call itself fails where a rank is lost
             await self._ranks.agent.call(StopShare(reached.operation))
 
-    async def _gathered(self, calls: list[Call], rests: list[Rest]) -> list[Result | None]:
+    async def _gathered(
+        self, calls: list[Call], rests: list[Rest]
+    ) -> list[Result | Exception | None]:
         """Run what is left of operations on the ranks that their permit names."""
         permit = calls[0].permit
         replicas = tuple(sorted(permit.tail_on))
@@ -480,7 +487,11 @@ class DeviceQueue:
         finally:
             self._rests = {}
 
-        def completed(rest: Rest, results: list[ShareResult]) -> Result | None:
+        def completed(rest: Rest, results: list[ShareResult]) -> Result | Exception | None:
+            try:
+                _check_had(results)
+            except (NotNow, Refused) as why:
+                return why
             whole = [result for result in results if isinstance(result, GenerateResult)]
             return rest.completed(_merged(whole)) if len(whole) == len(results) else None
 
@@ -534,6 +545,7 @@ def _share(
         replicas=replicas,
         tail_share=tail_share,
         naming=_naming(calls),
+        weights=_weights(calls),
     )
 
 
@@ -541,6 +553,20 @@ def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
     """The permits of those operations that name versions, in their places; empty: none does."""
     permits = tuple(None if call.permit.adapter is None else call.permit for call in calls)
     return permits if any(permits) else ()
+
+
+def _weights(calls: list[Call]) -> tuple[str, ...]:
+    """The names of the weights that this rank has read for operations, in their places; empty: none
+    names any."""
+    names = tuple("" if call.version is None else call.version.name for call in calls)
+    return names if any(names) else ()
+
+
+def _check_had(results: Iterable[ShareResult]) -> None:
+    """Raises: NotNow, Refused: a rank could not read what the operation names."""
+    for result in results:
+        if isinstance(result, Failed):
+            raise not_had(result.error)
 
 
 def _share_of_rest(
@@ -553,7 +579,12 @@ def _share_of_rest(
     ]
     first = calls[0]
     return RunShare(
-        payloads, first.permit, first.traceparent, replicas=replicas, naming=_naming(calls)
+        payloads,
+        first.permit,
+        first.traceparent,
+        replicas=replicas,
+        naming=_naming(calls),
+        weights=_weights(calls),
     )
 
 
