@@ -42,9 +42,6 @@ _T = TypeVar("_T", "TrainedModel", "VersionedSampler", "SharedSampler")
 
 POLICY = "policy"
 SAMPLER = "sampler"
-SEAT = "seat"
-"""A deployment that does nothing: by it a model that only trains keeps a place in both pools, so
-that the nodes which it shares with other jobs are of both."""
 
 
 class Version(NamedTuple):
@@ -91,9 +88,6 @@ class Backends:
             batching=Batching.SHARED,
             scratch_bytes=self.scratch_bytes,
         )
-
-    def seat(self) -> DeploymentSpec:
-        return DeploymentSpec(SEAT, self.rollout_pool, "noop", ModelSpec())
 
     def shared_sampler(self, model: ModelSpec) -> DeploymentSpec:
         return replace(self.sampler(model), max_adapters=self.max_adapters)
@@ -234,8 +228,9 @@ class Models:
 
         async def make() -> TrainedModel:
             model = ModelSpec(registered=base, adapter=adapter)
-            beside = self._backends.seat() if adapter else self._backends.sampler(model)
-            specs = [self._backends.policy(model), beside]
+            specs = [self._backends.policy(model)]
+            if adapter is None:
+                specs.append(self._backends.sampler(model))
             try:
                 made = await self._mesh.submit_job(job, specs)
             except CallerError as error:
