@@ -201,6 +201,25 @@ class OperationHandle(Generic[R_co]):
         return self._merge(results)
 
 
+class Lost(ResourceError):
+    """How something that was asked for ended is not known here: it must be asked for again."""
+
+
+async def outcome_of(handle: OperationHandle[R_co]) -> R_co:
+    """The result of an operation.
+
+    Raises: PhaseloomError: how the operation ended; Lost: the session of its job ended before.
+    """
+    try:
+        return await handle
+    except PhaseloomError as error:
+        if not handle.is_lost:
+            raise
+        raise Lost(
+            f"how {handle.key} ended is not known here: {error.info.message}", remedy="ask again"
+        ) from error
+
+
 class Outbox:
     """The open operations of one session of a job."""
 

@@ -6,21 +6,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import nats.errors
 
 from phaseloom.client import (
     CallerError,
     Explanation,
+    Lost,
     OperationHandle,
     PhaseloomError,
-    ResourceError,
 )
 
 log = logging.getLogger(__name__)
-
-R = TypeVar("R")
 
 Answer = bytes | dict[str, Any]
 """A protobuf message, or a JSON object."""
@@ -29,25 +27,6 @@ ACTIVE, PAUSED = "active", "paused_capacity"
 """The SDK's words for a call that runs, and one that waits for a device."""
 _PERMITTED = "permitted"
 _MAX_KEPT = 10_000
-
-
-class Lost(ResourceError):
-    """How something that was asked for ended is not known here: it must be asked for again."""
-
-
-async def outcome_of(handle: OperationHandle[R]) -> R:
-    """The result of an operation.
-
-    Raises: PhaseloomError: how the operation ended; Lost: the session of its job ended before.
-    """
-    try:
-        return await handle
-    except PhaseloomError as error:
-        if not handle.is_lost:
-            raise
-        raise Lost(
-            f"how {handle.key} ended is not known here: {error.info.message}", remedy="ask again"
-        ) from error
 
 
 @dataclass

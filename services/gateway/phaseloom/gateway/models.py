@@ -34,9 +34,9 @@ from phaseloom.client import (
     Prompt,
     PublishWeightsResult,
     SamplingParams,
+    outcome_of,
 )
 from phaseloom.common.contract.specs import Batching, RegisteredModel
-from phaseloom.gateway.futures import outcome_of
 
 _T = TypeVar("_T", "TrainedModel", "VersionedSampler", "SharedSampler")
 

@@ -29,10 +29,10 @@ from phaseloom.client import (
     Sequence,
     float32s,
     int32s,
+    outcome_of,
 )
 from phaseloom.common.process import lifecycle
 from phaseloom.gateway.core.text import TextParts
-from phaseloom.gateway.futures import outcome_of
 from phaseloom.gateway.http import body_of, error_body, status_of, tenant_of
 from phaseloom.gateway.models import Draw
 from phaseloom.gateway.records import CheckpointRecord

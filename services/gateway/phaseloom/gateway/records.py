@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import msgspec
 import nats.errors
 
-from phaseloom.client import Adapter
+from phaseloom.client import Adapter, Lost
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus, Conflict
-from phaseloom.gateway.futures import Lost
 
 log = logging.getLogger(__name__)
 

@@ -26,16 +26,18 @@ from phaseloom.client import (
     Adapter,
     CallerError,
     Code,
+    Lost,
     OperationHandle,
     PhaseloomError,
     Prompt,
     ResourceError,
+    outcome_of,
 )
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.checks import MAX_TOP_LOGPROBS
 from phaseloom.gateway.checkpoints import clean_up, clean_up_all, told_time, ttl_of
 from phaseloom.gateway.core import convert
-from phaseloom.gateway.futures import Answer, Lost, Promise, outcome_of
+from phaseloom.gateway.futures import Answer, Promise
 from phaseloom.gateway.http import PREFIX, body_of, tenant_of
 from phaseloom.gateway.models import POLICY, SAMPLER, Draw, TrainedModel, context_of
 from phaseloom.gateway.records import (
