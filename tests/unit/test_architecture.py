@@ -266,8 +266,10 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
     ],
     "phaseloom.scheduler.core.planning": [
         ("nodes", "timeline"),
-        ("admission", "weave"),
-        ("groups", "sharing"),
+        ("weave",),
+        ("groups",),
+        ("admission",),
+        ("sharing",),
     ],
     "phaseloom.scheduler.core.policies": [
         ("device_view",),

@@ -16,7 +16,13 @@ import msgspec
 from msgspec.structs import replace
 
 from phaseloom.common.contract.commands import Permit
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, to_exception
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
 from phaseloom.common.contract.operations import Args, Forward, Generate, NamedWeights
 from phaseloom.common.contract.specs import Adapter
 from phaseloom.common.contract.state_layout import TensorSlot
@@ -140,7 +146,7 @@ class WeightsReader:
 
     async def _from_files(self, checkpoint: str, source: str) -> AdapterVersion:
         """The checkpoint that has the name now; it is kept or read."""
-        now = await self.state.open_adapter(checkpoint, source)
+        now = await self._opened(checkpoint, source)
         while True:
             opened = now
             # Another one may have the name later.
@@ -154,12 +160,19 @@ class WeightsReader:
                 memory = await self.state.read_adapter(checkpoint, source, _end(slots))
             except PhaseloomError as found:
                 error = found
-            now = await self.state.open_adapter(checkpoint, source)
+            now = await self._opened(checkpoint, source)
             if now != opened:
                 continue  # it was overwritten meanwhile
             if error is not None:
                 raise error
             return AdapterVersion(name, self._adapter(opened), slots, memory)
+
+    async def _opened(self, checkpoint: str, source: str) -> AdapterOpened:
+        try:
+            return await self.state.open_adapter(checkpoint, source)
+        except ResourceError:
+            # Another one may have taken its place, or it was deleted, while its files were opened.
+            return await self.state.open_adapter(checkpoint, source)
 
     def _adapter(self, opened: AdapterOpened) -> Adapter:
         """What a checkpoint is, by its config. Raises: CallerError: nothing that is read here."""
