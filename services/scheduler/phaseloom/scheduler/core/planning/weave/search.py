@@ -244,7 +244,7 @@ def is_plannable(cluster: Cluster, group: Group) -> bool:
 
     Other groups are left as they are.
     """
-    if group.is_closed or not group.bounds.are_known:
+    if group.is_closed or any(m.cycle is None for m in group.members.values()):
         return False
     hosts = cluster.hosts
     if not all(hosts[node].is_up for names in group.nodes.values() for node in names):
