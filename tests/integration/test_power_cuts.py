@@ -123,6 +123,7 @@ class Machine:
         self._command = [
             *(sys.executable, "-m", "phaseloom.cli.main", "up"),
             *("--mesh-file", str(mesh_file), "--runs", str(disk.directory)),
+            *("--console-port", "0"),
         ]
         self._process: asyncio.subprocess.Process | None = None
 
