@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -16,10 +17,21 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Decision, Member, Pl
 from phaseloom.simulator.engine import simulate
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
 from phaseloom.simulator.nodes import PoolSpec
+from phaseloom.simulator.world import Fault, NodeFault
 from tests.support.contention import config_of
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "rr_period.json").read_text())
 ITERATIONS, FROM, TO = 60, 20, 40
+
+
+class Ran(NamedTuple):
+    """A phase that ran on one node, or on several at once."""
+
+    start_s: float
+    end_s: float
+    job: int
+    what: str
+    nodes: tuple[str, ...] = ()
 
 
 def pinned(items: list[Any]) -> Placement:
@@ -37,15 +49,18 @@ def pinned(items: list[Any]) -> Placement:
     return Placement(place)
 
 
-def periods_s(
+def ran(
     items: list[Any],
     arrivals_s: list[float],
     monkeypatch: pytest.MonkeyPatch,
     *,
     usual: float = 1.0,
-) -> list[float]:
-    """Of each job, once the rounds have settled. Args: usual: the share of their worst durations
-    that phases usually take."""
+    faults: Sequence[Fault] = (),
+) -> list[Ran]:
+    """The phases that the jobs ran, in order.
+
+    Args: usual: the share of their worst durations that phases usually take.
+    """
     monkeypatch.setitem(PLACEMENT, "pinned", pinned(items))
     sigma = 0.3 if usual < 1.0 else 0.0
     jobs = [
@@ -64,13 +79,32 @@ def periods_s(
     num_nodes = 1 + max(node for _, _, nodes in items for node in nodes)
     pools = [PoolSpec(ROLLOUT, num_nodes, 1.0, 10**12), PoolSpec(TRAIN, 1, 1.0, 10**12)]
     config = config_of("round_robin", placement="pinned", switch_s=0.0)
-    result = simulate(jobs, pools, config, records_spans=True)
-    found = []
-    for job in jobs:
-        ends_s = [s.end_s for s in result.spans if s.job == str(job.key) and s.what == "optim_step"]
-        assert len(ends_s) == ITERATIONS
-        found.append((ends_s[TO] - ends_s[FROM]) / (TO - FROM))
-    return found
+    result = simulate(jobs, pools, config, faults=faults, records_spans=True)
+    nodes_of: dict[Ran, list[str]] = {}
+    for span in result.spans:
+        phase = Ran(span.start_s, span.end_s, int(span.job[-1]), span.what)
+        nodes_of.setdefault(phase, []).append(span.node)
+    return [phase._replace(nodes=tuple(nodes)) for phase, nodes in sorted(nodes_of.items())]
+
+
+def ends_s(phases: list[Ran]) -> list[list[float]]:
+    """When the iterations of each job ended."""
+    ended: dict[int, list[float]] = {}
+    for phase in phases:
+        if phase.what == "optim_step":
+            ended.setdefault(phase.job, []).append(phase.end_s)
+    return [ended[job] for job in sorted(ended)]
+
+
+def periods_s(
+    items: list[Any], arrivals_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
+    """Of each job, once the rounds have settled."""
+    return settled_s(ran(items, arrivals_s, monkeypatch))
+
+
+def settled_s(phases: list[Ran]) -> list[float]:
+    return [(of_job[TO] - of_job[FROM]) / (TO - FROM) for of_job in ends_s(phases)]
 
 
 CASES = pytest.mark.parametrize(
@@ -132,6 +166,30 @@ OVERLAPPING_MORE = [
 ]
 
 
+JOINED = [
+    (
+        [(20, 21, [3]), (21, 150, [0, 2, 3]), (150, 21, [0])],
+        [0.0, 0.25, 1.0],
+    ),
+    (
+        [(100, 100, [0, 1, 3]), (150, 100, [0, 2, 3]), (300, 150, [2])],
+        [0.0, 0.5, 1.0],
+    ),
+    (
+        [
+            (20, 100, [0, 1]),
+            (100, 100, [0, 1, 3]),
+            (21, 100, [2, 3]),
+            (21, 20, [2, 3]),
+            (200, 21, [0]),
+        ],
+        [0.0, 0.25, 0.75, 0.5, 0.25],
+    ),
+]
+"""Groups that ran up to 1.78 times slower than promised: a job that joined in the second round
+counted its first rollout for another round than its training, and so ever after."""
+
+
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[Any], list[float]]:
     """Jobs on random rollout nodes, and the promised periods between their joins."""
@@ -146,16 +204,48 @@ def promised_s(items: list[Any]) -> float:
     return period_s([Phases(r, t, tuple(str(node) for node in nodes)) for r, t, nodes in items])
 
 
+def arrivals_of(items: list[Any], apart: list[float]) -> list[float]:
+    return [promised_s(items) * sum(apart[: index + 1]) for index in range(len(items))]
+
+
 def check_group(group: tuple[list[Any], list[float]], usual: float) -> None:
     items, apart = group
     promise_s = promised_s(items)
-    arrivals_s = [promise_s * sum(apart[: index + 1]) for index in range(len(items))]
     with pytest.MonkeyPatch.context() as patch:
-        found_s = periods_s(items, arrivals_s, patch, usual=usual)
+        phases = ran(items, arrivals_of(items, apart), patch, usual=usual)
+    check_recurrence(phases, len(items))
+    found_s = settled_s(phases)
     assert max(found_s) <= promise_s * (1 + 1e-9)
     if usual == 1.0:
         # A little faster for long, where one device had got ahead and another is slower by little.
         assert min(found_s) > 0.99 * promise_s
+
+
+def check_recurrence(phases: list[Ran], num_jobs: int) -> None:
+    """Check that the rounds are those of the recurrence, whatever the phases take.
+
+    Once all jobs have run together for two rounds, every node serves its jobs in one order, and a
+    phase begins as soon as what it comes after has ended: its job's phase before it, and those
+    before it on its nodes. Such a system is monotone: no phase that ends early makes another one
+    late.
+    """
+    ended = ends_s(phases)
+    from_s = max(of_job[1] for of_job in ended)
+    until_s = min(of_job[-1] for of_job in ended)
+    free_s: dict[str | int, float] = {}
+    order: dict[str, list[int]] = {}
+    for phase in phases:
+        after: list[str | int] = [phase.job, *phase.nodes]
+        if from_s <= phase.start_s < until_s:
+            begins_s = max(free_s[each] for each in after)
+            assert phase.start_s == pytest.approx(begins_s), f"{phase} waits for nothing"
+            for node in phase.nodes:
+                order.setdefault(node, []).append(phase.job)
+        free_s.update(dict.fromkeys(after, phase.end_s))
+    assert len(order["train-0"]) > num_jobs
+    for node, jobs in order.items():
+        count = len(set(jobs))
+        assert jobs[count:] == jobs[:-count], f"{node} changes its order"
 
 
 FEW = settings(max_examples=12, deadline=None, derandomize=True)
@@ -166,6 +256,9 @@ MANY = settings(
 
 @example((OVERLAPPING, [0.0] * 5))
 @example((OVERLAPPING_MORE, [0.0] * 5))
+@example(JOINED[0])
+@example(JOINED[1])
+@example(JOINED[2])
 @given(groups())
 @FEW
 def test_overlapping_groups_run_as_promised(group: tuple[list[Any], list[float]]) -> None:
@@ -189,5 +282,47 @@ def test_thousands_of_overlapping_groups_run_as_promised(usual: float) -> None:
     @MANY
     def check(group: tuple[list[Any], list[float]]) -> None:
         check_group(group, usual)
+
+    check()
+
+
+# --- Nodes that come back ------------------------------------------------------------------------
+
+
+def check_fault(items: list[Any], node: str, lap: float) -> None:
+    """Args: node: lost for ten seconds. lap: when, in promised periods."""
+    promise_s = promised_s(items)
+    fault = NodeFault(node, lap * promise_s, 10.0)
+    with pytest.MonkeyPatch.context() as patch:
+        phases = ran(items, [0.0] * len(items), patch, faults=[fault])
+    assert max(settled_s(phases)) <= promise_s * (1 + 1e-9)
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> tuple[list[Any], str, float]:
+    items, _ = draw(groups())
+    used = sorted({f"rollout-{node}" for _, _, nodes in items for node in nodes})
+    return items, draw(st.sampled_from([*used, "train-0"])), draw(st.floats(2.0, 5.0))
+
+
+TWO_OF_ONE_NODE = [(137.0, 33.0, [1]), (99.0, 265.0, [1])]
+"""Once the rollout node had been lost, one of them counted rollout and training for different
+rounds: the rounds took 1.47 times as long for ever."""
+
+
+@example((TWO_OF_ONE_NODE, "rollout-1", 4.5))
+@given(faults())
+@FEW
+def test_rounds_are_as_promised_after_a_node_was_lost(case: tuple[list[Any], str, float]) -> None:
+    check_fault(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_thousands_of_groups_are_as_promised_after_a_node_was_lost() -> None:
+    @given(faults())
+    @MANY
+    def check(case: tuple[list[Any], str, float]) -> None:
+        check_fault(*case)
 
     check()

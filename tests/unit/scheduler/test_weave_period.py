@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,6 @@ from phaseloom.scheduler.core.planning.weave.fifo import (
     RESOLUTION_S,
     SPREAD,
     WARM_LAPS,
-    Rollout,
     mean_iterations_s,
     worst_iterations_s,
 )
@@ -95,6 +94,15 @@ def test_overlap_can_exceed_load_and_cycle() -> None:
 
 
 # --- without a barrier ---------------------------------------------------------------------------
+
+
+class Rollout(NamedTuple):
+    """One job, as the simulation sees it."""
+
+    rollout_s: float
+    train_s: float
+    gap_s: float
+    nodes: tuple[int, ...]
 
 
 def test_a_short_job_goes_round_more_often_than_a_long_one() -> None:

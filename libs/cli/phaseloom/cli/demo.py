@@ -33,6 +33,7 @@ from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus
+from phaseloom.simulator.predictions import accuracy, predictions
 
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"
@@ -282,7 +283,17 @@ def _write_results(
     run_dir: Path, seed: int, shared: FinishedRun, alone: Sequence[AloneRun]
 ) -> Summary:
     notes = [OVERLAP_NOTE] if any(r.name == "chain_sum" for r in shared.results) else []
-    summary = summarize(run_dir.name, seed, shared.log, shared.results, alone=alone, notes=notes)
+    recorded = read_events(run_dir / "events.jsonl")
+    asked = predictions((entry.sequence, entry.time_unix_s, entry.event) for entry in recorded)
+    summary = summarize(
+        run_dir.name,
+        seed,
+        shared.log,
+        shared.results,
+        alone=alone,
+        notes=notes,
+        predicted_starts=accuracy(asked),
+    )
     written = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (run_dir / "summary.json").write_bytes(written + b"\n")
     panels = [Panel(f"{a.result.name} alone", a.log, [a.result]) for a in alone]

@@ -42,6 +42,7 @@ from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.observability.intervals import Interval, intersect, merge, subtract, total
 from phaseloom.common.observability.readiness import Readiness
+from phaseloom.simulator.predictions import PredictedStarts
 
 # --- What the controllers say ---------------------------------------------------------------------
 
@@ -375,6 +376,8 @@ class Summary(msgspec.Struct, frozen=True):
     operations: Operations
     whole_run: WholeRun
     notes: list[str]
+    predicted_starts: PredictedStarts | None = None
+    """How well `explain` predicted the starts of the whole shared run; None where nobody asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +396,7 @@ def summarize(
     *,
     alone: Sequence[AloneRun] = (),
     notes: Sequence[str] = (),
+    predicted_starts: PredictedStarts | None = None,
 ) -> Summary:
     """The summary of a shared run, compared with the same jobs alone where these were run.
 
@@ -429,6 +433,7 @@ def summarize(
         operations=Operations(log.submitted, log.completed, log.failed),
         whole_run=_whole_run(log, alone),
         notes=list(notes),
+        predicted_starts=predicted_starts,
     )
 
 

@@ -53,6 +53,13 @@ def notes(summary: Summary) -> list[str]:
         f"operations: {operations.submitted} submitted, {operations.completed} completed, "
         f"{operations.failed} failed"
     )
+    starts = summary.predicted_starts
+    if starts is not None and starts.error_p50 is not None and starts.error_p90 is not None:
+        lines.append(
+            f"predicted starts (`phaseloom explain`) of {starts.operations} operations that waited "
+            f"for a device: off by {100 * starts.error_p50:.0f} % of the wait at the median, "
+            f"{100 * starts.error_p90:.0f} % at the 90th percentile"
+        )
     return [*lines, *(f"note: {note}" for note in summary.notes)]
 
 

@@ -176,11 +176,13 @@ def _decode(payload: bytes, kind: type[S]) -> S:
 def _follow_up(step: Step) -> None:
     """Do what an event has asked for. Moves are looked at after every event."""
     step.follow(FollowUp.MOVE)
+    asked = step.asked
     for _ in range(PASSES):
+        if not asked:
+            return
         for what, do in AFTER_EACH_EVENT:
-            asked = step.asked.pop(what, None)
-            if asked is not None:
-                do(step, asked)
+            if what in asked:
+                do(step, asked.pop(what))
 
 
 def _timer(step: Step, event: events.TimerFired) -> None:

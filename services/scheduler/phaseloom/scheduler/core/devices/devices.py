@@ -131,7 +131,7 @@ def forget_job(step: Step, slot: Slot, deployment: Deployment) -> None:
     if not any(step.state.deployments[name].key.job_key == key for name in slot.placed):
         slot.served.pop(deployment.job_name, None)
         slot.rounds.pop(deployment.job_name, None)
-    step.job_of(deployment).progress.enter_round(0)
+    step.job_of(deployment).progress.leave_rounds()
 
 
 # --- where deployments are -----------------------------------------------------------------------

@@ -7,7 +7,8 @@ longest iteration, or two rollout nodes on which jobs over several nodes meet th
 
 A job's round grows with each phase that it begins on a device where it has had its phase of that
 round. A job that others have left behind (it was late, or it has joined them just now) is next on
-every device, and enters the latest round that a job of its group has begun.
+every device, and enters the latest round that a job of its group has begun. It enters it once: all
+phases of one iteration count for one round, on whatever devices they run (`began`, `iterated`).
 
 Only differences matter; nothing is decided here. Cost: O(jobs of the group).
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phaseloom.scheduler.core.devices.devices import note_round
+from phaseloom.scheduler.core.devices.devices import note_round, slots_of
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.step import Step
@@ -38,12 +39,29 @@ def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
     number, latest = _round(state, here, name), _latest(state, name)
     # Jobs in turn are at most one round apart: who trains late in a round may begin its rollout of
     # that round when who trained early has begun the next. What is left of a round keeps its place.
-    begins_round = number > progress.round or number == 0
+    begins_round = number > progress.round
     if begins_round and number < latest - 1:
         number = latest
     progress.enter_round(number)
     for slot in here:
         note_round(slot, name, number)
+
+
+def iterated(step: Step, deployment: Deployment) -> None:
+    """Note that an iteration of a job has ended with an operation of a deployment.
+
+    The job's next phase is one of the next round on every device, also where it has had none of
+    this round: its processes came to that device, or came back to it, in the middle of the
+    iteration. Otherwise it would begin each round with another phase than before, and the others
+    would wait for it.
+    """
+    job = deployment.job_name
+    here = slots_of(step, deployment)
+    number = max((slot.rounds.get(job, NOWHERE) for slot in here), default=NOWHERE)
+    for other in step.deployments_of(deployment.key.job_key):
+        for slot in slots_of(step, other):
+            if other.name in slot.placed and slot.rounds.get(job, NOWHERE) < number:
+                note_round(slot, job, number)
 
 
 def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:

@@ -130,12 +130,17 @@ def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
     ahead = _index_in(queue, deployment)
     if ahead < 0:
         return 0, -1.0
-    busy_s = max(
-        (_remaining_s(step, slot) for slot in devices.slots_of(step, deployment)), default=0
-    )
-    wait_s = max(busy_s, _let_in_s(step, deployment) - step.now_s)
-    plan = choice.policy_of(step).timeline([c for c, _ in queue], 0.0)
-    wait_s += plan[ahead].start_s
+    slots = devices.slots_of(step, deployment)
+    free_s = max((_remaining_s(step, slot) for slot in slots), default=0.0)
+    free_s = max(free_s, _let_in_s(step, deployment) - step.now_s)
+    timeline, ordered = choice.policy_of(step).timeline, [c for c, _ in queue]
+    wait_s = timeline(ordered, free_s)[ahead].start_s
+    for slot in slots:
+        # What the phase on the device still brings is part of it, queued or not.
+        phase_s = _phase_left_s(step, slot)
+        others = [c for c in ordered[: ahead + 1] if c.job != slot.holder]
+        if phase_s > 0.0 and deployment.job_name != slot.holder:
+            wait_s = max(wait_s, timeline(others, max(free_s, phase_s))[-1].start_s)
     batches = _batches_before(step, deployment, own, op)
     wait_s += sum(estimates.duration_s(step.state, deployment, kind) for kind in batches)
     return 1 + ahead + own.index(op), wait_s
@@ -297,5 +302,34 @@ def _remaining_s(step: Step, slot: Slot) -> float:
         for key in deployment.activation.running
         if (op := deployment.queue.find(key)) is not None
     ]
-    ends_s = [op.permitted_s + estimates.duration_s(step.state, deployment, op.kind) for op in ops]
+    # An operation that came with its activation begins when that is open.
+    open_s = _open_s(step, deployment)
+    ends_s = [
+        max(op.permitted_s, open_s) + estimates.duration_s(step.state, deployment, op.kind)
+        for op in ops
+    ]
     return max(0.0, max(ends_s, default=step.now_s) - step.now_s)
+
+
+def _phase_left_s(step: Step, slot: Slot) -> float:
+    """Seconds for which the phase that runs on a device is expected to keep it; 0: it may be over.
+
+    A phase usually takes as long as its segment of the job's cycle, and others are let in at the
+    end of its quantum.
+    """
+    used_by = step.state.deployments.get(slot.running)
+    is_kept = step.config.quantum_s > 0.0 or choice.policy_of(step).may_wait
+    if used_by is None or slot.is_released or slot.phase.job != slot.holder or not is_kept:
+        return 0.0
+    began_s = slot.phase.began_s
+    if slot.used_since_s <= began_s:
+        began_s = max(began_s, _open_s(step, used_by))
+    end_s = began_s + estimates.phase_s(step.state, used_by)
+    if step.config.quantum_s and not choice.policy_of(step).may_wait:
+        end_s = min(end_s, slot.held_since_s + step.config.quantum_s)
+    return end_s - step.now_s
+
+
+def _open_s(step: Step, deployment: Deployment) -> float:
+    """The time at which a deployment's activation is or was open, as far as it is known."""
+    return deployment.activation.opening_s + estimates.switch_s(step.state, deployment)

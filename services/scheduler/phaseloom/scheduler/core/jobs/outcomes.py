@@ -6,7 +6,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished, StateSnapshotTaken
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.scheduler.core.devices import devices
+from phaseloom.scheduler.core.devices import devices, round_robin
 from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.jobs import rollback
@@ -100,8 +100,8 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
             Mutation(seq, op.kind, op.num_bytes, op.version, event.duration_s)
         )
         seals.mutated(step, deployment, op)
-        if op.kind == "optim_step":
-            assignment.stepped(step, deployment.key.job_key)
+        if op.kind == "optim_step" and assignment.stepped(step, deployment.key.job_key):
+            round_robin.iterated(step, deployment)
     else:
         step.emit(outputs.DeleteOperations([op.key]))
     was_refused = gradients.was_refused(deployment, op, event)

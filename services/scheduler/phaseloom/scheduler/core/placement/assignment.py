@@ -111,22 +111,25 @@ def count_iterations(step: Step, job: Job) -> None:
         member.num_iterations = groups.iterations_of(member.cycle, job.spec.duration_s)
 
 
-def stepped(step: Step, job: JobKey) -> None:
+def stepped(step: Step, job: JobKey) -> bool:
     """Count an `optim_step` of a job; the last one of an iteration ends the iteration.
 
     Before the cycle is known each step counts as an iteration; `groups.set_cycle` corrects that.
+    Returns: whether an iteration has ended.
     """
     cluster = step.state.cluster
     name = cluster.placed.get(str(job))
     if name is None:
-        return
+        return False
     member = cluster.groups[name].members[str(job)]
     member.num_optim_steps += 1
-    if member.num_optim_steps >= (member.cycle.num_optim_steps if member.cycle else 1):
-        member.num_optim_steps = 0
-        member.iterations += 1
-        member.alone_s += timing_of(member).solo_s
-        member.iterated_s = step.now_s
+    if member.num_optim_steps < (member.cycle.num_optim_steps if member.cycle else 1):
+        return False
+    member.num_optim_steps = 0
+    member.iterations += 1
+    member.alone_s += timing_of(member).solo_s
+    member.iterated_s = step.now_s
+    return True
 
 
 def move(step: Step, job: Job, placed: Placed) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from copy import copy as shallow
+from math import inf
 
 from msgspec.structs import replace
 
@@ -21,6 +22,7 @@ from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import Batching, Cycle, DeploymentSpec, JobSpec
 from phaseloom.scheduler.core.planning.weave.period import timing_of
 from phaseloom.scheduler.core.state.cluster import (
+    Bounds,
     Cluster,
     Demand,
     Group,
@@ -191,7 +193,7 @@ def merge(cluster: Cluster, group: Group, other: Group) -> None:
 
 def _pin(cluster: Cluster, group: Group, member: Member, nodes: dict[Pool, list[NodeId]]) -> None:
     member.nodes = {pool: list(names) for pool, names in nodes.items() if names}
-    group.version += 1
+    _changed(group)
     for pool, names in member.nodes.items():
         for name in names:
             host = cluster.hosts[name]
@@ -200,6 +202,22 @@ def _pin(cluster: Cluster, group: Group, member: Member, nodes: dict[Pool, list[
                 _take(cluster, host)
                 host.group = group.name
                 group.nodes[pool] = [*group.nodes.get(pool, []), name]
+
+
+def _changed(group: Group) -> None:
+    """Note that the members of a group, or what is known of them, have changed."""
+    group.version += 1
+    group.bounds = _bounds_of(group)
+
+
+def _bounds_of(group: Group) -> Bounds:
+    timings = [timing_of(member) for member in group.members.values()]
+    return Bounds(
+        allowed_s=min((timing.allowed_s for timing in timings), default=inf),
+        solo_s=max((timing.solo_s for timing in timings), default=0.0),
+        train_s=sum(timing.train_s for timing in timings),
+        are_known=all(member.cycle is not None for member in group.members.values()),
+    )
 
 
 def leave(cluster: Cluster, job: str) -> list[NodeId]:
@@ -213,7 +231,7 @@ def leave(cluster: Cluster, job: str) -> list[NodeId]:
         return []
     group = cluster.groups[name]
     del group.members[job]
-    group.version += 1
+    _changed(group)
     released = _release_unused(cluster, group)
     if not group.members:
         del cluster.groups[name]
@@ -265,7 +283,7 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
     elif before != cycle.num_optim_steps:
         member.alone_s *= before / cycle.num_optim_steps
     group.is_closed = False
-    group.version += 1
+    _changed(group)
 
 
 def reckon_alone(member: Member) -> None:
@@ -329,6 +347,7 @@ def validate(cluster: Cluster) -> None:
 def _validate_group(cluster: Cluster, group: Group) -> None:
     assert group.members, f"{group.name} has no members"
     assert not group.is_closed or len(group.members) == 1, f"{group.name} is closed and shared"
+    assert group.bounds == _bounds_of(group), f"{group.name}: {group.bounds} are out of date"
     pinned: dict[Pool, set[NodeId]] = {}
     for job, member in group.members.items():
         assert job == member.job

@@ -7,6 +7,7 @@ and no node belongs to two groups. Nodes of no group are free: taking one is wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -98,6 +99,20 @@ class Member(msgspec.Struct):
     """Iterations expected in all; 0: not known."""
 
 
+class Bounds(msgspec.Struct, frozen=True):
+    """What the members of a group leave to one more, in figures that are cheap to compare: every
+    placement asks every group."""
+
+    allowed_s: float = math.inf
+    """Longest iteration that all of their SLOs tolerate; inf: all are best effort."""
+    solo_s: float = 0.0
+    """Longest iteration of a member alone, at worst-case durations."""
+    train_s: float = 0.0
+    """Seconds that an iteration of each of them trains, in all."""
+    are_known: bool = True
+    """Whether the cycle of every member is known."""
+
+
 class Group(msgspec.Struct):
     name: str
     members: dict[str, Member] = {}
@@ -108,6 +123,8 @@ class Group(msgspec.Struct):
     version: int = 0
     """A number that grows with each change of the members, of what is known of them, or of the
     nodes."""
+    bounds: Bounds = Bounds()
+    """Derived from the members at each such change."""
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -149,11 +149,16 @@ class Progress(msgspec.Struct):
     """When the job's first operation was ready; -1: none has begun."""
     lag_s: float = 0.0
     """Seconds since `began_s` for which other jobs or a switch kept its operations from running."""
-    round: int = 0
-    """The last meta-iteration of its group that it began, under a policy that serves them."""
+    round: int = -1
+    """The last meta-iteration of its group that it began, under a policy that serves them; -1: it
+    has begun none."""
 
     def enter_round(self, number: int) -> None:
         self.round = number
+
+    def leave_rounds(self) -> None:
+        """Note that the job goes elsewhere: it joins the rounds of those that it meets there."""
+        self.round = -1
 
 
 class Job(msgspec.Struct):

@@ -110,22 +110,43 @@ def signature(group: Candidates) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((candidate.job, candidate.nodes) for candidate in group)
 
 
-def could_hold(group: Candidates) -> bool:
-    """A cheap necessary condition of `holds`: no member is asked for more than its budget, and no
+class Shares(NamedTuple):
+    """The share of its time that each node must give the members, for their budgets to be kept."""
+
+    train: float
+    """Of the train nodes."""
+    rollout: dict[str, float]
+
+
+def shares_of(group: Candidates) -> Shares | None:
+    """The shares that a group takes; None where it asks a member for more than its budget, or a
     node for more than its time."""
-    train = 0.0
-    load: dict[str, float] = {}
+    shares: Shares | None = Shares(0.0, {})
     for candidate in group:
-        budget_s = candidate.budget_s
-        if budget_s == inf:
-            continue
-        if candidate.work_s > budget_s + SLACK:
-            return False
-        train += candidate.timing.train_s * candidate.left / budget_s
-        share = candidate.timing.rollout_s * candidate.left / budget_s
-        for node in candidate.nodes:
-            load[node] = load.get(node, 0.0) + share
-    return train <= 1.0 and all(share <= 1.0 for share in load.values())
+        shares = add_shares(shares, candidate)
+        if shares is None:
+            return None
+    return shares
+
+
+def add_shares(shares: Shares | None, candidate: Candidate) -> Shares | None:
+    """The shares of a group with one more member, likewise."""
+    budget_s = candidate.budget_s
+    if shares is None or budget_s == inf:
+        return shares
+    if candidate.work_s > budget_s + SLACK:
+        return None
+    timing, left = candidate.timing, candidate.left
+    train = shares.train + timing.train_s * left / budget_s
+    if train > 1.0:
+        return None
+    share = timing.rollout_s * left / budget_s
+    rollout = dict(shares.rollout)
+    for node in candidate.nodes:
+        rollout[node] = taken = rollout.get(node, 0.0) + share
+        if taken > 1.0:
+            return None
+    return Shares(train, rollout)
 
 
 def shape(group: Candidates) -> tuple[Rollout, ...]:
@@ -133,7 +154,7 @@ def shape(group: Candidates) -> tuple[Rollout, ...]:
     numbers: dict[str, int] = {}
     return tuple(
         [
-            Rollout(
+            (
                 candidate.timing.rollout_s,
                 candidate.timing.train_s,
                 candidate.timing.gap_s,
@@ -160,7 +181,7 @@ def holds(group: Candidates, switch_s: float, *, is_changed: bool) -> bool:
     """
     if len(group) == 1:
         return True
-    if not could_hold(group):
+    if shares_of(group) is None:
         return False
     tight = {candidate.job for i, candidate in enumerate(group) if not _is_safe(group, i, switch_s)}
     return all(

@@ -31,15 +31,10 @@ MEMO = 8192
 parts of a hundred groups of five, each with a newcomer on any of its nodes."""
 
 
-class Rollout(NamedTuple):
-    """One job, as the simulation sees it. Nodes are numbered within the group."""
-
-    rollout_s: float
-    train_s: float
-    gap_s: float
-    nodes: tuple[int, ...]
-
-
+Rollout = tuple[float, float, float, tuple[int, ...]]
+"""One job, as the simulation sees it: seconds of rollout, of training, and of neither; its nodes,
+numbered within the group. A plain tuple: thousands are remembered, and the garbage collector looks
+at all objects of classes each time."""
 Means = tuple[float, ...]
 _State = tuple[int, ...]
 
@@ -87,7 +82,7 @@ def mean_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
     `switch_s` is charged when a node starts a phase of another job than its last.
     """
     if len(jobs) == 1:
-        return (jobs[0].rollout_s + jobs[0].train_s + jobs[0].gap_s,)
+        return (sum(jobs[0][:3]),)
     return _Queues(jobs, switch_s).settle((0.0,) * len(jobs))
 
 
@@ -107,21 +102,19 @@ class _Queues:
     """The queues of a group's nodes, run again and again from other starts."""
 
     def __init__(self, jobs: tuple[Rollout, ...], switch_s: float) -> None:
-        self._jobs = [
-            (job.rollout_s, job.train_s, job.gap_s, job.nodes, _only(job.nodes)) for job in jobs
-        ]
+        self._jobs = [(*job, _only(job[3])) for job in jobs]
         self._switch_s = switch_s
-        solos_s = [job.rollout_s + job.train_s + job.gap_s for job in jobs]
+        solos_s = [rollout_s + train_s + gap_s for rollout_s, train_s, gap_s, _ in jobs]
         self._pace = solos_s.index(max(solos_s))
-        users = Counter(node for job in jobs for node in job.nodes)
+        users = Counter(node for _, _, _, nodes in jobs for node in nodes)
         self._num_nodes = 1 + max(users, default=-1)
         self._watched = [n for n in range(self._num_nodes) if users[n] > 1] + [self._num_nodes]
         """Nodes that several jobs use, the train nodes last."""
         # A job that trains ahead of its own rollouts may ask for the next one in the past.
-        goes_ahead = any(job.gap_s < -RESOLUTION_S for job in jobs)
+        goes_ahead = any(gap_s < -RESOLUTION_S for _, _, gap_s, _ in jobs)
         self._is_alone = [
-            not goes_ahead and i != self._pace and all(users[node] == 1 for node in job.nodes)
-            for i, job in enumerate(jobs)
+            not goes_ahead and i != self._pace and all(users[node] == 1 for node in nodes)
+            for i, (_, _, _, nodes) in enumerate(jobs)
         ]
         """Jobs that wait for nobody on their rollout nodes. When their rollouts end is known as
         soon as they are asked for, and nobody else notices them. The slowest job is none of these:

@@ -69,18 +69,6 @@ class _Settled:
         jobs = phases(self.members, self.switch_s)
         return load_s(jobs) < cycle_s(jobs)
 
-    def could_take(self, job: Timing) -> bool:
-        """Whether any choice of nodes could do, by the train pool and the longest job."""
-        allowed_s = job.allowed_s
-        longest_s = job.solo_s
-        train_s = job.train_s
-        for timing, _ in self.members:
-            allowed_s = min(allowed_s, timing.allowed_s)
-            longest_s = max(longest_s, timing.solo_s)
-            train_s += timing.train_s
-        train_s += self.switch_s * (len(self.members) + 1)
-        return max(longest_s, train_s) <= allowed_s + SLACK
-
     def period_with(self, member: Member, nodes: tuple[str, ...]) -> float | None:
         """The steady period with the job; None where that period, or joining, breaks somebody's
         SLO."""
@@ -105,6 +93,14 @@ class _Settled:
                 if other.num_iterations
             )
         )
+
+
+def _could_take(group: Group, job: Timing, switch_s: float) -> bool:
+    """Whether any choice of nodes could do, by the train pool and the longest job."""
+    bounds = group.bounds
+    limit_s = min(bounds.allowed_s, job.allowed_s) + SLACK
+    train_s = bounds.train_s + job.train_s + switch_s * (len(group.members) + 1)
+    return train_s <= limit_s and bounds.solo_s <= limit_s and job.solo_s <= limit_s
 
 
 def _by_load(settled: _Settled, nodes: list[NodeId]) -> list[NodeId]:
@@ -174,12 +170,14 @@ def _cheapest(
 ) -> tuple[float, Placed] | None:
     """The first of the least price among the placements on a group, where it is below `below`."""
     limits = cluster.limits
-    if member.slo > 0 and any(other.cycle is None for other in group.members.values()):
-        return None  # No SLO can be promised beside a job of unknown cycle.
     if group.is_closed or len(group.members) >= limits.max_group_jobs:
         return None
+    if member.slo > 0 and not group.bounds.are_known:
+        return None  # No SLO can be promised beside a job of unknown cycle.
+    if not _could_take(group, job, limits.switch_s):
+        return None
     settled = _Settled(cluster, group)
-    if not settled.could_take(job) or not settled.has_slack():
+    if not settled.has_slack():
         return None
     train = trains_on(cluster, group, member)
     if train is None:

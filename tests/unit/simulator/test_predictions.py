@@ -1,0 +1,90 @@
+"""What `explain` predicts, against what comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from phaseloom.common.contract.events import Event
+from phaseloom.simulator.agenda import Agenda
+from phaseloom.simulator.engine import Engine
+from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
+from phaseloom.simulator.metering import Meter
+from phaseloom.simulator.nodes import PoolSpec
+from phaseloom.simulator.predictions import Prediction, accuracy, predictions
+from phaseloom.simulator.world import World
+from tests.support.contention import config_of
+
+ITERATIONS = 40
+TAKES = {
+    ROLLOUT: Take(load_s=0.01, offload_s=0.01),
+    TRAIN: Take(load_s=0.02, offload_s=0.02),
+}
+
+
+def job(name: str, rollout_s: float, backward_s: float, step_s: float, sigma: float) -> SimJob:
+    return SimJob(
+        name=name,
+        arrival_s=0.0 if name == "a" else 0.3,
+        iterations=ITERATIONS,
+        phases=(
+            Phase(ROLLOUT, rollout_s, 2 * rollout_s, sigma),
+            Phase(TRAIN, backward_s, 2 * backward_s, sigma, kind="forward_backward"),
+            Phase(TRAIN, step_s, 2 * step_s, sigma, kind="optim_step"),
+            Phase(TRAIN, step_s / 2, kind="publish_weights"),
+        ),
+        takes=TAKES,
+        submission=Submission.CYCLE,
+    )
+
+
+def log_of(jobs: list[SimJob], ordering: str) -> list[tuple[int, float, Event]]:
+    """The log of jobs on one rollout and one train device."""
+    agenda, meter = Agenda(), Meter()
+    engine = Engine(agenda, meter, records=True)
+    pools = [PoolSpec(ROLLOUT, 1, 1.0, 10**12), PoolSpec(TRAIN, 1, 1.0, 10**12)]
+    world = World(agenda, engine.append, meter, jobs, pools)
+    live = {"idle_grace_s": 0.03, "quantum_s": 2.0, "max_reading": 8, "phase_hold_s": 2.0}
+    engine.run(world, config_of(ordering, switch_s=0.0, speculative_switch_in=True, **live))
+    return [(place + 1, time_s, event) for place, (time_s, event) in enumerate(engine.log)]
+
+
+@pytest.mark.parametrize("ordering", ["fcfs", "hrrs", "hrrs_anticipatory", "round_robin"])
+@pytest.mark.parametrize(
+    "cycles", [((0.5, 0.25, 0.05), (0.4, 0.35, 0.06)), ((0.2, 0.35, 0.1), (0.15, 0.3, 0.12))]
+)
+def test_starts_are_predicted_where_nothing_is_drawn(
+    ordering: str, cycles: tuple[tuple[float, float, float], ...]
+) -> None:
+    """The wait behind a phase counts the switch that it began with, and what it still brings."""
+    jobs = [job(name, *cycle, sigma=0.0) for name, cycle in zip("ab", cycles, strict=True)]
+    found = accuracy(predictions(log_of(jobs, ordering)))
+    assert found.operations > 2 * ITERATIONS - 4
+    assert found.error_p90 is not None
+    assert found.error_p90 < 1e-6
+
+
+def test_errors_are_small_beside_the_waits_where_durations_are_drawn() -> None:
+    jobs = [job("a", 0.2, 0.35, 0.1, sigma=0.1), job("b", 0.15, 0.3, 0.12, sigma=0.1)]
+    found = accuracy(predictions(log_of(jobs, "hrrs")))
+    assert found.error_p50 is not None
+    assert found.error_p50 < 0.1
+
+
+def test_short_waits_are_left_out() -> None:
+    found = accuracy(
+        [
+            Prediction("a", "generate", 0.0, 0.01),
+            Prediction("b", "generate", 0.9, 1.0),
+            Prediction("c", "generate", 3.0, 2.0),
+        ]
+    )
+    assert found.operations == 2
+    assert found.error_p50 == pytest.approx(0.5)
+    assert found.error_seconds_p90 == pytest.approx(1.0)
+    assert found.bias_seconds == pytest.approx(0.45)
+
+
+def test_run_in_which_nothing_waited_has_no_errors() -> None:
+    found = accuracy(predictions(log_of([job("a", 0.2, 0.2, 0.1, sigma=0.0)], "hrrs")))
+    assert found.operations == 0
+    assert found.error_p50 is None
