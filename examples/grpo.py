@@ -380,9 +380,15 @@ async def main() -> None:
                 raise
             job = await mesh.attach(name)  # an earlier run of this program began it
         report_line("ready", job=job.name, task=options.task, steps=settings.steps)
+
+        def report(event: str, **values: float | str) -> None:
+            report_line(event, **values)
+            if event == "step":  # for the curves of the console
+                job.report({"reward": float(values["reward"])}, step=int(values["step"]))
+
         failed = True
         try:
-            await train(job, options.task, settings, report_line, barrier, last=job.checkpoint)
+            await train(job, options.task, settings, report, barrier, last=job.checkpoint)
             failed = False
         finally:
             # With checkpoints, the program can be started again and goes on from the last one.

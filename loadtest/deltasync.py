@@ -249,10 +249,17 @@ async def _link(source: str, rate: float) -> AsyncIterator[_Link]:
             asks.close()
             writer.close()
 
-    server = await asyncio.start_server(connection, "127.0.0.1", 0)
-    async with server:
-        link.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        yield link
+    async with asyncio.TaskGroup() as connections:
+        tasks = []
+
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            tasks.append(connections.create_task(connection(reader, writer)))
+
+        async with await asyncio.start_server(accepted, "127.0.0.1", 0) as server:
+            link.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            yield link
+        for task in tasks:
+            task.cancel()
 
 
 @dataclass

@@ -44,7 +44,7 @@ class Machine:
         self.log = log
         self._command = [
             *(sys.executable, "-m", "phaseloom.cli.main", "up"),
-            *("--runs", str(runs), *options),
+            *("--runs", str(runs), "--console-port", "0", *options),
         ]
         self._process: asyncio.subprocess.Process | None = None
 

@@ -30,6 +30,7 @@ for (let step = 1; step <= steps; step++) {
   const update = job.submit("policy", { type: "optim_step", adam: { learning_rate: 0.01 } });
   losses.push((await pass.result).metrics["loss:sum"]);
   await update.result;
+  await job.report(step, { loss: losses.at(-1) });
   console.log(`step ${step}: loss ${losses.at(-1).toFixed(3)}`);
 }
 

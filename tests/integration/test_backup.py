@@ -131,7 +131,7 @@ class Jobs:
         ]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_jobs_go_on_from_a_backup_to_the_same_weights(
     machine: Machine, tmp_path: Path
 ) -> None:
@@ -152,7 +152,7 @@ async def test_jobs_go_on_from_a_backup_to_the_same_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_jobs_fall_back_to_their_checkpoints_on_an_older_store(
     machine: Machine, tmp_path: Path
 ) -> None:

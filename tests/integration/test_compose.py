@@ -31,7 +31,7 @@ TASK = "chain_sum"
 RESTART_PAUSE_S = 0.1
 """Docker's first; it grows, where a container ends again and again."""
 LAST_LINES = 20
-_BUILD_FREE = ("router", "scheduler", "profiler", "statemgr", "gateway")
+_BUILD_FREE = ("router", "scheduler", "profiler", "statemgr", "gateway", "console")
 
 
 def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Containers:
         return [self._here("", part, _mounts(spec)) for part in spec["command"]]
 
     def _here(self, name: str, value: str, mounts: dict[str, str]) -> str:
-        if value in ("9464", "8800"):
+        if value in ("9464", "8800", "8900"):
             return str(free_port())
         if value in (name, "0.0.0.0"):  # its own name in the network of containers
             return "127.0.0.1"
@@ -300,7 +300,7 @@ def test_compose_file_passes_its_linter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "service", ["router", "scheduler", "profiler", "statemgr", "worker", "gateway"]
+    "service", ["router", "scheduler", "profiler", "statemgr", "worker", "gateway", "console"]
 )
 def test_dockerfile_passes_its_linter(service: str) -> None:
     linter = Path(sys.executable).with_name("hadolint")

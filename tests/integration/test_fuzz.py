@@ -32,6 +32,7 @@ from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import (
     ApiError,
     Heartbeat,
+    JobReport,
     JobRequest,
     OperationRequest,
     PhaseRequest,
@@ -188,6 +189,7 @@ def calls(draw: st.DrawFn, session: int) -> Message:
         "session.heartbeat": Heartbeat(JOB, session),
         "result.get": ResultRequest(JOB, "policy", "1"),
         "tenant.usage": UsageRequest(),
+        "job.report": JobReport(JOB, 3, {"reward": 0.5}),
         "phase.declare": PhaseRequest(JOB, session, "rollout", True),
         "operation.cancel": OperationRequest(JOB, "policy", "3"),
         "operation.explain": OperationRequest(JOB, "sampler", "3"),

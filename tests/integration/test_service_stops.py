@@ -54,13 +54,17 @@ GATEWAY = {
     "PHASELOOM_GATEWAY_PASSWORDS": "{}",
 }
 
+CONSOLE = {"PHASELOOM_CONSOLE_PORT": "1", "PHASELOOM_CONSOLE_OPERATOR_KEY": "key"}
 
-@pytest.mark.parametrize("name", ["scheduler", "router", "profiler", "worker", "gateway"])
+
+@pytest.mark.parametrize(
+    "name", ["scheduler", "router", "profiler", "worker", "gateway", "console"]
+)
 async def test_service_told_to_stop_ends_while_no_server_has_taken_it(
     nats_server: EmbeddedServer, tmp_path: Path, name: str
 ) -> None:
     async with silent_server() as (url, is_met):
-        environment = {**ROUTER, **GATEWAY, **worker(tmp_path), "PHASELOOM_BUS_URL": url}
+        environment = {**ROUTER, **GATEWAY, **CONSOLE, **worker(tmp_path), "PHASELOOM_BUS_URL": url}
         async with service(name, nats_server, **environment) as process:
             await is_met.wait()
             process.send_signal(signal.SIGTERM)

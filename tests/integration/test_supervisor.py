@@ -144,7 +144,7 @@ async def missing_but(mesh: Mesh, what: str) -> str:
 NOOP = DeploymentSpec("policy", "train", "noop", ModelSpec({}))
 
 
-async def start_up(tmp_path: Path) -> tuple[asyncio.subprocess.Process, Path]:
+async def start_up(tmp_path: Path, *options: str) -> tuple[asyncio.subprocess.Process, Path]:
     """`phaseloom up` as a user starts it, once it has said that the mesh is up; its run."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -153,6 +153,7 @@ async def start_up(tmp_path: Path) -> tuple[asyncio.subprocess.Process, Path]:
         "up",
         "--runs",
         str(tmp_path),
+        *options,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
@@ -169,6 +170,7 @@ async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Pa
     process.send_signal(signal.SIGINT)
     output, _ = await process.communicate()
     assert process.returncode == 0
+    assert b"watch it at http://127.0.0.1:" in output
     assert b"stopping" in output
     await until_gone(everything, timeout_s=30)
     assert not (run / "s").exists()
@@ -176,7 +178,7 @@ async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Pa
 
 async def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
     """kill -9 of the parent: the kernel ends its children, ranks end with their agent."""
-    process, run = await start_up(tmp_path)
+    process, run = await start_up(tmp_path, "--console-port", "0")
     credentials = msgspec.json.decode((run / "credentials.json").read_bytes(), type=Credentials)
     async with connect(credentials.url, "demo", credentials.tenants["demo"]) as mesh:
         before = set(descendant_pids(process.pid))

@@ -62,6 +62,7 @@ AREAS = {
     "libs/simulator": "Simulation (simulator)",
     "services/profiler": "Profiles (profiler)",
     "services/gateway": "Front doors (gateway)",
+    "services/console": "The web page (console)",
     "services/statemgr": "State (state manager)",
 }
 """Folder → heading; the first that a file is under."""

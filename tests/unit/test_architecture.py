@@ -26,6 +26,7 @@ WITHOUT_TORCH = [
     "phaseloom.scheduler.main",
     "phaseloom.router.main",
     "phaseloom.profiler.main",
+    "phaseloom.console.main",
     "phaseloom.statemgr.main",
     "phaseloom.worker.main",
     "phaseloom.worker.rank.process",
@@ -279,6 +280,17 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("checkpoints",),
         ("openai", "tinker"),
         ("main",),
+    ],
+    "phaseloom.console": [
+        ("core",),
+        ("page", "shell"),
+        ("http",),
+        ("main",),
+    ],
+    "phaseloom.console.core": [
+        ("wire",),
+        ("decisions",),
+        ("view",),
     ],
     "phaseloom.worker": [
         ("config", "core", "cuda"),

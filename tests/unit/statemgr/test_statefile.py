@@ -16,7 +16,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.disk import PROBE_PREFIX
-from phaseloom.statemgr.disk.files import StateDirectory, find_parts
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts, make_directory
 from phaseloom.statemgr.disk.statefile import (
     DATA_ALIGNMENT_BYTES,
     MAX_HEADER_BYTES,
@@ -282,3 +282,9 @@ def test_unwritable_directory_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(ResourceError) as caught:
         directory.write(directory.seal(KEY, 1), header(b"x"), [memoryview(b"x")])
     assert caught.value.info.code is Code.UNAVAILABLE
+
+
+def test_directory_behind_a_link_that_leads_to_nothing_yet_is_made(tmp_path: Path) -> None:
+    (tmp_path / "mounted").symlink_to(tmp_path / "disk" / "checkpoints")
+    make_directory(tmp_path / "mounted" / "tenant")
+    assert (tmp_path / "disk" / "checkpoints" / "tenant").is_dir()

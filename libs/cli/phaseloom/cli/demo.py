@@ -2,7 +2,8 @@
 
 Every run has a mesh of its own with the same configuration: the shared run in `runs/<id>/`, each
 job alone in `runs/<id>/alone-<job>/`. Each run leaves `events.jsonl`, `spans/`, `logs/` and
-`timeline.json`; the demo as a whole leaves `summary.json`, `timeline.png` and `rewards.png`.
+`timeline.json`; the demo as a whole leaves `summary.json`, `timeline.png`, `rewards.png` and
+`replay.html`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
 from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
 from phaseloom.cli.progress import Progress
 from phaseloom.cli.recorder import Recorder, read_events
+from phaseloom.cli.replay import FILE as REPLAY
+from phaseloom.cli.replay import make_replay
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
 from phaseloom.cli.rundir import new_run_dir
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
@@ -286,6 +289,7 @@ def _write_results(
     panels.append(Panel("both, sharing the devices", shared.log, shared.results))
     draw_timeline(panels, summary, run_dir / "timeline.png")
     draw_rewards(shared.results, run_dir / "rewards.png")
+    make_replay(run_dir.name, read_events(run_dir / "events.jsonl"), run_dir / REPLAY)
     return summary
 
 

@@ -19,6 +19,7 @@ _COMMANDS = {
     "certs:certs": "Make the certificates by which the nodes of a mesh know one another.",
     "top:top": "Watch the mesh, live.",
     "trace:trace": "Show where an operation's time went.",
+    "replay:replay": "Make one HTML file of a run: its timeline, to be moved through in a browser.",
     "jobs:jobs": "List the jobs, and what was learned of them.",
     "jobs:explain": "Say why a job is where it is, or what an operation waits for.",
     "jobs:cancel": "End a job now.",

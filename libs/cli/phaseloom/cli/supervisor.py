@@ -16,6 +16,7 @@ The run directory gets `logs/<service>.log`, `spans/`, `nats/` (the server's sto
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import secrets
@@ -164,6 +165,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """The number of replicas of the gateway, which share its port."""
     gateway_session_s: float = 600.0
     """How long a session of the Tinker SDK may be silent before its models are ended."""
+    console_port: int = 0
+    """The port of this machine at which the console, a web page, shows the mesh; 0: none."""
     metrics: bool = False
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
@@ -270,6 +273,8 @@ def child_specs(
     specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
     if config.gateway_port:
         specs += _gateways(config, credentials)
+    if config.console_port:
+        specs.append(_console(config, credentials))
     for node in config.nodes:
         specs += _node(node, config, run_dir, sockets, secret)
     return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
@@ -330,6 +335,21 @@ def _gateways(config: MeshConfig, credentials: Credentials) -> list[ChildSpec]:
         }
         specs.append(ChildSpec(name, "phaseloom.gateway.main", _section("GATEWAY", settings)))
     return specs
+
+
+def console_key(password: str) -> str:
+    """The key of a tenant, or of the mesh's operator, at the console: it is not the password, as it
+    stands in addresses, and the same for as long as the password is."""
+    return hashlib.blake2b(password.encode(), digest_size=18, person=b"console").hexdigest()
+
+
+def _console(config: MeshConfig, credentials: Credentials) -> ChildSpec:
+    settings = {
+        "PORT": config.console_port,
+        "OPERATOR_KEY": console_key(credentials.password),
+        "KEYS": {console_key(password): name for name, password in credentials.tenants.items()},
+    }
+    return ChildSpec("console", "phaseloom.console.main", _section("CONSOLE", settings))
 
 
 def _node(
@@ -531,6 +551,12 @@ class Mesh:
     def credentials(self) -> Credentials:
         return self._server.credentials
 
+    def console_url(self, tenant: str = "") -> str:
+        """The address of the console, with the key of a tenant or, without one, an operator's."""
+        credentials = self.credentials
+        password = credentials.tenants[tenant] if tenant else credentials.password
+        return f"http://127.0.0.1:{self.config.console_port}/?key={console_key(password)}"
+
     async def __aenter__(self) -> Mesh:
         async with AsyncExitStack() as stack:
             for name in ("logs", "spans", "nodes"):
@@ -600,8 +626,8 @@ class Mesh:
         await asyncio.shield(self._supervising)
 
     async def ready(self, timeout_s: float = _READY_TIMEOUT_S) -> None:
-        """Wait until every node is in the decision log, and the scheduler, a router and the gateway
-        answer.
+        """Wait until every node is in the decision log, and the scheduler, a router, the gateway
+        and the console answer.
 
         Raises: ResourceError: that took longer than the timeout; the message says what is missing.
         """
@@ -616,7 +642,10 @@ class Mesh:
                     group.create_task(self._answers(call, encode(request), service, missing))
                 if self.config.gateway_port:
                     missing.add("gateway")
-                    group.create_task(self._gateway_serves(self.config.gateway_port, missing))
+                    group.create_task(self._gateway_serves(missing))
+                if self.config.console_port:
+                    missing.add("console")
+                    group.create_task(self._console_serves(missing))
         except TimeoutError:
             raise ResourceError(
                 f"the mesh is not up after {timeout_s:.0f} s: no {', '.join(sorted(missing))}",
@@ -713,20 +742,28 @@ class Mesh:
                 if not missing & wanted:
                     return
 
-    async def _gateway_serves(self, port: int, missing: set[str]) -> None:
+    async def _gateway_serves(self, missing: set[str]) -> None:
         """Wait until the gateway serves a tenant. Something else may listen at the port, and a
         gateway of this run's that was killed may have the tenant's lease for a while."""
         key = api_key(self.credentials.tenants[self.config.tenants[0]])
-        while "gateway" in missing:
+        await self._serves("gateway", self.config.gateway_port, _ANY_CALL, f"X-API-Key: {key}")
+        missing.discard("gateway")
+
+    async def _console_serves(self, missing: set[str]) -> None:
+        """Wait until the console knows its keys. Something else may listen at the port."""
+        bearer = f"Authorization: Bearer {console_key(self.credentials.password)}"
+        await self._serves("console", self.config.console_port, "/api/me", bearer)
+        missing.discard("console")
+
+    async def _serves(self, service: str, port: int, path: str, header: str) -> None:
+        while True:
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-                    status = await _status_of(port, _ANY_CALL, key)
-            except (OSError, TimeoutError):
-                status = ""
-            if status == "200":
-                missing.discard("gateway")
-            else:
-                await asyncio.sleep(_ANSWER_PAUSE_S)
+                    if await _status_of(port, path, header) == "200":
+                        return
+            except (OSError, TimeoutError) as error:
+                log.debug("%s does not answer yet: %r", service, error)
+            await asyncio.sleep(_ANSWER_PAUSE_S)
 
     async def _answers(self, call: str, request: bytes, service: str, missing: set[str]) -> None:
         """Wait for any answer of a service, an error too: what is asked for does not exist."""
@@ -768,14 +805,14 @@ class Mesh:
         replace_file(self.run_dir / "mesh.json", content, 0o644)
 
 
-async def _status_of(port: int, path: str, key: str) -> str:
+async def _status_of(port: int, path: str, header: str) -> str:
     """The status that this machine answers a GET with; something else where it speaks no HTTP.
 
     Raises: OSError: nothing listens at the port, or it hangs up.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(f"GET {path} HTTP/1.0\r\nX-API-Key: {key}\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.0\r\n{header}\r\n\r\n".encode())
         head = await reader.read(_HEAD_BYTES)
     finally:
         writer.close()

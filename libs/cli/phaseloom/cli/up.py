@@ -6,7 +6,10 @@ import asyncio
 import logging
 import signal
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
+from socket import create_server
 
 import uvloop
 from msgspec.structs import replace
@@ -16,6 +19,7 @@ from phaseloom.cli.supervisor import Mesh, MeshConfig, api_key
 from phaseloom.common.process import config
 from phaseloom.scheduler.core.policies.registry import check_policies
 
+CONSOLE_PORT = 8900
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -27,6 +31,7 @@ def up(
     ordering: str | None = None,
     gateway: int = 0,
     gateways: int = 0,
+    console_port: int | None = None,
     resume: bool = False,
     run: str = "",
     accept_loss: bool = False,
@@ -49,6 +54,9 @@ def up(
         Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
     gateways
         How many replicas of the gateway share that port; 0: the file's, or one.
+    console_port
+        Port of this machine for the console, a web page that shows the mesh; 0: none. Without it:
+        the file's, else 8900, else any that is free.
     resume
         Go on in the directory of an earlier run, with its jobs, checkpoints, keys and the gateway's
         records. Its nodes, tenants and checkpoints must be among the settings again.
@@ -68,6 +76,7 @@ def up(
         settings,
         gateway_port=gateway or settings.gateway_port,
         gateways=gateways or settings.gateways,
+        console_port=_console_port(settings) if console_port is None else console_port,
     )
     settings.check()
     if resume:
@@ -113,6 +122,7 @@ def greeting(mesh: Mesh) -> str:
             "connect a controller with",
             *blocks,
             *_gateway(mesh),
+            *_console(mesh),
             *_metrics(mesh),
             "Ctrl-C stops everything",
         ]
@@ -132,6 +142,26 @@ def _gateway(mesh: Mesh) -> list[str]:
         f"export TINKER_BASE_URL=http://127.0.0.1:{port} OPENAI_BASE_URL=http://127.0.0.1:{port}/v1",
         *keys,
     ]
+
+
+def _console(mesh: Mesh) -> list[str]:
+    if not mesh.config.console_port:
+        return []
+    return [
+        f"watch it at {mesh.console_url()}",
+        *(f"  what is {tenant}'s: {mesh.console_url(tenant)}" for tenant in mesh.config.tenants),
+    ]
+
+
+def _console_port(settings: MeshConfig) -> int:
+    """The port for the console where the command line names none; 0: it is not installed."""
+    if settings.console_port or find_spec("aiohttp") is None:
+        return settings.console_port
+    for port in (CONSOLE_PORT, 0):
+        # Without `reuse_port` a port that another mesh's console has is refused.
+        with suppress(OSError), create_server(("127.0.0.1", port)) as listener:
+            return int(listener.getsockname()[1])
+    return 0
 
 
 def _metrics(mesh: Mesh) -> list[str]:

@@ -17,6 +17,7 @@ from collections.abc import (
     Collection,
     Coroutine,
     Iterable,
+    Mapping,
 )
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from phaseloom.client.job import Deployment, Job
 from phaseloom.client.operations import OperationHandle, Outbox
 from phaseloom.client.phases import Phase
 from phaseloom.common.contract import api
+from phaseloom.common.contract.checks import check_report
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,
@@ -56,6 +58,8 @@ _BEATS_PER_LEASE = 3
 _BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
+_MOST_REPORTS = 64
+"""Reports under way: more than these wait for a mesh that is away, and are left out."""
 _READY, _STOPPED = "ready", "stopped"
 
 
@@ -94,6 +98,8 @@ class MeshJob(Job):
         self._declared: set[str] = set()
         """The pools whose phase is open as far as the mesh knows."""
         self._declaring = asyncio.Lock()
+        self._reported = -1
+        """The step of the last report."""
 
     @property
     def is_closed(self) -> bool:
@@ -103,6 +109,21 @@ class MeshJob(Job):
 
     async def status(self) -> api.JobStatus:
         return await self._mesh.status(self.name)
+
+    def report(self, values: Mapping[str, float], *, step: int | None = None) -> None:
+        """Tell people how the job goes: the console draws a curve of each name.
+
+        The call returns at once, and a report that the mesh does not take is logged and left out:
+        training does not wait for it, or fail with it.
+
+        Args:   values: 1 to 32 finite numbers by name: `{"reward": 0.4, "loss": 1.2}`.
+                step: the step that they are of; None: one more than the step before.
+        Raises: CallerError: a value is not finite, a name is not valid, or there are too many.
+        """
+        step = self._reported + 1 if step is None else step
+        check_report(self.name, step, values)
+        self._reported = step
+        self._mesh.report(api.JobReport(self.name, step, {n: float(v) for n, v in values.items()}))
 
     async def explain(self, operation: OperationHandle[object]) -> api.Explanation:
         """Why an operation of this job waits, and when it should start."""
@@ -248,6 +269,7 @@ class Mesh:
         self._answer_timeout_s = answer_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._outboxes: list[Outbox] = []
+        self._num_reports = 0
 
     async def submit_job(
         self,
@@ -311,6 +333,27 @@ class Mesh:
         """Let a job end once its open operations have ended, and wait for that."""
         await self._call("job.drain", api.JobRequest(name), api.JobStatus)
         await self._until(name, lambda status: status.has_ended)
+
+    def report(self, report: api.JobReport) -> None:
+        """Send a report in the background, unless too many are under way."""
+        if self._num_reports >= _MOST_REPORTS:
+            log.warning(
+                "report %d of %s is left out: %d are under way",
+                report.step,
+                report.job,
+                self._num_reports,
+            )
+            return
+        self._num_reports += 1
+        self._start(self._send_report(report))
+
+    async def _send_report(self, report: api.JobReport) -> None:
+        try:
+            await call_api(self._client, self._tenant, "job.report", report, api.Reported)
+        except PhaseloomError as error:
+            log.warning("report %d of %s is left out: %s", report.step, report.job, error)
+        finally:
+            self._num_reports -= 1
 
     async def create_deployment(self, request: api.CreateDeployment) -> api.DeploymentStatus:
         """Add a deployment to a job, and wait until it is up (`MeshJob.create_deployment`)."""

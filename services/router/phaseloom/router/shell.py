@@ -30,13 +30,16 @@ from phaseloom.common.contract.api import (
     CheckpointRequest,
     ExpireCheckpoint,
     Heartbeat,
+    JobReport,
     JobRequest,
     JobStatus,
     ListCheckpoints,
     ReadArchive,
+    Reported,
     ResultReply,
     ResultRequest,
 )
+from phaseloom.common.contract.checks import check_report
 from phaseloom.common.contract.codec import JSON, MSGPACK, content_type_of, decode
 from phaseloom.common.contract.errors import (
     CallerError,
@@ -181,6 +184,7 @@ class Router:
                 {
                     "session.attach": (JobRequest, self.attach),
                     "session.heartbeat": (Heartbeat, self.beat),
+                    "job.report": (JobReport, self.report),
                     "result.get": (ResultRequest, self.get_result),
                     "checkpoint.list": (ListCheckpoints, self._checkpoints.find),
                     "checkpoint.show": (CheckpointRequest, self._checkpoints.show),
@@ -399,6 +403,23 @@ class Router:
         stored = await self._bus.kv_get(Bucket.CHECKPOINTS, str(job))
         checkpoint: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
         return Attached(session=session, status=status, checkpoint=checkpoint)
+
+    async def report(self, tenant: str, request: JobReport) -> Reported:
+        """Store what a controller measures.
+
+        Raises: CallerError: a value is not valid, or there is no such job.
+        """
+        check_report(request.job, request.step, request.values)
+        job = JobKey(tenant, request.job)
+        if await self._bus.kv_get(Bucket.VIEW, str(job)) is None:
+            raise CallerError(
+                f"there is no job {request.job}",
+                code=Code.NOT_FOUND,
+                field="job",
+                remedy="submit it first",
+            )
+        await self._bus.publish(streams.report_subject(job), request)
+        return Reported()
 
     async def beat(self, tenant: str, request: Heartbeat) -> Beat:
         """Renew a session's lease. When it runs out, the scheduler takes the controller for lost.

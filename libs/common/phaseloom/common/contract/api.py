@@ -105,6 +105,23 @@ class Heartbeat(msgspec.Struct, frozen=True):
     session: int
 
 
+class JobReport(msgspec.Struct, frozen=True):
+    """`pl.v1.api.<tenant>.job.report`, answered with a Reported: what a controller measures, for
+    people; nothing is decided on it. router → REPORTS → console."""
+
+    job: str
+    step: int
+    """The step of the job that the values are of, from 0. Of several values of one name at one step
+    people are shown the last."""
+    values: dict[str, float]
+    """A finite number for each name: `reward`, `loss`, … Names are as those of jobs, and may have
+    `/`, `.` and `:` in them."""
+
+
+class Reported(msgspec.Struct, frozen=True):
+    """The report is stored."""
+
+
 class Beat(msgspec.Struct, frozen=True):
     within_s: float
     """The next one is expected within so many seconds."""

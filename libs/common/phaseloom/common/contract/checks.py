@@ -10,6 +10,8 @@ Cost: linear in the payload, at the speed of C loops: about 10 ms for a batch of
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
@@ -42,6 +44,44 @@ _LOSS_ARRAYS = {
     ops.Loss.CISPO: ("logprobs", "advantages"),
     ops.Loss.DRO: ("logprobs", "advantages"),
 }
+
+MAX_METRICS = 32
+MAX_METRIC_CHARS = 64
+MAX_STEP = 1 << 53
+
+# --- Reports -------------------------------------------------------------------------------------
+
+_METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]*\Z")
+
+
+def check_report(job: str, step: int, values: Mapping[str, float]) -> None:
+    """Whether a controller's report can be taken.
+
+    Raises: CallerError: the job's name, the step or a value is not valid, or there are too many.
+    """
+    check_name(job, "job")
+    check_range(step, 0, MAX_STEP, "step", "a step")
+    if not 1 <= len(values) <= MAX_METRICS:
+        raise CallerError(
+            f"a report has {len(values)} values",
+            field="values",
+            remedy=f"report 1 to {MAX_METRICS} at once",
+        )
+    for name, value in values.items():
+        if len(name) > MAX_METRIC_CHARS or not _METRIC.match(name):
+            raise CallerError(
+                f"{name[:MAX_METRIC_CHARS]!r} is no name of a value",
+                field="values",
+                remedy=f"use 1 to {MAX_METRIC_CHARS} letters, digits, '_', '-', '.', '/' or ':', "
+                "starting with a letter or digit",
+            )
+        if not math.isfinite(value):
+            raise CallerError(
+                f"{name} is {value}",
+                field=f"values.{name}",
+                remedy="report finite numbers, and leave out what is not",
+            )
+
 
 # --- Kinds ---------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ _API = {
     "deployment.delete": (api.DeploymentRequest, api.JobStatus),
     "session.attach": (api.JobRequest, api.Attached),
     "session.heartbeat": (api.Heartbeat, api.Beat),
+    "job.report": (api.JobReport, api.Reported),
     "phase.declare": (api.PhaseRequest, api.JobStatus),
     "operation.cancel": (api.CancelRequest, api.Explanation),
     "operation.explain": (api.OperationRequest, api.Explanation),

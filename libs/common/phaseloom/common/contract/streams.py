@@ -17,7 +17,7 @@ from nats.js.api import (
 )
 
 from phaseloom.common.contract import events
-from phaseloom.common.contract.ids import NodeId, OperationKey
+from phaseloom.common.contract.ids import JobKey, NodeId, OperationKey
 
 PREFIX = "pl.v1"
 MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
@@ -26,6 +26,7 @@ SCHED = "SCHED"
 PERMITS = "PERMITS"
 DONE = "DONE"
 EVENTS = "EVENTS"
+REPORTS = "REPORTS"
 DEAD = "DEAD"
 
 
@@ -102,6 +103,11 @@ def dead_subject(source: str) -> str:
 
 def event_subject(source: str) -> str:
     return f"{PREFIX}.event.{source}"
+
+
+def report_subject(job: JobKey | str) -> str:
+    """The subject of a job's reports. `>`: of all jobs'."""
+    return f"{PREFIX}.report.{job}"
 
 
 def api_subject(tenant: str, call: str) -> str:
@@ -189,6 +195,15 @@ def mesh_streams() -> list[StreamConfig]:
             storage=StorageType.MEMORY,
             max_age=600.0,
             max_bytes=16 * 1024 * 1024,
+        ),
+        # What controllers report: the newest of each job, for people.
+        StreamConfig(
+            name=REPORTS,
+            subjects=[f"{PREFIX}.report.>"],
+            storage=StorageType.FILE,
+            max_msgs_per_subject=4096,
+            max_age=30 * 86400.0,
+            max_bytes=64 * 1024 * 1024,
         ),
         StreamConfig(
             name=DEAD,

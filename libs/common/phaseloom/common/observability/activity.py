@@ -1,8 +1,8 @@
 """The activity of the devices, from the decision log: executions, switches and open operations.
 
-It is a fold for those who only look on: metrics and `phaseloom top`. Its memory is bounded by what
-is open. A log may begin in the middle: a deployment that is not known yet has the pool `unknown`
-and no place.
+It is a fold for those who only look on: metrics, `phaseloom top` and the console. Its memory is
+bounded by what is open. A log may begin in the middle: a deployment that is not known yet has the
+pool `unknown` and no place.
 
 An operation *waits* from when it is ready (queued, its predecessors and everything in `after` done)
 to its start. A switch is *hidden* as long as no ready operation waits for its devices. Operations
@@ -45,6 +45,8 @@ class Execution:
     kind: str
     pool: str
     outcome: Outcome
+    queued_s: float
+    """When the log took it; `ready_s` where the log begins behind that."""
     ready_s: float
     start_s: float
     end_s: float
@@ -80,6 +82,20 @@ class Switch:
 Observation = Execution | Switch
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first of a deployment's operations that are ready and have no outcome.
+
+    It runs, or is the next to run.
+    """
+
+    key: OperationKey
+    kind: str
+    ready_s: float
+    num_ready: int
+    """The operations of the deployment that are ready, this one too."""
+
+
 @dataclass(slots=True)
 class _Open:
     operation: events.QueuedOperation
@@ -105,6 +121,7 @@ class Activity:
     """The operations of `_open` that are ready."""
     _readiness: Readiness = field(default_factory=Readiness)
     _places: dict[DeploymentKey, tuple[Device, ...]] = field(default_factory=dict)
+    _incarnations: dict[DeploymentKey, int] = field(default_factory=dict)
     _deployment_pools: dict[DeploymentKey, str] = field(default_factory=dict)
     _busy: dict[Device, list[Interval]] = field(default_factory=dict)
 
@@ -131,8 +148,7 @@ class Activity:
             case events.DeploymentCreated(job=job, spec=spec):
                 self._deployment_pools[DeploymentKey(job.tenant, job.job, spec.name)] = spec.pool
             case events.WpgStarted():
-                devices = event.devices or [0]
-                self._places[event.deployment] = tuple((event.node, d) for d in devices)
+                self._place(event)
             case events.ActivationOpened():
                 seen = self._switch(time_s, event)
             case events.QueuedOperation():
@@ -171,7 +187,33 @@ class Activity:
                 counts[place[0][0]] += sum(o.waits_at(now_s) for o in operations.values())
         return counts
 
+    def heads(self, now_s: float) -> list[Head]:
+        """The head of each deployment that has a ready operation."""
+        heads = []
+        for operations in self._ready.values():
+            for opened in operations.values():
+                if opened.waits_at(now_s):
+                    operation = opened.operation
+                    heads.append(
+                        Head(operation.key, operation.kind, opened.ready_s, len(operations))
+                    )
+                    break
+        return heads
+
+    def devices_of(self, key: DeploymentKey) -> tuple[Device, ...]:
+        """The devices that a deployment's WPG is on; none where the log has not told of it."""
+        return self._places.get(key, ())
+
     # --- operations -----------------------------------------------------------------------------
+
+    def _place(self, event: events.WpgStarted) -> None:
+        """A WPG on several nodes has an entry of each; a new incarnation begins anew."""
+        key = event.deployment
+        here = tuple((event.node, device) for device in event.devices or [0])
+        is_same = self._incarnations.get(key) == event.incarnation
+        others = self._places.get(key, ()) if is_same else ()
+        self._incarnations[key] = event.incarnation
+        self._places[key] = (*(d for d in others if d[0] != event.node), *here)
 
     def _queue(self, time_s: float, event: events.QueuedOperation) -> None:
         if event.error is not None:
@@ -198,6 +240,7 @@ class Activity:
             kind=event.kind,
             pool=self._pool(key.deployment_key),
             outcome=event.outcome,
+            queued_s=ready_s if opened is None else min(opened.queued_s, ready_s),
             ready_s=ready_s,
             start_s=start_s,
             end_s=stretch[1],
@@ -216,7 +259,7 @@ class Activity:
     def _occupy(self, device: Device, stretch: Interval) -> float:
         busy = self._busy.setdefault(device, [])
         start_s, end_s = stretch
-        if not busy or busy[-1][1] < start_s:  # nearly always
+        if not busy or busy[-1][1] <= start_s:  # nearly always
             if start_s < end_s:
                 busy.append(stretch)
                 del busy[:-_MAX_BUSY]
@@ -258,7 +301,10 @@ class Activity:
 
     def _forget(self, job: JobKey) -> None:
         kept: tuple[dict[DeploymentKey, Any], ...]
-        kept = (self._open, self._ready, self._places, self._deployment_pools)
+        kept = (
+            *(self._open, self._ready, self._places),
+            *(self._incarnations, self._deployment_pools),
+        )
         for keyed in kept:
             for key in [k for k in keyed if k.job_key == job]:
                 del keyed[key]

@@ -29,9 +29,11 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BucketNotFoundError, NotFoundError, ServiceUnavailableError
 
 from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import JobReport
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
 from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import Event, Notice, QueuedOperation, parts
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.connection import (
     CONNECT_TIMEOUT_S,
@@ -600,6 +602,23 @@ class Bus:
             if not messages:
                 raise log_has_a_hole(wanted, extent.last)
         return extent
+
+    async def read_reports(self) -> AsyncGenerator[tuple[JobKey, float, JobReport], None]:
+        """What controllers have reported of their jobs, then each report that comes, for ever.
+
+        Each comes with its job, and with when the stream took it (Unix seconds).
+        """
+        config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.ALL)
+        subject = streams.report_subject(">")
+        newest = 0
+        async with aclosing(self._ordered(streams.REPORTS, subject, config)) as messages:
+            async for message in messages:
+                sequence, time_s = _place(message)
+                if sequence <= newest:
+                    continue
+                newest = sequence
+                tenant, job = message.subject.split(".")[-2:]
+                yield JobKey(tenant, job), time_s, decode(message.data, JobReport)
 
     async def truncate_log(self, sequence: int) -> None:
         """Drop the decision log's entries below `sequence`."""

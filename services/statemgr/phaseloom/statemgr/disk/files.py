@@ -300,7 +300,9 @@ def header_of(path: Path) -> StateHeader | None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and those above it, each on the disk. Raises: OSError."""
+    """Make a directory and those above it, each on the disk; where a link on the way leads to
+    nothing yet, what it leads to is made. Raises: OSError."""
+    directory = directory.resolve()
     missing = [d for d in (directory, *directory.parents) if not d.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for made in missing:

@@ -1,0 +1,96 @@
+"""`phaseloom replay` makes one HTML file of a run: its timeline, to be moved through in a browser.
+
+The file has everything in it and fetches nothing, so it can be sent to somebody or kept with a
+paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import aclosing
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from phaseloom.cli.recorder import Recorded, read_events
+from phaseloom.cli.rundir import RUNS, bus_config, find_run, open_bus
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.transport.connection import BusConfig
+from phaseloom.console.core.view import View
+from phaseloom.console.core.wire import Replay
+from phaseloom.console.page import write_replay
+
+FILE = "replay.html"
+_EVENTS = "events.jsonl"
+_MOST_ROWS = 2_000_000
+"""A browser draws so many still; of a longer run the file has the newest."""
+
+
+def replay(
+    run: str = "", *, out: Path | None = None, runs: Path = RUNS, console: Console | None = None
+) -> None:
+    """Make one HTML file of a run that shows its timeline, and needs nothing else.
+
+    Parameters
+    ----------
+    run
+        The run, by name or path; without it, the newest. A run of `phaseloom up` must be running,
+        one of `phaseloom demo` has its log in a file.
+    out
+        The file to write; without it, `replay.html` in the run's directory.
+    runs
+        Folder with the runs' directories.
+    """
+    directory = find_run(_directory(run, runs), runs).resolve()
+    recorded = directory / _EVENTS
+    if recorded.is_file():
+        events: list[Recorded] = read_events(recorded)
+    else:
+        events = uvloop.run(_of_live(bus_config(directory)))
+    path = out or directory / FILE
+    make_replay(directory.name, events, path)
+    (console or Console()).print(f"{path}", soft_wrap=True, markup=False)
+
+
+def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
+    """Write the page of a recorded run.
+
+    Raises: CallerError: FAILED_PRECONDITION: nothing has happened in the run.
+    """
+    view = View(_MOST_ROWS)
+    last_s = 0.0
+    for entry in events:
+        view.step(entry.time_unix_s, entry.event)
+        last_s = entry.time_unix_s
+    if not last_s:
+        raise CallerError(
+            f"nothing has happened in {title}",
+            code=Code.FAILED_PRECONDITION,
+            field="run",
+            remedy="name a run in which a job has run",
+        )
+    write_replay(Replay(title, view.update(last_s)), path)
+
+
+def _directory(run: str, runs: Path) -> Path | None:
+    if not run:
+        return None
+    named = runs / run
+    return named if named.is_dir() else Path(run)
+
+
+async def _of_live(settings: BusConfig) -> list[Recorded]:
+    """The events that a running mesh's decision log has now."""
+    events: list[Recorded] = []
+    async with open_bus(settings, "replay") as bus:
+        end = await bus.log_end()
+        if end:
+            async with aclosing(bus.read_entries()) as entries:
+                async for entry in entries:
+                    events += (
+                        Recorded(one.sequence, one.time_s, one.event) for one in entry.apart()
+                    )
+                    if entry.sequence >= end:
+                        break
+    return events

@@ -1,0 +1,1 @@
+"""What the console makes of the decision log, without I/O: a bounded view, and messages of it."""

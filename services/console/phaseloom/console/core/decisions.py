@@ -1,0 +1,101 @@
+"""Which events of the decision log are told to people as decisions, and in which words.
+
+Context switches are not among them: a page has them with all their figures in its timeline.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.contract import events
+from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.common.contract.operations import Outcome
+from phaseloom.console.core.wire import Decision
+
+
+def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
+    time_s: float, event: events.Event
+) -> Decision | None:
+    """The decision that an event tells of; None: it is one of the many that only go on."""
+    match event:
+        case events.JobSubmitted(job=job):
+            parts = ", ".join(f"{spec.name} on {spec.pool}" for spec in event.spec.deployments)
+            return Decision(time_s, "submitted", parts, str(job))
+        case events.JobFinished(job=job):
+            return Decision(time_s, "gave up" if event.failed else "finished", "", str(job))
+        case events.DrainRequested(job=job):
+            return Decision(time_s, "drained", "it takes no new operations", str(job))
+        case events.DeploymentCreated(job=job, spec=spec):
+            return Decision(time_s, f"{spec.name} added", f"on {spec.pool}", str(job))
+        case events.DeploymentDeleted(deployment=key):
+            return Decision(time_s, f"{key.deployment} deleted", "", str(key.job_key))
+        case events.SessionOpened(job=job):
+            return Decision(time_s, "controller attached", f"session {event.session}", str(job))
+        case events.SessionLost(job=job):
+            why = "its heartbeat ended: no device is kept for it"
+            return Decision(time_s, "controller lost", why, str(job), is_trouble=True)
+        case events.CancelRequested(key=key):
+            return Decision(
+                time_s, f"cancel {key.deployment}.{key.slot}", "asked for", str(key.job_key)
+            )
+        case events.WpgStarted(deployment=key):
+            why = f"incarnation {event.incarnation}, as of operation {event.applied}"
+            return _of(time_s, key, f"started on {event.node}", why)
+        case events.WpgLost(deployment=key):
+            return _trouble(time_s, key, f"lost on {event.node}", event.error)
+        case events.ActivationRefused(deployment=key):
+            return _trouble(time_s, key, f"not switched in on {event.node}", event.error)
+        case events.PermitReturned(key=operation):
+            key = operation.deployment_key
+            return _trouble(time_s, key, f"gave back {operation.slot}", event.error)
+        case events.TailGathered(operations=[first, *_]):
+            why = f"{len(event.freed)} ranks have nothing left to do"
+            return _of(time_s, first.deployment_key, "long tail gathered", why)
+        case events.SealFailed(deployment=key):
+            return _trouble(time_s, key, f"not sealed at {event.seq}", event.error)
+        case events.QueuedOperation(key=operation, error=error) if error is not None:
+            what = f"refused {operation.slot}"
+            return _trouble(time_s, operation.deployment_key, what, error)
+        case events.OperationFinished(key=operation) if event.outcome is not Outcome.COMPLETED:
+            what = f"{event.kind} {operation.slot} {event.outcome}"
+            return _trouble(time_s, operation.deployment_key, what, event.error)
+        case events.PhaseTrace(job=job) if event.drift:
+            why = f"{event.drift:+.0%} against before"
+            return Decision(time_s, f"cycle is {event.period_s:.2f} s", why, str(job))
+        case _:
+            return _of_mesh(time_s, event)
+
+
+def moves_of(time_s: float, event: events.ReplanComputed) -> list[Decision]:
+    """A repacking may move several jobs."""
+    return [
+        Decision(time_s, f"moves to {move.group or 'a new group'}", move.why, str(move.job))
+        for move in event.moves
+    ]
+
+
+def _of_mesh(time_s: float, event: events.Event) -> Decision | None:
+    match event:
+        case events.SchedulerConfigured(config=config):
+            why = f"placement {config.placement}, ordering {config.ordering}"
+            return Decision(time_s, "scheduler configured", why)
+        case events.NodeUp():
+            why = f"{len(event.devices)} devices in pool {event.pool}"
+            return Decision(time_s, f"node {event.node} is up", why)
+        case events.NodeLost():
+            return Decision(time_s, f"node {event.node} lost", event.reason, is_trouble=True)
+        case events.NodeDrainRequested():
+            what = "gone for good" if event.gone else "to be drained"
+            what = "may be used again" if event.undo else what
+            return Decision(time_s, f"node {event.node} {what}", "an operator asked")
+        case _:
+            return None
+
+
+def _of(time_s: float, key: DeploymentKey, what: str, why: str) -> Decision:
+    return Decision(time_s, f"{key.deployment} {what}", why, str(key.job_key))
+
+
+def _trouble(time_s: float, key: DeploymentKey, what: str, error: ErrorInfo | None) -> Decision:
+    why = "" if error is None else f"{error.code}: {error.message}"
+    told = f"{key.deployment} {what}"
+    return Decision(time_s, told, why, str(key.job_key), is_trouble=True)

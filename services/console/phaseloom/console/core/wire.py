@@ -1,0 +1,172 @@
+"""What the console tells a page: console → browser, as JSON.
+
+An `Update` is the whole view, or what has come since the one before. Its rows name deployments,
+kinds and devices by their place in the lists that the same update brings. Times in rows are whole
+numbers of `TICK_S` since `origin_s`, which keeps them short.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+TICK_S = 1e-4
+
+
+class OperationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """An operation that has run."""
+
+    deployment: int
+    kind: int
+    slot: str
+    queued: int
+    ready: int
+    start: int
+    end: int
+    devices: list[int]
+    num_tokens: int = 0
+    outcome: str = ""
+    """Empty: completed."""
+    is_replay: bool = False
+    """Whether it was run again after a loss; its first outcome stands."""
+
+
+class ActivationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A deployment got its devices, by a context switch where bytes had to move."""
+
+    deployment: int
+    start: int
+    offload: int
+    load: int
+    hidden: int
+    """The part of offload and load in which no ready operation waited for the devices."""
+    devices: list[int]
+    bytes_out: int = 0
+    bytes_in: int = 0
+    is_speculative: bool = False
+    displaced: list[int] = []
+    """Deployments that had to leave; those of other tenants are left out."""
+
+
+class HeadRow(msgspec.Struct, frozen=True, array_like=True):
+    """The ready operation of a deployment that runs, or that is next to run."""
+
+    deployment: int
+    kind: int
+    slot: str
+    ready: int
+    num_ready: int
+    devices: list[int]
+
+
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something that was decided or has happened, with its reason, in words."""
+
+    time_s: float
+    """Unix seconds, as the log has it."""
+    what: str
+    why: str = ""
+    job: str = ""
+    """`<tenant>.<job>`; empty: it is about the mesh."""
+    is_trouble: bool = False
+
+
+class ReportRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a job's controller has measured at a step."""
+
+    job: str
+    """`<tenant>.<job>`"""
+    step: int
+    values: dict[str, float]
+
+
+class NodeRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    node: str
+    pool: str
+    devices: list[int]
+    """The memory budget of each device, bytes."""
+    host_memory_bytes: int
+    is_up: bool = True
+
+
+class ProblemRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    message: str
+    remedy: str = ""
+
+
+class DeploymentRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: str
+    pool: str
+    node: str
+    state: str
+    incarnation: int = 0
+    moving: str = ""
+    error: ProblemRow | None = None
+
+
+class SegmentRow(msgspec.Struct, frozen=True, array_like=True):
+    pool: str
+    offset_s: float
+    duration_s: float
+
+
+class JobRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job as the scheduler and the profiler see it, with counts of its operations."""
+
+    job: str
+    """`<tenant>.<job>`"""
+    state: str
+    has_ended: bool = False
+    placement: str = ""
+    error: ProblemRow | None = None
+    deployments: list[DeploymentRow] = []
+    num_open: int = 0
+    num_done: int = 0
+    num_failed: int = 0
+    device_s: float = 0.0
+    """Seconds in which its operations had a device, each device counted."""
+    period_s: float = 0.0
+    """The length of the job's cycle, as learned; 0: none is known yet."""
+    worst_period_s: float = 0.0
+    drift: float = 0.0
+    segments: list[SegmentRow] = []
+
+
+class Update(msgspec.Struct, frozen=True, omit_defaults=True):
+    cursor: int
+    """Where the next update of the same view begins."""
+    now_s: float
+    """The console's clock when it was made, Unix seconds."""
+    origin_s: float
+    """The zero of the rows' times, Unix seconds."""
+    is_whole: bool = False
+    """Whether it replaces what was told before."""
+    deployments: list[str] = []
+    """`<tenant>.<job>.<deployment>`"""
+    kinds: list[str] = []
+    devices: list[str] = []
+    """`<node>/<index>`"""
+    operations: list[OperationRow] = []
+    activations: list[ActivationRow] = []
+    decisions: list[Decision] = []
+    reports: list[ReportRow] = []
+    heads: list[HeadRow] = []
+    nodes: list[NodeRow] | None = None
+    """Every node; None: as before."""
+    jobs: list[JobRow] | None = None
+    """Every job; None: as before."""
+
+
+class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who looks at the page. The answer to `/api/me`."""
+
+    tenant: str = ""
+    """Empty: an operator, who sees every tenant's."""
+    can_act: bool = False
+    """Whether the caller may cancel jobs and drain nodes."""
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """A whole run, as `phaseloom replay` puts it into a page."""
+
+    title: str
+    update: Update

@@ -1,0 +1,334 @@
+"""What the console answers over HTTP: the page, the view, its changes, and an operator's calls.
+
+A caller shows a key: once in the address of the page (`/?key=…`), which leaves a cookie, or as
+`Authorization: Bearer`. The page itself is no secret; everything under `/api` needs a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import nats.errors
+from aiohttp import web
+
+from phaseloom.common.contract import api
+from phaseloom.common.contract.errors import CallerError, Code, ErrorInfo, PhaseloomError
+from phaseloom.common.contract.ids import JobKey, check_name, parse_operation_key
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.transport.services import call_api, call_node_api
+from phaseloom.console import page
+from phaseloom.console.core.view import Listener
+from phaseloom.console.core.wire import Caller
+from phaseloom.console.shell import Shell
+
+log = logging.getLogger(__name__)
+
+SHELL = web.AppKey("shell", Shell)
+_NEWS_S = 0.25
+"""The pause between two updates of a page."""
+_STATUS = {
+    Code.NOT_FOUND: 404,
+    Code.PERMISSION_DENIED: 403,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.UNAVAILABLE: 503,
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_ACTION_HEADER = "X-Phaseloom-Console"
+"""A call that changes something has this header, which no form of another site can send."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+routes = web.RouteTableDef()
+
+
+class Unauthorized(Exception):
+    """The request has no key, or nobody's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Who holds which key. Keys are compared by their hashes, in the same time for all."""
+
+    callers: dict[bytes, Caller]
+    cookie: str
+    """The cookie's name. It has the port in it: a browser gives a host's cookies to each port."""
+
+    @classmethod
+    def of(cls, operator_key: str, tenants: dict[str, str], port: int) -> Keys:
+        callers = {_digest(key): Caller(tenant) for key, tenant in tenants.items()}
+        callers[_digest(operator_key)] = Caller(can_act=True)
+        return cls(callers, f"phaseloom-console-{port}")
+
+    def caller(self, key: str) -> Caller | None:
+        return self.callers.get(_digest(key))
+
+    def of_request(self, request: web.Request) -> Caller:
+        """Raises: Unauthorized."""
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        key = bearer if scheme == "Bearer" else request.cookies.get(self.cookie, "")
+        caller = self.caller(key) if key else None
+        if caller is None:
+            raise Unauthorized
+        return caller
+
+
+KEYS = web.AppKey("keys", Keys)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def application(shell: Shell, keys: Keys) -> web.Application:
+    app = web.Application(middlewares=[_answered], client_max_size=2**16)
+    app.add_routes(routes)
+    app[SHELL] = shell
+    app[KEYS] = keys
+    return app
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+@routes.get("/")
+async def _index(request: web.Request) -> web.StreamResponse:
+    """The page; with a key in its address the cookie, and the address without it."""
+    key = request.query.get("key")
+    if key is None:
+        return _file(request, page.PAGE)
+    keys = request.app[KEYS]
+    if keys.caller(key) is None:
+        raise Unauthorized
+    answer = web.Response(status=303, headers={"Location": "/"})
+    answer.set_cookie(keys.cookie, key, httponly=True, samesite="Strict", path="/")
+    return answer
+
+
+@routes.get("/static/{name}")
+async def _static(request: web.Request) -> web.StreamResponse:
+    name = request.match_info["name"]
+    if name not in page.TYPES:
+        raise web.HTTPNotFound
+    return _file(request, name)
+
+
+def _file(request: web.Request, name: str) -> web.Response:
+    headers = {"Cache-Control": "no-cache"}
+    body = page.asset(name)
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        body, headers = page.compressed(name), {**headers, "Content-Encoding": "gzip"}
+    return web.Response(body=body, content_type=page.TYPES[name], charset="utf-8", headers=headers)
+
+
+# --- what there is to see -------------------------------------------------------------------------
+
+
+@routes.get("/api/me")
+async def _me(request: web.Request) -> web.StreamResponse:
+    return _json(request, request.app[KEYS].of_request(request))
+
+
+@routes.get("/api/state")
+async def _state(request: web.Request) -> web.StreamResponse:
+    tenant = request.app[KEYS].of_request(request).tenant
+    return _json(request, request.app[SHELL].view.update(time.time(), tenant=tenant))
+
+
+@routes.get("/api/jobs")
+async def _jobs(request: web.Request) -> web.StreamResponse:
+    tenant = request.app[KEYS].of_request(request).tenant
+    return _json(request, request.app[SHELL].view.jobs(tenant))
+
+
+@routes.get("/api/events")
+async def _events(request: web.Request) -> web.StreamResponse:
+    """Updates as server-sent events, from the cursor `since` on.
+
+    A page that comes back after a loss says in `Last-Event-ID` where it was; where that is out of
+    reach, as after a restart, the first update is a whole one.
+    """
+    tenant = request.app[KEYS].of_request(request).tenant
+    view = request.app[SHELL].view
+    listener = Listener(view, tenant, _cursor(request, view.origin_s))
+    answer = web.StreamResponse(
+        headers={**_HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+    )
+    await answer.prepare(request)
+    with suppress(ConnectionResetError):  # the page was closed
+        while True:
+            if update := listener.news(time.time()):
+                name = f"{update.origin_s}-{update.cursor}".encode()
+                await answer.write(b"id: %s\ndata: %s\n\n" % (name, msgspec.json.encode(update)))
+            await asyncio.sleep(_NEWS_S)
+    return answer
+
+
+def _cursor(request: web.Request, origin_s: float) -> int | None:
+    """Where the page was; None: somewhere else."""
+    said = request.headers.get("Last-Event-ID") or request.query.get("since", "")
+    origin, _, number = said.rpartition("-")
+    return int(number) if number.isdecimal() and origin == str(origin_s) else None
+
+
+@routes.get("/api/explain/{what}")
+async def _explain(request: web.Request) -> web.StreamResponse:
+    """Why a job is where it is (`<tenant>.<job>`), or what an operation waits for."""
+    caller = request.app[KEYS].of_request(request)
+    what = request.match_info["what"]
+    client = request.app[SHELL].bus.client
+    if what.count(".") < 2:
+        job = _own_job(caller, what)
+        status = await call_api(
+            client, job.tenant, "job.status", api.JobRequest(job.job), api.JobStatus
+        )
+        return _json(request, status)
+    key = parse_operation_key(what)
+    _own_job(caller, str(key.job_key))
+    asked = api.OperationRequest(key.job, key.deployment, key.slot)
+    answer = await call_api(client, key.tenant, "operation.explain", asked, api.Explanation)
+    return _json(request, answer)
+
+
+@routes.get("/api/nodes")
+async def _nodes(request: web.Request) -> web.StreamResponse:
+    """The state that each node holds, by tier. A tenant sees its own, and how much there is."""
+    tenant = request.app[KEYS].of_request(request).tenant
+    reports = await request.app[SHELL].reports()
+    return _json(request, {name: _seen_by(tenant, report) for name, report in reports.items()})
+
+
+def _seen_by(tenant: str, report: StatusReport | str) -> object:
+    if isinstance(report, str):
+        return {"error": report}
+    if not tenant:
+        return report
+    return msgspec.structs.replace(
+        report,
+        deployments=[d for d in report.deployments if d.deployment.tenant == tenant],
+        versions=[v for v in report.versions if v.policy.tenant == tenant],
+        version_states=[v for v in report.version_states if v.version.policy.tenant == tenant],
+        shared_copies=[],
+        endpoint="",
+    )
+
+
+# --- what an operator may do ----------------------------------------------------------------------
+
+
+@routes.post("/api/cancel/{job}")
+async def _cancel(request: web.Request) -> web.StreamResponse:
+    """End a job now, as `phaseloom cancel` does."""
+    job = _own_job(_operator(request), request.match_info["job"])
+    client = request.app[SHELL].bus.client
+    asked = api.JobRequest(job.job, failed=True)
+    return _json(request, await call_api(client, job.tenant, "job.finish", asked, api.JobStatus))
+
+
+@routes.post("/api/drain/{what}")
+async def _drain(request: web.Request) -> web.StreamResponse:
+    """Drain a job or a node; `?undo=1` lets the node be used again."""
+    caller, what = _operator(request), request.match_info["what"]
+    client = request.app[SHELL].bus.client
+    if "." in what:
+        job = _own_job(caller, what)
+        asked = api.JobRequest(job.job)
+        answer = await call_api(client, job.tenant, "job.drain", asked, api.JobStatus)
+        return _json(request, answer)
+    node = api.DrainNode(check_name(what, "node"), undo=request.query.get("undo") == "1")
+    return _json(request, await call_node_api(client, "drain", node, api.NodeStatus))
+
+
+def _operator(request: web.Request) -> Caller:
+    """Raises: CallerError: PERMISSION_DENIED. Unauthorized."""
+    caller = request.app[KEYS].of_request(request)
+    if not caller.can_act:
+        raise CallerError(
+            "this key only looks on",
+            code=Code.PERMISSION_DENIED,
+            remedy="use the operator's key, which `phaseloom up` prints",
+        )
+    if _ACTION_HEADER not in request.headers:
+        raise CallerError(
+            f"the header {_ACTION_HEADER} is missing",
+            field=_ACTION_HEADER,
+            remedy=f"send {_ACTION_HEADER}: 1 with what changes something",
+        )
+    return caller
+
+
+def _own_job(caller: Caller, text: str) -> JobKey:
+    """The job of that name. Raises: CallerError: no name of a job, or of another tenant's."""
+    tenant, _, job = text.partition(".")
+    key = JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
+    if caller.tenant not in ("", tenant):
+        raise CallerError(
+            f"{text} is another tenant's",
+            code=Code.PERMISSION_DENIED,
+            remedy="use that tenant's key, or an operator's",
+        )
+    return key
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def _json(request: web.Request, answer: object) -> web.Response:
+    response = web.Response(
+        body=msgspec.json.encode(answer),
+        content_type="application/json",
+        headers={"Cache-Control": "no-store"},
+    )
+    response.enable_compression()
+    return response
+
+
+def _refused(status: int, info: ErrorInfo) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode({"error": info}), content_type="application/json"
+    )
+
+
+@web.middleware
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Have every error told in one form, and every answer carry the page's policy."""
+    response = await _answer(request, handler)
+    if not response.prepared:
+        response.headers.update(_HEADERS)
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Unauthorized:
+        info = ErrorInfo(
+            Code.PERMISSION_DENIED,
+            "there is no such key",
+            remedy="open the address that `phaseloom up` prints, with its key",
+        )
+        return _refused(401, info)
+    except PhaseloomError as error:
+        is_callers = isinstance(error, CallerError)
+        return _refused(_STATUS.get(error.info.code, 400 if is_callers else 500), error.info)
+    except web.HTTPException as error:
+        return _refused(error.status, ErrorInfo(Code.NOT_FOUND, error.reason))
+    except nats.errors.Error as error:
+        log.warning("%s %s: %r", request.method, request.path, error)
+        return _refused(
+            503, ErrorInfo(Code.UNAVAILABLE, "the mesh gives no answer", remedy="try again")
+        )

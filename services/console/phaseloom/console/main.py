@@ -1,0 +1,71 @@
+"""The console process: a web page that shows what the mesh does, live."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import NoReturn
+
+import msgspec
+from aiohttp import web
+
+from phaseloom.common.process import config, lifecycle
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
+from phaseloom.console.core.view import HISTORY, View
+from phaseloom.console.http import Keys, application
+from phaseloom.console.shell import Shell
+
+_END_S = 1.0
+"""How long pages that listen may hold up the end."""
+
+
+class ConsoleConfig(msgspec.Struct, frozen=True):
+    """The settings of a console: the section `console`, or PHASELOOM_CONSOLE_<FIELD>."""
+
+    port: int
+    operator_key: str
+    """The key that shows every tenant's, and lets its holder cancel jobs and drain nodes."""
+    keys: dict[str, str] = {}
+    """Key → the tenant whose own it shows."""
+    host: str = "127.0.0.1"
+    """The address to listen at."""
+    history: int = HISTORY
+    """Operations and context switches that are kept for pages that are opened later."""
+
+
+async def serve(stop: asyncio.Event) -> None:
+    settings = config.load(ConsoleConfig, "console")
+    bus_config = config.load(BusConfig, "bus")
+    # The objects that the imports made stay: no collection needs to go through them again.
+    gc.freeze()
+    opening = Bus.open(bus_config, "console", timeout_s=SERVICE_CONNECT_S)
+    bus = await lifecycle.unless_stopped(stop, opening)
+    try:
+        shell = Shell(bus, View(settings.history))
+        keys = Keys.of(settings.operator_key, settings.keys, settings.port)
+        runner = web.AppRunner(
+            application(shell, keys),
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=_END_S,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, settings.host, settings.port).start()
+            async with asyncio.TaskGroup() as group:
+                following = group.create_task(shell.run())
+                await stop.wait()
+                following.cancel()
+        finally:
+            await runner.cleanup()
+    finally:
+        await bus.close()
+
+
+def main() -> NoReturn:
+    lifecycle.run("console", serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The console's shell: it follows the log, the views of jobs and the notices, and feeds the view.
+
+Nobody waits for the console, so it reads in gulps. What a page asks for beside the view (why an
+operation waits, what is on a node) is asked of the services, in the name of the caller's tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+from phaseloom.common.contract import api
+from phaseloom.common.contract.codec import JSON, decode
+from phaseloom.common.contract.errors import CallerError, InternalError, PhaseloomError
+from phaseloom.common.contract.events import Notice, PhaseTrace
+from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.contract.streams import Bucket, state_subject
+from phaseloom.common.transport.bus import Bus, KeyChange
+from phaseloom.common.transport.leases import node_lease_key
+from phaseloom.common.transport.services import request_reply
+from phaseloom.console.core.view import View
+from phaseloom.console.core.wire import Decision
+
+log = logging.getLogger(__name__)
+
+_READ_PAUSE_S = 0.1
+_NUM_NOTICES = 50
+"""Notices of before the console's start that it tells."""
+_REPORT_TIMEOUT_S = 2.0
+_REPORTS_AGE_S = 1.0
+"""So old may what is told of nodes be: any number of pages asks the nodes once in that time."""
+
+
+class Shell:
+    def __init__(self, bus: Bus, view: View) -> None:
+        self.bus = bus
+        self.view = view
+        self._reports: dict[str, StatusReport | str] = {}
+        self._reported_s = float("-inf")
+        self._reporting = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Follow the mesh until cancelled."""
+        self.bus.client.read_pause_s = _READ_PAUSE_S
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_log())
+            group.create_task(self._follow_notices())
+            group.create_task(self._follow_reports())
+            group.create_task(self._follow(Bucket.VIEW, self._status))
+            group.create_task(self._follow(Bucket.PROFILES, self._cycle))
+
+    async def _follow_log(self) -> None:
+        async with aclosing(self.bus.read_log()) as entries:
+            async for entry in entries:
+                self.view.step(entry.time_s, entry.event)
+        raise InternalError("the decision log's subscription ended")
+
+    async def _follow_notices(self) -> None:
+        async with aclosing(self.bus.read_notices(_NUM_NOTICES)) as notices:
+            async for notice in notices:
+                self.view.decided(_told(notice))
+
+    async def _follow_reports(self) -> None:
+        async with aclosing(self.bus.read_reports()) as reports:
+            async for job, _, report in reports:
+                self.view.reported(job, report)
+
+    async def _follow(self, bucket: Bucket, take: Callable[[JobKey, KeyChange], None]) -> None:
+        changes: AsyncIterator[KeyChange] = self.bus.kv_watch(bucket)
+        async for change in changes:
+            tenant, _, job = change.key.partition(".")
+            try:
+                take(JobKey(tenant, job), change)
+            except CallerError as error:
+                log.warning("%s of %s is of another version: %s", bucket, change.key, error)
+
+    def _status(self, job: JobKey, change: KeyChange) -> None:
+        known = None if change.stored is None else decode(change.stored.payload, api.JobStatus)
+        self.view.status(time.time(), job, known)
+
+    def _cycle(self, job: JobKey, change: KeyChange) -> None:
+        known = None if change.stored is None else decode(change.stored.payload, PhaseTrace, JSON)
+        self.view.cycle(job, known)
+
+    async def reports(self) -> dict[str, StatusReport | str]:
+        """What is on each node that is up; in its place a line, where the node does not answer."""
+        async with self._reporting:
+            if time.monotonic() - self._reported_s > _REPORTS_AGE_S:
+                prefix = node_lease_key("")
+                keys = await self.bus.kv_keys(Bucket.LEASES)
+                nodes = sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+                answers = await asyncio.gather(*(self._report(node) for node in nodes))
+                self._reports = dict(zip(nodes, answers, strict=True))
+                self._reported_s = time.monotonic()
+            return self._reports
+
+    async def _report(self, node: str) -> StatusReport | str:
+        try:
+            message = await request_reply(
+                self.bus.client,
+                state_subject(NodeId(node)),
+                b"",
+                timeout_s=_REPORT_TIMEOUT_S,
+                headers={},
+            )
+            answer: StatusReport = decode(message.data, StatusReport)
+        except PhaseloomError as error:
+            return str(error)
+        return answer
+
+
+def _told(notice: Notice) -> Decision:
+    about = f" {notice.subject}" if notice.subject else ""
+    what = f"{notice.what.replace('_', ' ')}{about}"
+    why = f"{notice.source}: {notice.reason}"
+    return Decision(time.time(), what, why, is_trouble=True)

@@ -1,0 +1,96 @@
+// The colours of jobs, lighter for the smaller operations of a phase; for light and dark grounds.
+
+export type Rgb = readonly [number, number, number];
+
+/** After Okabe and Ito, which colour-blind readers can tell apart too. */
+const ON_LIGHT = ["#0072b2", "#d98200", "#009e73", "#c2609b", "#7a5fd0", "#d55e00", "#3b9ccb", "#8a8a00"];
+const ON_DARK = ["#4aa3e0", "#f0a92e", "#2fbf93", "#e08abf", "#a58cf0", "#f27a3d", "#74c7ec", "#c9c94a"];
+
+/** How far towards the ground the colour of each kind goes. */
+const SHADES: Record<string, number> = {
+  generate: 0,
+  forward: 0.38,
+  forward_backward: 0,
+  optim_step: 0.38,
+  publish_weights: 0.62,
+  sync_weights: 0.62,
+  save_state: 0.62,
+  load_state: 0.62,
+};
+const OTHER_SHADE = 0.2;
+
+export const SHORT: Record<string, string> = {
+  generate: "generate",
+  forward: "forward",
+  forward_backward: "fwd+bwd",
+  optim_step: "optim",
+  publish_weights: "publish",
+  sync_weights: "sync",
+  save_state: "save",
+  load_state: "load",
+};
+
+export interface Theme {
+  isDark: boolean;
+  ground: Rgb;
+  track: Rgb;
+  text: string;
+  muted: string;
+  line: string;
+  accent: string;
+  hidden: Rgb;
+  waited: Rgb;
+}
+
+const LIGHT: Theme = {
+  isDark: false,
+  ground: [255, 255, 255],
+  track: [238, 241, 245],
+  text: "#1b2430",
+  muted: "#566270",
+  line: "#d9dfe6",
+  accent: "#1f5fd1",
+  hidden: [139, 150, 165],
+  waited: [178, 34, 52],
+};
+const DARK: Theme = {
+  isDark: true,
+  ground: [21, 26, 33],
+  track: [31, 38, 48],
+  text: "#e6eaf0",
+  muted: "#9aa5b4",
+  line: "#2b3442",
+  accent: "#7cb0ff",
+  hidden: [112, 124, 141],
+  waited: [255, 92, 108],
+};
+
+export function themeOf(isDark: boolean): Theme {
+  return isDark ? DARK : LIGHT;
+}
+
+export function rgb(hex: string): Rgb {
+  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)) as unknown as Rgb;
+}
+
+export function css([r, g, b]: Rgb, alpha = 1): string {
+  return alpha === 1 ? `rgb(${r | 0} ${g | 0} ${b | 0})` : `rgb(${r | 0} ${g | 0} ${b | 0} / ${alpha})`;
+}
+
+export function mixed(one: Rgb, other: Rgb, share: number): Rgb {
+  return [0, 1, 2].map((i) => one[i]! + (other[i]! - one[i]!) * share) as unknown as Rgb;
+}
+
+export function jobColour(job: number, isDark: boolean): Rgb {
+  const colours = isDark ? ON_DARK : ON_LIGHT;
+  return rgb(colours[job % colours.length]!);
+}
+
+export function kindShade(kind: string): number {
+  return SHADES[kind] ?? OTHER_SHADE;
+}
+
+/** Whether dark text reads better on a colour. */
+export function isPale([r, g, b]: Rgb): boolean {
+  return 0.299 * r + 0.587 * g + 0.114 * b > 140;
+}

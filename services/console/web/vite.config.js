@@ -1,0 +1,57 @@
+// Builds the page into the Python package, under names that do not change, and leaves the hash of
+// what it was built from beside it: a test says when the two are apart.
+import { createHash } from "node:crypto";
+import { readFileSync, readdirSync, writeFileSync } from "node:fs";
+import { join } from "node:path";
+import { defineConfig } from "vite";
+
+const OUT = "../phaseloom/console/static";
+const SOURCES = ["index.html", "package-lock.json", "package.json", "tsconfig.json", "vite.config.js"];
+
+function sourcesHash() {
+  const own = readdirSync("src").map((name) => join("src", name));
+  const hash = createHash("sha256");
+  for (const name of [...SOURCES, ...own].sort()) {
+    hash.update(`${name}\n`).update(readFileSync(name));
+  }
+  return hash.digest("hex");
+}
+
+export default defineConfig({
+  base: "./",
+  esbuild: { jsx: "automatic", jsxImportSource: "preact" },
+  build: {
+    outDir: OUT,
+    emptyOutDir: true,
+    target: "es2022",
+    modulePreload: false,
+    rollupOptions: {
+      output: {
+        entryFileNames: "console.js",
+        assetFileNames: "console[extname]",
+        inlineDynamicImports: true,
+      },
+    },
+  },
+  plugins: [
+    {
+      name: "plain-tags",
+      transformIndexHtml: {
+        order: "post",
+        handler: (html) =>
+          html
+            .replace(/\s*<script type="module"[^>]*><\/script>/, "")
+            .replace(/\s*<link rel="stylesheet"[^>]*>/, "")
+            .replace("</head>", '  <link rel="stylesheet" href="static/console.css">\n</head>')
+            .replace(
+              "</body>",
+              '  <script type="module" src="static/console.js"></script>\n</body>',
+            ),
+      },
+    },
+    {
+      name: "sources-hash",
+      closeBundle: () => writeFileSync(join(OUT, "sources.sha256"), `${sourcesHash()}\n`),
+    },
+  ],
+});
