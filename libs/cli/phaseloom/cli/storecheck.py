@@ -54,7 +54,8 @@ class StoreMarks:
             for info in await bus.js.streams_info()
             if info.config.storage == StorageType.FILE
         }
-        for stream, known in self._known.items():
+        # Of the log it is told how much is lost of what was decided: of it first.
+        for stream, known in sorted(self._known.items(), key=lambda each: each[0] != SCHED):
             end = found.get(stream, 0)
             if end < known:
                 raise _went_back(stream, known, end)
