@@ -27,8 +27,8 @@ TESTS_cli := tests/unit/cli $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervis
 	systemd.py)
 TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \
 	contract_on_mesh.py fuzz.py)
-TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),bus.py leases.py \
-	natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
+TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),backup.py bus.py leases.py \
+	lying_store.py natsclient.py natsserver.py power_cuts.py service_stops.py telemetry.py)
 TESTS_loadtest := tests/unit/loadtest $(addprefix $(ON),loadtest.py rawchain.py)
 TESTS_profiler := tests/unit/profiler $(addprefix $(ON),profiler.py)
 TESTS_console := tests/unit/console $(addprefix $(ON),console.py console_page.py)
@@ -59,7 +59,7 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails bench-scale loadtest chaos console gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails bench-scale loadtest chaos powercuts console gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -164,6 +164,10 @@ loadtest: $(VENV)/.test
 ##   vLLM with ARGS="--vllm .venv-vllm/bin/python", training with "--megatron .venv-megatron/bin/python"
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
+
+## powercuts: the two example jobs on a mesh whose power is cut; ARGS="--cuts 50 --seed 1"; as root
+powercuts: $(VENV)/.test
+	$(BIN)/python -m loadtest powercuts $(ARGS)
 
 ## gpu-check: what needs a GPU, proved on this machine's, where it has one; needs only torch
 gpu-check:

@@ -19,9 +19,11 @@ from loadtest import (
     gatewaybench,
     hiding,
     load,
+    losingdisk,
     offpolicy,
     peering,
     pictures,
+    powercuts,
     publishing,
     resharding,
     roundtrip,
@@ -298,6 +300,32 @@ def chaos_test(
     console.print(table)
     if report.stuck:
         console.print(f"[bold red]STUCK[/] {report.stuck}")
+    return int(report.has_failed)
+
+
+@app.command(name="powercuts")
+def power_cuts_test(*, cuts: int = 5, seed: int = 0, file: Path = _RUNS / "powercuts.json") -> int:
+    """Run the two example jobs on a mesh whose power is cut again and again.
+
+    It needs root, /dev/fuse and libfuse 3. The exit code is 1 where a job ends with other weights,
+    an acknowledged operation is lost, or nothing goes on, and 2 where this machine lacks something.
+
+    Parameters
+    ----------
+    cuts
+        Power cuts in all.
+    seed
+        Seed of the moments, and of which unsynced blocks reach the disk.
+    file
+        Where the report is written.
+    """
+    console = Console(highlight=False)
+    if lacks := losingdisk.missing():
+        console.print(f"this machine lacks {lacks}")
+        return 2
+    settings = powercuts.Settings(cuts, seed)
+    running = powercuts.run(settings, _work_directory(file), console.print)
+    report = write(uvloop.run(running), file)
     return int(report.has_failed)
 
 

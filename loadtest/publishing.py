@@ -22,6 +22,7 @@ from loadtest.hiding import HidingReport
 from loadtest.load import LoadReport
 from loadtest.offpolicy import QUARTERS, OffPolicyReport
 from loadtest.peering import PeerReport
+from loadtest.powercuts import PowerCutsReport
 from loadtest.records import Machine, Records
 from loadtest.scale import ScaleReport, Steps
 from loadtest.tailbench import TailReport
@@ -167,6 +168,24 @@ def chaos_table(report: ChaosReport) -> str:
     )
     table = _table(report.machine, ("killed", "kills", "recovery, median", "longest"), rows)
     return f"{told}\n\n{table}"
+
+
+def power_cuts_table(report: PowerCutsReport) -> str:
+    same = sum(job.is_same for job in report.jobs)
+    lost = sum(len(job.lost) for job in report.jobs)
+    up_s = [cut.up_s for cut in report.cuts]
+    unsynced = median(cut.lost_bytes for cut in report.cuts)
+    rows = [
+        ("power cuts", f"{len(report.cuts)}"),
+        ("bytes not fsynced when it was cut, median", f"{unsynced:,.0f}"),
+        ("until the mesh was up again, median", f"{median(up_s):.1f} s"),
+        ("longest", f"{max(up_s):.1f} s"),
+        ("jobs with the weights of the undisturbed run", f"{same} of {len(report.jobs)}"),
+        ("acknowledged operations", f"{sum(job.operations for job in report.jobs):,}"),
+        ("lost, or with another outcome", f"{lost}"),
+    ]
+    told = f"Seed {report.settings.seed}, {report.settings.cuts_a_round} cuts a round of two jobs."
+    return f"{told}\n\n{_table(report.machine, ('', ''), rows)}"
 
 
 def off_policy_table(report: OffPolicyReport) -> str:
@@ -332,6 +351,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "load": ("load.json", "performance.md", LoadReport, load_table),
     "peers": ("peers.json", "performance.md", PeerReport, peers_table),
     "chaos": ("chaos.json", "recovery.md", ChaosReport, chaos_table),
+    "powercuts": ("powercuts.json", "durability.md", PowerCutsReport, power_cuts_table),
     "state": ("state.json", "state.md", Records, bench_table),
     "delta": ("delta.json", "state.md", DeltaReport, delta_table),
     "gateway": ("gateway.json", "gateway.md", GatewayReport, gateway_table),

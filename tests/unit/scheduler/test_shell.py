@@ -126,6 +126,21 @@ async def test_snapshot_is_taken_and_a_restart_goes_on_from_it() -> None:
     assert set(restored.state.nodes) == {"t0", "r0"}
 
 
+async def test_entry_behind_a_hole_in_the_log_is_never_folded() -> None:
+    """The server skips an entry that it cannot read any more."""
+    harness = Harness()
+    for name in ("t0", "t1", "t2"):
+        await harness.log.append(node_up(name, "train"))
+    del harness.log.entries[1]
+    shell = harness.shell()
+    with pytest.raises(ExceptionGroup) as stopped:
+        await shell.run()
+    (error,) = stopped.value.exceptions
+    assert isinstance(error, ResourceError)
+    assert (error.info.code, error.info.details["first_lost"]) == (Code.DATA_LOSS, "2")
+    assert set(shell.core.state.nodes) == {"t0"}
+
+
 async def test_what_would_delete_a_living_jobs_data_is_not_performed_again() -> None:
     """The name of a job that ended is used again: its checkpoint goes, the next one's must not."""
     harness = Harness()

@@ -13,6 +13,8 @@ _COMMANDS = {
     "up:up": "Run the mesh on this machine.",
     "demo:demo": "Train two GRPO jobs that share a mesh of two devices.",
     "doctor:doctor": "Check that this machine, and its NATS server, can run a mesh.",
+    "backup:backup": "Copy a run, which may be running, to a directory.",
+    "backup:restore": "Make a run's directory of a backup.",
     "state:state": "Show which state lies where on each node: device memory, host memory, NVMe.",
     "accounts:accounts": "Make the passwords of a mesh whose services are started by hand.",
     "certs:certs": "Make the certificates by which the nodes of a mesh know one another.",

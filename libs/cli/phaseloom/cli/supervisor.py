@@ -38,6 +38,14 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.cli.certs import make_certificates
 from phaseloom.cli.models import register
+from phaseloom.cli.storecheck import (
+    MARKS,
+    StoreMarks,
+    check_store,
+    end_sessions,
+    newest_mark,
+    set_aside,
+)
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import JobRequest, ResultRequest
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
@@ -376,6 +384,7 @@ def _node(
         "STATE_SOCKET": socket,
         "STATE_SECRET": secret,
         "RUNTIME_DIRECTORY": sockets,
+        "DIRECTORY": run_dir / "nodes" / node.name,
     }
     return [
         ChildSpec(f"statemgr-{node.name}", "phaseloom.statemgr.main", _section("STATEMGR", state)),
@@ -511,10 +520,13 @@ class Child:
 class Mesh:
     """A mesh that runs between entering and leaving this context manager, once."""
 
-    def __init__(self, config: MeshConfig, run_dir: Path) -> None:
+    def __init__(self, config: MeshConfig, run_dir: Path, *, accepts_loss: bool = False) -> None:
+        """Args: accepts_loss: whether to go on with a store that has lost its newest messages; jobs
+        then fall back to their checkpoints."""
         config.check()
         self.config = config
         self.run_dir = run_dir.absolute()
+        self._accepts_loss = accepts_loss
         self._server = EmbeddedServer(
             self.run_dir / NATS,
             config.tenants,
@@ -527,6 +539,7 @@ class Mesh:
         self._stack = AsyncExitStack()
         self._supervising: asyncio.Task[None] | None = None
         self._bus: Bus | None = None
+        self._marks: StoreMarks | None = None
         self._begins_at = 1
         """Where in the decision log this mesh begins."""
 
@@ -557,6 +570,7 @@ class Mesh:
             await stack.enter_async_context(self._server)
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
+            self._marks = await self._checked(self._bus)
             # An earlier run in this directory has told of its nodes, too.
             self._begins_at = await self._bus.log_end() + 1
             await self._register_models(self._bus)
@@ -578,6 +592,26 @@ class Mesh:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    async def _checked(self, bus: Bus) -> StoreMarks:
+        """The marks of the store, which is what it was: nothing is decided on another one.
+
+        Raises: ResourceError: DATA_LOSS: it is not, or cannot be gone on with at all.
+        """
+        try:
+            marks = StoreMarks(self.run_dir / MARKS)
+            await marks.check(bus)
+            await check_store(bus, newest_mark(self.run_dir / "nodes"))
+        except ResourceError as error:
+            if not self._accepts_loss:
+                raise
+            log.warning("accepted: %s", error)
+            await check_store(bus)
+            set_aside(self.run_dir)
+            await end_sessions(bus)
+            marks = StoreMarks(self.run_dir / MARKS)
+            await marks.check(bus)
+        return marks
 
     async def _register_models(self, bus: Bus) -> None:
         """Register the models of the configuration. Raises: CallerError: a directory is no
@@ -650,10 +684,18 @@ class Mesh:
     async def _supervise(self) -> None:
         async with asyncio.TaskGroup() as group:
             server = group.create_task(self._keep_server(), name=NATS)
+            marks = group.create_task(self._keep_marks(), name="marks")
             async with asyncio.TaskGroup() as children:
                 for child in self._children:
                     children.create_task(child.run(), name=child.spec.name)
             server.cancel()
+            marks.cancel()
+
+    async def _keep_marks(self) -> None:
+        """End the mesh where a server that was started again has lost messages."""
+        assert self._bus is not None
+        assert self._marks is not None
+        await self._marks.keep(self._bus)
 
     async def _keep_server(self) -> None:
         """Keep the server running until the task is cancelled; clients reconnect by themselves."""
@@ -683,6 +725,9 @@ class Mesh:
         for stage in (agents, others):
             if not self._supervising.done():
                 await asyncio.gather(*(child.stop(_STOP_TIMEOUT_S) for child in stage))
+        if self._bus is not None and self._marks is not None:
+            with suppress(NatsError, NatsTimeoutError):
+                await self._marks.check(self._bus)
         await self._supervising
 
     async def _nodes_up(self, missing: set[str]) -> None:

@@ -34,6 +34,7 @@ def up(
     console_port: int | None = None,
     resume: bool = False,
     run: str = "",
+    accept_loss: bool = False,
 ) -> None:
     """Run a nats-server and every service on this machine until Ctrl-C, for your own controllers.
 
@@ -61,6 +62,9 @@ def up(
         records. Its nodes, tenants and checkpoints must be among the settings again.
     run
         The run to go on with, by name or path; without it, the newest.
+    accept_loss
+        Go on with a store that has lost its newest messages, or is an older copy. What the nodes
+        have is set aside, and jobs fall back to their checkpoints, or fail where they have none.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
@@ -80,15 +84,15 @@ def up(
         settings.check_resumes(run_dir)
     else:
         run_dir = new_run_dir(runs)
-    uvloop.run(_up(settings, run_dir))
+    uvloop.run(_up(settings, run_dir, accepts_loss=accept_loss))
 
 
-async def _up(settings: MeshConfig, run_dir: Path) -> None:
+async def _up(settings: MeshConfig, run_dir: Path, *, accepts_loss: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop.set)
-    async with Mesh(settings, run_dir) as mesh:
+    async with Mesh(settings, run_dir, accepts_loss=accepts_loss) as mesh:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_announce(mesh)), group.create_task(mesh.wait())]
             await stop.wait()

@@ -27,7 +27,7 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.bus import Bus, log_went_back
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
@@ -152,7 +152,7 @@ async def _release(lease: Lease) -> None:
 async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event) -> None:
     """Fold and perform until told to stop."""
     snapshots = Snapshots(bus)
-    core = await lifecycle.unless_stopped(stop, _restored(bus, snapshots))
+    core = await lifecycle.unless_stopped(stop, restored(bus, snapshots))
     sink = BusSink(bus, snapshots, secret=settings.state_secret)
     decisions = RetryingLog(bus, "scheduler")
     shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)
@@ -189,23 +189,28 @@ async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
         await lifecycle.end(tasks)
 
 
-async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
+async def restored(bus: Bus, snapshots: Snapshots) -> Core:
     """A core as of the newest snapshot.
 
     Raises: ResourceError: a core of another version has gone on from the snapshot, or wrote it and
-        cannot be taken over; the snapshot is damaged, or the log after it is gone.
+        cannot be taken over; the snapshot is damaged. DATA_LOSS: the log after the snapshot is gone,
+        or has a hole, or ends before it.
     """
     stored = await snapshots.load()
     core = Core()
     if stored is not None:
         core = Core.restore(stored.payload, led_since=stored.manifest.led_since)
-    first = await until_done(bus.log_start, "the log's start", attempt_s=ATTEMPT_S)
-    if first > core.state.sequence + 1:
+    sequence = core.state.sequence
+    extent = await until_done(bus.log_extent, "the log's extent", attempt_s=ATTEMPT_S)
+    extent.check_whole()
+    if extent.first > sequence + 1:
         raise ResourceError(
-            f"the decision log begins at {first}, the newest snapshot is of {core.state.sequence}",
+            f"the decision log begins at {extent.first}, the newest snapshot is of {sequence}",
             code=Code.DATA_LOSS,
-            remedy="restore the store of the NATS server from a backup",
+            remedy="put the right store back, or restore a backup (`phaseloom restore`)",
         )
+    if extent.last < sequence:
+        raise log_went_back(sequence, extent.last)
     if stored is None:
         # Else a later core would not know of which version the first decisions are.
         await snapshots.save(0, core.snapshot())

@@ -26,7 +26,7 @@ from phaseloom.common.contract.errors import InternalError, ResourceError, to_ex
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.observability import telemetry
-from phaseloom.common.transport.bus import LogEntry
+from phaseloom.common.transport.bus import LogEntry, log_has_a_hole
 from phaseloom.scheduler import observing
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
@@ -188,6 +188,9 @@ class Shell:
             await self._caught_up()
         since_snapshot = 0
         async for entry in self._log.read_log(self.core.state.sequence + 1):
+            if entry.sequence != self.core.state.sequence + 1:
+                # Entries are only ever dropped below the snapshot before the newest.
+                raise log_has_a_hole(self.core.state.sequence + 1, entry.sequence - 1)
             async with self._busy:
                 outputs = await self.take(entry)
                 since_snapshot += len(events.parts(entry.event))

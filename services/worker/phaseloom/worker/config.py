@@ -22,6 +22,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Secret by which the state manager knows its agent."""
     runtime_directory: str
     """Directory of the agent's own socket; a short path (Unix sockets allow 107 bytes)."""
+    directory: str = ""
+    """Directory on the node's disk in which the agent keeps how far the decision log has come, so
+    that an older log is noticed: the state manager's will do. Empty: nothing is kept, and only a
+    log that goes back while the agent runs is noticed."""
     device_kind: DeviceKind = DeviceKind.EMULATED
     exclusive_residency: Residency = Residency.SHARED
     """`job`: opening an activation offloads whatever another job left on the device."""

@@ -19,6 +19,7 @@ from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
+from phaseloom.common.transport.logmark import LogMark
 from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.agent.checkpoints import remove_expired, serve_checkpoints
 from phaseloom.worker.agent.interpreters import Interpreters
@@ -47,6 +48,10 @@ async def serve(stop: asyncio.Event) -> None:
     bus = await lifecycle.unless_stopped(stop, opening)
     agent_socket = str(Path(settings.runtime_directory) / f"agent-{settings.node}.sock")
     try:
+        mark = LogMark(bus, Path(settings.directory)) if settings.directory else None
+        if mark is not None:
+            # Before the node has a lease, and anything can be decided about it.
+            await lifecycle.unless_stopped(stop, until_done(mark.check, "the log's end"))
         state = await lifecycle.unless_stopped(stop, _connect_state(settings))
         ttl_s = settings.lease_ttl_s
         acquiring = Lease.acquire(bus, node_lease_key(settings.node), b"agent", ttl_s)
@@ -66,6 +71,7 @@ async def serve(stop: asyncio.Event) -> None:
                 processes=Processes(interpreters, tasks),
                 agent_socket=agent_socket,
                 tasks=tasks,
+                mark=mark,
             )
             agent.register_metrics()
             running = [
@@ -78,6 +84,8 @@ async def serve(stop: asyncio.Event) -> None:
                 tasks.create_task(_until_state_lost(state)),
                 tasks.create_task(_announce(settings, bus, state, lease.revision, interpreters)),
             ]
+            if mark is not None:
+                running.append(tasks.create_task(mark.keep()))
             await bus.consume(
                 streams.PERMITS, streams.permit_subject(node), f"node-{node}", agent.take
             )

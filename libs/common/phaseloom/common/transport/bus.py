@@ -64,6 +64,9 @@ _ANSWER_BYTES = 16 * 2**20
 """Most bytes of one answer with many stored messages. Without this limit the server sends more than
 it lets wait for a connection (64 MiB), and then cuts off a slow reader."""
 _MICROSECOND = 1e-6
+_SAME_TIME_S = 1e-4
+"""Time stamps of one message are equal but for what a float, and Python's microseconds, lose."""
+_LOG_SUBJECT = f"{streams.PREFIX}.sched.>"
 _QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
 _REPLY_TOKENS = 9
 
@@ -84,6 +87,23 @@ class LogEntry:
         """The entry's events, one entry each: one append may bring several."""
         for event in parts(self.event):
             yield LogEntry(self.sequence, self.time_s, event, self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class LogExtent:
+    """Which entries the decision log has."""
+
+    first: int
+    """Sequence of the oldest entry; where the log is empty, of its next one."""
+    last: int
+    """Sequence of the newest entry, even where that was truncated; 0: there was none."""
+    num_entries: int
+
+    def check_whole(self) -> None:
+        """Raises: ResourceError: DATA_LOSS: entries between the first and the last are missing."""
+        num_lost = self.last - self.first + 1 - self.num_entries
+        if num_lost > 0:
+            raise log_has_a_hole(self.first, self.last, num_lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +170,8 @@ class _Answer(msgspec.Struct, frozen=True):
     """What the server says to a publish, or to a purge. `seq`: of the message that is stored."""
 
     seq: int = 0
+    duplicate: bool = False
+    """Whether an earlier message with the same id is the one that is stored."""
     error: _Refusal | None = None
 
 
@@ -157,6 +179,37 @@ _json = msgspec.json.Encoder()
 _answer = msgspec.json.Decoder(_Answer)
 """Calls on the path of every operation bypass nats-py's JetStream layer, which parses more of an
 answer than we use."""
+
+
+def log_went_back(known: int, end: int) -> ResourceError:
+    """The error for a decision log that has lost its newest entries.
+
+    Args: known: the newest sequence that was there once. end: the newest one that is there now.
+    """
+    return ResourceError(
+        f"the decision log ends at {end}, and had {known}: the {known - end} entries since are "
+        "lost, and with them the operations, outcomes and seals that they tell of",
+        code=Code.DATA_LOSS,
+        remedy="put the right store back, restore a backup (`phaseloom restore`), or go on "
+        "without what is lost (`phaseloom up --resume --accept-loss`)",
+        details={"first_lost": end + 1, "last_lost": known},
+    )
+
+
+def log_has_a_hole(first: int, last: int, num_lost: int = 0) -> ResourceError:
+    """The error for a decision log without entries that have others behind them.
+
+    Args: first, last: the sequences between which entries are lost, these two included.
+          num_lost: how many are lost there; 0: all.
+    """
+    num_lost = num_lost or last - first + 1
+    return ResourceError(
+        f"the decision log has a hole: {num_lost} of its entries from {first} to {last} are lost "
+        "or damaged, and with them the operations, outcomes and seals that they tell of",
+        code=Code.DATA_LOSS,
+        remedy="put the right store back, or restore a backup (`phaseloom restore`)",
+        details={"first_lost": first, "last_lost": last},
+    )
 
 
 class AlreadyStored(Exception):
@@ -173,6 +226,8 @@ class Bus:
     def __init__(self, client: MeshClient) -> None:
         self.client = client
         self.js: JetStreamContext = client.jetstream(timeout=_REQUEST_TIMEOUT_S)
+        self.log_mark = 0
+        """The newest sequence of the decision log that this connection has written or read."""
 
     @classmethod
     async def open(
@@ -287,6 +342,17 @@ class Bus:
         Raises: AlreadyStored: the subject takes one message, and another was first.
                 ResourceError: the message was not stored in time, or the stream is full.
         """
+        answer = await self._store(subject, message, msg_id, headers, content_type)
+        return answer.seq
+
+    async def _store(
+        self,
+        subject: str,
+        message: object,
+        msg_id: str | None,
+        headers: dict[str, str] | None,
+        content_type: str = MSGPACK,
+    ) -> _Answer:
         all_headers = {CONTENT_TYPE: content_type, **(headers or {})}
         if msg_id:
             all_headers["Nats-Msg-Id"] = msg_id
@@ -299,7 +365,7 @@ class Bus:
             raise ResourceError(f"{subject} was not stored: {error!r}") from error
         ack = _answer.decode(answer.data)
         if ack.error is None:
-            return ack.seq
+            return ack
         if is_subject_taken(ack.error.err_code, ack.error.description):
             raise AlreadyStored(subject)
         raise ResourceError(
@@ -309,8 +375,16 @@ class Bus:
     async def append(
         self, event: Event, *, msg_id: str | None = None, headers: dict[str, str] | None = None
     ) -> int:
-        """Append an event to the decision log; returns its sequence there."""
-        return await self.publish(streams.log_subject(event), event, msg_id=msg_id, headers=headers)
+        """Append an event to the decision log; returns its sequence there.
+
+        Raises: ResourceError: as `publish`; DATA_LOSS: the log gave out this sequence before.
+        """
+        known = self.log_mark
+        answer = await self._store(streams.log_subject(event), event, msg_id, headers)
+        if answer.seq <= known and not answer.duplicate:
+            raise log_went_back(known, answer.seq - 1)
+        self.log_mark = max(self.log_mark, answer.seq)
+        return answer.seq
 
     async def notice(self, source: str, what: str, reason: str, subject: str = "") -> None:
         """Publish a notice for people; nothing in the mesh depends on notices.
@@ -352,21 +426,67 @@ class Bus:
         """Every entry of the decision log from `start_sequence` on, in order, for ever.
 
         An entry comes as it is stored, with all the events that one append brought.
+
+        Raises: ResourceError: DATA_LOSS: the log has lost entries that came, as is found where an
+            entry comes after the server was away.
         """
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=max(1, start_sequence),
         )
-        wanted = start_sequence
-        subject = f"{streams.PREFIX}.sched.>"
-        async with aclosing(self._ordered(streams.SCHED, subject, config)) as messages:
+        wanted, newest_s = start_sequence, None
+        connections = self.client.stats["reconnects"]
+        async with aclosing(self._ordered(streams.SCHED, _LOG_SUBJECT, config)) as messages:
             async for message in messages:
                 sequence, time_s = _place(message)
                 if sequence < wanted:
                     continue
-                wanted = sequence + 1
+                if self.client.stats["reconnects"] != connections:
+                    connections = self.client.stats["reconnects"]
+                    if newest_s is not None:
+                        await self._check_still_there(wanted - 1, newest_s)
+                wanted, newest_s = sequence + 1, time_s
+                self.log_mark = max(self.log_mark, sequence)
                 event = decode(message.data, Event)
                 yield LogEntry(sequence, time_s, event, message.headers or {})
+
+    async def _check_still_there(self, sequence: int, time_s: float) -> None:
+        """Check that the log has the entry that it had, and not a later one of the same number.
+
+        A server that lost the log's end gives its numbers out anew. A reader that has come further
+        would be sent nothing until there are as many entries again, and then go on as if nothing
+        had been.
+
+        Raises: ResourceError: DATA_LOSS: it has not.
+        """
+        while True:
+            try:
+                end = await self._end_without(sequence, time_s)
+            except (nats.errors.Error, NatsTimeoutError) as error:
+                if self.client.is_closed:
+                    raise
+                log.debug("whether the log is what it was is not known yet: %r", error)
+                await asyncio.sleep(_PROVISION_PAUSE_S)
+            else:
+                if end is not None:
+                    raise log_went_back(sequence, end)
+                return
+
+    async def _end_without(self, sequence: int, time_s: float) -> int | None:
+        """Where the log ended when it had lost this entry; None: it has it, or has truncated it.
+
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        answer = await self.client.request(
+            f"$JS.API.DIRECT.GET.{streams.SCHED}",
+            _json.encode({"seq": sequence}),
+            timeout=_REQUEST_TIMEOUT_S,
+        )
+        if stored_at := (answer.headers or {}).get("Nats-Time-Stamp"):
+            stored_s = datetime.fromisoformat(stored_at).timestamp()
+            return None if abs(stored_s - time_s) < _SAME_TIME_S else sequence - 1
+        extent = await self.log_extent()
+        return extent.last if sequence >= extent.first else None
 
     async def queued_since(self, time_s: float) -> AsyncGenerator[QueuedOperation, None]:
         """The operations that the decision log has taken since a time (Unix seconds), in order.
@@ -455,6 +575,34 @@ class Bus:
             async for message in messages:
                 yield decode(message.data, Notice)
 
+    async def log_extent(self) -> LogExtent:
+        """Which entries the decision log has."""
+        state = (await self.js.stream_info(streams.SCHED)).state
+        return LogExtent(max(1, state.first_seq), state.last_seq, state.messages)
+
+    async def check_log(self) -> LogExtent:
+        """Read the decision log through; the server finds damaged entries only when it reads them.
+
+        Raises: ResourceError: DATA_LOSS: an entry is missing or damaged.
+        """
+        extent = await self.log_extent()
+        extent.check_whole()
+        wanted = extent.first
+        while wanted <= extent.last:
+            *messages, _ = await self.client.request_many(
+                f"$JS.API.DIRECT.GET.{streams.SCHED}",
+                _json.encode({"seq": wanted, "batch": _BATCH, "next_by_subj": _LOG_SUBJECT}),
+                timeout=_REQUEST_TIMEOUT_S,
+            )
+            for message in messages:
+                sequence = int((message.headers or {})["Nats-Sequence"])
+                if sequence != wanted:
+                    raise log_has_a_hole(wanted, sequence - 1)
+                wanted += 1
+            if not messages:
+                raise log_has_a_hole(wanted, extent.last)
+        return extent
+
     async def read_reports(self) -> AsyncGenerator[tuple[JobKey, float, JobReport], None]:
         """What controllers have reported of their jobs, then each report that comes, for ever.
 
@@ -471,10 +619,6 @@ class Bus:
                 newest = sequence
                 tenant, job = message.subject.split(".")[-2:]
                 yield JobKey(tenant, job), time_s, decode(message.data, JobReport)
-
-    async def log_start(self) -> int:
-        """Sequence of the decision log's oldest entry; where it is empty, of its next entry."""
-        return (await self.js.stream_info(streams.SCHED)).state.first_seq
 
     async def truncate_log(self, sequence: int) -> None:
         """Drop the decision log's entries below `sequence`."""

@@ -71,6 +71,7 @@ from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.framing import Handler, Peer, close_fds
+from phaseloom.common.transport.logmark import LogMark
 from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.agent.modelfiles import ModelFiles
 from phaseloom.worker.agent.nodes import IncarnationEnded, with_payloads
@@ -116,7 +117,9 @@ class Agent:
         processes: Processes,
         agent_socket: str,
         tasks: asyncio.TaskGroup,
+        mark: LogMark | None = None,
     ) -> None:
+        """Args: mark: told how far the decision log has come, as the commands say."""
         self._settings = settings
         self._revision = revision
         self._bus = bus
@@ -125,6 +128,7 @@ class Agent:
         self._processes = processes
         self._agent_socket = agent_socket
         self._tasks = tasks
+        self._mark = mark
         self._models = ModelFiles(settings.node)
         self._taken = TakenCommands()
         self._wpgs: dict[DeploymentKey, Wpg] = {}
@@ -211,6 +215,8 @@ class Agent:
         if isinstance(command, Permit):
             traceparent = (message.headers or {}).get("traceparent", "")
             command = Permits(command.id, command.node, command.revision, [command], [traceparent])
+        if self._mark is not None:
+            self._mark.saw(command.id.sequence)
         fresh = self._take_fresh(command) if command.revision == self._revision else None
         if fresh is None:
             log.info(

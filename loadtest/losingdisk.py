@@ -4,7 +4,7 @@ Programs work in the mounted directory. Every call goes to the directory `live` 
 that they see what they have written. What a file had at its last `fsync` is kept apart, in
 `durable`. `PowerCut.cut` gives each file that content back: of what was written since nothing is
 left, or some blocks are. Names (create, rename, unlink) are durable at once. Jepsen's LazyFS has
-the same model.
+the same model. Used by `powercuts` and by tests.
 
 Needs root, /dev/fuse and libfuse 3 (Debian: `apt-get install libfuse3-3`); `missing()` says which
 of them this machine lacks. Calls are served one at a time.

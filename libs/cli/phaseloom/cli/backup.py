@@ -1,0 +1,492 @@
+"""`phaseloom backup` copies a run, which may be running; `phaseloom restore` makes a run of it.
+
+A backup is the run's directory at one moment: the server's store, the nodes' seals and weights
+versions, checkpoints, passwords and certificates. It is what a `kill -9` of everything at that
+moment would have left, so a restored mesh goes on as any resumed one does. To have one moment for
+all files the run's processes stand still while the last of them are copied; what is large and old
+has been copied before, while they ran.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+
+from phaseloom.cli.rundir import find_run, open_bus
+from phaseloom.cli.storecheck import MARKS, StoreMarks, check_store, end_sessions, newest_mark
+from phaseloom.cli.supervisor import NATS, settings_of
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.process.files import replace_file
+from phaseloom.common.tensors.modelfiles import file_blake3
+from phaseloom.common.transport.bus import Bus, LogExtent
+from phaseloom.common.transport.natsserver import EmbeddedServer
+
+MANIFEST = "backup.json"
+_FILES = "run"
+_FORMAT = 1
+_LEFT_OUT = frozenset({"logs", "spans", "s", "mesh.json"})
+"""Entries of a run's directory that tell of its processes, and not of its jobs."""
+_MOST_PASSES = 5
+_FEW_BYTES = 8 * 2**20
+"""Changes that are copied within a moment."""
+_TRIES = 3
+_STILL_WITHIN_S = 10.0
+_LOOK_EVERY_S = 0.005
+_TOLD = 5
+"""Damaged files that are named."""
+_UNSURE_NS = 2 * 10**9
+"""A file that was written so shortly before it was copied may have changed since under the same
+time stamp."""
+
+
+class BackupFile(msgspec.Struct, frozen=True):
+    path: str
+    """Path in the run's directory."""
+    mode: int
+    num_bytes: int = 0
+    blake3: str = ""
+    link: str = ""
+    """What a symbolic link points to; empty: a file."""
+
+
+class Backup(msgspec.Struct, frozen=True):
+    """What is in a backup; the contents of its `backup.json`."""
+
+    format: int
+    phaseloom: str
+    made_unix_s: float
+    """The moment that the backup is of."""
+    run: str
+    """The directory that it was made of."""
+    log_last: int
+    """Sequence of the decision log's newest entry at that moment."""
+    checkpoint_root: str
+    """The directory of checkpoints that is not in the backup; empty: they are in it."""
+    files: list[BackupFile]
+
+
+def backup(directory: Path, *, run: Path | None = None, console: Console | None = None) -> None:
+    """Copy a run of this machine, which may be running, to a directory.
+
+    The run's processes stand still for a moment, as one would see in a pause of some tenths of a
+    second. What is copied is checked: a backup is whole, or there is none.
+
+    Parameters
+    ----------
+    directory
+        The directory to make; there must be none of the name.
+    run
+        The run's directory; without it, the newest.
+    """
+    found = find_run(run).resolve()
+    target = directory.absolute()
+    if target.exists():
+        raise CallerError(
+            f"{directory} is there already",
+            code=Code.ALREADY_EXISTS,
+            field="directory",
+            remedy="name a directory that is yet to be made",
+        )
+    if target.is_relative_to(found):
+        raise CallerError(
+            f"{directory} is in the run that is to be copied",
+            field="directory",
+            remedy="name one elsewhere, best on another disk",
+        )
+    with _whole_or_not_at_all(target) as draft:
+        pause_s = _copied(found, draft / _FILES)
+        made_s = time.time()
+        extent = uvloop.run(_checked(draft / _FILES))
+        settings = settings_of(draft / _FILES)
+        made = Backup(
+            format=_FORMAT,
+            phaseloom=version("phaseloom"),
+            made_unix_s=made_s,
+            run=str(found),
+            log_last=extent.last,
+            checkpoint_root=settings.checkpoint_root if settings else "",
+            files=list(_listed(draft / _FILES)),
+        )
+        replace_file(draft / MANIFEST, msgspec.json.format(msgspec.json.encode(made)) + b"\n")
+    out = console or Console()
+    num_bytes = sum(file.num_bytes for file in made.files)
+    line = (
+        f"{directory}: {len(made.files)} files, {num_bytes:,} bytes, the decision log up to "
+        f"{made.log_last}; the mesh stood still for {pause_s:.2f} s"
+    )
+    out.print(line, soft_wrap=True, markup=False)
+    if made.checkpoint_root:
+        line = f"not in it: the checkpoints in {made.checkpoint_root}"
+        out.print(line, soft_wrap=True, markup=False)
+
+
+def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -> None:
+    """Make a run's directory of a backup, to go on with by `phaseloom up --resume --run`.
+
+    Every file is verified before the run's directory has its name. Controllers that still run must
+    attach again: what their jobs have done since the backup is lost.
+
+    Parameters
+    ----------
+    directory
+        The backup.
+    run_dir
+        The run's directory to make; where there is one, it must be empty.
+    """
+    made = _manifest(directory)
+    target = run_dir.absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CallerError(
+            f"{run_dir} is not empty",
+            code=Code.FAILED_PRECONDITION,
+            field="run_dir",
+            remedy="name an empty directory, or one that is yet to be made",
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _whole_or_not_at_all(target) as draft:
+        _place(made, directory / _FILES, draft)
+        num_jobs = uvloop.run(_prepared(draft))
+    made_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made.made_unix_s))
+    lines = [
+        f"{run_dir} is as of {made_at}: the decision log up to {made.log_last}",
+        f"what came later is lost; the controllers of {num_jobs} jobs must attach again",
+        f"phaseloom up --resume --run {run_dir}  # with the settings in {run_dir}/settings.json",
+    ]
+    if made.checkpoint_root:
+        lines.insert(2, f"checkpoints are looked for in {made.checkpoint_root}, as they are now")
+    for line in lines:
+        (console or Console()).print(line, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
+    """A directory to fill, which gets the name `target` once the block has ended well.
+
+    Raises: ResourceError: RESOURCE_EXHAUSTED: the disk is full; UNAVAILABLE: it fails.
+    """
+    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    try:
+        draft.mkdir(parents=True, mode=0o700)
+        yield draft
+        draft.replace(target)
+    except OSError as error:
+        code = Code.RESOURCE_EXHAUSTED if error.errno == errno.ENOSPC else Code.UNAVAILABLE
+        raise ResourceError(
+            f"{target} cannot be written: {error}", code=code, remedy="see to that disk"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+# --- the copy of a run that runs -----------------------------------------------------------------
+
+
+def _copied(run_dir: Path, target: Path) -> float:
+    """Copy a run's directory as it is at one moment. Returns: how long it stood still, seconds.
+
+    Raises: ResourceError: UNAVAILABLE: its processes end and start too often.
+    """
+    mirror = Mirror(run_dir, target)
+    for _ in range(_MOST_PASSES):
+        if mirror.update(is_still=False) <= _FEW_BYTES:
+            break
+    for _ in range(_TRIES):
+        began_s = time.monotonic()
+        with standing_still(run_dir) as pids:
+            mirror.update(is_still=True)
+            is_one_moment = _processes(run_dir) == pids
+        if is_one_moment:
+            return time.monotonic() - began_s if pids else 0.0
+    raise ResourceError(
+        f"the processes of {run_dir} end and start too often for a backup",
+        remedy="see the run's logs, and try again",
+    )
+
+
+class Mirror:
+    """A copy of a run's directory, brought up to date again and again."""
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self._source = source
+        self._target = target
+        self._copied: dict[Path, tuple[int, int, int]] = {}
+        """By path: inode, size and time of change of what was copied; all zero: copy it again."""
+
+    def update(self, *, is_still: bool) -> int:
+        """Copy what has changed, and drop what is gone. Returns: copied bytes.
+
+        Args: is_still: nothing changes meanwhile; else files may come and go.
+        """
+        self._target.mkdir(exist_ok=True)
+        num_bytes = 0
+        seen = set()
+        for path in _walk(self._source):
+            try:
+                num_bytes += self._update(path)
+            except FileNotFoundError:
+                if is_still:
+                    raise
+                continue
+            seen.add(path)
+        for gone in [path for path in self._copied if path not in seen]:
+            self._remove(gone)
+            del self._copied[gone]
+        return num_bytes
+
+    def _update(self, path: Path) -> int:
+        source, target = self._source / path, self._target / path
+        found = source.lstat()
+        if stat.S_ISDIR(found.st_mode):
+            if target.is_symlink() or (target.exists() and not target.is_dir()):
+                target.unlink()
+            target.mkdir(exist_ok=True)
+            target.chmod(stat.S_IMODE(found.st_mode) | stat.S_IRWXU)
+            self._copied[path] = (0, 0, 0)
+            return 0
+        now = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if self._copied.get(path) == now:
+            return 0
+        began_ns = time.time_ns()
+        self._remove(path)
+        if stat.S_ISLNK(found.st_mode):
+            target.symlink_to(source.readlink())
+        else:
+            shutil.copyfile(source, target)
+            target.chmod(stat.S_IMODE(found.st_mode))
+        is_sure = began_ns - found.st_mtime_ns > _UNSURE_NS
+        self._copied[path] = now if is_sure else (0, 0, 0)
+        return found.st_size
+
+    def _remove(self, path: Path) -> None:
+        target = self._target / path
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """The directories, files and links of a run that belong into a backup, parents first."""
+    for path in _below(root, Path()):
+        top = path.parts[0]
+        name = path.name
+        if top in _LEFT_OUT or name.startswith(".latest."):
+            continue
+        if path.parent == Path(NATS) and _is_servers_own(name):
+            continue
+        yield path
+
+
+def _is_servers_own(name: str) -> bool:
+    """Whether a file in the server's directory is made anew by each start."""
+    return name in ("nats.log", "nats.conf") or name.endswith(".ports")
+
+
+def _below(root: Path, place: Path) -> Iterator[Path]:
+    with suppress(FileNotFoundError), os.scandir(root / place) as entries:
+        for entry in sorted(entries, key=lambda each: each.name):
+            path = place / entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield path
+                yield from _below(root, path)
+            elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
+                yield path  # and not a socket
+
+
+def _processes(run_dir: Path) -> set[int]:
+    """The leaders of the process groups of a run; none where it has ended."""
+    file = run_dir / "mesh.json"
+    if not file.is_file():
+        return set()
+    state = msgspec.json.decode(file.read_bytes())
+    if not Path(f"/proc/{state['pid']}").exists():
+        return set()
+    return {pid for pid in state["pids"].values() if Path(f"/proc/{pid}").exists()}
+
+
+@contextmanager
+def standing_still(run_dir: Path) -> Iterator[set[int]]:
+    """All processes of a run but the one that keeps them running stand still in this block.
+
+    They go on at its end, also where this process is killed in it.
+
+    Returns: the leaders of their process groups.
+    Raises:  ResourceError: UNAVAILABLE: one does not stop.
+    """
+    pids = _processes(run_dir)
+    if not pids:
+        yield pids
+        return
+    # A process of its own lets them go on: it hears of this one's end, whatever ends it.
+    words = ["sh", "-c", 'cat >/dev/null; kill -s CONT -- "$@"', "sh", *(f"-{p}" for p in pids)]
+    guard = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGSTOP)
+        deadline_s = time.monotonic() + _STILL_WITHIN_S
+        while moving := _moving(pids):
+            if time.monotonic() > deadline_s:
+                raise ResourceError(
+                    f"process {moving} does not stand still",
+                    remedy="its disk may be very slow: try again, or end the mesh first",
+                )
+            time.sleep(_LOOK_EVERY_S)
+        yield pids
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait()
+
+
+def _moving(groups: set[int]) -> int:
+    """A thread of one of these process groups that does not stand still; 0: there is none."""
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if int(_status(process)[2]) not in groups:
+                continue
+            for thread in (process / "task").iterdir():
+                if _status(thread)[0] not in "TtZX":
+                    return int(thread.name)
+    return 0
+
+
+def _status(process: Path) -> list[str]:
+    """What /proc tells of a process or thread, from its state on: state, parent, group, …"""
+    return (process / "stat").read_text().rpartition(")")[2].split()
+
+
+# --- what is in a backup -------------------------------------------------------------------------
+
+
+def _listed(root: Path) -> Iterator[BackupFile]:
+    """The manifest's lines; every file is on the disk when it is listed."""
+    for path in _below(root, Path()):
+        place = root / path
+        mode = place.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            yield BackupFile(str(path), mode)
+        elif stat.S_ISLNK(mode):
+            yield BackupFile(str(path), mode, link=str(place.readlink()))
+        else:
+            with place.open("rb") as file:
+                os.fsync(file.fileno())
+            yield BackupFile(str(path), mode, place.stat().st_size, file_blake3(place))
+
+
+def _manifest(directory: Path) -> Backup:
+    """Raises: CallerError: the directory is no backup, or of another format."""
+    file = directory / MANIFEST
+    try:
+        made = msgspec.json.decode(file.read_bytes(), type=Backup)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CallerError(
+            f"{directory} is no backup: {error}",
+            code=Code.NOT_FOUND,
+            field="directory",
+            remedy="name a directory that `phaseloom backup` has made",
+        ) from None
+    if made.format != _FORMAT:
+        raise CallerError(
+            f"{directory} is a backup of format {made.format}, this is format {_FORMAT}",
+            code=Code.FAILED_PRECONDITION,
+            field="directory",
+            remedy=f"restore it with phaseloom {made.phaseloom}",
+        )
+    return made
+
+
+def _place(made: Backup, source: Path, target: Path) -> None:
+    """Put the files of a backup in place, and verify each.
+
+    Raises: ResourceError: DATA_LOSS: a file is missing, or is not what it was.
+    """
+    bad = []
+    for file in made.files:
+        place = target / file.path
+        if not place.resolve().is_relative_to(target.resolve()):
+            raise CallerError(
+                f"the backup names {file.path}, which is outside of it",
+                field="directory",
+                remedy="restore a backup that `phaseloom backup` has made",
+            )
+        if stat.S_ISDIR(file.mode):
+            place.mkdir(mode=stat.S_IMODE(file.mode) | stat.S_IRWXU)
+        elif file.link:
+            place.symlink_to(file.link)
+        else:
+            try:
+                shutil.copyfile(source / file.path, place)
+            except FileNotFoundError:
+                bad.append(file.path)
+                continue
+            place.chmod(stat.S_IMODE(file.mode))
+            if place.stat().st_size != file.num_bytes or file_blake3(place) != file.blake3:
+                bad.append(file.path)
+    if bad:
+        raise ResourceError(
+            f"{len(bad)} files of the backup are missing or damaged: {', '.join(bad[:_TOLD])}",
+            code=Code.DATA_LOSS,
+            remedy="restore another backup, or another copy of this one",
+            details={"files": len(bad)},
+        )
+
+
+# --- its store, served for a moment ---------------------------------------------------------------
+
+
+async def _checked(run_dir: Path) -> LogExtent:
+    """Which entries the decision log of a copied run has; it is read through.
+
+    Raises: ResourceError: DATA_LOSS: the store is not whole.
+    """
+    async with _served(run_dir) as bus:
+        await StoreMarks(run_dir / MARKS).check(bus)
+        return await check_store(bus, newest_mark(run_dir / "nodes"))
+
+
+async def _prepared(run_dir: Path) -> int:
+    """Check the store of a restored run, and end the sessions of its jobs.
+
+    Returns: how many jobs have had one.
+    Raises:  ResourceError: DATA_LOSS: the store is not as it was.
+    """
+    async with _served(run_dir) as bus:
+        await StoreMarks(run_dir / MARKS).check(bus)
+        await check_store(bus, newest_mark(run_dir / "nodes"))
+        return await end_sessions(bus)
+
+
+@asynccontextmanager
+async def _served(run_dir: Path) -> AsyncIterator[Bus]:
+    """The store of a run that nobody else serves, at a port of its own."""
+    directory = run_dir / NATS
+    with tempfile.TemporaryDirectory(prefix="phaseloom-") as temporary:
+        server = EmbeddedServer(directory, [], credentials_file=Path(temporary) / "credentials")
+        async with server, open_bus(server.credentials.bus, "backup") as bus:
+            yield bus
+    _drop_servers_own(directory)
+
+
+def _drop_servers_own(directory: Path) -> None:
+    for path in list(directory.iterdir()):
+        if _is_servers_own(path.name):
+            path.unlink()

@@ -1,0 +1,172 @@
+"""The check of a run's store before anything is decided on it, and what goes on after a loss.
+
+A NATS server starts with whatever its files hold: it cuts a damaged block off, skips a damaged
+entry, and goes on from an older copy, all without a word. What the store must have is known
+elsewhere: the entries of the decision log have every number, the scheduler's snapshot names the
+entry that it is of, each node has a mark of how far the log had come, and the run has one for every
+stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js.api import StorageType
+
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.streams import SCHED, Bucket
+from phaseloom.common.process.files import replace_file
+from phaseloom.common.transport.bus import Bus, Conflict, LogExtent, log_went_back
+from phaseloom.common.transport.logmark import read_mark
+from phaseloom.scheduler.snapshots import Snapshots
+
+MARKS = "store-marks.json"
+"""Name of the file in a run's directory that has the newest sequence of each stream."""
+_KEEP_EVERY_S = 1.0
+_SESSIONS_SKIPPED = 2**20
+"""More sessions than any job has opened since the store was as it is now."""
+
+
+class StoreMarks:
+    """How far each stream of a run has come, kept on disk beside the store.
+
+    A mark may lag behind its stream by a second; it is never ahead of it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known: dict[str, int] = {}
+        if file.is_file():
+            self._known = msgspec.json.decode(file.read_bytes(), type=dict[str, int])
+
+    async def check(self, bus: Bus) -> None:
+        """Compare the streams with their marks, and advance these.
+
+        Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages.
+        """
+        found = {
+            info.config.name or "": info.state.last_seq
+            for info in await bus.js.streams_info()
+            if info.config.storage == StorageType.FILE
+        }
+        # Of the log it is told how much is lost of what was decided: of it first.
+        for stream, known in sorted(self._known.items(), key=lambda each: each[0] != SCHED):
+            end = found.get(stream, 0)
+            if end < known:
+                raise _went_back(stream, known, end)
+        if found != self._known:
+            await asyncio.to_thread(replace_file, self._file, msgspec.json.encode(found))
+            self._known = found
+
+    async def keep(self, bus: Bus) -> None:
+        """Check the streams and advance their marks, again and again, until cancelled.
+
+        Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages meanwhile.
+        """
+        while True:
+            await asyncio.sleep(_KEEP_EVERY_S)
+            try:
+                await self.check(bus)
+            except (NatsError, NatsTimeoutError):
+                continue  # the server is away
+
+
+def _went_back(stream: str, known: int, end: int) -> ResourceError:
+    if stream == SCHED:
+        return log_went_back(known, end)
+    return ResourceError(
+        f"stream {stream} ends at {end}, and had {known}: the messages since are lost",
+        code=Code.DATA_LOSS,
+        remedy="put the right store back, restore a backup (`phaseloom restore`), or go on "
+        "without what is lost (`phaseloom up --resume --accept-loss`)",
+        details={"first_lost": end + 1, "last_lost": known},
+    )
+
+
+def newest_mark(nodes: Path) -> int:
+    """How far the decision log had come, as the nodes of a run know; 0: they do not.
+
+    Args: nodes: the directory with one directory for each node's state.
+    """
+    return max((read_mark(node) for node in nodes.glob("*/")), default=0)
+
+
+async def check_store(bus: Bus, known: int = 0) -> LogExtent:
+    """Check that the decision log is whole and as long as it was, and that keys can be read.
+
+    Args:    known: a sequence that it has had.
+    Returns: which entries the log has.
+    Raises:  ResourceError: DATA_LOSS: it is not; the message says what is lost.
+    """
+    extent = await bus.check_log()
+    for bucket in Bucket:
+        if bucket is not Bucket.LEASES:  # they come and go by themselves
+            await _check_keys(bus, bucket)
+    snapshot = await Snapshots(bus).load()
+    if snapshot is not None:
+        known = max(known, snapshot.manifest.sequence)
+    if extent.last < known:
+        raise log_went_back(known, extent.last)
+    begins = snapshot.manifest.sequence + 1 if snapshot else 1
+    if extent.first > begins:
+        raise ResourceError(
+            f"the decision log begins at {extent.first}, and is needed from {begins} on: the "
+            "scheduler's snapshot between them is lost",
+            code=Code.DATA_LOSS,
+            remedy="put the right store back, or restore a backup (`phaseloom restore`)",
+        )
+    return extent
+
+
+async def _check_keys(bus: Bus, bucket: Bucket) -> None:
+    """Raises: ResourceError: DATA_LOSS: the server cannot read the value of a key that it lists."""
+    for key in await bus.kv_keys(bucket):
+        if await bus.kv_get_raw(bucket, key) is None:
+            raise ResourceError(
+                f"the value of {key} in bucket {bucket} is damaged",
+                code=Code.DATA_LOSS,
+                remedy="put the right store back, or restore a backup (`phaseloom restore`)",
+            )
+
+
+async def end_sessions(bus: Bus) -> int:
+    """End the session of every job, so that its controller must attach again.
+
+    A controller that has outlived its store knows of operations that the store does not have. It is
+    refused (ABORTED), and learns from `attach` where the job is.
+
+    Returns: how many jobs have had one.
+    """
+    jobs = await bus.kv_keys(Bucket.SESSIONS)
+    for job in jobs:
+        while (stored := await bus.kv_get(Bucket.SESSIONS, job)) is not None:
+            session = str(int(stored.payload) + _SESSIONS_SKIPPED).encode()
+            try:
+                await bus.kv_swap(Bucket.SESSIONS, job, session, stored.sequence)
+                break
+            except Conflict:
+                continue
+    return len(jobs)
+
+
+def set_aside(run_dir: Path) -> list[Path]:
+    """Take from the nodes of a run what they have of its jobs, and forget how far streams had come.
+
+    Seals and weights versions that are newer than the store would be taken for what the store will
+    make under the same names. Without them the nodes are as nodes that have lost their disks: jobs
+    fall back to their checkpoints.
+
+    Returns: where the nodes' directories are now.
+    """
+    (run_dir / MARKS).unlink(missing_ok=True)
+    place = run_dir / f"set-aside-{time.strftime('%Y%m%d-%H%M%S')}"
+    moved = []
+    for node in sorted((run_dir / "nodes").glob("*/")):
+        place.mkdir(exist_ok=True)
+        moved.append(node.rename(place / node.name))
+    return moved
