@@ -266,8 +266,8 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("groups", "sharing"),
     ],
     "phaseloom.scheduler.core.policies": [
-        ("device_view",),
-        ("ordering", "placement"),
+        ("device_view", "sharing_view"),
+        ("multiplexing", "ordering", "placement"),
         ("baselines",),
         ("registry",),
     ],
