@@ -6,6 +6,10 @@ import msgspec
 
 from phaseloom.common.contract.specs import DeviceKind, Residency
 
+EXACT_MATH = {"MKL_CBWR": "AVX2,STRICT"}
+"""Variables that have MKL give the same bits for any number of threads. Ranks have them where that
+number may change while they run; MKL reads them once."""
+
 
 class WorkerConfig(msgspec.Struct, frozen=True):
     node: str
@@ -23,6 +27,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     runtime_directory: str
     """Directory of the agent's own socket; a short path (Unix sockets allow 107 bytes)."""
     device_kind: DeviceKind = DeviceKind.EMULATED
+    cores_per_device: int = 1
+    """Cores of each emulated device: jobs may divide them among one another."""
     exclusive_residency: Residency = Residency.SHARED
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0
