@@ -78,18 +78,21 @@ def deployments(
     kv_cache_bytes: int = 0,
     train_backend: str = "fsdp",
     train_layout: Layout | None = None,
+    pool: str = "",
 ) -> list[DeploymentSpec]:
     """Deployments of the job.
 
     Args: kv_cache_bytes: of the sampler on vLLM; 0: room for some sequences.
           train_layout: of the policy; None: on one device.
+          pool: of all deployments; empty: they are on two pools.
     """
     model = ModelSpec(MODEL, init_seed=settings.seed)
     layout = train_layout or Layout()
+    train, rollout = pool or "train", pool or "rollout"
     return [
-        DeploymentSpec("policy", "train", train_backend, model, trainable=True, layout=layout),
-        DeploymentSpec("sampler", "rollout", rollout_backend, model, scratch_bytes=kv_cache_bytes),
-        DeploymentSpec("reference", "rollout", "sampler", model),
+        DeploymentSpec("policy", train, train_backend, model, trainable=True, layout=layout),
+        DeploymentSpec("sampler", rollout, rollout_backend, model, scratch_bytes=kv_cache_bytes),
+        DeploymentSpec("reference", rollout, "sampler", model),
     ]
 
 
@@ -343,6 +346,7 @@ async def main() -> None:
     parser.add_argument("--rollout-backend", choices=("sampler", "vllm"), default="sampler")
     parser.add_argument("--kv-cache-bytes", type=int, default=0, help="of vllm, on each device")
     parser.add_argument("--train-backend", choices=("fsdp", "megatron"), default="fsdp")
+    parser.add_argument("--pool", default="", help="of all deployments; default: two pools")
     for axis, ranks in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"{ranks} parallel ranks")
     for name in SETTABLE:
@@ -370,6 +374,7 @@ async def main() -> None:
                     kv_cache_bytes=options.kv_cache_bytes,
                     train_backend=options.train_backend,
                     train_layout=Layout(dp=options.dp, tp=options.tp, pp=options.pp),
+                    pool=options.pool,
                 ),
                 slo=options.slo,
                 cycle=declared(*options.cycle) if options.cycle else None,

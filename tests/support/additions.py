@@ -50,6 +50,27 @@ def _policy(kind: str, name: str, module: str, program: str) -> Addition:
     )
 
 
+MULTIPLEXING = _policy(
+    "multiplexing",
+    "pairs",
+    """
+from phaseloom.scheduler.core.policies.sharing_view import Multiplexing
+
+pairs = Multiplexing(lambda view: [1] * len(view.claims) if len(view.claims) <= 2 else None)
+""",
+    """
+from phaseloom.scheduler.core.policies.registry import check_policies
+from tests.unit.scheduler.test_shares import overlap_s, world_of
+
+check_policies("pack", "hrrs", multiplexing="pairs")
+world = world_of("pairs")
+world.queue("a", "policy", 1, "forward_backward")
+world.queue("b", "policy", 1, "forward_backward")
+world.run()
+assert overlap_s(world, "a.policy.1", "b.policy.1") > 0.4
+print("done")
+""",
+)
 ORDERING = _policy(
     "ordering",
     "lifo",

@@ -17,6 +17,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from phaseloom.common.contract.commands import (
+    AdjustClaims,
     CancelOperation,
     CloseActivation,
     Command,
@@ -34,6 +35,7 @@ from phaseloom.common.contract.events import (
     ActivationOpened,
     ActivationRefused,
     CancelRequested,
+    ClaimsAdjusted,
     Event,
     JobSubmitted,
     NodeUp,
@@ -54,6 +56,7 @@ from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import (
     Batching,
+    CommandId,
     DeploymentSpec,
     DeviceSpec,
     JobSpec,
@@ -110,6 +113,10 @@ class Ranks:
     """Operation → kind."""
     freed: list[int] = field(default_factory=list)
     """Ranks with nothing to do while the tail of what runs goes on elsewhere."""
+    units: list[int] = field(default_factory=list)
+    """Compute units of its device that what runs may be using; none: all of them."""
+    adjusted: CommandId | None = None
+    """The newest command that told its units."""
 
     @property
     def all_places(self) -> list[tuple[NodeId, int]]:
@@ -127,6 +134,10 @@ class World:
     config: SchedulerConfig = CONFIG
     seed: int = 0
     duration_s: float = 0.1
+    boundary_s: float = 0.03
+    """How long a rank takes to give up units."""
+    units_asked: dict[CommandId, list[int]] = field(default_factory=dict)
+    """By command: the units that a rank was asked to keep."""
     gathers: bool = False
     """Whether tails are gathered, half-way through an operation."""
     core: Core = field(default_factory=Core)
@@ -226,6 +237,9 @@ class World:
         if isinstance(event, TailGathered):
             ranks = self.ranks.get(event.operations[0].deployment_key)
             return ranks is None or ranks.incarnation != event.incarnation
+        if isinstance(event, ClaimsAdjusted):
+            ranks = self.ranks.get(event.deployment)
+            return ranks is None or ranks.incarnation != event.incarnation
         return False
 
     def feed(self, event: Event) -> list[Output]:
@@ -236,6 +250,8 @@ class World:
             self._save(event.key)
         if isinstance(event, TailGathered):
             self._gather(event)
+        if isinstance(event, ClaimsAdjusted):
+            self._shrink(event)
         if isinstance(event, WpgLost):
             self._bury(event.deployment, event.incarnation, event.node)
         if isinstance(event, ActivationOpened) and event.deployment in self.ranks:
@@ -289,6 +305,8 @@ class World:
                 self._take_off(command.deployment, command.node)
             case CancelOperation():
                 self._cancel(command)
+            case AdjustClaims():
+                self._adjust(command)
             case ReleaseVersions():
                 for version in command.versions:
                     self.versions.pop(version, None)
@@ -458,9 +476,37 @@ class World:
         assert len(ranks.running) < self.config.max_reading
         for place in ranks.places:
             assert key.deployment_key in self.on_device[place], f"{key}: it is not on {place}"
+        self._check_shares(key.deployment_key)
+
+    def _check_shares(self, key: DeploymentKey) -> None:
+        """What it runs with, no other on its device may be using."""
+        ranks = self.ranks[key]
         for name, other in self.ranks.items():
-            if name != key.deployment_key and other.places & ranks.places:
-                assert not other.running, f"I3 {key}: permitted beside {other.running}"
+            if name != key and other.places & ranks.places and other.running:
+                is_divided = ranks.units and other.units and not {*ranks.units} & {*other.units}
+                assert is_divided, f"I3 {key}: {ranks.units} beside {name}: {other.units}"
+
+    def _adjust(self, command: AdjustClaims) -> None:
+        """The rank gives up units at its next boundary, and says so; it takes others at once."""
+        ranks = self.ranks[command.deployment]
+        assert ranks.incarnation == command.incarnation
+        assert command.units, f"{command.deployment}: less than a unit"
+        assert ranks.running, f"{command.deployment}: adjusted, and runs nothing"
+        ranks.adjusted = command.id
+        if not command.shrinks:
+            ranks.units = command.units
+            self._check_shares(command.deployment)
+            return
+        self.units_asked[command.id] = command.units
+        self.later(
+            self.boundary_s * self.random.uniform(0.1, 2),
+            ClaimsAdjusted(command.deployment, command.incarnation, command.node, command.id),
+        )
+
+    def _shrink(self, event: ClaimsAdjusted) -> None:
+        ranks = self.ranks[event.deployment]
+        if ranks.adjusted == event.command:
+            ranks.units = self.units_asked[event.command]
 
     def _permit(self, command: Permit) -> None:
         key = command.operation
@@ -470,6 +516,8 @@ class World:
         is_alike = ranks.freed == freed or not ranks.running
         assert is_alike, f"{key}: permitted on {command.ranks}, another runs without {ranks.freed}"
         ranks.freed = freed
+        if not ranks.running:
+            ranks.units, ranks.adjusted = command.units, command.id
         self._check_alone(key, command.kind)
         assert command.incarnation == ranks.incarnation
         assert command.node == ranks.node, f"{key}: permitted elsewhere than at its leader"
@@ -751,8 +799,9 @@ def node_up(
     residency: Residency = Residency.JOB,
     num_devices: int = 1,
     host_memory_bytes: int = 1000,
+    units: int = 1,
 ) -> NodeUp:
-    devices = [DeviceSpec(memory_bytes)] * num_devices
+    devices = [DeviceSpec(memory_bytes, units)] * num_devices
     return NodeUp(
         NodeId(name),
         pool,

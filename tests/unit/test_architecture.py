@@ -272,8 +272,8 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("sharing",),
     ],
     "phaseloom.scheduler.core.policies": [
-        ("device_view",),
-        ("ordering", "placement"),
+        ("device_view", "sharing_view"),
+        ("multiplexing", "ordering", "placement"),
         ("baselines",),
         ("registry",),
     ],

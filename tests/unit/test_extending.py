@@ -24,6 +24,7 @@ SECTIONS = {
 LIKE = {
     "An ordering policy": "fcfs",
     "A placement policy": "isolated",
+    "A multiplexing policy": "static",
     "An operation kind": "",
     "A backend": "noop",
     "A service": "profiler",
@@ -32,6 +33,7 @@ LIKE = {
 ADDED = {
     "An ordering policy": additions.ORDERING,
     "A placement policy": additions.PLACEMENT,
+    "A multiplexing policy": additions.MULTIPLEXING,
     "A backend": additions.BACKEND,
 }
 

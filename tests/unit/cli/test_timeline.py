@@ -85,6 +85,21 @@ def test_operation_that_never_ran_has_no_arrow() -> None:
     assert not [e for e in trace["traceEvents"] if e["ph"] in "sf"]
 
 
+def test_shares_of_a_device_have_a_track_beside_it() -> None:
+    whole = span("share", "u1", 0, 4, **{**OPERATION, **DEVICE, "units": 2})
+    part = span("share", "u2", 4, 9, **{**OPERATION, **DEVICE, "units": 1})
+    other = span("share", "u3", 4, 9, **{**OPERATION, **DEVICE, "units": 1, "job": "letters"})
+    trace = chrome_trace([whole, part, other])
+    assert set(track_names(trace).values()) == {"node t0 / device 0 shares"}
+    names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    deployment = OPERATION["deployment"]
+    assert names == [
+        f"sums {deployment}: 2 units",
+        f"sums {deployment}: 1 units",
+        f"letters {deployment}: 1 units",
+    ]
+
+
 def test_overlapping_slices_of_one_track_go_to_separate_lanes() -> None:
     """On one thread they would be drawn as if nested."""
     waits = [(0, 10), (2, 5), (4, 12), (10, 14)]

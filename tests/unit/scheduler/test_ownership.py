@@ -23,7 +23,7 @@ from phaseloom.scheduler.core.state.job import (
     Speculation,
 )
 from phaseloom.scheduler.core.state.move import Move, Relocation
-from phaseloom.scheduler.core.state.node import Expected, Leave, Node, Slot
+from phaseloom.scheduler.core.state.node import Expected, Leave, Node, Share, Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.queue import OperationQueue
 from phaseloom.scheduler.core.state.tree import State
@@ -49,6 +49,7 @@ RECORDS: dict[type[msgspec.Struct], set[str]] = {
     Relocation: {"relocation", "move"},
     Node: {"node", "old", "place"},
     Slot: {"slot", "other"},
+    Share: {"share"},
     Leave: {"leave", "known"},
     Expected: {"expected", "prediction"},
     State: {"state"},

@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 from rich.console import Console
 
+from phaseloom.cli import spatial as one_device
 from phaseloom.cli import verdict
 from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
 from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
@@ -68,6 +69,8 @@ async def demo(
     ordering: str | None = None,
     pretrained: Path | None = None,
     vllm: Path | None = None,
+    spatial: bool = False,
+    rounds: int = 3,
 ) -> int:
     """Run the demo; returns the exit code: 0 where everything held.
 
@@ -79,6 +82,8 @@ async def demo(
             ordering: policy: which ready operation a device runs next; None: the default.
             pretrained: directory of a model that both jobs start from, instead of a tiny one from
                 a seed; it takes some GB of memory and many minutes.
+            spatial: run both jobs on one device of two cores instead, by turns and side by side.
+            rounds: how often each way to share that device is measured.
     Raises: CallerError: a package is missing, a policy is not known, or the directory is no
             model's.
     """
@@ -93,6 +98,17 @@ async def demo(
     settings = with_policies(mesh, placement, ordering)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
+    if spatial:
+        if pretrained is not None or vllm is not None or baseline or rounds < 1:
+            raise CallerError(
+                "the spatial demo is of the tiny model and compares runs of its own",
+                field="spatial",
+                remedy="leave out baseline, pretrained and vllm, and use 1 round or more",
+            )
+        specs = [ControllerSpec(task, task, seed, steps or one_device.STEPS) for task in jobs]
+        return await _share_in_space(
+            specs, program, settings, run_dir, console=console, rounds=rounds
+        )
     specs = [ControllerSpec(task, task, seed, steps) for task in jobs]
     failures: list[PhaseloomError] = []
     try:
@@ -112,6 +128,40 @@ async def demo(
     problems = verdict.problems(summary, judges_rewards=steps is None and pretrained is None)
     for line in [*verdict.notes(summary), f"results: {run_dir}"]:
         console.print(line, soft_wrap=True)
+    for problem in problems:
+        console.print(f"[bold red]FAILED[/] {problem}", soft_wrap=True)
+    return 1 if problems else 0
+
+
+async def _share_in_space(
+    specs: Sequence[ControllerSpec],
+    program: Program,
+    settings: MeshConfig,
+    run_dir: Path,
+    *,
+    console: Console,
+    rounds: int,
+) -> int:
+    """Run both jobs on one device under each multiplexing policy, in turns."""
+    program = Program(program.script, [*program.arguments, "--pool", one_device.POOL])
+    runs = []
+    for number in range(1, rounds + 1):
+        for policy in one_device.POLICIES:
+            finished = await _run(
+                specs,
+                program,
+                one_device.mesh_of(policy, settings),
+                run_dir / f"round-{number}-{policy}",
+                console,
+                title=f"Round {number}, multiplexing {policy}",
+            )
+            runs.append(one_device.run_of(number, policy, finished.results))
+    found = one_device.summarize(runs)
+    summary = one_device.SpatialSummary(run_dir.name, specs[0].seed, specs[0].steps or 0, found)
+    await asyncio.to_thread(one_device.write, summary, run_dir)
+    for line in [*one_device.lines_of(found), f"results: {run_dir}"]:
+        console.print(line, soft_wrap=True)
+    problems = one_device.problems(found)
     for problem in problems:
         console.print(f"[bold red]FAILED[/] {problem}", soft_wrap=True)
     return 1 if problems else 0

@@ -89,6 +89,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The memory budget of each device for managed state, bytes."""
     device_kind: DeviceKind = DeviceKind.EMULATED
     """`emulated` takes memory and processors of this machine; `cuda` takes GPU i as device i."""
+    cores_per_device: int = 1
+    """The cores of each emulated device. With several, and a `multiplexing` policy, jobs run on one
+    device at the same time, each on a part of its cores."""
     host_memory_bytes: int = 2 * 2**30
     """The budget of the state manager's host arena."""
     exclusive_residency: Residency = Residency.JOB
@@ -126,6 +129,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """The policy that decides which nodes of each pool a job is pinned to, and with whom."""
     ordering: str = "hrrs"
     """The policy that decides which ready operation a device runs next."""
+    multiplexing: str = "off"
+    """The policy that decides what runs beside what on a device of several cores."""
     max_group_jobs: int = 5
     """The most jobs that one node group takes."""
     duty_limit: float = 0.5
@@ -175,6 +180,14 @@ class MeshConfig(msgspec.Struct, frozen=True):
 
         Raises: CallerError: a name is not valid or not unique, or there is nothing to run.
         """
+        for node in self.nodes:
+            is_divided = node.cores_per_device > 1
+            if node.cores_per_device < 1 or (is_divided and node.device_kind is DeviceKind.CUDA):
+                raise CallerError(
+                    f"{node.name} has {node.cores_per_device} cores a device",
+                    field="mesh.nodes.cores_per_device",
+                    remedy="use 1 or more on emulated devices, and leave it out on GPUs",
+                )
         for where, names in (
             ("mesh.nodes", [node.name for node in self.nodes]),
             ("mesh.tenants", self.tenants),
@@ -288,6 +301,7 @@ def _schedulers(config: MeshConfig, secret: str) -> list[ChildSpec]:
             "NAME": name,
             "PLACEMENT": config.placement,
             "ORDERING": config.ordering,
+            "MULTIPLEXING": config.multiplexing,
             "MAX_GROUP_JOBS": config.max_group_jobs,
             "DUTY_LIMIT": config.duty_limit,
             "SWITCH_S": config.switch_s,
@@ -374,6 +388,7 @@ def _node(
         "POOL": node.pool,
         "DEVICES": node.devices,
         "DEVICE_KIND": node.device_kind,
+        "CORES_PER_DEVICE": node.cores_per_device,
         "HOST_MEMORY_BYTES": node.host_memory_bytes,
         "EXCLUSIVE_RESIDENCY": node.exclusive_residency,
         "INTERPRETERS": {

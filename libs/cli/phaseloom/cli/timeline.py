@@ -1,6 +1,7 @@
 """A run's spans as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-Each node is a process with a track for each device (execute; switch, with offload and load inside).
+Each node is a process with a track for each device (execute; switch, with offload and load inside),
+and one for the shares of a device that several use at the same time: who had how many of its units.
 Each job is a process with, for each deployment, its submits, its queue waits and its messages. An
 arrow leads from each submit to its execution. Slices on one thread must nest or must not overlap,
 so submits that overlap go to further lanes of the same name. Queue waits and messages, which
@@ -86,6 +87,8 @@ def track_of(span: SpanLine) -> Track | None:
     attributes = span.attributes
     if span.name in DEVICE_SPANS and "node" in attributes:
         return (f"node {attributes['node']}", f"device {attributes.get('device', 0)}")
+    if span.name == "share":
+        return (f"node {attributes['node']}", f"device {attributes.get('device', 0)} shares")
     if "job" not in attributes or "deployment" not in attributes:
         return None
     if span.name in ASYNC_SPANS or span.name == "submit":
@@ -157,7 +160,10 @@ def _metadata(what: str, pid: int, tid: int, **args: object) -> TraceEvent:
 def _slice(span: SpanLine, lane: tuple[int, int], origin_ns: int) -> TraceEvent:
     attributes = span.attributes
     what = attributes.get("kind", span.name) if span.name == "execute" else span.name
-    job = f"{attributes['job']} " if span.name in DEVICE_SPANS and "job" in attributes else ""
+    is_of_job = span.name in DEVICE_SPANS or span.name == "share"
+    job = f"{attributes['job']} " if is_of_job and "job" in attributes else ""
+    if span.name == "share":
+        what = f"{attributes['deployment']}: {attributes['units']} units"
     return {
         "ph": "X",
         "name": f"{job}{what}",

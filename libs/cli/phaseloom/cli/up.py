@@ -29,6 +29,7 @@ def up(
     runs: Path = Path("runs"),
     placement: str | None = None,
     ordering: str | None = None,
+    multiplexing: str | None = None,
     gateway: int = 0,
     gateways: int = 0,
     console_port: int | None = None,
@@ -50,6 +51,9 @@ def up(
         Policy that decides which nodes a job is pinned to, and with whom. It overrides the file's.
     ordering
         Policy that decides which ready operation a device runs next. It overrides the file's.
+    multiplexing
+        Policy that decides what runs beside what on a device of several cores. It overrides the
+        file's.
     gateway
         Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
     gateways
@@ -71,7 +75,7 @@ def up(
     )
     settings = config.load(MeshConfig, "mesh", file=mesh_file)
     settings.check()
-    settings = with_policies(settings, placement, ordering)
+    settings = with_policies(settings, placement, ordering, multiplexing)
     settings = replace(
         settings,
         gateway_port=gateway or settings.gateway_port,
@@ -169,7 +173,12 @@ def _metrics(mesh: Mesh) -> list[str]:
     return ["metrics: " + ", ".join(urls)] if urls else []
 
 
-def with_policies(settings: MeshConfig, placement: str | None, ordering: str | None) -> MeshConfig:
+def with_policies(
+    settings: MeshConfig,
+    placement: str | None,
+    ordering: str | None,
+    multiplexing: str | None = None,
+) -> MeshConfig:
     """The settings, with the policies that a command line names in place of their own.
 
     Raises: CallerError: there is no policy of that name; the remedy lists those that there are.
@@ -178,6 +187,7 @@ def with_policies(settings: MeshConfig, placement: str | None, ordering: str | N
         settings,
         placement=placement or settings.placement,
         ordering=ordering or settings.ordering,
+        multiplexing=multiplexing or settings.multiplexing,
     )
-    check_policies(settings.placement, settings.ordering)
+    check_policies(settings.placement, settings.ordering, multiplexing=settings.multiplexing)
     return settings

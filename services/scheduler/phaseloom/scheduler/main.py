@@ -83,7 +83,12 @@ async def serve(stop: asyncio.Event) -> None:
     it.
     """
     settings = config.load(Config, "scheduler")
-    check_policies(settings.placement, settings.ordering, "scheduler.")
+    check_policies(
+        settings.placement,
+        settings.ordering,
+        "scheduler.",
+        multiplexing=settings.multiplexing,
+    )
     gauges = Gauges()
     gauges.register()
     while not stop.is_set():

@@ -6,6 +6,10 @@ import msgspec
 
 from phaseloom.common.contract.specs import DeviceKind, Residency
 
+EXACT_MATH = {"MKL_CBWR": "AVX2,STRICT"}
+"""Variables that have MKL give the same bits for any number of threads. Ranks have them where that
+number may change while they run; MKL reads them once."""
+
 
 class WorkerConfig(msgspec.Struct, frozen=True):
     node: str
@@ -27,6 +31,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     that an older log is noticed: the state manager's will do. Empty: nothing is kept, and only a
     log that goes back while the agent runs is noticed."""
     device_kind: DeviceKind = DeviceKind.EMULATED
+    cores_per_device: int = 1
+    """Cores of each emulated device: jobs may divide them among one another."""
     exclusive_residency: Residency = Residency.SHARED
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0

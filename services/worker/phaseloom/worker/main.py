@@ -29,7 +29,7 @@ from phaseloom.worker.agent.shell import Agent
 from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
 from phaseloom.worker.agent.wpg import remove_old_stores
 from phaseloom.worker.backends.capabilities import CAPABILITIES
-from phaseloom.worker.config import WorkerConfig
+from phaseloom.worker.config import EXACT_MATH, WorkerConfig
 from phaseloom.worker.rank.wire import RankMessage
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ async def serve(stop: asyncio.Event) -> None:
     settings = config.load(WorkerConfig, "worker")
     # Ranks are forked from a child and must not have the secret of agents.
     config.keep_from_children("worker", "state_secret")
+    if settings.cores_per_device > 1:
+        for variable, value in EXACT_MATH.items():
+            config.hand_down(variable, value)
     bus_config = config.load(BusConfig, "bus")
     opening = Bus.open(bus_config, f"agent {settings.node}", timeout_s=SERVICE_CONNECT_S)
     bus = await lifecycle.unless_stopped(stop, opening)
@@ -129,7 +132,9 @@ async def _announce(
     up = NodeUp(
         node=NodeId(settings.node),
         pool=settings.pool,
-        devices=[DeviceSpec(memory_bytes) for memory_bytes in settings.devices],
+        devices=[
+            DeviceSpec(memory_bytes, settings.cores_per_device) for memory_bytes in settings.devices
+        ],
         host_memory_bytes=settings.host_memory_bytes,
         revision=revision,
         state_endpoint=status.endpoint,

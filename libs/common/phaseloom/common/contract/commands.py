@@ -126,6 +126,8 @@ class Permit(NodeCommand, frozen=True):
     devices of the rest. Empty: it is not gathered."""
     adapter: Adapter | None = None
     """For an operation that names a weights version: what the version is."""
+    units: list[int] = []
+    """The compute units of its device that it may use; empty: all of them."""
 
 
 class Permits(NodeCommand, frozen=True):
@@ -148,6 +150,22 @@ class CancelOperation(NodeCommand, frozen=True):
     incarnation: int
     keeps_partial: bool = False
     """Whether a `generate` shall complete with the tokens that it has."""
+
+
+class AdjustClaims(NodeCommand, frozen=True):
+    """Change the compute units that the running operations of a deployment may use.
+
+    The rank changes them between two steps of its work. Of several changes, and permits, the one
+    with the newest id counts.
+    """
+
+    deployment: DeploymentKey
+    incarnation: int
+    units: list[int]
+    """The units that it may use from then on; at least one."""
+    shrinks: bool
+    """Whether units are taken away: then a ClaimsAdjusted answers once the rank does not use them
+    any more."""
 
 
 class CloseActivation(NodeCommand, frozen=True):
@@ -219,6 +237,7 @@ Command = (
     | Permit
     | Permits
     | CancelOperation
+    | AdjustClaims
     | CloseActivation
     | SealState
     | MirrorState

@@ -300,6 +300,16 @@ class TailGathered(Message, frozen=True):
     """Ranks with nothing to do."""
 
 
+class ClaimsAdjusted(Message, frozen=True):
+    """agent → scheduler. Answer to an `AdjustClaims` that shrinks: the rank uses no other units of
+    its device any more."""
+
+    deployment: DeploymentKey
+    incarnation: int
+    node: NodeId
+    command: CommandId
+
+
 class SealCommitted(Message, frozen=True):
     """agent → scheduler. A whole-state copy at `seq` survives the loss of every process; of a WPG
     on several nodes, this one's part of it."""
@@ -435,6 +445,7 @@ Event = (
     | PermitReturned
     | StateSnapshotTaken
     | TailGathered
+    | ClaimsAdjusted
     | SealCommitted
     | SealFailed
     | StateMirrored

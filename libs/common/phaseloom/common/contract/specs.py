@@ -213,6 +213,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     node_gone_s: float = 1800.0
     """A node that is away for longer counts as gone for good: jobs that need what it alone had fall
     back or fail. 0: only an operator can say so (`phaseloom drain NODE --gone`)."""
+    multiplexing: str = "off"
+    """Policy that chooses what runs beside what on a device of several compute units, and with
+    which shares of them."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -232,15 +235,22 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether keys and values can be kept from one `generate` to the next."""
     adapters: bool = False
     """Whether it trains and samples adapters on a base."""
+    divides: bool = False
+    """Whether its results are the same bits with any share of a device's compute units."""
+    most_units: int = 0
+    """The compute units of its device that a rank keeps busy at most; 0: all that there are."""
 
     @property
     def trains(self) -> bool:
         return "forward_backward" in self.kinds
 
 
-class DeviceSpec(msgspec.Struct, frozen=True):
+class DeviceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_bytes: int
     """Budget for managed state: weights, gradients, optimizer."""
+    units: int = 1
+    """Compute units that operations side by side may divide among them: the cores of an emulated
+    device. 1: the device is not shared in space."""
 
 
 class Residency(StrEnum):

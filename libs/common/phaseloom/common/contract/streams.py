@@ -145,6 +145,7 @@ LOG_SUBJECTS: dict[type, str] = {
     events.PermitReturned: f"{PREFIX}.sched.progress",
     events.StateSnapshotTaken: f"{PREFIX}.sched.progress",
     events.TailGathered: f"{PREFIX}.sched.progress",
+    events.ClaimsAdjusted: f"{PREFIX}.sched.progress",
 }
 
 

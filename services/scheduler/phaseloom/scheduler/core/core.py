@@ -19,7 +19,7 @@ import msgspec
 
 from phaseloom.common.contract import events
 from phaseloom.common.contract.errors import Code, ErrorInfo, InternalError, ResourceError
-from phaseloom.scheduler.core.dispatch import dispatch, hints, tails
+from phaseloom.scheduler.core.dispatch import dispatch, hints, shares, tails
 from phaseloom.scheduler.core.durability import replicas, seals
 from phaseloom.scheduler.core.jobs import cancel, deployments, jobs, outcomes, sessions
 from phaseloom.scheduler.core.operations import operations
@@ -249,6 +249,7 @@ TAKE: dict[type[Any], Callable[[Step, Any], None]] = {
     events.PermitReturned: dispatch.returned,
     events.StateSnapshotTaken: outcomes.snapshot_taken,
     events.TailGathered: tails.gathered,
+    events.ClaimsAdjusted: shares.adjusted,
     events.TimerFired: _timer,
     events.PhaseTrace: repack.traced,
     events.ReplanComputed: repack.answered,

@@ -73,12 +73,28 @@ def _check_slot(state: State, slot: Slot, memory_bytes: int) -> None:
     jobs = {str(state.deployments[name].key.job_key) for name in slot.placed}
     for seen in (slot.served, slot.rounds):
         assert set(seen) <= jobs, f"{where}: a job that has left is not forgotten"
-    if slot.running:
-        deployment = state.deployments[slot.running]
+    for name in slot.runs:
+        deployment = state.deployments[name]
         has_turn = deployment.activation.running or deployment.activation.is_opening
-        assert has_turn, f"{where}: {slot.running} runs nothing"
-        assert deployment.activation.epoch, f"{where}: {slot.running} runs without an activation"
-        assert deployment.name in slot.resident, f"{where}: {slot.running} is not resident"
+        assert has_turn, f"{where}: {name} runs nothing"
+        assert deployment.activation.epoch, f"{where}: {name} runs without an activation"
+        assert name in slot.resident, f"{where}: {name} is not resident"
+    _check_shares(state, slot, where)
+
+
+def _check_shares(state: State, slot: Slot, where: str) -> None:
+    """The shares of a device never overlap, and each has at least one unit."""
+    if not slot.shares:
+        return
+    units = [unit for share in slot.shares for unit in share.units]
+    every = range(devices.units_of(state, slot))
+    assert slot.running == slot.shares[0].deployment, f"{where}: {slot.running} has no share"
+    assert len(set(slot.runs)) == len(slot.runs), f"I3 {where}: two shares of one deployment"
+    assert len(set(units)) == len(units), f"I3 {where}: shares overlap {slot.shares}"
+    assert set(units) <= set(every), f"I3 {where}: shares of units that it does not have"
+    for share in slot.shares:
+        assert share.units, f"I3 {where}: {share.deployment} runs with no unit"
+        assert set(share.asked) < set(share.units) or not share.asked, f"I3 {where}: {share}"
 
 
 def _check_claims(state: State, node: Node) -> None:
@@ -116,7 +132,7 @@ def _check_running(state: State, deployment: Deployment) -> None:
         _check_order(deployment, op)
     if deployment.activation.running:
         for slot in devices.held_slots(state, deployment):
-            assert slot.running == name, f"I3 {name}: runs on a part of its devices"
+            assert name in slot.runs, f"I3 {name}: runs on a part of its devices"
 
 
 def _check_order(deployment: Deployment, op: Op) -> None:

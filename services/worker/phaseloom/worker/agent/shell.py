@@ -34,6 +34,7 @@ from phaseloom.common.contract.agents import (
 )
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import (
+    AdjustClaims,
     CancelOperation,
     CloseActivation,
     Command,
@@ -57,6 +58,7 @@ from phaseloom.common.contract.errors import (
 from phaseloom.common.contract.events import (
     ActivationOpened,
     ActivationRefused,
+    ClaimsAdjusted,
     Event,
     SealCommitted,
     SealFailed,
@@ -255,7 +257,9 @@ class Agent:
         finally:
             del self._in_hand[id(message)]
 
-    async def _handle(self, message: Msg, command: Command) -> None:
+    async def _handle(  # noqa: PLR0912 - one arm a command
+        self, message: Msg, command: Command
+    ) -> None:
         with self._holding(message):
             match command:
                 case Permits():
@@ -266,6 +270,8 @@ class Agent:
                         return
                 case CancelOperation():
                     await self._cancel(command)
+                case AdjustClaims():
+                    await self._adjust(command)
                 case OpenActivation():
                     await self._open(command, message)
                 case StartWpg():
@@ -494,6 +500,23 @@ class Agent:
             await wpg.cancel(command.operation, keeps_partial=command.keeps_partial)
         except PhaseloomError as error:
             log.info("%s is not cancelled: %s", command.operation, error)
+
+    async def _adjust(self, command: AdjustClaims) -> None:
+        """Change the share of ranks that run, without waiting for any lock: what holds the lock is
+        what is to give up units."""
+        key = command.deployment
+        wpg = self._wpgs.get(key)
+        if wpg is None or wpg.incarnation != command.incarnation:
+            return
+        try:
+            await wpg.adjust(command.units, command.id)
+        except PhaseloomError as error:
+            # Its units are free with its death, which is reported.
+            log.info("the share of %s is not changed: %s", key, error)
+            return
+        if command.shrinks:
+            adjusted = ClaimsAdjusted(key, command.incarnation, command.node, command.id)
+            await self._append(adjusted, f"adjusted:{key}:{command.id}")
 
     # --- other nodes ----------------------------------------------------------------------------
 

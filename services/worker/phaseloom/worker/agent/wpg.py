@@ -38,6 +38,7 @@ from phaseloom.worker.agent.nodes import IncarnationEnded, OtherNodes, Parts, Wo
 from phaseloom.worker.agent.processes import LivingRank, Processes
 from phaseloom.worker.config import WorkerConfig
 from phaseloom.worker.rank.wire import (
+    AdjustShare,
     CancelRun,
     MeetAt,
     RankConfig,
@@ -332,6 +333,16 @@ class Wpg:
         await self.cancel_here(operation, keeps_partial=keeps_partial)
         await self._others.cancel(operation, keeps_partial=keeps_partial)
 
+    async def adjust(self, units: list[int], command: CommandId) -> None:
+        """Have the leader use these compute units, and return once it does.
+
+        Raises: PhaseloomError: it is gone.
+        """
+        peer = self._ranks[0].peer
+        if peer is None:
+            raise ResourceError("its leader is not up")
+        await peer.call(AdjustShare(units, command))
+
     async def cancel_here(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on this node. Raises: PhaseloomError: a rank is gone."""
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
@@ -433,6 +444,7 @@ def _rank_configs(
             interface=settings.rank_interface,
             checkpoint=command.checkpoint,
             applied=command.applied,
+            num_units=settings.cores_per_device,
         )
         for index, device in enumerate(command.devices)
     ]

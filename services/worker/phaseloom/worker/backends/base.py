@@ -18,7 +18,7 @@ backend can do need not be in it. Kinds that move state are done without the bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,6 +61,9 @@ class RankGroup:
     device_kind: DeviceKind = DeviceKind.EMULATED
     node_directory: str = ""
     """Directory of this node for what its ranks share, where adapters run."""
+    num_units: int = 1
+    """Compute units of the rank's device. Where there are several, the rank may have any part of
+    them, and its results must be the same bits with each."""
 
 
 ALONE = RankGroup()
@@ -243,6 +246,22 @@ class TakesAdapters(Protocol):
     def forward_with(self, args: Forward, version: AdapterVersion) -> ForwardResult:
         """Like `forward`, with a version."""
         ...
+
+
+@runtime_checkable
+class Divides(Protocol):
+    """A backend whose work can go on with another share of its device's compute units."""
+
+    at_boundary: Callable[[], None]
+    """Called in the device thread between two steps of an operation. The share may change then."""
+
+    def use_threads(self, count: int) -> None:
+        """Work with so many threads from now on. In the device thread, at a boundary."""
+        ...
+
+
+def nothing() -> None:
+    """What a rank that has its device for itself does at a boundary."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,9 @@ _IN_VLLM: Final = (
 """Types that vLLM has models of its own for, and whose weights it keeps as the files have them."""
 
 CAPABILITIES: Final = {
-    "fsdp": Capabilities(_TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES, adapters=True),
+    "fsdp": Capabilities(
+        _TRAINS, model_types=MODEL_TYPES, dtypes=DTYPES, adapters=True, divides=True
+    ),
     "sampler": Capabilities(
         _SAMPLES,
         model_types=MODEL_TYPES,
@@ -76,6 +78,8 @@ CAPABILITIES: Final = {
         joins=True,
         prefix_cache=True,
         adapters=True,
+        divides=True,
+        most_units=1,
     ),
     "megatron": Capabilities(
         _TRAINS,
@@ -93,7 +97,10 @@ CAPABILITIES: Final = {
         adapters=True,
     ),
     "noop": Capabilities(
-        tuple(sorted(MUTATING_KINDS | READING_KINDS)), axes=Layout.__struct_fields__, joins=True
+        tuple(sorted(MUTATING_KINDS | READING_KINDS)),
+        axes=Layout.__struct_fields__,
+        joins=True,
+        divides=True,
     ),
 }
 """By the names of `BACKENDS`."""

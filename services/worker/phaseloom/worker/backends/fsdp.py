@@ -45,7 +45,7 @@ from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.adapters import own_parameters
-from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch, nothing
 from phaseloom.worker.backends.batch import (
     Batch,
     asked_logprobs,
@@ -94,6 +94,14 @@ from phaseloom.worker.state.devicememory import DeviceMemory
 Views = Mapping[str, torch.Tensor]
 """Tensors by parameter."""
 
+DIVISIBLE_COLUMNS = 64
+"""On a device of several units a pass has a multiple of so many columns: how a row of odd length is
+divided among vector registers depends on how many threads work on it, and the last bits with it."""
+
+NORM_BLOCK = 4096
+"""Elements that are summed at once for the norm, on a device of several units: whatever the number
+of threads, the same sums are added up in the same order."""
+
 
 class FsdpBackend(Member):
     """FSDP2 `Backend`. A rank's heap holds its shards; with one rank these are the
@@ -115,6 +123,8 @@ class FsdpBackend(Member):
             for rank in range(ranks.world_size)
         ]
         self.kinds = kinds_of(spec)
+        self.at_boundary: Callable[[], None] = nothing
+        self._columns = DIVISIBLE_COLUMNS if ranks.num_units > 1 else 1
         self._group = ExitStack()
         self._model = build_model(spec.model)
         self._base = None
@@ -237,6 +247,9 @@ class FsdpBackend(Member):
         with torch.no_grad():
             self._masters.fill()
 
+    def use_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
     def close(self) -> None:
         self._group.close()
 
@@ -256,7 +269,9 @@ class FsdpBackend(Member):
         """Passes over this rank's data, then idle ones, until there are as many as on the busiest
         rank."""
         if self._ranks.world_size == 1:
-            yield from passes(batch, only_used=only_used)
+            for packed in passes(batch, only_used=only_used, columns=self._columns):
+                self.at_boundary()
+                yield packed
             return
         own = [*passes(batch, only_used=only_used)]
         num_idle = largest(len(own), self._ranks) - len(own)
@@ -284,10 +299,22 @@ class FsdpBackend(Member):
 
     def _grad_norm(self, gradients: torch.Tensor) -> float:
         """Norm over all ranks; each holds a shard, so squares add up. Collective."""
-        square = gradients.square().sum()
+        if self._ranks.num_units > 1:
+            square = _blockwise_square(gradients)
+        else:
+            square = gradients.square().sum()
         if self._ranks.world_size > 1:
             dist.all_reduce(square)
         return math.sqrt(square.item())
+
+
+def _blockwise_square(flat: torch.Tensor) -> torch.Tensor:
+    """Sum of squares, the same bits for any number of threads."""
+    whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+    # A reduction of rows gives each row to one thread; the sum over the rows is in float64, on one.
+    sums = flat[:whole].view(-1, NORM_BLOCK).square().sum(dim=1).double()
+    rest = flat[whole:].square().sum().double()
+    return torch.tensor(math.fsum([*sums.tolist(), rest.item()]), dtype=torch.float64)
 
 
 def _layout(spec: DeploymentSpec, shapes: Mapping[str, Sequence[int]], ranks: RankGroup) -> Layout:

@@ -11,6 +11,7 @@ With `decode` in place of the seconds of `generate` its rows end one after anoth
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
-from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch, nothing
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.layout import Layout, plan
 from phaseloom.worker.backends.noopdecode import Decoding, decode
@@ -44,6 +45,10 @@ from phaseloom.worker.state.heap import Heap
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+_PASS_S = 0.01
+"""The time between two boundaries of an operation, at which its share of the device may change."""
 
 
 class NoopBackend:
@@ -69,6 +74,7 @@ class NoopBackend:
         self.host_bytes = 0
         self.config: dict[str, Any] = {}
         self.kinds = MUTATING_KINDS | READING_KINDS
+        self.at_boundary: Callable[[], None] = nothing
 
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
@@ -84,7 +90,7 @@ class NoopBackend:
         """Answer every prompt with the one token 0, cut off by length, or with as many as are
         drawn, where the config says how decoding takes its time."""
         if self._decoding is not None:
-            decode(self._decoding, requests, watch)
+            decode(self._decoding, requests, watch, self.at_boundary)
             return
         self._take("generate")
         for i, args in enumerate(requests):
@@ -147,8 +153,14 @@ class NoopBackend:
         flat = np.frombuffer(self._buffer, "<f4", count=prod(slot.shape), offset=slot.offset)
         return flat.reshape(slot.shape)
 
+    def use_threads(self, count: int) -> None:
+        """Nothing: it computes nothing."""
+
     def _take(self, kind: str) -> None:
-        time.sleep(self._seconds.get(kind, 0.0))
+        ends_s = time.monotonic() + self._seconds.get(kind, 0.0)
+        while (left_s := ends_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _PASS_S))
+            self.at_boundary()
 
 
 def _layout(spec: DeploymentSpec) -> Layout:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from phaseloom.common.contract.operations import (
     Prompt,
     Sequence,
 )
-from phaseloom.worker.backends.base import Watch
+from phaseloom.worker.backends.base import Watch, nothing
 
 
 class Decoding(msgspec.Struct, frozen=True):
@@ -56,7 +57,12 @@ class _Row:
         return Sequence(bytes(4 * self.done), bytes(4 * self.done), reason)
 
 
-def decode(decoding: Decoding, requests: Seq[Generate], watch: Watch) -> None:
+def decode(
+    decoding: Decoding,
+    requests: Seq[Generate],
+    watch: Watch,
+    at_boundary: Callable[[], None] = nothing,
+) -> None:
     """Decode requests together, as slowly as a device would."""
     rows = [_rows(decoding, args) for args in requests]
     num_prompt = sum(length(prompt.tokens) for args in requests for prompt in args.prompts)
@@ -81,6 +87,7 @@ def decode(decoding: Decoding, requests: Seq[Generate], watch: Watch) -> None:
         live = [row for own in waiting.values() for row in own if row.is_open]
         if live:
             time.sleep(decoding.step_s + decoding.row_s * len(live))
+            at_boundary()
         for row in live:
             row.done += 1
 

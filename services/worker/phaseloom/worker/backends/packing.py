@@ -75,10 +75,14 @@ def idle_pass() -> Pass:
     return Pass(token_BT, token_BT, token_BT, none_N, none_N, none_N, zero_N, zero_N)
 
 
-def passes(batch: Batch, *, only_used: bool) -> Iterator[Pass]:
-    """Pack a batch. Args: only_used: ask only for positions that count in the loss."""
+def passes(batch: Batch, *, only_used: bool, columns: int = 1) -> Iterator[Pass]:
+    """Pack a batch.
+
+    Args: only_used: ask only for positions that count in the loss.
+          columns: a pass has a multiple of so many columns.
+    """
     for rows in _grouped(_rows(batch)):
-        packed = _pack(rows, batch, only_used=only_used)
+        packed = _pack(rows, batch, only_used=only_used, columns=columns)
         if packed.index_N.size:
             yield packed
 
@@ -133,7 +137,7 @@ def _fits(group: list[Row], row: Row) -> bool:
     return extra_padding <= PASS_OVERHEAD_TOKENS and row.length * (len(group) + 1) <= PASS_TOKENS
 
 
-def _pack(rows: list[Row], batch: Batch, *, only_used: bool) -> Pass:
+def _pack(rows: list[Row], batch: Batch, *, only_used: bool, columns: int) -> Pass:
     """Write all samples' positions at once; each member writes the prefix that it shares."""
     members = np.array([i for row in rows for i in row.members])
     counts = [len(row.members) for row in rows]
@@ -155,7 +159,8 @@ def _pack(rows: list[Row], batch: Batch, *, only_used: bool) -> Pass:
     column = np.where(is_prefix, position, position + each(branch_start_of - prefix_of))
     row = each(row_of)
 
-    shape = (len(rows), max(row.length for row in rows))
+    longest = max(row.length for row in rows)
+    shape = (len(rows), -(-longest // columns) * columns)
     tokens_BT = np.zeros(shape, dtype=np.int64)
     positions_BT = np.zeros(shape, dtype=np.int64)
     branches_BT = np.full(shape, -1, dtype=np.int64)

@@ -10,6 +10,7 @@ Every rank of a WPG holds the whole weights and generates for its own prompts: n
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.adaptercache import AdapterCache, place_bytes
 from phaseloom.worker.backends.adapters import own_parameters
-from phaseloom.worker.backends.base import ALONE, AdapterVersion, Memory, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, AdapterVersion, Memory, RankGroup, Watch, nothing
 from phaseloom.worker.backends.batch import (
     Ints,
     forward_batch,
@@ -109,6 +110,7 @@ class SamplerBackend(InferenceBackend):
                 places = scratch_tensor(heap)[start : start + _adapter_bytes(spec)]
             self._adapters = AdapterCache(self._model, self.version_slots, places)
         self._scorer = scoring.Scorer(self._model, TORCH_DTYPES[self._dtype])
+        self.at_boundary: Callable[[], None] = nothing
         return_freed_memory()
 
     @staticmethod
@@ -147,6 +149,7 @@ class SamplerBackend(InferenceBackend):
                 elif batch.waves:
                     self._step(call, batch)
                 call.tell_drawn(batch)
+                self.at_boundary()
                 self._take(call, watch.joined())
 
     def _take(self, call: _Call, requests: Seq[Generate]) -> None:
@@ -182,6 +185,11 @@ class SamplerBackend(InferenceBackend):
     def weights_updated(self) -> None:
         if self._prefixes is not None:
             self._prefixes.weights_updated()
+
+    def use_threads(self, count: int) -> None:
+        """Work with one thread, whatever the share: a decode step gains next to nothing by more,
+        and the shapes of its products, and so its last bits, would depend on their number."""
+        torch.set_num_threads(1)
 
     def close(self) -> None:
         """Nothing: there is no process group and no thread."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.transport.framing import Peer
+from phaseloom.worker.rank.computeshare import ComputeShare, whole_device
 from phaseloom.worker.rank.wire import RankMessage, RollCall, RunShare, ShareResult, SharesDone
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ class Ranks:
     device_thread: ThreadPoolExecutor
     agent: Peer[RankMessage]
     num_ranks: int = 1
+    share: ComputeShare = field(default_factory=whole_device)
+    """This rank's share of its device."""
 
     @property
     def is_alone(self) -> bool:
@@ -47,7 +50,15 @@ class Ranks:
 
     async def here(self, call: Callable[[], T]) -> T:
         """Run `call` in this rank's device thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.device_thread, call)
+
+        def run() -> T:
+            self.share.begin()
+            try:
+                return call()
+            finally:
+                self.share.end()
+
+        return await asyncio.get_running_loop().run_in_executor(self.device_thread, run)
 
     async def everywhere(self, own: Callable[[], T], share: RunShare) -> tuple[T, SharesOfOthers]:
         """Run the leader's part of a call in its device thread, and the other ranks' parts of it.

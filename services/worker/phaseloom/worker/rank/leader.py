@@ -71,7 +71,14 @@ from phaseloom.worker.rank.outcomes import (
     get_all,
 )
 from phaseloom.worker.rank.stateops import StateOperations, share_of
-from phaseloom.worker.rank.wire import CancelRun, DevicesFreed, Payload, RankConfig, RunPermits
+from phaseloom.worker.rank.wire import (
+    AdjustShare,
+    CancelRun,
+    DevicesFreed,
+    Payload,
+    RankConfig,
+    RunPermits,
+)
 from phaseloom.worker.state.client import RankStateClient
 
 log = logging.getLogger(__name__)
@@ -130,6 +137,8 @@ class Leader:
         """
         operations = [permit.operation for permit in given.permits]
         self._outcomes.unended.update(operations)
+        for permit in given.permits:
+            self.ranks.share.ask(permit.units, permit.id)
         dones, payloads = await asyncio.gather(
             get_all(self.bus, streams.DONE, [streams.done_subject(key) for key in operations]),
             get_all(
@@ -211,6 +220,14 @@ class Leader:
 
     def cancel(self, cancel: CancelRun) -> None:
         self.queue.cancel(cancel.operation, keeps_partial=cancel.keeps_partial)
+
+    async def adjust(self, adjust: AdjustShare) -> None:
+        """Return once the rank uses these compute units: at the next boundary of what runs, or at
+        once where nothing does."""
+        self.ranks.share.ask(adjust.units, adjust.command)
+        taken = asyncio.ensure_future(self.ranks.share.taken())
+        # The call itself is a boundary, behind what runs, which usually has one before.
+        await asyncio.gather(taken, self.ranks.here(lambda: None))
 
     def _check_order(self, permit: Permit) -> None:
         if permit.kind not in MUTATING_KINDS:

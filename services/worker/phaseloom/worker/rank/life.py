@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +30,15 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig, connect
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend, RankGroup
+from phaseloom.worker.backends.base import Backend, Divides, RankGroup
+from phaseloom.worker.rank.computeshare import ComputeShare
 from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.follower import Follower
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.leader import Leader
 from phaseloom.worker.rank.wire import (
+    AdjustShare,
     CancelRun,
     MeetAt,
     MeetRanks,
@@ -143,6 +145,7 @@ class Rank:
         executor = await self._build(ranks, await _group(settings, agent))
         heap, backend = self._heap, executor.backend
         assert heap is not None
+        ranks = replace(ranks, share=_share_of(settings, backend))
         self._state = state = await RankStateClient.connect(
             settings.state_socket,
             settings.token,
@@ -208,6 +211,34 @@ class Rank:
         return Executor(settings, await ranks.here(build))
 
 
+def _share_of(settings: RankConfig, backend: Backend) -> ComputeShare:
+    """The rank's share of its device: all of it, until the scheduler says otherwise."""
+    key = settings.deployment
+
+    def told(begin_s: float, end_s: float, units: Sequence[int]) -> None:
+        telemetry.record(
+            "share",
+            begin_s,
+            end_s,
+            tenant=key.tenant,
+            job=key.job,
+            deployment=key.deployment,
+            node=settings.node,
+            device=settings.device,
+            units=len(units),
+        )
+
+    use = backend.use_threads if isinstance(backend, Divides) else _no_threads
+    share = ComputeShare(settings.device, settings.num_units, use, told)
+    if isinstance(backend, Divides):
+        backend.at_boundary = share.take
+    return share
+
+
+def _no_threads(count: int) -> None:
+    """A backend that cannot divide its work is kept on the cores of its share all the same."""
+
+
 def _identity(model: ModelSpec) -> str:
     """Digest of what determines a model's initial weights, however they are trained afterwards."""
     known: tuple[object, ...] = (model.config, model.init_seed)
@@ -228,6 +259,7 @@ async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
         settings.num_ranks,
         settings.store_path,
         device_kind=settings.device_kind,
+        num_units=settings.num_units,
         node_directory=str(Path(settings.agent_socket).parent),
     )
     if not settings.is_over_nodes:
@@ -281,6 +313,8 @@ def _leader_answers(leader: Leader) -> Answer:
                 await leader.run(body)
             case CancelRun():
                 leader.cancel(body)
+            case AdjustShare():
+                await leader.adjust(body)
             case TailReached():
                 leader.queue.tail_reached(body)
             case TokensDrawn():

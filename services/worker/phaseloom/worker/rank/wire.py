@@ -44,6 +44,8 @@ class RankConfig(Message, frozen=True):
     """Checkpoint to start from, where no seal is restored; empty: start from the spec's seeds."""
     applied: int = 0
     """seq that the checkpoint, or the fresh state, stands for."""
+    num_units: int = 1
+    """Compute units of its device: the cores of an emulated one."""
 
     @property
     def is_over_nodes(self) -> bool:
@@ -158,6 +160,15 @@ class CancelRun(Message, frozen=True):
     """Whether a `generate` shall complete with the tokens that it has."""
 
 
+class AdjustShare(Message, frozen=True):
+    """agent → leader: use these compute units of its device from the next boundary on.
+    Answer: Done, once it does."""
+
+    units: list[int]
+    command: CommandId
+    """The command that says so: an older one than the newest is void."""
+
+
 class Payload(msgspec.Struct, frozen=True):
     """An operation, in the bytes in which its controller sent it."""
 
@@ -266,6 +277,7 @@ RankMessage = (
     | RunPermits
     | DevicesFreed
     | CancelRun
+    | AdjustShare
     | RunShare
     | ShareDone
     | SharesDone

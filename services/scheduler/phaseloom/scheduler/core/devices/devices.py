@@ -1,8 +1,9 @@
 """Devices and their slots: what is in one, what must leave it for a newcomer, who has claimed it.
 
-A device has one slot today. Others get slots from here (`slot`, `slots_of`), may read them, and
-have them changed by the functions below: nothing else writes a slot's fields, or looks into a
-device.
+A device has one slot. Where it is shared in space, each deployment that runs in the slot has a
+share of the device's compute units; the shares never overlap. Others get slots from here (`slot`,
+`slots_of`), may read them, and have them changed by the functions below: nothing else writes a
+slot's fields, or looks into a device.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from phaseloom.common.contract.ids import NodeId, OperationKey
-from phaseloom.common.contract.specs import Residency
+from phaseloom.common.contract.specs import CommandId, Residency
 from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Expected, Node, Phase, Slot
+from phaseloom.scheduler.core.state.node import Expected, Node, Phase, Share, Slot
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.tree import State
 
@@ -24,6 +25,11 @@ and nothing goes to NVMe."""
 
 def slot(state: State, node: str, device: int) -> Slot:
     return state.nodes[node].devices[device].slots[0]
+
+
+def units_of(state: State, slot: Slot) -> int:
+    """How many compute units a slot's device has."""
+    return state.nodes[slot.node].devices[slot.device].units
 
 
 def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
@@ -65,14 +71,16 @@ def victims(step: Step, slot: Slot, newcomer: Deployment) -> list[Deployment]:
     """The deployments that must leave a slot for a newcomer.
 
     Where residency is per job, other jobs' go first; then the least recently used, until the
-    newcomer fits.
+    newcomer fits. What runs stays.
     """
     node = step.node(slot.node)
+    runs = slot.runs
     residents = [step.state.deployments[name] for name in slot.resident if name != newcomer.name]
     leaving = []
     if node.residency is Residency.JOB:
         leaving = [d for d in residents if d.key.job_key != newcomer.key.job_key]
     staying = [d for d in residents if d not in leaving]
+    staying.sort(key=lambda d: d.name in runs)
     used = newcomer.wpg.state_bytes + sum(d.wpg.state_bytes for d in staying)
     for other in staying:
         if used <= node.devices[slot.device].memory_bytes:
@@ -110,19 +118,36 @@ def unclaim(step: Step, deployment: Deployment) -> None:
 
 def use(step: Step, deployment: Deployment) -> None:
     """Let a deployment hold its slots: its state is the newest there."""
-    name, job = deployment.name, deployment.job_name
+    name = deployment.name
     for slot in held_slots(step.state, deployment):
-        slot.running = name
-        slot.is_released = False
-        if slot.used_by != name:
-            slot.used_by = name
-            slot.used_since_s = step.now_s
-        if slot.holder != job:
-            slot.holder = job
-            slot.held_since_s = step.now_s
+        if slot.running in ("", name):
+            _lead(step, slot, deployment)
         if name in slot.resident:
             slot.resident.remove(name)
         slot.resident.append(name)
+
+
+def _lead(step: Step, slot: Slot, deployment: Deployment) -> None:
+    """Note which of those that run in a slot has been there longest: its job is the holder."""
+    name, job = deployment.name, deployment.job_name
+    slot.running = name
+    slot.is_released = False
+    if slot.used_by != name:
+        slot.used_by = name
+        slot.used_since_s = step.now_s
+    if slot.holder != job:
+        slot.holder = job
+        slot.held_since_s = step.now_s
+
+
+def _stops(step: Step, slot: Slot, name: str) -> None:
+    """Note that a deployment runs in a slot no longer; what runs beside it goes on."""
+    slot.shares = [share for share in slot.shares if share.deployment != name]
+    if slot.running != name:
+        return
+    slot.running = ""
+    if slot.shares:
+        _lead(step, slot, step.state.deployments[slot.shares[0].deployment])
 
 
 def forget_job(step: Step, slot: Slot, deployment: Deployment) -> None:
@@ -194,8 +219,7 @@ def vacate(step: Step, deployment: Deployment) -> None:
     for slot in slots_of(step, deployment):
         if name in slot.resident:
             slot.resident.remove(name)
-        if slot.running == name:
-            slot.running = ""
+        _stops(step, slot, name)
         if slot.speculative == name:
             slot.speculative = ""
         slot.expected.pop(deployment.job_name, None)
@@ -212,12 +236,13 @@ def free(step: Step, deployment: Deployment, key: OperationKey, kind: str) -> No
     activation = deployment.activation
     activation.ended(key, step.now_s)
     for slot in slots_of(step, deployment):
-        if slot.running != deployment.name:
+        if deployment.name not in slot.runs:
             continue  # it has no part in what runs
+        if slot.running == deployment.name:
+            slot.last = f"{key.deployment}.{kind}"
+            slot.idle_since_s = step.now_s
         if not activation.running:
-            slot.running = ""
-        slot.last = f"{key.deployment}.{kind}"
-        slot.idle_since_s = step.now_s
+            _stops(step, slot, deployment.name)
     if activation.idle_ranks and not activation.running:
         activation.leave_out([])
         if any(deployment.name not in slot.resident for slot in slots_of(step, deployment)):
@@ -234,7 +259,7 @@ def free_tail(step: Step, deployment: Deployment, ranks: list[int]) -> None:
             continue
         node, device = deployment.places[rank]
         freed = slot(step.state, node, device)
-        freed.running = ""
+        _stops(step, freed, deployment.name)
         freed.idle_since_s = step.now_s
         if freed.holder == deployment.job_name:
             set_released(freed, True)
@@ -245,7 +270,8 @@ def free_tail(step: Step, deployment: Deployment, ranks: list[int]) -> None:
 def release(step: Step, deployment: Deployment) -> None:
     """Note that nothing runs on the devices of a deployment that held them."""
     for slot in slots_of(step, deployment):
-        slot.running = ""
+        if slot.running == deployment.name:
+            _stops(step, slot, deployment.name)
 
 
 def note_ready(step: Step, deployment: Deployment, *, is_ready: bool) -> None:
@@ -284,6 +310,40 @@ def note_round(slot: Slot, job: str, number: int) -> None:
 def note_timer(slot: Slot, timer: str) -> None:
     """Note the timer at which a slot is looked at again."""
     slot.timer = timer
+
+
+# --- sharing in space ----------------------------------------------------------------------------
+
+
+def free_units(step: Step, slot: Slot) -> list[int]:
+    """The compute units of a slot's device that no share has."""
+    taken = {unit for share in slot.shares for unit in share.units}
+    return [unit for unit in range(units_of(step.state, slot)) if unit not in taken]
+
+
+def give_share(slot: Slot, deployment: Deployment, units: list[int]) -> None:
+    """Note that a deployment is about to run with these units, which are free. It is called before
+    `use`, which says that it runs."""
+    assert slot.share_of(deployment.name) is None, f"{deployment.name}: two shares of a device"
+    slot.shares.append(Share(deployment.name, units))
+
+
+def ask_back(share: Share, kept: list[int], command: CommandId) -> None:
+    """Note that a share was asked to give up all but these units. It may use them until then."""
+    share.asked = kept
+    share.command = command
+
+
+def confirm(share: Share) -> None:
+    """Note that a share has given up what it was asked for."""
+    share.units = share.asked
+    share.asked, share.command = [], None
+
+
+def grow(share: Share, units: list[int]) -> None:
+    """Note that a share has these units from now on: its own, and free ones."""
+    share.units = units
+    share.asked, share.command = [], None
 
 
 # --- who is expected -----------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Which operations run next: hold, choose, switch, permit.
 
-A device runs the operations of one deployment at a time (one claim on all of its compute): one
-mutating operation alone, or reading ones together, up to `max_reading`. While reading ones run,
+A device runs the operations of one deployment at a time, or of several that each have a share of
+it (`shares`). Of a deployment run one mutating operation alone, or reading ones together, up to
+`max_reading`. While reading ones run,
 more of their deployment join them, until a mutating one is at its head (which then goes before all
 that came after it), another deployment has claimed one of its devices, or its quantum has ended
 while another waits: then what runs drains and the others go first. What runs next on a free
@@ -26,7 +27,15 @@ from phaseloom.common.contract.commands import CloseActivation, OpenActivation, 
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import ActivationOpened, ActivationRefused, PermitReturned
 from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.dispatch import choice, idle_hold, phases, ready, speculative, tails
+from phaseloom.scheduler.core.dispatch import (
+    choice,
+    idle_hold,
+    phases,
+    ready,
+    shares,
+    speculative,
+    tails,
+)
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.operations import gradients, operations, reads
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -55,12 +64,16 @@ def dispatch(step: Step) -> None:
         node = step.state.nodes[name]
         # A node may have come back with fewer devices.
         if node.is_up and index < len(node.devices):
-            _dispatch(step, devices.slot(step.state, name, index))
+            slot = devices.slot(step.state, name, index)
+            _dispatch(step, slot)
+            while (newcomer := shares.beside(step, slot)) is not None:
+                _begin_beside(step, newcomer)
 
 
 def _dispatch(step: Step, slot: Slot) -> None:
     if slot.running:
-        _go_on(step, step.state.deployments[slot.running])
+        for name in slot.runs:
+            _go_on(step, step.state.deployments[name])
         return
     deployment = _claimant(step, slot)
     if deployment is not None:
@@ -102,6 +115,7 @@ def _begin(step: Step, deployment: Deployment) -> None:
             return
     devices.unclaim(step, deployment)
     deployment.activation.leave_out(taken)
+    shares.give(step, deployment)
     if not deployment.activation.epoch:
         _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY) and not taken:
@@ -111,6 +125,16 @@ def _begin(step: Step, deployment: Deployment) -> None:
         devices.use(step, deployment)
         return
     for op in ops:
+        _permit(step, deployment, op)
+
+
+def _begin_beside(step: Step, deployment: Deployment) -> None:
+    """Run what a deployment has, beside others on its device: it has its share already."""
+    if not deployment.activation.epoch:
+        _open(step, deployment)
+    elif seals.is_due(step, deployment, times=BUSY):
+        seals.seal(step, deployment)
+    for op in _batch(step, deployment):
         _permit(step, deployment, op)
 
 
@@ -246,6 +270,7 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         ranks=tails.ranks_of(deployment),
         tail_on=tails.gathers_on(step, deployment, op),
         adapter=op.adapter,
+        units=shares.units_for(step, deployment),
     )
 
 

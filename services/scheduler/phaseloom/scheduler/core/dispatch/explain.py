@@ -169,8 +169,11 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
 def _of_slot(step: Step, deployment: Deployment, slot: Slot) -> list[str]:
     where = f"device {slot.device} of {slot.node}"
     lines = []
-    if slot.running:
-        lines.append(f"{where}, which runs {_running(step, deployment, slot.running)}")
+    for name in slot.runs:
+        share = slot.share_of(name)
+        is_asked = share is not None and bool(share.asked)
+        asked = "; it was asked for a part of the device" if is_asked else ""
+        lines.append(f"{where}, which runs {_running(step, deployment, name)}{asked}")
     claimant = devices.claimant(step, slot)
     if claimant is not None and claimant is not deployment:
         lines.append(f"{where}, which {_named(deployment, claimant.name)} has claimed")

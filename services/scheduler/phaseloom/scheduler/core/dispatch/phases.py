@@ -26,7 +26,13 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
         return  # It joins others.
     job = step.job_of(deployment)
     name, kind = str(job.key), kind_of(deployment, op)
-    here = devices.slots_of(step, deployment)
+    # What begins beside others leaves the phase of the device to those.
+    slots = devices.slots_of(step, deployment)
+    here = [
+        s
+        for s in slots
+        if s.share_of(deployment.name) is None or s.running in ("", deployment.name)
+    ]
     is_new = False
     for slot in here:
         continues = is_continued(step, slot, deployment, op)

@@ -16,6 +16,9 @@ from phaseloom.scheduler.core.policies.baselines.placement.random import random
 from phaseloom.scheduler.core.policies.baselines.placement.solo import solo
 from phaseloom.scheduler.core.policies.baselines.placement.spread import spread
 from phaseloom.scheduler.core.policies.device_view import Ordering
+from phaseloom.scheduler.core.policies.multiplexing.greedy import greedy
+from phaseloom.scheduler.core.policies.multiplexing.off import off
+from phaseloom.scheduler.core.policies.multiplexing.static import static
 from phaseloom.scheduler.core.policies.ordering.fcfs import fcfs
 from phaseloom.scheduler.core.policies.ordering.hrrs import hrrs
 from phaseloom.scheduler.core.policies.ordering.hrrs_anticipatory import hrrs_anticipatory
@@ -25,6 +28,7 @@ from phaseloom.scheduler.core.policies.placement.coexec_repack import coexec_rep
 from phaseloom.scheduler.core.policies.placement.isolated import isolated
 from phaseloom.scheduler.core.policies.placement.pack import pack
 from phaseloom.scheduler.core.policies.placement.spread_backfill import spread_backfill
+from phaseloom.scheduler.core.policies.sharing_view import Multiplexing
 from phaseloom.scheduler.core.state.cluster import Placement
 
 ORDERING: dict[str, Ordering] = {
@@ -55,13 +59,23 @@ PLACEMENT: dict[str, Placement] = {
 }
 
 
-def check_policies(placement: str, ordering: str, section: str = "") -> None:
+MULTIPLEXING: dict[str, Multiplexing] = {
+    "off": off,
+    "static": static,
+    "greedy": greedy,
+}
+
+
+def check_policies(
+    placement: str, ordering: str, section: str = "", *, multiplexing: str = "off"
+) -> None:
     """Args:   section: what stands before the name of a field that an error names.
     Raises: CallerError: there is no policy of that name; the remedy lists those that there are.
     """
     for kind, name, known in (
         ("placement", placement, [*PLACEMENT]),
         ("ordering", ordering, [*ORDERING]),
+        ("multiplexing", multiplexing, [*MULTIPLEXING]),
     ):
         if name not in known:
             raise CallerError(

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.common.contract.specs import DeviceSpec, Residency
+from phaseloom.common.contract.specs import CommandId, DeviceSpec, Residency
 
 
 class Closing(StrEnum):
@@ -58,8 +58,22 @@ class Phase(msgspec.Struct):
     began_s: float = 0.0
 
 
+class Share(msgspec.Struct):
+    """The compute units of a device that a deployment has while it runs."""
+
+    deployment: str
+    units: list[int]
+    """The units that it may be using. No two shares of a device have one in common."""
+    asked: list[int] = []
+    """The units that are left of them once its rank has confirmed that it uses no others; empty:
+    it was not asked to give any up."""
+    command: CommandId | None = None
+    """The command by which it was asked."""
+
+
 class Slot(msgspec.Struct):
-    """A share of a device that runs one deployment at a time. `devices` alone writes its fields."""
+    """What runs on a device: one deployment, or several beside one another, each with a share of
+    its compute units. `devices` alone writes its fields."""
 
     node: NodeId
     device: int
@@ -74,7 +88,11 @@ class Slot(msgspec.Struct):
     held_since_s: float = 0.0
     """When the holder took it."""
     running: str = ""
-    """Deployment whose operations run here now, or will once its activation is open."""
+    """Deployment whose operations run here now, or will once its activation is open. Where several
+    run, the one that has been here longest."""
+    shares: list[Share] = []
+    """The shares of all deployments that run here, in the order in which they came; empty where
+    devices are not shared in space, or nothing runs."""
     used_by: str = ""
     """Deployment that used the slot last."""
     used_since_s: float = 0.0
@@ -97,11 +115,21 @@ class Slot(msgspec.Struct):
     timer: str = ""
     """The timer at which the slot is looked at again."""
 
+    @property
+    def runs(self) -> list[str]:
+        """The deployments that run here."""
+        return [share.deployment for share in self.shares] or ([self.running] * bool(self.running))
+
+    def share_of(self, deployment: str) -> Share | None:
+        return next((share for share in self.shares if share.deployment == deployment), None)
+
 
 class Device(msgspec.Struct):
     memory_bytes: int
     slots: list[Slot]
-    """One, until jobs share a device in space."""
+    """One: what shares the device in space has shares in its slot."""
+    units: int = 1
+    """Compute units."""
 
 
 class Node(msgspec.Struct):
@@ -121,4 +149,4 @@ class Node(msgspec.Struct):
 
 
 def new_devices(node: NodeId, specs: list[DeviceSpec]) -> list[Device]:
-    return [Device(spec.memory_bytes, [Slot(node, i)]) for i, spec in enumerate(specs)]
+    return [Device(spec.memory_bytes, [Slot(node, i)], spec.units) for i, spec in enumerate(specs)]

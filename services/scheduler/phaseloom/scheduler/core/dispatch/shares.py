@@ -1,0 +1,202 @@
+"""Sharing a device in space: what runs beside what, and with how many of its compute units.
+
+A deployment that runs has a share of the units of its device. The multiplexing policy says how many
+each of those that run gets, and whether the next one begins beside them. A share shrinks in two
+steps: its rank is asked for units, and they are given on only when it has confirmed that it uses
+them no more, or when nothing of it runs any more. A share grows at once, by units that are free.
+So the shares of a device never overlap, whatever is killed in between: what was asked of a rank
+that is lost is free with the rank.
+
+Nothing is remembered of what was intended: at each event on a device the shares are compared with
+what the policy wants now.
+
+Only a deployment of one rank shares its device, whose state fits beside that of all that runs, and
+whose runtime gives the same bits with any share. A device whose jobs exclude one another's state,
+or that a deployment over several devices waits for, is not shared. Among what could begin, the
+ordering policy says who is next; one that cannot be beside what runs is overtaken only until it has
+waited for a quantum.
+Cost: O(ready deployments of the device), where it has several units and a policy that shares them.
+"""
+
+from __future__ import annotations
+
+from phaseloom.common.contract.commands import AdjustClaims
+from phaseloom.common.contract.events import ClaimsAdjusted
+from phaseloom.common.contract.specs import Capabilities, CommandId, Residency
+from phaseloom.scheduler.core.devices import devices
+from phaseloom.scheduler.core.dispatch import choice, phases, ready
+from phaseloom.scheduler.core.policies.device_view import Wait
+from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
+from phaseloom.scheduler.core.policies.sharing_view import Claim, Multiplexing, SharingView
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.node import Share, Slot
+from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import WpgState
+
+LEAST_PATIENCE_S = 1.0
+"""For so long at least one that cannot be beside what runs is overtaken, if there is no quantum."""
+
+
+def policy_of(step: Step) -> Multiplexing:
+    return MULTIPLEXING[step.config.multiplexing]
+
+
+def is_on(step: Step, slot: Slot) -> bool:
+    return policy_of(step).is_on and devices.units_of(step.state, slot) > 1
+
+
+def give(step: Step, deployment: Deployment) -> None:
+    """Give a deployment that is about to run alone its share of each device that is shared."""
+    for slot in devices.held_slots(step.state, deployment):
+        if not is_on(step, slot) or slot.share_of(deployment.name) is not None:
+            continue
+        free = devices.free_units(step, slot)
+        if _is_divisible(step, deployment):
+            counts = _counts(step, slot, [_claim_of(step, deployment)])
+            assert counts is not None, f"{deployment.name}: no share though it is alone"
+            free = free[: counts[0]]
+        devices.give_share(slot, deployment, free)
+
+
+def units_for(step: Step, deployment: Deployment) -> list[int]:
+    """The units that a deployment's permits name; none: all of its devices.
+
+    One that joins others while its rank is asked for units must not name these: the rank goes by
+    what it was told last.
+    """
+    if len(deployment.places) != 1:
+        return []
+    (slot,) = devices.slots_of(step, deployment)
+    share = slot.share_of(deployment.name)
+    units = [] if share is None else share.asked or share.units
+    return [] if len(units) == devices.units_of(step.state, slot) else units
+
+
+def beside(step: Step, slot: Slot) -> Deployment | None:
+    """Bring the shares of a slot in which something runs nearer to what the policy wants.
+
+    Returns: a deployment that begins beside the others now; it has its share.
+    """
+    if not slot.shares or not is_on(step, slot):
+        return None
+    running = [_claim_of(step, step.state.deployments[name]) for name in slot.runs]
+    found = _next(step, slot, running)
+    if found is None:
+        _grow(step, slot, _counts(step, slot, running) or [])
+        return None
+    newcomer, counts = found
+    for share, count in zip(slot.shares, counts, strict=False):
+        if count < len(share.units):
+            _ask_back(step, slot, share, count)
+    free = devices.free_units(step, slot)
+    if len(free) < counts[-1]:
+        return None
+    devices.give_share(slot, newcomer, free[: counts[-1]])
+    return newcomer
+
+
+def adjusted(step: Step, event: ClaimsAdjusted) -> None:
+    """Take back the units that a rank has given up; the answer to an older question is void."""
+    deployment = step.deployment(event.deployment)
+    if deployment is None or event.incarnation != deployment.wpg.incarnation:
+        return
+    for slot in devices.slots_of(step, deployment):
+        share = slot.share_of(deployment.name)
+        if share is not None and share.command == event.command:
+            devices.confirm(share)
+            step.dirty.add((slot.node, slot.device))
+
+
+def _next(step: Step, slot: Slot, running: list[Claim]) -> tuple[Deployment, list[int]] | None:
+    """What begins beside all that runs, and the units of each, the newcomer's last."""
+    if choice.policy_of(step).is_strict or not _takes_company(step, slot):
+        return None
+    options = [option for option in ready.on(step, slot) if option[0].name not in slot.runs]
+    patience_s = step.config.quantum_s or LEAST_PATIENCE_S
+    while options:
+        preferred = choice.prefer(step, slot, options, may_wait=False)
+        assert not isinstance(preferred, Wait), f"{step.config.ordering} waits unasked"
+        deployment, op = preferred
+        if _fits(step, slot, deployment):
+            counts = _counts(step, slot, running, _claim_of(step, deployment, op.kind))
+            if counts is not None:
+                return deployment, counts
+        if phases.waited_s(step, deployment, op) >= patience_s:
+            return None
+        options = [option for option in options if option[0] is not deployment]
+    return None
+
+
+def _takes_company(step: Step, slot: Slot) -> bool:
+    node = step.node(slot.node)
+    if node.residency is Residency.JOB or devices.claimant(step, slot) is not None:
+        return False
+    here = [step.state.deployments[name] for name in slot.runs]
+    return all(_is_divisible(step, d) and not d.activation.is_opening for d in here)
+
+
+def _is_divisible(step: Step, deployment: Deployment) -> bool:
+    """Whether a deployment can run with a part of its device."""
+    if len(deployment.places) != 1 or deployment.wpg.state is not WpgState.READY:
+        return False
+    known = _capabilities_of(step, deployment)
+    # The ranks of adapters may share a process, and with it the process's cores.
+    return deployment.spec.model.adapter is None and (known is None or known.divides)
+
+
+def _capabilities_of(step: Step, deployment: Deployment) -> Capabilities | None:
+    """What a deployment's runtime can do on its node; None: the node has not told."""
+    node = deployment.node
+    assert node is not None, deployment.name
+    return step.state.cluster.hosts[node].backends.get(deployment.spec.backend)
+
+
+def _fits(step: Step, slot: Slot, newcomer: Deployment) -> bool:
+    """Whether a deployment's state fits on the device beside that of all that runs there."""
+    names = {*slot.runs, newcomer.name}
+    used = sum(step.state.deployments[name].wpg.state_bytes for name in names)
+    memory_bytes = step.node(slot.node).devices[slot.device].memory_bytes
+    return _is_divisible(step, newcomer) and used <= memory_bytes
+
+
+def _claim_of(step: Step, deployment: Deployment, begins: str = "") -> Claim:
+    ops = [deployment.queue.find(key) for key in deployment.activation.running]
+    kinds = {op.kind for op in ops if op is not None}
+    if begins:
+        kinds.add(begins)
+    known = _capabilities_of(step, deployment)
+    most_units = 0 if known is None else known.most_units
+    return Claim(deployment.name, deployment.job_name, tuple(sorted(kinds)), most_units)
+
+
+def _counts(
+    step: Step, slot: Slot, running: list[Claim], newcomer: Claim | None = None
+) -> list[int] | None:
+    jobs = {step.state.deployments[name].job_name for name in slot.placed}
+    view = SharingView(devices.units_of(step.state, slot), len(jobs), running, newcomer)
+    return policy_of(step).share(view)
+
+
+def _ask_back(step: Step, slot: Slot, share: Share, count: int) -> None:
+    """Ask a rank for all but so many of its units, unless it was asked for that already."""
+    if len(share.asked) != count:
+        kept = share.units[:count]
+        devices.ask_back(share, kept, _tell(step, slot, share, kept, shrinks=True))
+
+
+def _grow(step: Step, slot: Slot, counts: list[int]) -> None:
+    """Give what is free to those that run; what they were asked for is not needed any more."""
+    free = devices.free_units(step, slot)
+    for share, count in zip(slot.shares, counts, strict=True):
+        missing = max(0, count - len(share.units))
+        more, free = free[:missing], free[missing:]
+        if more or share.asked:
+            units = sorted([*share.units, *more])
+            devices.grow(share, units)
+            _tell(step, slot, share, units, shrinks=False)
+
+
+def _tell(step: Step, slot: Slot, share: Share, units: list[int], *, shrinks: bool) -> CommandId:
+    deployment = step.state.deployments[share.deployment]
+    node = step.node(slot.node)
+    return step.order(AdjustClaims, node, deployment, units=units, shrinks=shrinks)

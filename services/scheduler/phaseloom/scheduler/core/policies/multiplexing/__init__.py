@@ -1,0 +1,1 @@
+"""Multiplexing policies: what runs beside what on a device of several compute units."""

@@ -1,0 +1,12 @@
+"""Nothing runs beside anything: devices are shared in time alone."""
+
+from __future__ import annotations
+
+from phaseloom.scheduler.core.policies.sharing_view import Multiplexing, SharingView
+
+
+def _share(view: SharingView) -> list[int] | None:
+    return None if view.newcomer is not None else [view.units] * len(view.running)
+
+
+off = Multiplexing(_share, is_on=False)

@@ -1,0 +1,97 @@
+"""What the demo of one shared device makes of its runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phaseloom.cli.demo import demo
+from phaseloom.cli.report import JobResult
+from phaseloom.cli.spatial import (
+    POLICIES,
+    SpatialRun,
+    SpatialSummary,
+    lines_of,
+    mesh_of,
+    problems,
+    run_of,
+    summarize,
+    write,
+)
+from phaseloom.cli.supervisor import MeshConfig, NodeConfig, child_specs
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.specs import DeviceKind
+from phaseloom.common.transport.natsserver import Credentials
+
+CREDENTIALS = Credentials("nats://127.0.0.1:1", "mesh", "word", {"demo": "other"})
+SAME = {"a": "11", "b": "22"}
+
+
+def rounds(*seconds: tuple[float, float, float]) -> list[SpatialRun]:
+    return [
+        SpatialRun(number, policy, taken, SAME)
+        for number, each in enumerate(seconds, 1)
+        for policy, taken in zip(POLICIES, each, strict=True)
+    ]
+
+
+def test_ratio_is_the_median_of_the_rounds() -> None:
+    found = summarize(rounds((30.0, 25.0, 20.0), (40.0, 20.0, 20.0), (30.0, 20.0, 24.0)))
+    assert found.ratios == [1.5, 2.0, 1.25]
+    assert found.ratio == 1.5
+    assert (found.serial_seconds, found.static_seconds, found.multiplexed_seconds) == (30, 20, 20)
+    assert found.weights_identical
+    assert problems(found) == []
+    assert "identical" in lines_of(found)[-1]
+
+
+def test_other_weights_and_too_small_a_gain_are_problems() -> None:
+    runs = rounds((30.0, 25.0, 29.0))
+    runs[1] = msgspec.structs.replace(runs[1], weights_sha256={**SAME, "b": "33"})
+    found = summarize(runs)
+    assert not found.weights_identical
+    weights, gain = problems(found)
+    assert "weights" in weights
+    assert "1.03" in gain
+
+
+def test_a_run_lasts_from_the_first_job_to_the_last() -> None:
+    results = [
+        JobResult("a", 3, 0.0, 0.0, "11", 10.0, 20.0),
+        JobResult("b", 3, 0.0, 0.0, "22", 11.0, 25.0),
+    ]
+    assert run_of(1, "off", results) == SpatialRun(1, "off", 15.0, SAME)
+
+
+def test_summary_has_the_figures_under_spatial(tmp_path: Path) -> None:
+    write(SpatialSummary("r", 0, 20, summarize(rounds((30.0, 25.0, 20.0)))), tmp_path)
+    spatial = json.loads((tmp_path / "summary.json").read_bytes())["spatial"]
+    assert spatial["ratio"] == 1.5
+    assert spatial["serial_seconds"] == 30.0
+    assert spatial["static_seconds"] == 25.0
+    assert spatial["multiplexed_seconds"] == 20.0
+    assert spatial["weights_identical"] is True
+
+
+async def test_spatial_demo_refuses_what_it_does_not_compare() -> None:
+    with pytest.raises(CallerError, match="spatial"):
+        await demo(spatial=True, baseline=True)
+
+
+def test_a_device_of_the_demo_has_two_cores_that_its_jobs_may_divide(tmp_path: Path) -> None:
+    specs = child_specs(mesh_of("greedy", MeshConfig()), tmp_path, tmp_path, CREDENTIALS, "secret")
+    by_name = {spec.name: spec.environment for spec in specs}
+    assert by_name["worker-device-0"]["PHASELOOM_WORKER_CORES_PER_DEVICE"] == "2"
+    assert by_name["worker-device-0"]["PHASELOOM_WORKER_EXCLUSIVE_RESIDENCY"] == "shared"
+    assert by_name["scheduler"]["PHASELOOM_SCHEDULER_MULTIPLEXING"] == "greedy"
+
+
+@pytest.mark.parametrize(("cores", "kind"), [(0, DeviceKind.EMULATED), (2, DeviceKind.CUDA)])
+def test_cores_that_cannot_be_divided_are_refused(cores: int, kind: DeviceKind) -> None:
+    node = NodeConfig("n0", "train", [1], device_kind=kind, cores_per_device=cores)
+    with pytest.raises(CallerError) as caught:
+        MeshConfig(nodes=[node]).check()
+    assert caught.value.info.field == "mesh.nodes.cores_per_device"

@@ -1,0 +1,130 @@
+"""A rank's share of its device: which cores its threads are on, and what it was told last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from phaseloom.common.contract.specs import CommandId
+from phaseloom.worker.rank.computeshare import ComputeShare, whole_device
+
+
+@pytest.fixture(autouse=True)
+def own_cores() -> Iterator[list[int]]:
+    """The cores of this process, which it has again afterwards."""
+    cores = os.sched_getaffinity(0)
+    yield sorted(cores)
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+class Threads:
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def use(self, count: int) -> None:
+        self.counts.append(count)
+
+
+def command(sequence: int, index: int = 0) -> CommandId:
+    return CommandId(sequence, index)
+
+
+def share_of(threads: Threads, device: int = 0, num_units: int = 2) -> ComputeShare:
+    return ComputeShare(device, num_units, threads.use)
+
+
+def test_all_threads_are_kept_on_the_cores_of_the_share(own_cores: list[int]) -> None:
+    share, may_end = share_of(Threads()), threading.Event()
+    other = threading.Thread(target=may_end.wait)
+    other.start()
+    try:
+        share.ask([1], command(1))
+        share.take()
+        expected = {own_cores[1 % len(own_cores)]}
+        assert other.native_id is not None
+        assert os.sched_getaffinity(other.native_id) == expected
+        assert os.sched_getaffinity(0) == expected
+    finally:
+        may_end.set()
+        other.join()
+
+
+def test_threads_are_as_many_as_cores(own_cores: list[int]) -> None:
+    """Two threads on one core would wait for each other."""
+    threads = Threads()
+    share = share_of(threads)
+    share.take()
+    share.ask([0], command(1))
+    share.take()
+    assert threads.counts == [min(2, len(own_cores)), 1]
+
+
+def test_devices_have_cores_of_their_own_where_there_are_enough(own_cores: list[int]) -> None:
+    if len(own_cores) < 2:
+        pytest.skip("one core")
+    found = []
+    for device in range(2):
+        share = share_of(Threads(), device, num_units=1)
+        found.append(share._cores)
+    assert found == [[own_cores[0]], [own_cores[1]]]
+
+
+def test_what_an_older_command_says_is_void() -> None:
+    share = share_of(Threads())
+    share.ask([0], command(7))
+    share.ask([], command(6, 5))
+    share.take()
+    assert share.units == (0,)
+    share.ask([], command(7, 1))
+    share.take()
+    assert share.units == (0, 1)
+
+
+async def test_is_confirmed_at_the_next_boundary_and_not_before() -> None:
+    share = share_of(Threads())
+    share.begin()
+    share.ask([1], command(1))
+    confirmed = asyncio.ensure_future(share.taken())
+    await asyncio.sleep(0)
+    assert not confirmed.done()
+    assert share.units == (0, 1)
+    await asyncio.to_thread(share.take)
+    await confirmed
+    assert share.units == (1,)
+
+
+async def test_a_device_of_one_unit_is_left_alone(own_cores: list[int]) -> None:
+    share = whole_device()
+    share.begin()
+    share.end()
+    assert sorted(os.sched_getaffinity(0)) == own_cores
+    confirmed = asyncio.ensure_future(share.taken())
+    await asyncio.sleep(0)
+    share.take()
+    await confirmed
+
+
+def test_tells_how_long_it_used_what() -> None:
+    told: list[tuple[float, float, tuple[int, ...]]] = []
+
+    def tell(begin_s: float, end_s: float, units: Sequence[int]) -> None:
+        told.append((begin_s, end_s, tuple(units)))
+
+    share = ComputeShare(0, 2, lambda count: None, tell)
+    share.begin()
+    began = threading.Event()
+    began.wait(0.01)  # so long that it is worth telling
+    share.ask([0], command(1))
+    share.take()
+    began.wait(0.01)
+    share.end()
+    assert [units for _, _, units in told] == [(0, 1), (0,)]
+    assert told[0][1] == told[1][0]
