@@ -110,7 +110,6 @@ async def test_timeline_shows_the_jobs_while_they_run(shown: Shown) -> None:
         assert painted_ms < MOST_PAINT_MS
         before = await tab.operations()
         await tab.until("(n) => window.phaseloom.app.model.numOperations > n + 20", before)
-        await tab.page.click("#fit")
         place = await tab.place_of("forward_backward")
         await tab.page.mouse.click(place["x"], place["y"])
         details = tab.page.locator("#details")
@@ -230,7 +229,6 @@ async def test_replay_opens_from_a_file_and_plays(tmp_path: Path) -> None:
     async with browser() as running, opened(running, path.as_uri()) as tab:
         await tab.until("window.phaseloom?.app.model.numOperations > 0")
         await tab.has("a run")
-        await tab.page.click("#fit")
         place = await tab.place_of("generate")
         await tab.page.mouse.click(place["x"], place["y"])
         await tab.has("Where its time went")
