@@ -19,7 +19,7 @@ needs_chromium = pytest.mark.skipif(
 )
 WIDE = {"width": 1360, "height": 720}
 NARROW = {"width": 390, "height": 780}
-PATIENCE_MS = 60_000
+PATIENCE_MS = 150_000
 _POLL_S = 0.05
 
 _CONTRASTS = """() => {
