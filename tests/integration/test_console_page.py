@@ -109,7 +109,7 @@ async def test_timeline_shows_the_jobs_while_they_run(shown: Shown) -> None:
         print(f"first paint after {painted_ms:.0f} ms")
         assert painted_ms < MOST_PAINT_MS
         before = await tab.operations()
-        await tab.until("(n) => window.phaseloom.app.model.numOperations > n + 20", before)
+        await tab.until("(n) => window.phaseloom.app.model.numOperations > n + 5", before)
         place = await tab.place_of("forward_backward")
         await tab.page.mouse.click(place["x"], place["y"])
         details = tab.page.locator("#details")
