@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from phaseloom import client
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.client import Batching, NamedWeights
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.events import OperationFinished, QueuedOperation, WpgLost
 from phaseloom.common.contract.specs import Layout
-from tests.support.jobs import kill_rank, running_mesh, tenant
+from tests.support.jobs import Log, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson
 from tests.support.pretrained import save_model
 
@@ -89,6 +91,35 @@ async def check_refusals(
     assert await refusal(own.forward(BATCH, weights=KEPT)) == plain
 
 
+async def check_device_time(connection: client.Mesh, log: Log) -> None:
+    """The devices' time of an operation is that of the job whose weights it names, and of those
+    that ran at once on a rank each has its part."""
+    await log.caught_up()
+    jobs = {"first", "second", "shared"}
+    queued = {str(each.key): each for each in log.events if isinstance(each, QueuedOperation)}
+    expected: dict[str, dict[str, float]] = {job: defaultdict(float) for job in jobs}
+    for ran in log.events:
+        if not isinstance(ran, OperationFinished) or ran.kind == "save_state":
+            continue
+        name = ran.key.deployment
+        num_devices = 2 if name == "pair" or (ran.key.job, name) == ("second", "policy") else 1
+        pool = "train" if name == "policy" else "rollout"
+        payer = queued[str(ran.key)].payer or ran.key.job
+        expected[payer][pool] += ran.duration_s * ran.share * num_devices
+    async with asyncio.timeout(60):  # the scheduler may read the log later than this
+        for job in jobs:
+            while (await connection.status(job)).device_s != pytest.approx({**expected[job]}):
+                await asyncio.sleep(0.05)
+    shares = [
+        ran.share
+        for ran in log.events
+        if isinstance(ran, OperationFinished) and ran.key.deployment_key.deployment == "sampler"
+    ]
+    assert min(shares) < 1.0, "none ran at the same time as another"
+    payers = {each.payer for each in queued.values()}
+    assert payers == {"", "first", "second"}
+
+
 async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
     short_dir: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +163,7 @@ async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
             scored = await sampling.forward(BATCH, weights=newest)
             [lp] = (await first.deployment("policy").forward(BATCH)).logprobs
             assert np.abs(np.array(lp) - np.array(scored.logprobs[0])).max() <= 1e-5
+        await check_device_time(connection, log)
 
         # Whatever is killed, an operation draws with what it names.
         handle = shared.generate(PROMPTS, LONG, weights=older, stream=True)
@@ -155,6 +187,81 @@ async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
             again = await sampling.forward(BATCH, weights=KEPT)
             assert np.abs(np.array(lp) - np.array(again.logprobs[0])).max() <= 1e-5
         await log.caught_up()
-        ran = [each for each in log.failures() if each.incarnation]
-        jobs = sorted(each.key.job for each in ran)
+        jobs = sorted(each.key.job for each in log.failures() if each.incarnation)
         assert jobs == ["first", "shared"], "checkpoints that are not there, or not read here"
+
+
+@pytest.mark.slow
+async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_not_found(
+    short_dir: Path, tmp_path: Path
+) -> None:
+    """Overwritten and deleted under operations that name it: on one rank, and over two, of which
+    none may draw with other weights than the other."""
+    directory = await asyncio.to_thread(
+        save_model, tmp_path / "model", max_position_embeddings=2048
+    )
+    nodes = [
+        NodeConfig("rollout-0", "rollout", [16 * MIB] * 2),
+        NodeConfig("train-0", "train", [16 * MIB]),
+    ]
+    config = MeshConfig(nodes=nodes, models={"tiny": str(directory)})
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        first = await connection.submit_job("first", [policy(4)])
+        alone = replace(sampler(4), max_adapters=1)
+        pair = replace(sampler(4, "pair"), max_adapters=1, layout=Layout(dp=2))
+        job = await connection.submit_job("shared", [alone, pair])
+        samplers = [job.deployment("sampler"), job.deployment("pair")]
+        trainer = first.deployment("policy")
+        moving = NamedWeights("policy", job="first", checkpoint="moving")
+
+        def draw(sampling: client.Deployment) -> client.OperationHandle[client.GenerateResult]:
+            return sampling.generate(PROMPTS, SAMPLING, weights=moving)
+
+        expected = []
+        for number in range(2):
+            await trained(trainer, range(2 * number, 2 * number + 2))
+            await trainer.save_state(f"kept-{number}")
+            await trainer.save_state("moving", overwrite=True)
+            drawn = [tokens(await draw(sampling)) for sampling in samplers]
+            assert drawn[0] == drawn[1]
+            expected.append(drawn[0])
+        assert expected[0] != expected[1]
+
+        async def overwrite() -> None:
+            for turn in range(6):
+                trainer.load_state(f"kept-{turn % 2}")
+                await trainer.save_state("moving", overwrite=True)
+
+        async def read_until(done: asyncio.Task[None], sampling: client.Deployment) -> None:
+            while not done.done():
+                assert tokens(await draw(sampling)) in expected
+
+        async with asyncio.TaskGroup() as tasks:
+            overwriting = tasks.create_task(overwrite())
+            for sampling in samplers:
+                tasks.create_task(read_until(overwriting, sampling))
+
+        # One that has begun ends as ever; those that come at the same time do either.
+        long = tokens(await samplers[0].generate(PROMPTS, LONG, weights=moving))
+        begun = samplers[0].generate(PROMPTS, LONG, weights=moving, stream=True)
+        async for _ in begun.stream():
+            break
+        deleted = trainer.delete_checkpoint("moving")
+        outcomes = await asyncio.gather(
+            *(draw(samplers[turn % 2]) for turn in range(8)), return_exceptions=True
+        )
+        await deleted
+        assert tokens(await begun) == long
+        for outcome in outcomes:
+            if isinstance(outcome, client.GenerateResult):
+                assert tokens(outcome) == expected[1]
+            else:
+                assert isinstance(outcome, CallerError), outcome
+        for sampling in samplers:
+            gone = (Code.NOT_FOUND, "args.weights.checkpoint")
+            assert await refusal(draw(sampling)) == gone
+        await log.caught_up()
+        failures = {(e.error.code, e.error.field) for e in log.failures() if e.error}
+        assert failures == {gone}
+        lost = [e.error.message for e in log.events if isinstance(e, WpgLost)]
+        assert not [message for message in lost if "cannot go on" in message]

@@ -88,14 +88,17 @@ class Device:
 
     def give(self, slot: str, args: Args, num_bytes: int = 100) -> asyncio.Task[Result | None]:
         """It waits in the queue when this returns, or is with the thread."""
-        operation = OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot)
-        payload = Payload(operation, bytes(num_bytes), MSGPACK)
-        call = Call(permit(operation, args), Operation(slot, 1, args), payload, "")
-        return asyncio.create_task(self.queue.run(call))
+        return asyncio.create_task(self.queue.run(call(slot, args, num_bytes)))
 
     def cancel(self, slot: str, *, keeps_partial: bool = False) -> None:
         key = OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot)
         self.queue.cancel(key, keeps_partial=keeps_partial)
+
+
+def call(slot: str, args: Args, num_bytes: int = 100) -> Call:
+    operation = OperationKey(KEY.tenant, KEY.job, KEY.deployment, slot)
+    payload = Payload(operation, bytes(num_bytes), MSGPACK)
+    return Call(permit(operation, args), Operation(slot, 1, args), payload, "")
 
 
 def permit(operation: OperationKey, args: Args) -> Permit:
@@ -133,5 +136,5 @@ async def device(batching: Batching) -> AsyncIterator[Device]:
     others.close()
 
 
-def sample(first: int, max_tokens: int = 2) -> Generate:
-    return Generate([Prompt([first, 3], seed=first)], SamplingParams(max_tokens))
+def sample(first: int, max_tokens: int = 2, num_samples: int = 1) -> Generate:
+    return Generate([Prompt([first, 3], seed=first)], SamplingParams(max_tokens), num_samples)

@@ -53,8 +53,8 @@ async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, r
     adapters = [name for name in jobs if name.startswith("adapters-")]
     assert not rank or len(adapters) == 1, "one sampler for all models that train adapters"
     for spec in (spec for name, spec in jobs.items() if name.startswith("tinker-")):
-        policy, beside = spec.deployments
-        assert (beside.name == "sampler") == (policy.model.adapter is None)
+        policy, *beside = spec.deployments
+        assert [each.name for each in beside] == ["sampler"] * (policy.model.adapter is None)
 
 
 async def test_teachers_likeliest_tokens_are_told_and_distilled(served: Served) -> None:

@@ -12,6 +12,7 @@ from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import Capabilities, Cycle, Segment
 from phaseloom.scheduler.core.planning import admission, groups
+from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -36,6 +37,8 @@ def _first_group(cluster: Cluster, job: Member) -> Decision:
 
 
 FIRST_GROUP = Placement(_first_group)
+SHARE_NO_SUCH_GROUP = {"isolated", "solo", "colocated", "coexec_repack"}
+"""Policies whose jobs share nothing, are of one pool, or all train on the same nodes."""
 
 
 # --- decide --------------------------------------------------------------------------------------
@@ -72,6 +75,32 @@ def test_closed_group_is_opened_only_for_who_has_no_other_place() -> None:
     assert cluster.groups["g1"].is_closed, "nobody has joined it yet"
     groups.join(cluster, member("b", None), decision)
     assert not cluster.groups["g1"].is_closed
+
+
+@pytest.mark.parametrize("cycle", [CYCLE, None], ids=["known", "unknown"])
+@pytest.mark.parametrize("policy", sorted(PLACEMENT))
+def test_job_of_two_pools_makes_two_groups_of_one_pool_each_one(
+    policy: str, cycle: Cycle | None
+) -> None:
+    cluster = Cluster()
+    for name, pool in (("r0", "rollout"), ("t0", "train"), ("t1", "train")):
+        groups.host_up(cluster, host(name, pool))
+        light = Cycle(100.0, [Segment(pool, 0, 5)]) if cycle is not None else None
+        groups.join(cluster, Member(f"t.on-{name}", 0.0, {pool: Need()}, light), on(name))
+    both = member("both", cycle)
+    decision = admission.decide(cluster, both, PLACEMENT[policy])
+    if policy in SHARE_NO_SUCH_GROUP and isinstance(decision, Waits):
+        return
+    assert isinstance(decision, Placed), decision
+    assert (decision.group, decision.merged) == ("g1", "g2")
+    groups.join(cluster, both, decision)
+    groups.validate(cluster)
+    assert list(cluster.groups["g1"].members) == ["t.on-r0", "t.on-t0", "t.both"]
+    assert cluster.groups.keys() == {"g1", "g3"}
+    assert groups.leave(cluster, "t.both") == []
+    assert groups.leave(cluster, "t.on-r0") == ["r0"]
+    groups.validate(cluster)
+    assert list(cluster.groups["g1"].members) == ["t.on-t0"]
 
 
 def test_policy_that_shares_nothing_lets_wait_though_closed_groups_were_opened() -> None:

@@ -36,6 +36,9 @@ CYCLES = [
     Cycle(30.0, [Segment("rollout", 0, 26.0), Segment("train", 26.0, 3.0)]),
     Cycle(8.0, [Segment("rollout", 0, 1.0), Segment("train", 1.0, 6.0)]),
 ]
+POOLS = {"sampler": "rollout", "policy": "train"}
+DEPLOYMENTS = [("sampler", "policy"), ("sampler", "policy"), ("sampler",), ("policy",)]
+"""Those of a job: most are of both pools."""
 STEPS = [
     *["submit", "work", "work", "work", "trace", "trace", "finish", "run", "run", "run"],
     *["lose", "lose", "back", "again", "kill", "create", "delete", "drain", "drain", "undo"],
@@ -65,30 +68,56 @@ class Mesh:
         self.world.run()
         self.jobs: list[str] = []
         self.seqs: dict[str, int] = {}
+        self.deployments: dict[str, tuple[str, ...]] = {}
         self.down: set[str] = set()
         self.extras: list[str] = []
         """Names of deployments that jobs got while they ran."""
 
     def submit(
-        self, cycle: Cycle | None, slo: float, durability: Durability, *, may_wait: bool
+        self,
+        cycle: Cycle | None,
+        slo: float,
+        durability: Durability,
+        deployments: tuple[str, ...],
+        *,
+        may_wait: bool,
     ) -> None:
         name = f"j{len(self.seqs)}"
         self.seqs[name] = 0
-        specs = [spec("sampler", "rollout"), spec("policy", "train", trainable=True)]
-        job = JobSpec(slo, specs, cycle, may_wait=may_wait, durability=durability)
+        self.deployments[name] = deployments
+        specs = [spec(d, POOLS[d], trainable=d == "policy") for d in deployments]
+        own = None if cycle is None else self.cycle(name, cycle)
+        job = JobSpec(slo, specs, own, may_wait=may_wait, durability=durability)
         self.world.feed(JobSubmitted(JobKey(TENANT, name), job, f"submit-{name}"))
         if self.world.core.state.jobs[f"{TENANT}.{name}"].state is not JobState.REJECTED:
             self.jobs.append(name)
 
+    def cycle(self, name: str, of_both: Cycle) -> Cycle:
+        """The part of a cycle that a job has on its pools."""
+        pools = {POOLS[deployment] for deployment in self.deployments[name]}
+        return replace(of_both, segments=[s for s in of_both.segments if s.pool in pools])
+
     def work(self, name: str) -> None:
         """An iteration."""
         self.seqs[name] += 1
-        seq = self.seqs[name]
-        after = (("policy", 2 * seq - 2),) if seq > 1 else ()
-        self.world.queue(name, "sampler", seq, "generate", after=after)
-        after = (("sampler", seq),)
-        self.world.queue(name, "policy", 2 * seq - 1, "forward_backward", after=after)
-        self.world.queue(name, "policy", 2 * seq, "optim_step")
+        seq, deployments = self.seqs[name], self.deployments[name]
+        is_both = len(deployments) == len(POOLS)
+        if "sampler" in deployments:
+            after = (("policy", 2 * seq - 2),) if seq > 1 and is_both else ()
+            self.world.queue(name, "sampler", seq, "generate", after=after)
+        if "policy" in deployments:
+            after = (("sampler", seq),) if is_both else ()
+            self.world.queue(name, "policy", 2 * seq - 1, "forward_backward", after=after)
+            self.world.queue(name, "policy", 2 * seq, "optim_step")
+
+    def expected(self, name: str) -> list[str]:
+        """The operations of a job so far."""
+        num_steps = {"sampler": self.seqs[name], "policy": 2 * self.seqs[name]}
+        return [
+            f"{TENANT}.{name}.{deployment}.{n + 1}"
+            for deployment in self.deployments[name]
+            for n in range(num_steps[deployment])
+        ]
 
     def create(self, name: str, pool: str) -> None:
         self.extras.append(f"extra{len(self.extras)}")
@@ -139,7 +168,8 @@ def _take(mesh: Mesh, step: str, draw: random.Random) -> None:
     if step == "submit":
         cycle = draw.choice([None, *CYCLES])
         slo, durability = draw.choice([0.0, 0.0, 1.2, 2.0]), draw.choice(list(Durability))
-        mesh.submit(cycle, slo, durability, may_wait=draw.random() < 0.8)
+        deployments = draw.choice(DEPLOYMENTS)
+        mesh.submit(cycle, slo, durability, deployments, may_wait=draw.random() < 0.8)
     elif step == "run":
         world.run(until_s=world.now_s + draw.uniform(0.01, 2.0))
     elif step in ("lose", "back", "again", "drain", "undo"):
@@ -158,7 +188,7 @@ def _take(mesh: Mesh, step: str, draw: random.Random) -> None:
             key = DeploymentKey(TENANT, name, draw.choice(mesh.extras))
             world.feed(DeploymentDeleted(key, "delete"))
         elif step == "trace":
-            job, cycle = JobKey(TENANT, name), draw.choice(CYCLES)
+            job, cycle = JobKey(TENANT, name), mesh.cycle(name, draw.choice(CYCLES))
             drift, worst_s = draw.choice([0.0, 0.3]), 1.1 * cycle.period_s
             world.feed(PhaseTrace(job, cycle.period_s, cycle.segments, [], worst_s, drift))
 
@@ -186,8 +216,7 @@ def _come_to_rest(mesh: Mesh) -> None:
         if job.state is JobState.SUBMITTED:
             continue
         assert job.state is JobState.ACTIVE, f"{name}: {job.state}, {job.error}"
-        expected = [f"{TENANT}.{name}.sampler.{n + 1}" for n in range(mesh.seqs[name])]
-        expected += [f"{TENANT}.{name}.policy.{n + 1}" for n in range(2 * mesh.seqs[name])]
+        expected = mesh.expected(name)
         assert {key: world.done.get(key) for key in expected} == dict.fromkeys(
             expected, Outcome.COMPLETED
         )

@@ -59,9 +59,10 @@ def queue(
     kind: str,
     version: VersionKey | None = None,
     ttl_s: float = 0.0,
+    payer: str = "",
 ) -> str:
     key = OperationKey(TENANT, job, name, str(slot))
-    event = QueuedOperation(key, f"id-{key}", kind, version=version, ttl_s=ttl_s)
+    event = QueuedOperation(key, f"id-{key}", kind, version=version, ttl_s=ttl_s, payer=payer)
     world.kinds[key.deployment_key, slot] = kind
     world.payloads[str(key)] = event
     world.later(0, event)
@@ -103,6 +104,25 @@ def refusal(world: World, key: str) -> tuple[Code, str]:
     assert error is not None
     assert error.remedy
     return error.code, error.field
+
+
+def test_devices_time_counts_as_that_of_the_job_whose_weights_are_read() -> None:
+    """Of a version, and of a checkpoint, which may be that of a job that is gone."""
+    world = published(TTL_S)
+    before_s = device_s(world, "a")
+    queue(world, "b", "sampler", 1, "generate", VersionKey(POLICY, 1), payer="a")
+    queue(world, "b", "sampler", 2, "forward", payer="a")
+    queue(world, "b", "sampler", 3, "forward")
+    queue(world, "b", "sampler", 4, "forward", payer="gone")
+    settle(world)
+    ran_s = [end_s - start_s for start_s, end_s, key in world.runs if ".b.sampler." in key]
+    assert len(ran_s) == 4
+    assert device_s(world, "a") - before_s == pytest.approx(sum(ran_s[:2]))
+    assert device_s(world, "b") == pytest.approx(sum(ran_s[2:]))
+
+
+def device_s(world: World, job: str) -> float:
+    return sum(world.core.state.jobs[f"{TENANT}.{job}"].device_s.values())
 
 
 def test_version_stays_for_its_time_after_newer_ones_and_after_each_reading() -> None:

@@ -19,7 +19,7 @@ from rich.text import Text
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, MSGPACK, decode
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.events import KindEstimate, PhaseTrace
 from phaseloom.common.contract.ids import JobKey, check_name, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
@@ -149,6 +149,7 @@ async def _call(settings: BusConfig, tenant: str, call: str, request: object, ki
 async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
     async with open_bus(settings, "jobs") as bus:
         views = await _all(bus, Bucket.VIEW, api.JobStatus)
+        views = {name: await _as_of_now(bus, name, view) for name, view in views.items()}
         traces = await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
     console.print(job_table(views))
     if lines := place_lines(views):
@@ -166,6 +167,19 @@ async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
             content_type = JSON if bucket is Bucket.PROFILES else MSGPACK
             found[key] = _decoded(stored.payload, kind, content_type)
     return found
+
+
+async def _as_of_now(bus: Bus, name: str, view: api.JobStatus) -> api.JobStatus:
+    """A job's status now. A view is written when a job changes, and not whenever it has used its
+    devices; where no scheduler answers it is all there is."""
+    if view.has_ended:
+        return view
+    key = _job_key(name)
+    request = api.JobRequest(key.job)
+    try:
+        return await call_api(bus.client, key.tenant, "job.status", request, api.JobStatus)
+    except PhaseloomError:
+        return view
 
 
 # --- nodes ---------------------------------------------------------------------------------------
@@ -221,15 +235,22 @@ async def _wait_until_empty(
 
 
 def job_table(views: dict[str, api.JobStatus]) -> Table:
-    table = Table("job", "state", "deployment", "pool", "node", "worker", "incarnation", box=None)
+    columns = ("job", "state", "device s", "deployment", "pool", "node", "worker", "incarnation")
+    table = Table(*columns, box=None)
     for name, status in views.items():
         rows: list[api.DeploymentStatus | None] = [*status.deployments] or [None]
         for index, deployment in enumerate(rows):
-            first = [name, status.state] if index == 0 else ["", ""]
+            first = [name, status.state, _device_seconds(status)] if index == 0 else [""] * 3
             table.add_row(*first, *_deployment_cells(deployment))
     if not views:
         table.add_row("none yet")
     return table
+
+
+def _device_seconds(status: api.JobStatus) -> str:
+    """The devices' time that counts as a job's, in each pool."""
+    used = sorted(status.device_s.items())
+    return ", ".join(f"{pool} {seconds:.1f}" for pool, seconds in used) or _UNKNOWN
 
 
 def place_lines(views: dict[str, api.JobStatus]) -> list[Text]:

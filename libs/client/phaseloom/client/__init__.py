@@ -17,7 +17,7 @@ from phaseloom.client.hooks import (
 )
 from phaseloom.client.job import Deployment, Job
 from phaseloom.client.mesh import CheckpointArchive, Mesh, MeshJob, connect
-from phaseloom.client.operations import OperationHandle
+from phaseloom.client.operations import Lost, OperationHandle, outcome_of
 from phaseloom.client.phases import Phase, phase, runtime_hook
 from phaseloom.client.rollouts import Rollout, RolloutResult, VersionRun
 from phaseloom.client.streams import GenerateHandle, Piece
@@ -97,6 +97,7 @@ __all__ = [
     "Layout",
     "LoadStateResult",
     "Loss",
+    "Lost",
     "Mesh",
     "MeshJob",
     "ModelSpec",
@@ -129,6 +130,7 @@ __all__ = [
     "continued",
     "float32s",
     "int32s",
+    "outcome_of",
     "phase",
     "runtime_hook",
 ]

@@ -66,6 +66,10 @@ class Part:
         self.payload = payload
         self.stored = asyncio.Event()
         """Set once the server certainly has it, or it has ended."""
+        self.is_stored = False
+        """Whether the server certainly has it."""
+        self.is_told = False
+        """Whether the outcome is the mesh's word, and not the end of this session."""
         self.stored_s = 0.0
         self.misses = 0
         self.told: Callable[[Progress], None] | None = None
@@ -123,12 +127,27 @@ class OperationHandle(Generic[R_co]):
         return [After(part.key.deployment, int(part.key.slot)) for part in self._parts]
 
     async def stored(self) -> None:
-        """Wait until the mesh has the operation for good, or it has ended without."""
+        """Wait until the mesh has the operation for good.
+
+        Raises: PhaseloomError: why it was not stored, as far as this session knows: it may have
+                been, where an acknowledgement was lost.
+        """
         for part in self._parts:
             await part.stored.wait()
+            if not part.is_stored:
+                why = part.outcome.result()
+                assert isinstance(why, PhaseloomError), "what has a result was stored"
+                raise why
 
     def done(self) -> bool:
         return all(part.outcome.done() for part in self._parts)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this session ended before it was told how the operation ended: the operation may
+        run still, or may never have been stored. Awaiting the handle raises why the session
+        ended."""
+        return any(part.outcome.done() and not part.is_told for part in self._parts)
 
     async def cancel(self) -> None:
         """Ask the mesh to end the operation, and return when the mesh has taken note of it.
@@ -180,6 +199,25 @@ class OperationHandle(Generic[R_co]):
                 raise outcome
             results.append(outcome)
         return self._merge(results)
+
+
+class Lost(ResourceError):
+    """How something that was asked for ended is not known here: it must be asked for again."""
+
+
+async def outcome_of(handle: OperationHandle[R_co]) -> R_co:
+    """The result of an operation.
+
+    Raises: PhaseloomError: how the operation ended; Lost: the session of its job ended before.
+    """
+    try:
+        return await handle
+    except PhaseloomError as error:
+        if not handle.is_lost:
+            raise
+        raise Lost(
+            f"how {handle.key} ended is not known here: {error.info.message}", remedy="ask again"
+        ) from error
 
 
 class Outbox:
@@ -263,7 +301,7 @@ class Outbox:
         try:
             completion = decode(message.data, Completion, content_type_of(message.headers))
         except CallerError as error:
-            self._resolve(part, InternalError(f"its completion cannot be read: {error}"))
+            self._tell(part, InternalError(f"its completion cannot be read: {error}"))
             return
         self._complete(part, completion)
 
@@ -314,6 +352,7 @@ class Outbox:
             try:
                 if await self._try_publish(part):
                     part.stored_s = time.monotonic()
+                    part.is_stored = True
                     part.stored.set()
                     return
             except ResourceError as error:
@@ -433,7 +472,7 @@ class Outbox:
                 lost = ResourceError(
                     f"{part.key} was stored and is gone", code=Code.DATA_LOSS, remedy="attach again"
                 )
-                self._resolve(part, lost)
+                self._tell(part, lost)
 
     async def _ask(self, part: Part) -> api.ResultReply:
         key = part.key
@@ -446,17 +485,17 @@ class Outbox:
         if completion.id and completion.id != part.id:
             self._resolve(part, self._lose_session(part))
         elif completion.outcome is Outcome.COMPLETED and completion.result is not None:
-            self._resolve(part, completion.result)
+            self._tell(part, completion.result)
         elif completion.outcome in _UNFINISHED and completion.error is None:
             code, what = _UNFINISHED[completion.outcome]
-            self._resolve(part, ResourceError(f"{part.key} {what}", code=code))
+            self._tell(part, ResourceError(f"{part.key} {what}", code=code))
         elif completion.error is not None:
             error = to_exception(completion.error)
             if error.info.code is Code.ABORTED and error.info.field == "session":
                 self._ended = self._ended or error
-            self._resolve(part, error)
+            self._tell(part, error)
         else:
-            self._resolve(part, InternalError(f"{part.key}: {completion.outcome}, without a why"))
+            self._tell(part, InternalError(f"{part.key}: {completion.outcome}, without a why"))
 
     def _lose_session(self, part: Part) -> ResourceError:
         error = ResourceError(
@@ -464,6 +503,12 @@ class Outbox:
         )
         self._ended = self._ended or error
         return error
+
+    def _tell(self, part: Part, outcome: Result | PhaseloomError) -> None:
+        """Resolve an operation by what the mesh says of it."""
+        if not part.outcome.done():
+            part.is_stored = part.is_told = True
+        self._resolve(part, outcome)
 
     def _resolve(self, part: Part, outcome: Result | PhaseloomError) -> None:
         self._open.pop(out_subject(part.key), None)

@@ -8,7 +8,15 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from phaseloom.client import CallerError, Explanation, OperationHandle, PhaseloomError
+import nats.errors
+
+from phaseloom.client import (
+    CallerError,
+    Explanation,
+    Lost,
+    OperationHandle,
+    PhaseloomError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -23,14 +31,38 @@ _MAX_KEPT = 10_000
 
 @dataclass
 class Promise:
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[Answer | Lost]
     handle: OperationHandle[Any] | None = None
     """The operation that it waits for, which the mesh can explain."""
 
     async def stored(self) -> None:
-        """Wait until the mesh has its operation: from then on it is kept whoever dies."""
-        if self.handle is not None:
+        """Wait until the mesh has its operation: from then on it is kept whoever dies.
+
+        Raises: Lost: the mesh does not have it, as far as is known here.
+        """
+        if self.handle is None:
+            return
+        try:
             await self.handle.stored()
+        except PhaseloomError as error:
+            raise Lost(
+                f"{self.handle.key} is not known to be stored: {error.info.message}",
+                remedy="send it again",
+            ) from error
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it must be made again."""
+        if self.handle is not None and self.handle.is_lost:
+            return True
+        return self.task.done() and isinstance(self.task.result(), Lost)
+
+    async def answer(self) -> Answer:
+        """Wait for the answer. Raises: Lost: it is not known here."""
+        answer = await asyncio.shield(self.task)
+        if isinstance(answer, Lost):
+            raise answer
+        return answer
 
     async def queue(self) -> tuple[str, str]:
         """The SDK's state of the queue, and why it waits, in the scheduler's words."""
@@ -58,7 +90,9 @@ class Futures:
         self._promises: dict[str, Promise] = {}
 
     def find(self, name: str) -> Promise | None:
-        return self._promises.get(name)
+        """What was begun under this name, unless it is lost."""
+        found = self._promises.get(name)
+        return None if found is None or found.is_lost else found
 
     def promise(
         self,
@@ -67,20 +101,28 @@ class Futures:
         handle: OperationHandle[Any] | None = None,
     ) -> Promise:
         """Begin what has this name, unless it was begun."""
-        if name not in self._promises:
-            self._promises[name] = Promise(asyncio.create_task(_answer(work)), handle)
+        found = self.find(name)
+        if found is None:
+            found = self._promises[name] = Promise(asyncio.create_task(_answer(work)), handle)
             for old in [*self._promises][: max(len(self._promises) - _MAX_KEPT, 0)]:
                 if self._promises[old].task.done():
                     del self._promises[old]
-        return self._promises[name]
+        return found
 
 
-async def _answer(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-    """The answer, or the error as the SDK reads it."""
+async def _answer(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer | Lost:
+    """The answer, or the error as the SDK reads it.
+
+    What is lost is a value here, since such a promise may be one that nobody waits for.
+    """
     try:
         return await work()
+    except Lost as error:
+        return error
     except PhaseloomError as error:
         return failed(error)
+    except nats.errors.Error as error:
+        return Lost(f"the mesh gives no answer: {error!r}", remedy="ask again")
     except Exception:
         log.exception("a promise failed")
         return {"error": "the gateway failed; its log says why", "category": "server"}

@@ -34,6 +34,7 @@ from phaseloom.client import (
     Prompt,
     PublishWeightsResult,
     SamplingParams,
+    outcome_of,
 )
 from phaseloom.common.contract.specs import Batching, RegisteredModel
 
@@ -41,9 +42,6 @@ _T = TypeVar("_T", "TrainedModel", "VersionedSampler", "SharedSampler")
 
 POLICY = "policy"
 SAMPLER = "sampler"
-SEAT = "seat"
-"""A deployment that does nothing: by it a model that only trains keeps a place in both pools, so
-that the nodes which it shares with other jobs are of both."""
 
 
 class Version(NamedTuple):
@@ -90,9 +88,6 @@ class Backends:
             batching=Batching.SHARED,
             scratch_bytes=self.scratch_bytes,
         )
-
-    def seat(self) -> DeploymentSpec:
-        return DeploymentSpec(SEAT, self.rollout_pool, "noop", ModelSpec())
 
     def shared_sampler(self, model: ModelSpec) -> DeploymentSpec:
         return replace(self.sampler(model), max_adapters=self.max_adapters)
@@ -157,9 +152,10 @@ class VersionedSampler:
         async with self._lock:
             if self._holds != version:
                 self._holds = None
-                await self._deployment.load_state(
+                loaded = self._deployment.load_state(
                     version.name, source=version.source, optimizer=False
                 )
+                await outcome_of(loaded)
                 self._holds = version
             return draw.by(self._deployment)
 
@@ -174,18 +170,18 @@ class VersionedSampler:
 
         Args: keep, ttl_s: see `save_state`.
         """
-        await published
+        await outcome_of(published)
         async with self._lock:
             self._holds = None
-            await self._deployment.sync_weights(published)
+            await outcome_of(self._deployment.sync_weights(published))
             self._holds = Version(version)
             saved = self._deployment.save_state(version, keep=keep, ttl_s=ttl_s)
-        await saved
+        await outcome_of(saved)
 
     async def keep(self, version: str) -> None:
         """Keep the weights that it begins with as a version."""
         async with self._lock:
-            await self._deployment.save_state(version)
+            await outcome_of(self._deployment.save_state(version))
             self._holds = Version(version)
 
 
@@ -232,8 +228,9 @@ class Models:
 
         async def make() -> TrainedModel:
             model = ModelSpec(registered=base, adapter=adapter)
-            beside = self._backends.seat() if adapter else self._backends.sampler(model)
-            specs = [self._backends.policy(model), beside]
+            specs = [self._backends.policy(model)]
+            if adapter is None:
+                specs.append(self._backends.sampler(model))
             try:
                 made = await self._mesh.submit_job(job, specs)
             except CallerError as error:

@@ -29,6 +29,7 @@ from phaseloom.client import (
     Sequence,
     float32s,
     int32s,
+    outcome_of,
 )
 from phaseloom.common.process import lifecycle
 from phaseloom.gateway.core.text import TextParts
@@ -400,7 +401,7 @@ class _Answer:
         self._first = asyncio.Lock()
 
     async def whole(self, handles: list[GenerateHandle]) -> web.StreamResponse:
-        results = await asyncio.gather(*handles)
+        results = await asyncio.gather(*(outcome_of(each) for each in handles))
         choices = [
             self._choice(prompt, _whole(prompt, sample, sequence))
             for prompt, result in enumerate(results)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 import nats.errors
 
-from phaseloom.client import Adapter
-from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.client import Adapter, Lost
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus, Conflict
 
@@ -138,7 +138,7 @@ class Book:
     async def put(self, record: Record) -> None:
         """Keep a record. While NATS is away this waits.
 
-        Raises: ResourceError: UNAVAILABLE: another gateway has written the record.
+        Raises: Lost: another gateway has written the record.
         """
         key, value = _key(record), msgspec.json.encode(record)
         deadline = time.monotonic() + _PATIENCE_S
@@ -166,7 +166,7 @@ class Book:
             elif stored is not None and stored.payload == value:  # an answer was lost
                 self._sequences[key] = stored.sequence
             else:
-                raise ResourceError("another gateway serves this tenant now") from None
+                raise Lost("another gateway serves this tenant now", remedy="ask again") from None
 
     async def drop(self, record: Record) -> None:
         key = _key(record)

@@ -22,7 +22,17 @@ import nats.errors
 from aiohttp import web
 from msgspec.structs import replace
 
-from phaseloom.client import Adapter, CallerError, Code, OperationHandle, PhaseloomError, Prompt
+from phaseloom.client import (
+    Adapter,
+    CallerError,
+    Code,
+    Lost,
+    OperationHandle,
+    PhaseloomError,
+    Prompt,
+    ResourceError,
+    outcome_of,
+)
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.checks import MAX_TOP_LOGPROBS
 from phaseloom.gateway.checkpoints import clean_up, clean_up_all, told_time, ttl_of
@@ -44,6 +54,8 @@ log = logging.getLogger(__name__)
 
 LONG_POLL_S = 30.0
 """How long a call waits for a promise; the SDK waits 45 s."""
+_PAUSE_S = 0.1
+"""How long a call waits before it is told to ask again."""
 _PROTOBUF = "application/x-protobuf"
 
 routes = web.RouteTableDef()
@@ -398,7 +410,7 @@ class Opened:
             handle = self.submit(seq, args)
 
             async def work() -> Answer:
-                return await answer(await handle)
+                return await answer(await outcome_of(handle))
 
             promise = self.tenant.futures.promise(name, work, handle)
         return name, promise
@@ -431,15 +443,23 @@ async def forward_backward(request: web.Request) -> web.Response:
         metrics = convert.forward_loss(asked, result) if is_forward else result.metrics
         return convert.trained_output(result, metrics, num_targets)
 
-    name, promise = opened.promise(asked.seq_id, args, answer, num_targets)
+    promised = opened.promise(asked.seq_id, args, answer, num_targets)
     if refusal is not None:
+        promised = _refused(tenant, promised, refusal)
+    return await _promised(promised)
 
-        async def refuse() -> Answer:
-            raise refusal
 
-        name = f"refused {name}"
-        promise = tenant.futures.promise(name, refuse)
-    return await _promised((name, promise))
+def _refused(
+    tenant: Tenant, promised: tuple[str, Promise], error: PhaseloomError
+) -> tuple[str, Promise]:
+    """The promise of a call that is refused here, once the mesh has the operation that keeps its
+    number. Args: promised: that operation's."""
+
+    async def refuse() -> Answer:
+        raise error
+
+    name = f"refused {promised[0]}"
+    return name, tenant.futures.promise(name, refuse, promised[1].handle)
 
 
 @routes.post(PREFIX + "/optim_step")
@@ -482,7 +502,7 @@ async def _save_weights(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promis
         handle = opened.submit(asked.seq_id, ops.SaveState(name, ttl_s=ttl_s))
 
         async def save() -> dict[str, Any]:
-            await handle
+            await outcome_of(handle)
             await _keep(tenant, saved, ttl_s)
             return {"type": "save_weights", "path": path}
 
@@ -495,12 +515,10 @@ def _refused_save(opened: Opened, seq: int, error: CallerError) -> tuple[str, Pr
     """The promise of a save that is refused here. It keeps its number, or all that follow would
     wait for it: the mesh refuses a save without a name."""
 
-    async def refuse() -> Answer:
+    async def never(_: Any) -> Answer:
         raise error
 
-    opened.promise(seq, ops.SaveState(""), lambda _: refuse())
-    name = f"refused {opened.name(seq)}"
-    return name, opened.tenant.futures.promise(name, refuse)
+    return _refused(opened.tenant, opened.promise(seq, ops.SaveState(""), never), error)
 
 
 async def _keep(tenant: Tenant, saved: CheckpointRecord, ttl_s: float) -> None:
@@ -537,7 +555,7 @@ async def _load_weights(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promis
             try:
                 model = await tenant.models.train(record.job, record.base, record.adapter)
                 args = ops.LoadState(saved.name, saved.source, asked.optimizer)
-                await Opened(tenant, record, model).submit(seq, args)
+                await outcome_of(Opened(tenant, record, model).submit(seq, args))
             finally:
                 tenant.loading[saved.source, saved.name] -= 1
             return {"type": "load_weights", "path": asked.path, "model_id": record.id}
@@ -603,7 +621,7 @@ async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Pr
         async def save() -> dict[str, Any]:
             if sampler is not None:
                 await sampler.take(handle, version, keep, kept_s)
-            await handle
+            await outcome_of(handle)
             if path is not None:
                 by = POLICY if sampler is None else SAMPLER
                 saved = _checkpoint(record, path, by, version, asked.user_metadata)
@@ -673,7 +691,7 @@ async def sample(request: web.Request) -> web.Response:
             )
             drawing.handle = handle
             last_n = asked.prompt_logprobs_last_n or len(tokens)
-            return convert.sampled_output(await handle, num_top, num_prompt_top, last_n)
+            return convert.sampled_output(await outcome_of(handle), num_top, num_prompt_top, last_n)
 
         promise = drawing = tenant.futures.promise(name, draw)
     sequences = [f"{name}:{index}" for index in range(asked.num_samples)]
@@ -684,7 +702,10 @@ async def sample(request: web.Request) -> web.Response:
 
 
 async def _promised(promised: tuple[str, Promise], **more: Any) -> web.Response:
-    """Give the name of a promise, once the mesh has its operation."""
+    """Give the name of a promise, once the mesh has its operation.
+
+    Raises: Lost: it is not known to have it; the same call again has a new promise.
+    """
     await promised[1].stored()
     return web.json_response({"request_id": promised[0], **more})
 
@@ -696,7 +717,10 @@ async def retrieve_future(request: web.Request) -> web.Response:
     if promise is None:
         return web.json_response({"detail": "nothing was promised by that name"}, status=410)
     try:
-        answer = await asyncio.wait_for(asyncio.shield(promise.task), LONG_POLL_S)
+        answer = await asyncio.wait_for(promise.answer(), LONG_POLL_S)
+    except Lost:
+        await asyncio.sleep(_PAUSE_S)  # the SDK asks again at once
+        raise
     except TimeoutError:
         state, reason = await promise.queue()
         pending = {
@@ -727,8 +751,11 @@ async def _earlier(tenant: Tenant, name: str) -> Promise | None:
         return None
 
     async def found() -> Answer:
-        trained = await tenant.models.trained(record.job, record.adapter)
-        done = await trained.job.outcome(POLICY, int(seq) + record.offset)
+        try:
+            trained = await tenant.models.trained(record.job, record.adapter)
+            done = await trained.job.outcome(POLICY, int(seq) + record.offset)
+        except ResourceError as error:  # of the way there, and none of the operation's
+            raise Lost(error.info.message, remedy="ask again") from error
         return _answer_of(done, int(num_targets or 1))
 
     return tenant.futures.promise(name, found)

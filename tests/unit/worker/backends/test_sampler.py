@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,35 @@ def test_generated_logprobs_are_those_of_a_plain_forward(changes: dict[str, Any]
             expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer)[:, None])
             actual = torch.tensor(float32s(sample.logprobs))
             torch.testing.assert_close(actual, expected[:, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("initializer_range", [0.02, 0.5], ids=["small logits", "large logits"])
+def test_generated_logprobs_are_the_trainers(initializer_range: float) -> None:
+    """Equal but for float32's sums in the layers, where a step of decoding adds up in another order
+    than a whole sequence: a few units in the last place of the largest number, so 1e-6 where logits
+    are small. A softmax in float64 on both sides changes nothing of that."""
+    changes: dict[str, Any] = {"initializer_range": initializer_range}
+    with running(spec("sampler", **changes)) as (sampler, _), running(spec(**changes)) as (fsdp, _):
+        policy: Any = fsdp
+        (result,) = generate(sampler, Generate(PROMPTS, SamplingParams(24), 4))
+        worst, largest = 0.0, 0.0
+        for prompt, samples in zip(PROMPTS, result.sequences, strict=True):
+            for sample in samples:
+                tokens = [*int32s(prompt.tokens), *int32s(sample.tokens)]
+                scored = policy.forward(Forward([Datum(tokens[:-1], tokens[1:])]))
+                own = float32s(scored.logprobs[0])[len(prompt.tokens) - 1 :]
+                told = float32s(sample.logprobs)
+                worst = max(worst, *(abs(x - y) for x, y in zip(own, told, strict=True)))
+                largest = max(largest, _largest_logit(changes, tokens[:-1]), *map(abs, own))
+    assert worst <= 8 * float(np.spacing(np.float32(largest)))
+    if initializer_range == 0.02:
+        assert worst <= 1e-6
+
+
+def _largest_logit(changes: dict[str, Any], tokens: list[int]) -> float:
+    model = build_model(spec(**changes).model)
+    with torch.no_grad():
+        return float(model(input_ids=torch.tensor([tokens])).logits.abs().max())
 
 
 def test_greedy_generation_is_what_transformers_generates(

@@ -16,9 +16,9 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.transport.framing import MAX_FRAME_BYTES
-from phaseloom.worker.rank.devicequeue import MAX_SHARED_BYTES
+from phaseloom.worker.rank.devicequeue import MAX_SHARED_BYTES, Clocks
 from phaseloom.worker.rank.executor import Refused
-from tests.support.device import device, sample
+from tests.support.device import call, device, sample
 
 FORWARD = Forward([Datum([1, 2], [2, 3])])
 
@@ -63,6 +63,41 @@ async def test_those_that_come_join_the_call_that_runs_and_end_with_their_own_la
         assert isinstance(refused.exception(), Refused)
         assert await cancelled is None
         assert d.backend.calls == [[1, 2, 3, 4, 5]]
+
+
+async def test_time_counts_in_proportion_to_the_sequences_that_run() -> None:
+    """The parts of those that run at once add up to the time for which any of them ran."""
+    times = iter([0.0, 1.0, 5.0, 8.0, 20.0, 21.0])
+    clocks = Clocks(lambda: next(times))
+    small, large, alone = (
+        call("r1", sample(1)),
+        call("r2", sample(2, num_samples=3)),
+        call("rf", FORWARD),
+    )
+    clocks.begin(small)
+    clocks.begin(large)
+    clocks.stop(small)
+    clocks.stop(large)
+    clocks.stop(large)
+    assert (small.duration_s, large.duration_s) == (5.0, 7.0)
+    assert small.share * small.duration_s == 1.0 + 4.0 / 4
+    assert large.share * large.duration_s == 3 * 4.0 / 4 + 3.0
+    clocks.begin(alone)
+    clocks.stop(alone)
+    assert (alone.duration_s, alone.share) == (1.0, 1.0)
+
+
+async def test_those_that_run_at_once_have_a_part_of_their_time_each() -> None:
+    async with device(Batching.SHARED) as d:
+        calls = [call(f"r{i}", sample(i, max_tokens=50)) for i in range(1, 4)]
+        async with d.held_up():
+            tasks = [asyncio.create_task(d.queue.run(each)) for each in calls]
+            await waiting(*tasks)
+        await asyncio.gather(*tasks)
+        assert all(0.0 < each.share < 1.0 for each in calls)
+        later = call("r4", sample(4))
+        await d.queue.run(later)
+        assert later.share == 1.0
 
 
 async def test_nothing_joins_past_an_operation_that_waits() -> None:

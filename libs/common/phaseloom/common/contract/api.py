@@ -73,6 +73,9 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     error: ErrorInfo | None = None
     placement: str = ""
     """The nodes of the job, the jobs that share them, and why, in words. Empty: it has no place."""
+    device_s: dict[str, float] = {}
+    """Pool → the devices' time that counts as the job's, in seconds times devices: of its own
+    operations, and of those of other jobs that read its weights by their names."""
 
     @property
     def has_ended(self) -> bool:

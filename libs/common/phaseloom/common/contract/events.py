@@ -188,6 +188,9 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     version: VersionKey | None = None
     """For `sync_weights`: the version that it will bring. For an operation that only reads: the one
     that it names."""
+    payer: str = ""
+    """For an operation that only reads: the job whose weights it names, which its devices' time
+    counts as; empty: its own."""
     ttl_s: float = 0.0
     """For `publish_weights`: how long its version can be named."""
     size: int = 0
@@ -228,6 +231,9 @@ class OperationFinished(Message, frozen=True, omit_defaults=True):
     error: ErrorInfo | None = None
     num_tokens: int = 0
     """Tokens that it worked on: prompts and new ones of a `generate`, else those of the batch."""
+    share: float = 1.0
+    """The part of `duration_s` that counts as its own, where others ran on its devices at the same
+    time: at each moment theirs are in proportion to their sequences."""
     checkpoints: dict[str, str] = {}
     """For a `save_state` with a controller's blob: deployment → checkpoint, this one's too."""
 

@@ -110,7 +110,7 @@ class NamedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     job: str = ""
     """The policy's job; empty: that of the operation."""
     checkpoint: str = ""
-    """The name of a checkpoint. It must stay until the operation has ended."""
+    """The name of a checkpoint. Where it is gone when the operation runs, that is NOT_FOUND."""
 
 
 class Generate(Message, frozen=True):

@@ -172,6 +172,7 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
         kind=kind_of(args),
         after=operation.after,
         version=_version(key, args),
+        payer=_payer(key, args),
         ttl_s=args.ttl_s if isinstance(args, PublishWeights) else 0.0,
         size=KINDS[kind_of(args)].num_tokens_at_most(args),
         session=operation.session,
@@ -191,6 +192,14 @@ def _version(key: OperationKey, args: Args) -> VersionKey | None:
             policy = DeploymentKey(key.tenant, named.job or key.job, named.policy)
             return VersionKey(policy, named.version)
     return None
+
+
+def _payer(key: OperationKey, args: Args) -> str:
+    """The other job whose weights an operation reads; empty: there is none."""
+    match args:
+        case Generate(weights=NamedWeights(job=job)) | Forward(weights=NamedWeights(job=job)):
+            return job if job != key.job else ""
+    return ""
 
 
 def refused(

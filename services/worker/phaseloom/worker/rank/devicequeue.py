@@ -37,7 +37,7 @@ from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.worker.backends.base import AdapterVersion
 from phaseloom.worker.core.permits import Cancelled
-from phaseloom.worker.rank.executor import Executor, Refused
+from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.tails import Reached, Rest, Tail, rest_of
 from phaseloom.worker.rank.wire import (
@@ -73,6 +73,10 @@ class Call:
     )
     started_unix_s: float = field(default_factory=time.time)
     duration_s: float = 0.0
+    own_s: float = 0.0
+    """Its part of `duration_s`."""
+    has_shared: bool = False
+    """Whether others ran at the same time."""
     has_begun: bool = False
     _began_s: float = 0.0
     num_done: int = 0
@@ -88,12 +92,23 @@ class Call:
         return not self.kind.is_mutating
 
     @property
+    def share(self) -> float:
+        """The part of its duration that counts as its own."""
+        return self.own_s / self.duration_s if self.has_shared and self.duration_s else 1.0
+
+    @property
+    def num_rows(self) -> int:
+        """The sequences that it works on."""
+        args = self.operation.args
+        return max(1, len(args.prompts) * args.num_samples) if isinstance(args, Generate) else 1
+
+    @property
     def key(self) -> OperationKey:
         return self.permit.operation
 
-    def begin(self) -> None:
+    def begin(self, now_s: float) -> None:
         self.has_begun = True
-        self.started_unix_s, self._began_s = time.time(), time.perf_counter()
+        self.started_unix_s, self._began_s = time.time(), now_s
 
     def end(self, outcome: Result | Exception | None) -> None:
         """End it, in the event loop: with a result, what it failed with, or None for a cancel."""
@@ -104,8 +119,40 @@ class Call:
         else:
             self.ended.set_result(outcome)
 
-    def stop_clock(self) -> None:
-        self.duration_s = time.perf_counter() - self._began_s
+    def stop_clock(self, now_s: float) -> None:
+        self.duration_s = now_s - self._began_s
+
+
+class Clocks:
+    """The clocks of the calls that run. Where several run at once the time counts in parts, at each
+    moment in proportion to their sequences, so that the parts add up to the time."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Args: now: seconds, on a clock that only goes forward."""
+        self._now = now
+        self._running: dict[Call, int] = {}
+        """Call → its sequences."""
+        self._since_s = 0.0
+
+    def begin(self, call: Call) -> None:
+        self._deal_out(now_s := self._now())
+        self._running[call] = call.num_rows
+        call.begin(now_s)
+
+    def stop(self, call: Call) -> None:
+        """Harmless where it was stopped."""
+        if call in self._running:
+            self._deal_out(now_s := self._now())
+            del self._running[call]
+            call.stop_clock(now_s)
+
+    def _deal_out(self, now_s: float) -> None:
+        """Count the time since a call has begun or ended."""
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        num_rows = sum(self._running.values())
+        for call, rows in self._running.items():
+            call.own_s += elapsed_s * rows / num_rows
+            call.has_shared |= len(self._running) > 1
 
 
 class DeviceQueue:
@@ -116,6 +163,7 @@ class DeviceQueue:
         self._waiting: deque[Call] = deque()
         self._has_waiting = asyncio.Event()
         self._running: list[Call] = []
+        self._clocks = Clocks()
         self._joining: deque[Call] | None = None
         """Calls that the running `generate` may take up, in the device thread; None: none may."""
         self._reached: Reached | None = None
@@ -212,13 +260,13 @@ class DeviceQueue:
             for call in calls:
                 if call.ended.done():
                     continue  # cancelled
-                call.begin()
+                self._clocks.begin(call)
                 outcome: Result | Exception
                 try:
                     outcome = self._executor.run(call.operation.args, call.version)
                 except Exception as error:
                     outcome = error
-                call.stop_clock()
+                self._clocks.stop(call)
                 loop.call_soon_threadsafe(call.end, outcome)
 
         await self._ranks.here(run)
@@ -232,7 +280,7 @@ class DeviceQueue:
             await self._generate_on_one(calls)
             return
         for call in calls:
-            call.begin()
+            self._clocks.begin(call)
         outcomes: list[Result | Exception | None]
         try:
             if calls[0].kind.shares_calls:
@@ -242,7 +290,7 @@ class DeviceQueue:
         except Exception as error:
             outcomes = [error] * len(calls)
         for call, outcome in zip(calls, outcomes, strict=True):
-            call.stop_clock()
+            self._clocks.stop(call)
             call.end(outcome)
 
     async def _compute(self, call: Call) -> Result:
@@ -253,7 +301,8 @@ class DeviceQueue:
         own, others = await self._ranks.everywhere(
             lambda: self._executor.compute(args, call.version), _share([call])
         )
-        known = (result for (result,) in others)
+        known = [result for (result,) in others]
+        _check_had(known)
         shares = [own, *(r for r in known if not isinstance(r, PartWritten | Failed | None))]
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
@@ -267,7 +316,7 @@ class DeviceQueue:
         joining: deque[Call] = deque()
 
         def end(call: Call, outcome: Result | Exception | None) -> None:
-            call.stop_clock()
+            self._clocks.stop(call)
             loop.call_soon_threadsafe(call.end, outcome)
 
         def begin(some: Iterable[Call]) -> list[Call]:
@@ -275,7 +324,7 @@ class DeviceQueue:
             for call in some:
                 if call.ended.done():
                     continue  # cancelled
-                call.begin()
+                self._clocks.begin(call)
                 refused = self._refusal(call)
                 if refused is None:
                     good.append(call)
@@ -332,7 +381,7 @@ class DeviceQueue:
 
     async def _on_all(
         self, calls: list[Call], watch: _LeaderWatch, tail_share: float = 0.0
-    ) -> list[Result | None]:
+    ) -> list[Result | Exception | None]:
         """Run `generate` operations on all ranks that their permit names.
 
         Args: tail_share: as of `RunShare`.
@@ -341,7 +390,11 @@ class DeviceQueue:
         share = _share(calls, replicas=replicas, tail_share=tail_share)
         shares = await self._shares(_requests(calls), share, watch)
 
-        def merged(call: Call, results: list[ShareResult]) -> Result | None:
+        def merged(call: Call, results: list[ShareResult]) -> Result | Exception | None:
+            try:
+                _check_had(results)
+            except (NotNow, Refused) as why:
+                return why
             whole = [result for result in results if isinstance(result, GenerateResult)]
             if len(whole) < len(results):
                 return None
@@ -378,7 +431,7 @@ class DeviceQueue:
 
     async def _generate_and_gather(
         self, calls: list[Call], watch: _LeaderWatch
-    ) -> list[Result | None]:
+    ) -> list[Result | Exception | None]:
         """Run `generate` operations on all ranks until only their tail is left, and that on fewer:
         see `tails`."""
         spec = self._executor.settings.spec
@@ -416,7 +469,9 @@ class DeviceQueue:
         with contextlib.suppress(PhaseloomError):  # the call itself fails where a rank is lost
             await self._ranks.agent.call(StopShare(reached.operation))
 
-    async def _gathered(self, calls: list[Call], rests: list[Rest]) -> list[Result | None]:
+    async def _gathered(
+        self, calls: list[Call], rests: list[Rest]
+    ) -> list[Result | Exception | None]:
         """Run what is left of operations on the ranks that their permit names."""
         permit = calls[0].permit
         replicas = tuple(sorted(permit.tail_on))
@@ -432,7 +487,11 @@ class DeviceQueue:
         finally:
             self._rests = {}
 
-        def completed(rest: Rest, results: list[ShareResult]) -> Result | None:
+        def completed(rest: Rest, results: list[ShareResult]) -> Result | Exception | None:
+            try:
+                _check_had(results)
+            except (NotNow, Refused) as why:
+                return why
             whole = [result for result in results if isinstance(result, GenerateResult)]
             return rest.completed(_merged(whole)) if len(whole) == len(results) else None
 
@@ -486,6 +545,7 @@ def _share(
         replicas=replicas,
         tail_share=tail_share,
         naming=_naming(calls),
+        weights=_weights(calls),
     )
 
 
@@ -493,6 +553,20 @@ def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
     """The permits of those operations that name versions, in their places; empty: none does."""
     permits = tuple(None if call.permit.adapter is None else call.permit for call in calls)
     return permits if any(permits) else ()
+
+
+def _weights(calls: list[Call]) -> tuple[str, ...]:
+    """The names of the weights that this rank has read for operations, in their places; empty: none
+    names any."""
+    names = tuple("" if call.version is None else call.version.name for call in calls)
+    return names if any(names) else ()
+
+
+def _check_had(results: Iterable[ShareResult]) -> None:
+    """Raises: NotNow, Refused: a rank could not read what the operation names."""
+    for result in results:
+        if isinstance(result, Failed):
+            raise not_had(result.error)
 
 
 def _share_of_rest(
@@ -505,7 +579,12 @@ def _share_of_rest(
     ]
     first = calls[0]
     return RunShare(
-        payloads, first.permit, first.traceparent, replicas=replicas, naming=_naming(calls)
+        payloads,
+        first.permit,
+        first.traceparent,
+        replicas=replicas,
+        naming=_naming(calls),
+        weights=_weights(calls),
     )
 
 

@@ -39,6 +39,23 @@ class Refused(Exception):
         self.error = error
 
 
+_AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
+"""Codes of a source of weights that is being restarted, or that the network hides."""
+
+
+class NotNow(Exception):
+    """Something that the operation needs cannot be reached; nothing was changed."""
+
+    def __init__(self, error: ErrorInfo) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def not_had(error: ErrorInfo) -> NotNow | Refused:
+    """What becomes of an operation whose weights cannot be had: nothing has changed."""
+    return NotNow(error) if error.code in _AWAY else Refused(error)
+
+
 @dataclass(slots=True)
 class Executor:
     settings: RankConfig

@@ -9,18 +9,21 @@ from dataclasses import dataclass, field
 
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import Permit
-from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.errors import PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.operations import (
+    Args,
     DrawnTokens,
     Generate,
+    GenerateResult,
     LoadState,
     Operation,
     PublishWeights,
     SaveState,
     SyncWeights,
 )
+from phaseloom.common.contract.state_rank import Failed
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import AdapterVersion
@@ -130,17 +133,13 @@ class Follower:
     async def _results(self, share: RunShare, operations: list[Operation]) -> list[ShareResult]:
         backend, args = self.executor.backend, [operation.args for operation in operations]
         first = args[0]
-        permits = share.naming or [None] * len(args)
-        versions = [
-            await self.named.read(each, permit) for each, permit in zip(args, permits, strict=True)
-        ]
         if share.zero_gradients:
             await self.ranks.here(backend.zero_gradients)
             return [None]
         match first:
             case Generate():
                 requests = [a for a in args if isinstance(a, Generate)]
-                return await self._generate(requests, share, versions)
+                return await self._generate(requests, share)
             case SaveState():
                 return [await or_failed(self._save(operations[0].id, first, share))]
             case PublishWeights() | SyncWeights():
@@ -148,21 +147,62 @@ class Follower:
             case LoadState() if share.prepares:
                 return [await or_failed(self._load(operations[0].id, first))]
             case _:
-                return [await self.ranks.here(lambda: self.executor.compute(first, versions[0]))]
+                return [await self._compute(first, share)]
 
-    async def _generate(
-        self, requests: list[Generate], share: RunShare, versions: list[AdapterVersion | None]
-    ) -> list[ShareResult]:
-        part = self.executor.part(requests, share.replicas)
+    async def _compute(self, args: Args, share: RunShare) -> ShareResult:
+        (named,) = await self._named([args], share)
+        if isinstance(named, Failed):
+            return named
+        return await self.ranks.here(lambda: self.executor.compute(args, named))
+
+    async def _named(
+        self, args: list[Args], share: RunShare
+    ) -> list[AdapterVersion | Failed | None]:
+        """The weights that each operation of a share names, or why they cannot be had here."""
+        permits = share.naming or (None,) * len(args)
+        names = share.weights or ("",) * len(args)
+
+        async def read(args: Args, permit: Permit | None, name: str) -> AdapterVersion | None:
+            version = await self.named.read(args, permit)
+            if version is not None and version.name != name:
+                raise ResourceError(
+                    f"checkpoint {name} was overwritten while the ranks read it",
+                    remedy="it is read again",
+                )
+            return version
+
+        given = zip(args, permits, names, strict=True)
+        return [await or_failed(read(*each)) for each in given]
+
+    async def _generate(self, requests: list[Generate], share: RunShare) -> list[ShareResult]:
+        named = await self._named([*requests], share)
+        results: list[ShareResult] = [each if isinstance(each, Failed) else None for each in named]
+        runs = [i for i, each in enumerate(named) if not isinstance(each, Failed)]
+        if runs:
+            ran = await self._generate_some(runs, requests, named, share)
+            for i, result in zip(runs, ran, strict=True):
+                results[i] = result
+        return results
+
+    async def _generate_some(
+        self,
+        runs: list[int],
+        requests: list[Generate],
+        named: list[AdapterVersion | Failed | None],
+        share: RunShare,
+    ) -> list[GenerateResult | None]:
+        """Run this rank's part of some of the share's operations. Args: runs: their places."""
+        parts = self.executor.part(requests, share.replicas)
+        firsts = self.executor.first_prompts(requests, share.replicas)
+        part = [parts[i] for i in runs]
         sending = Sending(self.ranks.agent, is_near_leader=self.settings.is_near_leader)
-        watch = ShareWatch(
-            self._cancelled, [o.operation for o in share.operations], sending.from_any_thread
-        )
-        watch.first_prompts = self.executor.first_prompts(requests, share.replicas)
-        watch.versions = versions
+        keys = [share.operations[i].operation for i in runs]
+        watch = ShareWatch(self._cancelled, keys, sending.from_any_thread)
+        watch.first_prompts = [firsts[i] for i in runs]
+        watch.versions = [each for each in (named[i] for i in runs) if not isinstance(each, Failed)]
         if share.tail_share:
             loop = asyncio.get_running_loop()
-            told = TailReached(watch.first, self.settings.rank)
+            told = TailReached(share.operations[0].operation, self.settings.rank)
 
             def tell() -> None:
                 loop.call_soon_threadsafe(self._tell, told)
@@ -174,7 +214,7 @@ class Follower:
         finally:
             self._generating = None
             await sending.done()
-        return list(watch.results)
+        return watch.results
 
     def _tell(self, told: TailReached) -> None:
         async def tell() -> None:

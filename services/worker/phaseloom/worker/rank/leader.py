@@ -59,7 +59,7 @@ from phaseloom.common.transport.bus import Bus, Stored
 from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.backends.base import AdapterVersion
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
-from phaseloom.worker.rank.executor import Executor, Refused
+from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
 from phaseloom.worker.rank.namedweights import WeightsReader
 from phaseloom.worker.rank.outcomes import (
@@ -70,7 +70,7 @@ from phaseloom.worker.rank.outcomes import (
     failed,
     get_all,
 )
-from phaseloom.worker.rank.stateops import NotNow, StateOperations, not_had, share_of
+from phaseloom.worker.rank.stateops import StateOperations, share_of
 from phaseloom.worker.rank.wire import CancelRun, DevicesFreed, Payload, RankConfig, RunPermits
 from phaseloom.worker.state.client import RankStateClient
 
@@ -287,7 +287,7 @@ class Leader:
         is_mutating = permit.kind in MUTATING_KINDS
 
         def ended(completion: Completion, **more: Any) -> Ran:
-            return Ran(completion, call.started_unix_s, call.duration_s, **more)
+            return Ran(completion, call.started_unix_s, call.duration_s, share=call.share, **more)
 
         try:
             if isinstance(args, OptimStep) and permit.partial and not args.allow_partial:
@@ -340,7 +340,7 @@ class Leader:
         try:
             return await self._weights.read(args, permit)
         except PhaseloomError as error:
-            raise not_had(error) from error
+            raise not_had(error.info) from error
 
     async def _move(self, call: Call, args: Args, batch: _PermitBatch) -> Result | None:
         match args:

@@ -16,7 +16,13 @@ import msgspec
 from msgspec.structs import replace
 
 from phaseloom.common.contract.commands import Permit
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, to_exception
+from phaseloom.common.contract.errors import (
+    CallerError,
+    Code,
+    PhaseloomError,
+    ResourceError,
+    to_exception,
+)
 from phaseloom.common.contract.operations import Args, Forward, Generate, NamedWeights
 from phaseloom.common.contract.specs import Adapter
 from phaseloom.common.contract.state_layout import TensorSlot
@@ -29,7 +35,7 @@ from phaseloom.worker.core.reading import Reader
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.weightsync import PartsReader
 from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.copying import copy_runs
+from phaseloom.worker.state.copying import copy_rows
 from phaseloom.worker.state.heap import align
 from phaseloom.worker.state.versions import Opened
 
@@ -94,7 +100,9 @@ class WeightsReader:
         async with self._lock(name):
             version = self._read.get(name)
             if version is None:
-                opened = await self.state.versions.open(ticket.version, permit.sources, ticket)
+                opened = await self.state.versions.open(
+                    ticket.version, permit.sources, ticket, permit=permit.id
+                )
                 slots, memory = await self._whole(opened, permit, backend.adapter_slots(adapter))
                 version = AdapterVersion(name, adapter, slots, memory)
                 backend.check_adapter(version)
@@ -107,7 +115,6 @@ class WeightsReader:
         """A version's tensors and where they lie. One in parts is put together in memory of this
         rank's own. Args: slots: of such a one."""
         if not opened.is_manifest:
-            opened = await self.state.versions.verified(opened)
             return opened.table.tensors, opened.memory
         assert permit.ticket is not None
         reader = Reader([holding_of(slots)], 0, [0], tensors_of(slots), slots)
@@ -116,7 +123,7 @@ class WeightsReader:
         fetched = await parts.fetch(permit.ticket.version, opened, permit)
         memory = memoryview(bytearray(_end(slots)))
         for source, runs in fetched.pieces:
-            copy_runs(source, memory, runs)
+            copy_rows(source, memory, runs)
         return slots, memory
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -139,7 +146,7 @@ class WeightsReader:
 
     async def _from_files(self, checkpoint: str, source: str) -> AdapterVersion:
         """The checkpoint that has the name now; it is kept or read."""
-        now = await self.state.open_adapter(checkpoint, source)
+        now = await self._opened(checkpoint, source)
         while True:
             opened = now
             # Another one may have the name later.
@@ -153,12 +160,19 @@ class WeightsReader:
                 memory = await self.state.read_adapter(checkpoint, source, _end(slots))
             except PhaseloomError as found:
                 error = found
-            now = await self.state.open_adapter(checkpoint, source)
+            now = await self._opened(checkpoint, source)
             if now != opened:
                 continue  # it was overwritten meanwhile
             if error is not None:
                 raise error
             return AdapterVersion(name, self._adapter(opened), slots, memory)
+
+    async def _opened(self, checkpoint: str, source: str) -> AdapterOpened:
+        try:
+            return await self.state.open_adapter(checkpoint, source)
+        except ResourceError:
+            # Another one may have taken its place, or it was deleted, while its files were opened.
+            return await self.state.open_adapter(checkpoint, source)
 
     def _adapter(self, opened: AdapterOpened) -> Adapter:
         """What a checkpoint is, by its config. Raises: CallerError: nothing that is read here."""

@@ -64,6 +64,8 @@ class Ran:
     broken: Broken | None = None
     """Set where the ranks cannot go on together."""
     num_tokens: int = 0
+    share: float = 1.0
+    """As of `OperationFinished`."""
     saved: SaveState | None = None
     """The `save_state` that is durable now."""
 
@@ -179,6 +181,7 @@ class Outcomes:
             dirty=ran.is_dirty if ran else False,
             error=completion.error,
             num_tokens=ran.num_tokens if ran else 0,
+            share=ran.share if ran else 1.0,
             checkpoints=checkpoints_of(completion),
         )
         msg_id = f"finished:{permit.operation}:{permit.incarnation}:{permit.id}"

@@ -17,7 +17,6 @@ from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import (
     Code,
-    ErrorInfo,
     PhaseloomError,
     ResourceError,
     to_exception,
@@ -42,7 +41,7 @@ from phaseloom.common.tensors.modelfiles import is_companion
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
 from phaseloom.worker.rank.devicequeue import Call
-from phaseloom.worker.rank.executor import Executor, Refused
+from phaseloom.worker.rank.executor import Executor, Refused, not_had
 from phaseloom.worker.rank.group import GroupLost, Ranks
 from phaseloom.worker.rank.outcomes import Outcomes
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
@@ -54,22 +53,6 @@ from phaseloom.worker.state.versions import VersionCopy
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
-"""Codes of a weights version's source that is being restarted, or that the network hides."""
-
-
-class NotNow(Exception):
-    """Something that the operation needs cannot be reached; nothing was changed."""
-
-    def __init__(self, error: ErrorInfo) -> None:
-        super().__init__(error.message)
-        self.error = error
-
-
-def not_had(error: PhaseloomError) -> NotNow | Refused:
-    """What becomes of an operation whose weights version cannot be had: nothing has changed."""
-    return NotNow(error.info) if error.info.code in _AWAY else Refused(error.info)
 
 
 @dataclass(slots=True)
@@ -169,7 +152,7 @@ class StateOperations:
             with self.executor.syncing(args):
                 fetched = await self._read_version(call, version)
         except PhaseloomError as error:
-            raise not_had(error) from error
+            raise not_had(error.info) from error
         assert call.key.seq is not None
         # The weights are replaced now: where this fails, the incarnation is not what it was either.
         if fetched.is_whole:

@@ -193,6 +193,9 @@ class RunShare(Message, frozen=True):
     naming: tuple[Permit | None, ...] = ()
     """The permits of those operations that name weights versions, in their places; empty: none
     names any."""
+    weights: tuple[str, ...] = ()
+    """The weights that the leader has read for each operation that names some, in their places;
+    another rank takes part with the same ones only. Empty: none names any."""
 
 
 class TailReached(Message, frozen=True):
@@ -230,7 +233,8 @@ class PartWritten(Message, frozen=True):
 
 ShareResult = Result | PartWritten | Failed | None
 """A rank's result of one operation's share. Failed: the first of two calls could not be prepared,
-and nothing has changed. None: the operation was cancelled, or the share has no result."""
+or the weights that the operation names could not be read, and nothing has changed. None: the
+operation was cancelled, or the share has no result."""
 
 
 class ShareDone(Message, frozen=True):

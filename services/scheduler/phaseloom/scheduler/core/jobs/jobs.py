@@ -368,4 +368,5 @@ def status(step: Step, job: Job) -> JobStatus:
             for d in step.deployments_of(job.key)
         ],
         placement=assignment.describe(step, job),
+        device_s=dict(job.device_s),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished, StateSnapshotTaken
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import speculative
@@ -27,6 +28,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     if event.incarnation == 0:
         _settle(step, deployment, event)
         return
+    _charge(step, deployment, event)
     is_current = event.incarnation == deployment.wpg.incarnation and bool(
         deployment.wpg.assignments
     )
@@ -63,6 +65,22 @@ def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
     devices.free(step, deployment, event.key, op.kind)
     speculative.expect(step, deployment, op.kind)
     step.touch(deployment)
+
+
+def _charge(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+    """Count the devices' time of an operation as that of the job whose weights it has read.
+
+    A job that is gone cannot be charged: its reader's job is. A save that has its snapshot is
+    written without the devices.
+    """
+    op = deployment.queue.find(event.key)
+    if op is not None and op.has_snapshot:
+        return
+    own = deployment.key.job_key
+    payer = JobKey(own.tenant, op.payer) if op is not None and op.payer else own
+    job = step.state.jobs.get(str(payer)) or step.job(own)
+    device_s = event.duration_s * event.share * len(deployment.places)
+    job.charge(deployment.spec.pool, device_s)
 
 
 def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:

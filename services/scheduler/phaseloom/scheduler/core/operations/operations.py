@@ -65,6 +65,7 @@ def file(step: Step, event: QueuedOperation) -> None:
         expires_s=step.now_s + event.timeout_s if event.timeout_s > 0 else 0.0,
         num_bytes=event.num_bytes,
         ttl_s=event.ttl_s,
+        payer=event.payer,
     )
     error = event.error or _closed(step, deployment, event) or _too_many(step, deployment)
     deployment.queue.file(op)

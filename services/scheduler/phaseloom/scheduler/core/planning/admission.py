@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import combinations, islice
+
+from msgspec.structs import replace
 
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Cycle, Segment
+from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.planning.nodes import (
     can_run,
     could_take,
@@ -51,16 +54,53 @@ def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:
     place: where the policy finds none, it is asked again with the closed groups open. A job that is
     to be measured itself finds them open at once: a cycle is measured net of waiting, and where all
     groups are alike they fill evenly.
+
+    Jobs of one pool make groups of that pool. A job of several pools that finds no place otherwise
+    may join two of them, which become one group.
     """
     nowhere = fits_nowhere(cluster, member)
     if nowhere is not None:
         return nowhere
+    decision: Decision
     if member.cycle is None:
-        return nodes_of_its_own(cluster, member) or _place_among_all(cluster, member, policy)
-    decision = policy.place(cluster, member)
-    if isinstance(decision, Waits) and any(group.is_closed for group in cluster.groups.values()):
-        decision = _place_among_all(cluster, member, policy)
+        alone = nodes_of_its_own(cluster, member)
+        decision = alone or _place_among_all(cluster, member, policy)
+    else:
+        decision = policy.place(cluster, member)
+        if isinstance(decision, Waits) and any(g.is_closed for g in cluster.groups.values()):
+            decision = _place_among_all(cluster, member, policy)
+    if isinstance(decision, Waits):
+        return _place_in_two(cluster, member, policy) or decision
     return decision
+
+
+_MAX_MERGED = 4
+"""The most groups of the same pools that are looked at for a job that finds no place in one."""
+
+
+def _place_in_two(cluster: Cluster, member: Member, policy: Placement) -> Placed | None:
+    """The policy's decision with two groups made one, which have different pools of those that the
+    job needs; those with the fewest jobs are looked at first."""
+    by_pools: dict[frozenset[Pool], list[Group]] = {}
+    for group in cluster.groups.values():
+        pools = frozenset(group.nodes)
+        if pools & member.needs.keys() and member.needs.keys() - pools:
+            by_pools.setdefault(pools, []).append(group)
+    partial = [
+        group
+        for alike in by_pools.values()
+        for group in sorted(alike, key=lambda group: len(group.members))[:_MAX_MERGED]
+    ]
+    for first, second in combinations(partial, 2):
+        if first.nodes.keys() & second.nodes.keys():
+            continue
+        trial = groups.copy(cluster)
+        groups.merge(trial, trial.groups[first.name], trial.groups[second.name])
+        decision = _place_among_all(trial, member, policy)
+        if isinstance(decision, Placed) and decision.group == first.name:
+            why = f"{decision.why}; {second.name} has become part of {first.name}"
+            return replace(decision, merged=second.name, why=why)
+    return None
 
 
 def _place_among_all(cluster: Cluster, member: Member, policy: Placement) -> Decision:

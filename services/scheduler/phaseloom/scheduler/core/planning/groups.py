@@ -164,12 +164,29 @@ def join(cluster: Cluster, member: Member, placed: Placed) -> Group:
         cluster.groups[group.name] = group
     else:
         group.is_closed = False
+    if placed.merged:
+        merge(cluster, group, cluster.groups[placed.merged])
     member.shift_s = placed.shift_s
     member.began_s = cluster.now_s + placed.shift_s
     group.members[member.job] = member
     cluster.placed[member.job] = group.name
     _pin(cluster, group, member, placed.nodes)
     return group
+
+
+def merge(cluster: Cluster, group: Group, other: Group) -> None:
+    """Make two groups of different pools one: `group`, whose members come first. No node has other
+    members by that. They stay one while any of the members does."""
+    assert not group.nodes.keys() & other.nodes.keys(), f"{group.name} and {other.name} share pools"
+    del cluster.groups[other.name]
+    group.members = {**group.members, **other.members}
+    group.nodes = {**group.nodes, **other.nodes}
+    group.is_closed = False
+    group.version += 1
+    cluster.placed.update(dict.fromkeys(other.members, group.name))
+    for names in other.nodes.values():
+        for name in names:
+            cluster.hosts[name].group = group.name
 
 
 def _pin(cluster: Cluster, group: Group, member: Member, nodes: dict[Pool, list[NodeId]]) -> None:

@@ -139,6 +139,8 @@ class Placed(msgspec.Struct, frozen=True):
     """The nodes that the job is pinned to; free ones among them join the group."""
     why: str = ""
     shift_s: float = 0.0
+    merged: str = ""
+    """Another group, of other pools, that becomes one with `group` by this; empty: none."""
 
 
 class Waits(msgspec.Struct, frozen=True):

@@ -171,6 +171,8 @@ class Job(msgspec.Struct):
     """Name of the newest checkpoint with a controller's blob."""
     checkpoints: dict[str, str] = {}
     """Deployment → the checkpoint of it that belongs to `checkpoint`."""
+    device_s: dict[str, float] = {}
+    """Pool → the devices' time that counts as the job's, in seconds times devices."""
     why_here: str = ""
     """Why placement chose its place."""
     error: ErrorInfo | None = None
@@ -178,6 +180,9 @@ class Job(msgspec.Struct):
     def have(self, deployments: list[DeploymentSpec]) -> None:
         """Replace the list of deployments."""
         self.spec = msgspec.structs.replace(self.spec, deployments=deployments)
+
+    def charge(self, pool: str, device_s: float) -> None:
+        self.device_s[pool] = self.device_s.get(pool, 0.0) + device_s
 
     def failed(self, error: ErrorInfo | None) -> None:
         """Args: error: None: what was wrong is over."""

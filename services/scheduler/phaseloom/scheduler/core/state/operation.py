@@ -41,6 +41,8 @@ class Op(msgspec.Struct):
     """Size of its payload."""
     ttl_s: float = 0.0
     """For `publish_weights`: how long its version may be named."""
+    payer: str = ""
+    """The job that its devices' time counts as; empty: its own."""
     adapter: Adapter | None = None
     """What the weights version is that it reads by name; None: it names none."""
     has_snapshot: bool = False
