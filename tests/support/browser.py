@@ -19,7 +19,7 @@ needs_chromium = pytest.mark.skipif(
 )
 WIDE = {"width": 1360, "height": 720}
 NARROW = {"width": 390, "height": 780}
-PATIENCE_MS = 60_000
+PATIENCE_MS = 150_000
 _POLL_S = 0.05
 
 _CONTRASTS = """() => {
@@ -85,23 +85,26 @@ class Tab:
         return number
 
     async def place_of(self, kind: str) -> dict[str, float]:
-        """Where on the screen an operation of a kind is, that is wide enough to be hit."""
+        """Where on the screen the newest operation of a kind is, after it was brought into view."""
         place: dict[str, float] = await self.until(_PLACE, kind)
         return place
 
 
 _PLACE = """(kind) => {
   const { app, painter } = window.phaseloom;
-  const { model } = app;
+  const { model, view } = app;
   const box = painter.canvas.getBoundingClientRect();
   for (const device of painter.devices()) {
-    const row = painter.rowOf(device);
-    for (let i = device.track.length - 1; i >= 0; i--) {
-      const [from, to] = [painter.xOf(device.track.start[i]), painter.xOf(device.track.end[i])];
-      if (to < painter.gutterPx) break;
-      if (model.kinds[device.track.kind[i]] !== kind || to - from < 6) continue;
-      if (from < painter.gutterPx || to > painter.width) continue;
-      return { x: box.x + (from + to) / 2, y: box.y + 26 + row.top + row.height / 2 };
+    const { track } = device;
+    for (let i = track.length - 1; i >= 0; i--) {
+      if (model.kinds[track.kind[i]] !== kind) continue;
+      const length = track.end[i] - track.start[i];
+      view.follows = false;
+      view.show(track.start[i] - length, track.end[i] + length);
+      painter.frame(app.theme, performance.now(), true);
+      const row = painter.rowOf(device);
+      const x = (painter.xOf(track.start[i]) + painter.xOf(track.end[i])) / 2;
+      return { x: box.x + x, y: box.y + 26 + row.top + row.height / 2 };
     }
   }
   return null;

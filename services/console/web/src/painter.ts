@@ -414,6 +414,7 @@ export class Painter {
   /** The operation that runs on a device now, as far as the log lets one tell. */
   running(device: Device): Head | undefined {
     const { model } = this;
+    if (!device.isUp) return undefined;
     const holder = device.activations[device.activations.length - 1];
     const number = model.devices.indexOf(device);
     return model.heads.find(
