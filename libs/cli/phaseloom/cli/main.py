@@ -16,6 +16,7 @@ _COMMANDS = {
     "backup:backup": "Copy a run, which may be running, to a directory.",
     "backup:restore": "Make a run's directory of a backup.",
     "state:state": "Show which state lies where on each node: device memory, host memory, NVMe.",
+    "accounts:accounts": "Make the passwords of a mesh whose services are started by hand.",
     "certs:certs": "Make the certificates by which the nodes of a mesh know one another.",
     "top:top": "Watch the mesh, live.",
     "trace:trace": "Show where an operation's time went.",
