@@ -198,8 +198,8 @@ async def restored(bus: Bus, snapshots: Snapshots) -> Core:
     """A core as of the newest snapshot.
 
     Raises: ResourceError: a core of another version has gone on from the snapshot, or wrote it and
-        cannot be taken over; the snapshot is damaged. DATA_LOSS: the log after the snapshot is gone,
-        or has a hole, or ends before it.
+        cannot be taken over; the snapshot is damaged. DATA_LOSS: the log after the snapshot is
+        gone, or has a hole, or ends before it.
     """
     stored = await snapshots.load()
     core = Core()
