@@ -23,7 +23,8 @@ SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.
 ON := tests/integration/test_
 TESTS_cli := tests/unit/cli $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervisor.py top.py \
-	observability.py node_example.py compose.py)
+	observability.py node_example.py compose.py helm.py slurm.py \
+	systemd.py)
 TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \
 	contract_on_mesh.py fuzz.py)
 TESTS_common := tests/unit/common tests/unit/test_*.py $(addprefix $(ON),bus.py leases.py \
@@ -40,7 +41,7 @@ TESTS_statemgr := tests/unit/statemgr $(wildcard $(ON)statemgr*.py)
 TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slices_*.py) \
 	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
 TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
-TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py)
+TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py upgrade.py)
 TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery),$(wildcard $(ON)*_on_mesh.py)) \
 	$(addprefix $(ON),end_to_end.py registered_models.py)
 SUBJECTS := cli client common console gateway loadtest profiler router scheduler simulator statemgr weights worker \
@@ -55,7 +56,10 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails loadtest chaos console gpu-check simulate clean
+# Where it is set, each of the processes that a test starts would compile all our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails bench-scale loadtest chaos console gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -148,6 +152,10 @@ bench-offpolicy: $(VENV)/.test
 bench-tails: $(VENV)/.test
 	$(BIN)/python -m loadtest tails $(ARGS)
 
+## bench-scale: the scheduler's core at 1,000 nodes and 2,000 jobs; ARGS="--nodes 100 --jobs 200"
+bench-scale: $(VENV)/.test
+	$(BIN)/python -m loadtest scale $(ARGS)
+
 ## loadtest: 100 jobs, 100,000 operations; ARGS="--jobs 10 --ops 200" for less
 loadtest: $(VENV)/.test
 	$(BIN)/python -m loadtest load $(ARGS)
@@ -188,6 +196,7 @@ $(SMOLLM2): | $(VENV)/.demo
 
 $(VENV)/.test: $(VENV)/.demo
 	$(BIN)/pip install $(PIP_ARGS) -q -e ".[worker,demo-base,gateway,console,gguf,simulator,otlp,test]"
+	$(BIN)/python -m tests.support.helm $(BIN)/helm
 	@touch $@
 
 # vLLM's requirements differ from the worker's. Its CPU build breaks beside PyPI's torchvision, and

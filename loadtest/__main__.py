@@ -26,6 +26,7 @@ from loadtest import (
     resharding,
     roundtrip,
     runtimes,
+    scale,
     state_bench,
     tailbench,
 )
@@ -116,6 +117,27 @@ def load_test(
         end = report.samples[-1].memory_bytes[name]
         table.add_row(name, f"{end / 2**20:.1f}", f"{grown / 2**20:+.1f}")
     console.print(table)
+
+
+@app.command(name="scale")
+def scale_test(
+    *, nodes: int = 1000, devices: int = 8, jobs: int = 2000, file: Path = _RUNS / "scale.json"
+) -> None:
+    """Feed the scheduler's core a large cluster, and measure its steps, memory and snapshot.
+
+    Parameters
+    ----------
+    nodes
+        Nodes of the cluster.
+    devices
+        Devices of each node.
+    jobs
+        Jobs at once.
+    file
+        Where the report is written.
+    """
+    report = write(scale.measure(scale.Settings(nodes, devices, jobs), _work_directory(file)), file)
+    Console().print(publishing.scale_table(report), soft_wrap=True, markup=False)
 
 
 @app.command(name="offpolicy")

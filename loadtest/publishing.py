@@ -23,6 +23,7 @@ from loadtest.load import LoadReport
 from loadtest.offpolicy import QUARTERS, OffPolicyReport
 from loadtest.peering import PeerReport
 from loadtest.records import Machine, Records
+from loadtest.scale import ScaleReport, Steps
 from loadtest.tailbench import TailReport
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
@@ -280,6 +281,40 @@ def tails_table(report: TailReport) -> str:
     return f"{told}\n\n{_table(report.machine, head, rows)}"
 
 
+def scale_table(report: ScaleReport) -> str:
+    settings = report.settings
+    facts = [
+        (
+            "nodes, devices, jobs",
+            f"{settings.nodes:,}, {settings.nodes * settings.devices:,}, {settings.jobs:,}, of "
+            f"which {report.placed:,} have a place",
+        ),
+        ("a step while all work, p50, p99, longest", _steps(report.working)),
+        ("a submission, p50, p99, longest", _steps(report.submitted)),
+        ("a step after ten nodes have failed at once, p50, p99, longest", _steps(report.losing)),
+        (
+            "events a second",
+            f"{report.events_per_s:,.0f}; this cluster makes {report.virtual_events_per_s:,.0f}",
+        ),
+        ("memory of the state", f"{report.state_bytes / _MEGABYTE:,.0f} MiB"),
+        (
+            "snapshot",
+            f"{report.snapshot_bytes / _MEGABYTE:.1f} MiB, stored as "
+            f"{report.stored_bytes / _MEGABYTE:.1f} MiB",
+        ),
+        (
+            "to make, compress and restore it",
+            f"{report.snapshot_s:.2f} s, {report.compress_s:.2f} s, {report.restore_s:.2f} s",
+        ),
+    ]
+    return _table(report.machine, ("what", "measured"), facts)
+
+
+def _steps(steps: Steps) -> str:
+    millis = (f"{1e3 * s:.3g} ms" for s in (steps.p50_s, steps.p99_s, steps.longest_s))
+    return f"{', '.join(millis)} ({steps.count:,} steps)"
+
+
 def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
@@ -301,6 +336,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "delta": ("delta.json", "state.md", DeltaReport, delta_table),
     "gateway": ("gateway.json", "gateway.md", GatewayReport, gateway_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
+    "scale": ("scale.json", "clusters.md", ScaleReport, scale_table),
     "lora": ("lora.json", "adapters.md", Records, bench_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
     "tails": ("tails.json", "rollouts.md", TailReport, tails_table),

@@ -14,6 +14,7 @@ import pytest
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from tests.support.directories import short_directory
+from tests.support.warm import warm
 
 TENANTS = ("acme", "globex")
 _THOROUGH = 10
@@ -39,6 +40,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> Iterator[None]:
+    """Processes of ranks need not import torch each: see `warm`."""
+    with warm():
+        yield
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """A weight sync from two ranks of `fsdp` to `vllm` on a whole mesh, beside plain copies.
 
 Policy and sampler are on one node first, where the version is memory that both map, then on two, so
-that the version crosses TCP between their state managers.
+that the version crosses TCP between their state managers. That is compared with a plain copy over a
+TCP connection of this machine, too, beside the two plain copies.
 
 The time is that of `publish_weights` and `sync_weights`, submitted together, as the controller sees
 it: two operations' round trips, the shards' way into a weights version, digests, and the version's
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +76,11 @@ async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Record]:
     name = f"sync_fsdp_dp{_TRAINERS}_to_vllm_tp{sync.tp}_{num_bytes / 2**20:.0f}_mib"
     name += "_over_tcp" if sync.crosses_nodes else ""
     aim = "" if sync.crosses_nodes else "≤ 1.5"
-    pairs = Pairs(name, num_bytes, "two plain copies, into the version and out of it", aim)
+    copies = "two plain copies, into the version and out of it"
+    pairs = [Pairs(name, num_bytes, copies, aim)]
+    if sync.crosses_nodes:
+        over = f"{copies}, and one over TCP between them"
+        pairs.append(Pairs(f"{name}_against_socket", num_bytes, over, ""))
     source, target = (Extent(num_bytes, f"bench: {side}") for side in ("source", "target"))
     plain, into = filled(source, num_bytes), filled(target, num_bytes)
     async with Mesh(mesh_config, directory) as mesh:
@@ -84,11 +91,32 @@ async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Record]:
             for number in range(-2, num_rounds):
                 took_s = await _synced(job)
                 bare_s = 2 * await asyncio.to_thread(copy_seconds, plain, into)
+                socket_s = await asyncio.to_thread(_socket_seconds, plain, into)
                 if number >= 0:  # the first ones touch all memory for the first time
-                    pairs.ours_s.append(took_s)
-                    pairs.limit_s.append(bare_s)
+                    for each, limit_s in zip(pairs, (bare_s, bare_s + socket_s), strict=False):
+                        each.ours_s.append(took_s)
+                        each.limit_s.append(limit_s)
             await job.finish()
-    return [pairs.time()]
+    return [each.time() for each in pairs]
+
+
+def _socket_seconds(source: memoryview, target: memoryview) -> float:
+    """The seconds of a copy over one TCP connection, in the clear and unchecked."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sending,
+        server.accept()[0] as receiving,
+        ThreadPoolExecutor(1) as sender,
+    ):
+        started_s = time.perf_counter()
+        sent = sender.submit(sending.sendall, source)
+        done = 0
+        while done < len(target):
+            count = receiving.recv_into(target[done:])
+            assert count, "the sender has failed"
+            done += count
+        sent.result()
+        return time.perf_counter() - started_s
 
 
 async def _synced(job: client.Job) -> float:

@@ -10,6 +10,14 @@ import pytest_asyncio
 from tests.support.jobs import TASKS, oracle, short
 from tests.support.node import TestNode, running_node
 from tests.support.processes import without_torch
+from tests.support.warm import cold
+
+
+@pytest.fixture(scope="module")
+def cold_nodes() -> Iterator[None]:
+    """The nodes of the module's meshes import torch themselves: see `cold`."""
+    with cold():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +19,20 @@ from grpo import deployments, train
 
 from phaseloom import client
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
-from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.transport import natsserver
+from tests.support.containers import (
+    ROOT,
+    completed,
+    image_environment,
+    instruction,
+    last_words,
+    listening,
+    restarted,
+)
 from tests.support.jobs import Reports, no_barrier, oracle, short
 from tests.support.processes import free_port
 
-ROOT = Path(__file__).parents[2]
 TASK = "chain_sum"
-RESTART_PAUSE_S = 0.1
-"""Docker's first; it grows, where a container ends again and again."""
-LAST_LINES = 20
 _BUILD_FREE = ("router", "scheduler", "profiler", "statemgr", "gateway", "console")
 
 
@@ -46,12 +48,6 @@ def ours() -> dict[str, Any]:
     return {name: spec for name, spec in compose()["services"].items() if "build" in spec}
 
 
-def instruction(dockerfile: Path, name: str) -> str:
-    """The last instruction of this name, its lines joined."""
-    text = dockerfile.read_text().replace("\\\n", " ")
-    return [line for line in text.splitlines() if line.startswith(f"{name} ")][-1][len(name) + 1 :]
-
-
 class Containers:
     """Where things of a container are on this machine."""
 
@@ -60,11 +56,7 @@ class Containers:
         self._nats_port = nats_port
 
     def environment(self, name: str, spec: dict[str, Any]) -> dict[str, str]:
-        dockerfile = ROOT / spec["build"]["dockerfile"]
-        variables = dict(
-            pair.split("=", 1) for pair in instruction(dockerfile, "ENV").split() if "=" in pair
-        )
-        variables.pop("PATH")
+        variables = image_environment(ROOT / spec["build"]["dockerfile"])
         variables |= {key: str(value) for key, value in spec["environment"].items()}
         mounts = _mounts(spec)
         return {key: self._here(name, value, mounts) for key, value in variables.items()}
@@ -94,50 +86,6 @@ def _mounts(spec: dict[str, Any]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def process(
-    log: Path, command: list[str], environment: dict[str, str]
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    with log.open("ab") as output:
-        started = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=log.parent,
-            env={**os.environ, **environment, DIE_WITH_PARENT: str(os.getpid())},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        yield started
-    finally:
-        with suppress(ProcessLookupError):
-            started.terminate()
-        await started.wait()
-
-
-async def restarted(
-    log: Path, command: list[str], environment: dict[str, str], policy: str
-) -> None:
-    """A service under its restart policy, until cancelled.
-
-    A node's agent relies on it: one that could not renew its lease in time ends.
-    """
-    assert policy == "unless-stopped"
-    while True:
-        async with process(log, command, environment) as running:
-            await running.wait()
-        await asyncio.sleep(RESTART_PAUSE_S)
-
-
-def last_words(directory: Path) -> str:
-    """What the processes have warned of, for whoever looks at a run that failed."""
-    lines = []
-    for log in sorted(directory.glob("*.log")):
-        said = [line for line in log.read_text().splitlines() if '"level": "INFO"' not in line]
-        lines += [f"{log.name}: {line}" for line in said[-LAST_LINES:]]
-    return "\n".join(lines)
-
-
-@asynccontextmanager
 async def server(directory: Path, port: int) -> AsyncIterator[None]:
     """The compose file's nats-server with the compose file's configuration and passwords."""
     spec = compose()["services"]["nats"]
@@ -146,17 +94,8 @@ async def server(directory: Path, port: int) -> AsyncIterator[None]:
     arguments = [here.get(part, part) for part in spec["command"]]
     own = ["--addr", "127.0.0.1", "--port", str(port), "--http_port", str(free_port())]
     command = [str(natsserver.find_binary()), *arguments, *own]
-    async with process(directory / "nats.log", command, spec["environment"]):
-        async with asyncio.timeout(60):
-            while not can_connect(port):
-                await asyncio.sleep(0.02)
+    async with listening(port, directory / "nats.log", command, spec["environment"]):
         yield
-
-
-def can_connect(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
 
 
 @asynccontextmanager
@@ -171,14 +110,13 @@ async def containers(directory: Path, nats_port: int) -> AsyncIterator[None]:
                 if "command" in spec:  # it makes something, and ends
                     script, *arguments = here.command(spec)
                     command = [str(Path(sys.executable).with_name(script)), *arguments]
-                    async with process(log, command, environment) as making:
-                        assert await making.wait() == 0, log.read_text()
+                    await completed(log, command, environment)
                     continue
                 command = json.loads(instruction(ROOT / spec["build"]["dockerfile"], "CMD"))
                 assert command[0] == "python"
                 command[0] = sys.executable
-                service = restarted(log, command, environment, spec["restart"])
-                running.append(asyncio.create_task(service))
+                assert spec["restart"] == "unless-stopped", name
+                running.append(asyncio.create_task(restarted(log, command, environment)))
             yield
         except Exception as error:
             error.add_note(last_words(directory))

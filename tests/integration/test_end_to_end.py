@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common.contract.events import ActivationOpened, Event
 from tests.support.jobs import (
@@ -19,6 +21,7 @@ STEPS = 3
 IDLE_LIMIT_BYTES = 600e6
 
 
+@pytest.mark.usefixtures("cold_nodes")
 async def test_jobs_end_with_the_weights_of_the_oracle_alone_and_shared(
     expected: dict[str, str], short_dir: Path
 ) -> None:

@@ -1,13 +1,17 @@
-"""Rollouts that go on with new weights from their next token, on the whole mesh."""
+"""Rollouts that go on with new weights from their next token.
+
+One mesh for all tests: each has a job of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
+import pytest_asyncio
 
 from phaseloom import client
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
@@ -29,8 +33,11 @@ from phaseloom.client import (
     int32s,
 )
 from phaseloom.common.contract.operations import Outcome
-from tests.support.jobs import kill_rank, running_mesh, tenant
+from tests.support.directories import short_directory
+from tests.support.jobs import Log, kill_rank, running_mesh, tenant
 from tests.support.node import lesson, policy_spec, sampler_spec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LONG = 2000
 """New tokens of a rollout: more than there is time for before the first update."""
@@ -45,12 +52,26 @@ PROMPTS = [Prompt([1, 2, 3], seed=5), Prompt([4, 5], seed=6)]
 SAMPLING = SamplingParams(LONG, ignore_eos=True)
 
 
+@dataclass
+class World:
+    mesh: Mesh
+    log: Log
+    tenant: client.Mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world() -> AsyncIterator[World]:
+    with short_directory() as directory:
+        async with running_mesh(MESH, directory) as (mesh, log), tenant(mesh) as connection:
+            yield World(mesh, log, connection)
+
+
 class Rolling:
     """A job with a policy and a sampler, and how far its rollouts are."""
 
     def __init__(self, job: MeshJob, mesh: Mesh) -> None:
-        self.mesh = mesh
         self.policy, self.sampler = job.deployment("policy"), job.deployment("sampler")
+        self._mesh, self._name = mesh, job.name
         self._drawn = asyncio.Event()
         job.runtime_hook(self._on_event)
 
@@ -62,6 +83,9 @@ class Rolling:
         """Wait until a rollout is told to have drawn more tokens."""
         self._drawn.clear()
         await self._drawn.wait()
+
+    def kill_sampler(self) -> None:
+        kill_rank(self._mesh, f"{self._name}.sampler")
 
     def publish(
         self, *, after_a_step: int | None = None
@@ -75,20 +99,20 @@ class Rolling:
 
 @asynccontextmanager
 async def rolling(
-    directory: Path, batching: Batching = Batching.OPERATION
+    world: World, name: str, batching: Batching = Batching.OPERATION
 ) -> AsyncIterator[Rolling]:
     size = LONG + 10
     specs = [
         policy_spec(max_position_embeddings=size),
         sampler_spec(positions=size, batching=batching),
     ]
-    async with running_mesh(MESH, directory) as (mesh, log), tenant(mesh) as connection:
-        job = await connection.submit_job("rolling", specs)
-        yield Rolling(job, mesh)
-        await job.finish()
-        await log.caught_up()
-        # What had not begun when an update came was cancelled.
-        assert [f for f in log.failures() if f.outcome is not Outcome.CANCELLED] == []
+    job = await world.tenant.submit_job(name, specs)
+    yield Rolling(job, world.mesh)
+    await job.finish()
+    await world.log.caught_up()
+    # What had not begun when an update came was cancelled.
+    failures = [f for f in world.log.failures() if f.key.job == name]
+    assert [f for f in failures if f.outcome is not Outcome.CANCELLED] == []
 
 
 def flat(result: RolloutResult) -> list[tuple[Sequence, list[VersionRun]]]:
@@ -108,8 +132,8 @@ async def from_here(
     return list(int32s(sequence.tokens))
 
 
-async def test_updates_with_equal_weights_change_no_token(short_dir: Path) -> None:
-    async with rolling(short_dir) as job:
+async def test_updates_with_equal_weights_change_no_token(world: World) -> None:
+    async with rolling(world, "equal") as job:
         expected = await job.sampler.generate(PROMPTS, SAMPLING, NUM_SAMPLES)
         rollout = job.sampler.rollout(PROMPTS, SAMPLING, NUM_SAMPLES)
         versions = [0]
@@ -132,8 +156,8 @@ async def test_updates_with_equal_weights_change_no_token(short_dir: Path) -> No
             assert sum(run.num_tokens for run in runs) == LONG
 
 
-async def test_tokens_after_an_update_are_those_of_the_new_weights(short_dir: Path) -> None:
-    async with rolling(short_dir) as job:
+async def test_tokens_after_an_update_are_those_of_the_new_weights(world: World) -> None:
+    async with rolling(world, "new") as job:
         before = await job.sampler.generate(PROMPTS, SamplingParams(20, ignore_eos=True), 1)
         rollout = job.sampler.rollout(PROMPTS, SAMPLING, NUM_SAMPLES)
         await job.drawing()
@@ -156,10 +180,10 @@ async def test_tokens_after_an_update_are_those_of_the_new_weights(short_dir: Pa
     "batching", [pytest.param(Batching.OPERATION, marks=pytest.mark.slow), Batching.SHARED]
 )
 async def test_rollouts_that_wait_their_turn_are_drawn_with_the_new_weights(
-    batching: Batching, short_dir: Path
+    batching: Batching, world: World
 ) -> None:
     """What has not begun when the update comes is asked for once more; a `generate` is not."""
-    async with rolling(short_dir, batching) as job:
+    async with rolling(world, f"turns-{batching}", batching) as job:
         rollouts = [job.sampler.rollout([prompt], SAMPLING) for prompt in PROMPTS * 2]
         await job.drawing()
         published = job.publish(after_a_step=2)
@@ -171,15 +195,15 @@ async def test_rollouts_that_wait_their_turn_are_drawn_with_the_new_weights(
             assert sum(run.num_tokens for run in runs) == LONG == len(int32s(sequence.tokens))
 
 
-async def test_rank_that_is_killed_around_updates_loses_no_sample(short_dir: Path) -> None:
-    async with rolling(short_dir) as job:
+async def test_rank_that_is_killed_around_updates_loses_no_sample(world: World) -> None:
+    async with rolling(world, "killed") as job:
         rollout = job.sampler.rollout(PROMPTS, SAMPLING, NUM_SAMPLES)
         await job.drawing()
         first = asyncio.create_task(job.sampler.update_weights(job.publish(after_a_step=1)))
-        kill_rank(job.mesh, "rolling.sampler")
+        job.kill_sampler()
         await first
         await job.drawing()
-        kill_rank(job.mesh, "rolling.sampler")
+        job.kill_sampler()
         published = job.publish(after_a_step=2)
         await job.sampler.update_weights(published)
         for sequence, runs in flat(await rollout):
@@ -188,11 +212,11 @@ async def test_rank_that_is_killed_around_updates_loses_no_sample(short_dir: Pat
             assert sequence.stop_reason == "length"
 
 
-async def test_rollout_is_stopped_with_what_it_has(short_dir: Path) -> None:
-    async with rolling(short_dir) as job:
+async def test_rollout_is_stopped_with_what_it_has(world: World) -> None:
+    async with rolling(world, "stopped") as job:
         running = job.sampler.rollout(PROMPTS, SAMPLING, NUM_SAMPLES)
+        await job.drawing()  # or the other one might overtake it on the way
         waiting = job.sampler.rollout(PROMPTS[:1], SAMPLING)
-        await job.drawing()
         await waiting.stop()
         await running.stop()
         for sequence, runs in flat(await running):
@@ -202,18 +226,17 @@ async def test_rollout_is_stopped_with_what_it_has(short_dir: Path) -> None:
         assert (list(int32s(sequence.tokens)), runs, sequence.stop_reason) == ([], [], "partial")
 
 
-async def test_rollout_ends_with_its_job(short_dir: Path) -> None:
-    async with running_mesh(MESH, short_dir) as (mesh, _), tenant(mesh) as connection:
-        job = await connection.submit_job("rolling", [sampler_spec(positions=LONG + 10)])
-        sampler = job.deployment("sampler")
-        rollout = sampler.rollout(PROMPTS, SAMPLING)
-        none = sampler.rollout([], SAMPLING)
-        assert await none == RolloutResult([], [])
-        with pytest.raises(client.CallerError):
-            sampler.rollout([Prompt([2**31])], SAMPLING)
-        await job.finish()
-        # A router may see the operation after the job's end: then it is refused, else ended.
-        with pytest.raises(client.PhaseloomError) as raised:
-            await rollout
-        codes = (client.Code.ABORTED, client.Code.FAILED_PRECONDITION)
-        assert raised.value.info.code in codes
+async def test_rollout_ends_with_its_job(world: World) -> None:
+    job = await world.tenant.submit_job("ends", [sampler_spec(positions=LONG + 10)])
+    sampler = job.deployment("sampler")
+    rollout = sampler.rollout(PROMPTS, SAMPLING)
+    none = sampler.rollout([], SAMPLING)
+    assert await none == RolloutResult([], [])
+    with pytest.raises(client.CallerError):
+        sampler.rollout([Prompt([2**31])], SAMPLING)
+    await job.finish()
+    # A router may see the operation after the job's end: then it is refused, else ended.
+    with pytest.raises(client.PhaseloomError) as raised:
+        await rollout
+    codes = (client.Code.ABORTED, client.Code.FAILED_PRECONDITION)
+    assert raised.value.info.code in codes

@@ -87,7 +87,7 @@ from phaseloom.scheduler.core.state.tree import CORE_VERSION
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.shell import Shell
 from phaseloom.scheduler.sink import BusSink
-from phaseloom.scheduler.snapshots import Snapshots
+from phaseloom.scheduler.snapshots import Snapshot, Snapshots
 from tests.support.jobs import (
     NOOP,
     TASKS,
@@ -184,33 +184,63 @@ def environment(nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(f"PHASELOOM_BUS_{name.upper()}", getattr(credentials, name))
 
 
-async def store_snapshot(bus: Bus, core_version: int) -> None:
+async def store_snapshot(bus: Bus, core_version: int, *, is_last: bool) -> None:
     fields = msgspec.msgpack.decode(Core().snapshot())
     fields["core_version"] = core_version
-    await Snapshots(bus).save(0, msgspec.msgpack.encode(fields))
+    await Snapshots(bus).save(0, msgspec.msgpack.encode(fields), is_last=is_last)
 
 
 @pytest.mark.usefixtures("environment")
-async def test_scheduler_refuses_a_snapshot_of_another_core_version(bus: Bus) -> None:
-    await store_snapshot(bus, CORE_VERSION + 1)
+@pytest.mark.parametrize(
+    ("is_last", "remedy"),
+    [(False, "and stop it by SIGTERM"), (True, "end its jobs")],
+    ids=["of-one-that-was-killed", "of-a-later-version"],
+)
+async def test_scheduler_refuses_a_snapshot_of_another_core_version(
+    bus: Bus, is_last: bool, remedy: str
+) -> None:
+    await store_snapshot(bus, CORE_VERSION + 1, is_last=is_last)
     with pytest.raises(ResourceError) as caught:
         await main.serve(asyncio.Event())
     assert caught.value.info.code is Code.FAILED_PRECONDITION
-    assert f"core version {CORE_VERSION + 1} end its jobs" in caught.value.info.remedy
+    assert f"core version {CORE_VERSION + 1}" in caught.value.info.message
+    assert remedy in caught.value.info.remedy
     assert await bus.kv_get(Bucket.LEASES, "scheduler") is None, "the lease is kept"
 
 
 @pytest.mark.usefixtures("environment")
-async def test_scheduler_that_is_stopped_leaves_a_snapshot(bus: Bus) -> None:
-    stop = asyncio.Event()
-    serving = asyncio.create_task(main.serve(stop))
-    await until(lambda: folds(bus))
-    stop.set()
-    await serving
+async def test_scheduler_that_is_stopped_leaves_a_snapshot_for_any_core_version(bus: Bus) -> None:
+    for _ in range(2):  # the second one goes on from it
+        stop = asyncio.Event()
+        serving = asyncio.create_task(main.serve(stop))
+        await until(lambda: folds(bus))
+        led_since = (await newest(bus)).manifest.led_since
+        assert led_since in (None, CORE_VERSION), "while it leads no other version may"
+        stop.set()
+        await serving
+        stored = await newest(bus)
+        assert stored.manifest.sequence >= 1
+        assert stored.manifest.led_since == 0
+        assert msgspec.msgpack.decode(stored.payload)["core_version"] == CORE_VERSION
+    assert led_since == CORE_VERSION
+
+
+async def newest(bus: Bus) -> Snapshot:
     stored = await Snapshots(bus).load()
     assert stored is not None
-    assert stored.manifest.sequence >= 1
-    assert msgspec.msgpack.decode(stored.payload)["core_version"] == CORE_VERSION
+    return stored
+
+
+async def test_only_the_leader_that_knows_the_newest_snapshot_claims_it(bus: Bus) -> None:
+    old, new = Snapshots(bus), Snapshots(bus)
+    await old.load()
+    await old.save(7, b"last", is_last=True)
+    await new.load()
+    await old.claim(12)
+    with pytest.raises(ResourceError, match="does not lead any more"):
+        await new.claim(13)
+    stored = await newest(bus)
+    assert (stored.payload, stored.manifest.led_since) == (b"last", 12)
 
 
 @pytest.mark.usefixtures("environment")

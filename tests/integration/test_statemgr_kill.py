@@ -25,10 +25,10 @@ from phaseloom.common.contract.state_agent import (
     Welcome,
 )
 from phaseloom.common.contract.state_rank import Done, RankResume, StateMessage
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker.agent.stateclient import AgentStateClient
-from phaseloom.worker.state.copying import hashed
 from tests.support.meshcerts import SECRET
 from tests.support.peerfetch import fetch
 from tests.support.readversions import load_version, open_version
@@ -214,7 +214,9 @@ async def test_version_is_made_when_the_daemon_dies_while_it_is_written(short_di
         assert isinstance(buffer, memoryview)
         buffer[:] = policy.heap.buffer
         await d.kill()
-        commit = asyncio.create_task(policy.client.versions.commit(VERSION, buffer, hashed(buffer)))
+        commit = asyncio.create_task(
+            policy.client.versions.commit(VERSION, buffer, digest_in_threads(buffer))
+        )
         await d.launch()
         assert (await commit).digest == content
         _, digest = await open_version(sampler.client, VERSION, [], sampler.slots)

@@ -11,7 +11,7 @@ import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.worker.state.copying import hashed
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from tests.support.readversions import open_version
 from tests.support.statedaemon import (
     OTHER,
@@ -159,7 +159,7 @@ async def test_versions_are_made_by_rank_0_and_read_by_every_rank(short_dir: Pat
         buffer = await ranks[0].client.versions.begin(key, ranks[0].slots)
         assert isinstance(buffer, memoryview)
         buffer[:] = bytes([7]) * MiB
-        made = await ranks[0].client.versions.commit(key, buffer, hashed(buffer))
+        made = await ranks[0].client.versions.commit(key, buffer, digest_in_threads(buffer))
         for rank in readers:
             content, digest = await open_version(rank.client, key, [], rank.slots)
             assert (bytes(content[:3]), digest) == (b"\x07\x07\x07", made.digest)

@@ -26,6 +26,7 @@ from tests.support.partranks import (
     VERSION,
     PartRank,
     arrays,
+    new_permit,
     publish,
     start_part_ranks,
     switch_in,
@@ -106,7 +107,8 @@ async def readers(d: Daemon, num_ranks: int = 2) -> list[PartRank]:
 
 async def are_synced(ranks: list[PartRank], *sources: str) -> None:
     """At the same time, as the ranks of a deployment do it."""
-    await asyncio.gather(*(rank.sync(VERSION, *sources) for rank in ranks))
+    permitted = new_permit()
+    await asyncio.gather(*(rank.sync(VERSION, *sources, permitted=permitted) for rank in ranks))
     for rank in ranks:
         assert rank.backend.holds(ONE)
 
@@ -142,6 +144,33 @@ async def test_bad_part_or_manifest_is_read_anew_from_disk(short_dir: Path, what
         flip_in_memory(d.process.pid, f"{what} (deleted)", 40)
         await are_synced(ranks)
         await d.logged(f"{what} is bad in host memory")
+
+
+@pytest.mark.parametrize("is_in_parts", [False, True])
+async def test_ranks_of_one_operation_share_a_verification_and_the_next_has_its_own(
+    short_dir: Path, *, is_in_parts: bool
+) -> None:
+    """The bit flips between two ranks of one sync, when both might be copying already."""
+    async with suspecting(short_dir) as d:
+        makers = await start_part_ranks([d], POLICY, 2, is_sharded=is_in_parts)
+        await switch_in(d, POLICY)
+        if is_in_parts:
+            await publish(makers, VERSION, ONE)
+        else:
+            makers[0].backend.fill(ONE)
+            await makers[0].weights.write(VERSION)
+        await seal(d, 0)
+        first, other = await readers(d)
+        flipped, found = (PART if is_in_parts else WHOLE), "is bad in host memory"
+        permitted = new_permit()
+        await first.bring(VERSION, permitted=permitted)
+        flip_in_memory(d.process.pid, f"{flipped} (deleted)", 40)
+        await other.bring(VERSION, permitted=permitted)
+        assert found not in d.text()
+        assert await other.sync(VERSION) == await first.sync(VERSION)
+        assert other.backend.holds(ONE)
+        assert first.backend.holds(ONE)
+        assert d.text().count(found) == 1
 
 
 async def test_slices_are_never_taken_from_a_bad_part(short_dir: Path) -> None:
@@ -326,7 +355,7 @@ async def test_parts_that_are_made_again_leave_no_file(short_dir: Path) -> None:
         assert names(d) == ["version-2-0of2.state"]
         flip_in_memory(d.process.pid, PART, 40)
         with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
-            await reader.versions.verified(await reader.versions.open(part_of(VERSION, "1of2"), []))
+            await reader.versions.open(part_of(VERSION, "1of2"), [])
         assert caught.value.info.code is Code.UNAVAILABLE
         assert (await d.agent.status()).versions == []
         assert names(d) == []

@@ -17,8 +17,8 @@ import pytest
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import PartSources, Role, Slice, TensorSlot
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.copying import hashed
 from tests.support.meshcerts import ticket
 from tests.support.modelslices import (
     LAYOUTS,
@@ -254,7 +254,7 @@ async def test_a_part_whose_memory_went_bad_is_never_taken(short_dir: Path) -> N
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [2048, SIZE // 2048], 0, SIZE)]
         memory = await writer.versions.begin(PART, slots)
         assert isinstance(memory, memoryview)
-        made = await writer.versions.commit(PART, memory, hashed(memory))
+        made = await writer.versions.commit(PART, memory, digest_in_threads(memory))
         await commit({PART.part: made.digest}, KEY, writer)
         memory[SIZE // 2] ^= 1
         reader = await version_rank(rollout, SAMPLER)

@@ -17,6 +17,7 @@ import xxhash
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
@@ -28,7 +29,6 @@ from phaseloom.statemgr.transfer.fetching import ask
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, Served
 from phaseloom.statemgr.transfer.tensorslices import all_of, batch_bytes, batches
 from phaseloom.statemgr.versions.weights import Weights
-from phaseloom.worker.state.copying import hashed
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.readversions import load_version
 from tests.support.slowlink import Link, link
@@ -337,7 +337,9 @@ async def test_memory_that_went_bad_at_the_source_is_never_taken(short_dir: Path
         before = sampler.digest()
         target = await policy.client.versions.begin(VersionKey(POLICY, 3), policy.slots)
         assert isinstance(target, memoryview)
-        await policy.client.versions.commit(VersionKey(POLICY, 3), target, hashed(target))
+        await policy.client.versions.commit(
+            VersionKey(POLICY, 3), target, digest_in_threads(target)
+        )
         target[SIZE // 2] ^= 1
         bad = VersionKey(POLICY, 3)
         with pytest.raises(ResourceError) as caught:

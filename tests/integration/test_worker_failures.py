@@ -43,6 +43,7 @@ from tests.support.node import (
 )
 from tests.support.processes import until_gone
 from tests.support.tinymodel import VOCAB
+from tests.support.warm import cold
 
 TRAINING: list[Args] = [lesson(0), STEP, lesson(1), STEP]
 
@@ -289,12 +290,14 @@ async def test_operation_that_kills_every_life_is_given_up_and_the_job_goes_on(
         await bus.close()
 
 
-async def test_ranks_do_not_inherit_what_their_agent_proves_itself_by(node: TestNode) -> None:
-    policy, _ = await node.start_wpg(policy_spec())
-    (rank,) = node.rank_pids(policy)
-    status = await asyncio.to_thread(Path(f"/proc/{rank}/status").read_text)
-    (server,) = [line.split()[1] for line in status.splitlines() if line.startswith("PPid:")]
-    for pid in (str(rank), server):
-        inherited = await asyncio.to_thread(Path(f"/proc/{pid}/environ").read_bytes)
-        assert b"PHASELOOM_WORKER_NODE=" in inherited
-        assert b"SECRET" not in inherited
+async def test_ranks_do_not_inherit_what_their_agent_proves_itself_by() -> None:
+    with cold():
+        async with running_node() as node:
+            policy, _ = await node.start_wpg(policy_spec())
+            (rank,) = node.rank_pids(policy)
+            status = await asyncio.to_thread(Path(f"/proc/{rank}/status").read_text)
+            (server,) = [line.split()[1] for line in status.splitlines() if line[:5] == "PPid:"]
+            for pid in (str(rank), server):
+                inherited = await asyncio.to_thread(Path(f"/proc/{pid}/environ").read_bytes)
+                assert b"PHASELOOM_WORKER_NODE=" in inherited
+                assert b"SECRET" not in inherited

@@ -31,6 +31,7 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.services import call_api, pub_ack
 from tests.support import inprocess
+from tests.support.processes import gone
 
 T = TypeVar("T")
 
@@ -189,11 +190,13 @@ class Log:
 
 
 @asynccontextmanager
-async def running_mesh(config: MeshConfig, directory: Path) -> AsyncIterator[tuple[Mesh, Log]]:
+async def running_mesh(
+    config: MeshConfig, directory: Path, *, ready_s: float = _PATIENCE_S
+) -> AsyncIterator[tuple[Mesh, Log]]:
     """A mesh that is up, and its decision log. Its server does not fsync: that takes turns on the
     disk of a test machine, and `test_power_cuts` shows what it is for."""
     async with Mesh(msgspec.structs.replace(config, fsync=False), directory) as mesh:
-        await mesh.ready()
+        await mesh.ready(ready_s)
         async with following(mesh) as log:
             yield mesh, log
 
@@ -219,6 +222,14 @@ def rank_pid(mesh: Mesh, deployment: str, node: str = "*", tenant: str = TENANT)
     starts = re.compile(rf'"service": {service}, .*"message": "rank of .* starts, pid (\d+)"')
     files = sorted((mesh.run_dir / "logs").glob(f"worker-{node}.log"))
     return [int(pid) for file in files for pid in starts.findall(file.read_text())][-1]
+
+
+def living_ranks(mesh: Mesh) -> list[int]:
+    """The processes of all ranks that have not ended, as the agents' logs tell."""
+    starts = re.compile(r'"service": "worker:.*"message": ".* starts, pid (\d+)"')
+    files = (mesh.run_dir / "logs").glob("worker-*.log")
+    pids = {int(pid) for file in files for pid in starts.findall(file.read_text())}
+    return sorted(pid for pid in pids if not gone(pid))
 
 
 def kill_rank(mesh: Mesh, deployment: str, node: str = "*") -> None:

@@ -211,7 +211,7 @@ def memory_of(slots: Sequence[TensorSlot], contents: Mapping[str, Array]) -> byt
 
 
 def copy(runs: Runs, source: bytearray, target: bytearray, written: bytearray) -> None:
-    for there, here, num_bytes in runs:
+    for there, here, num_bytes in (run for rows in runs for run in rows.runs()):
         span = slice(here, here + num_bytes)
         target[span] = source[there : there + num_bytes]
         assert not any(written[span]), "a byte comes twice"

@@ -18,9 +18,9 @@ from phaseloom.common.contract.state_layout import (
     VersionPart,
     VersionParts,
 )
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.common.tensors.resharding import Fetch, fetches, parts_of
 from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.copying import hashed
 from phaseloom.worker.state.layouts import packed
 from tests.support.sharded import Array, Parameter, Sharded, arrays, inside, tensors
 from tests.support.statedaemon import Daemon
@@ -104,7 +104,7 @@ async def write(client: RankStateClient, key: VersionKey, content: dict[str, Arr
     assert isinstance(memory, memoryview)
     for slot, each in zip(slots, content.values(), strict=True):
         memory[slot.offset : slot.offset + slot.num_bytes] = np.ascontiguousarray(each).tobytes()
-    return (await client.versions.commit(key, memory, hashed(memory))).digest
+    return (await client.versions.commit(key, memory, digest_in_threads(memory))).digest
 
 
 def _dtype_of(name: str) -> str:

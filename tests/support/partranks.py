@@ -3,6 +3,7 @@ rows of some arrays, as the training backend lays them out."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ from tests.support.statedaemon import POLICY, Daemon
 
 SHAPES = {"a": [1027, 64], "b": [3], "c": [5, 1000], "scale": [1], "z": [2048, 128]}
 """Rows that two and three ranks share unevenly, and one of which most ranks have nothing."""
+
+
+_numbers = itertools.count(1)
 
 
 def arrays(
@@ -88,20 +92,35 @@ class PartRank:
         executor = Executor(self.settings, self.backend)
         self.weights = RankWeights(self.settings, self.client.versions, executor)
 
-    async def bring(self, version: VersionKey, *sources: str) -> FetchedVersion:
-        return await self.weights.fetch(version, permit(version, self.settings, sources))
+    async def bring(
+        self, version: VersionKey, *sources: str, permitted: CommandId | None = None
+    ) -> FetchedVersion:
+        shown = permit(version, self.settings, sources, permitted or new_permit())
+        return await self.weights.fetch(version, shown)
 
-    async def sync(self, version: VersionKey, *sources: str) -> str:
-        """As a `sync_weights`; the version's digest."""
-        brought = await self.bring(version, *sources)
+    async def sync(
+        self, version: VersionKey, *sources: str, permitted: CommandId | None = None
+    ) -> str:
+        """As a `sync_weights`; the version's digest.
+
+        Args: permitted: the permit's id, which ranks of one deployment share; None: a new one.
+        """
+        brought = await self.bring(version, *sources, permitted=permitted)
         await self.weights.take(brought)
         return brought.digest
 
 
-def permit(version: VersionKey, settings: RankConfig, sources: Sequence[str]) -> Permit:
+def new_permit() -> CommandId:
+    """The id of another permit: each attempt at an operation has one of its own."""
+    return CommandId(next(_numbers), 1)
+
+
+def permit(
+    version: VersionKey, settings: RankConfig, sources: Sequence[str], permitted: CommandId
+) -> Permit:
     key = settings.deployment
     return Permit(
-        id=CommandId(1, 1),
+        id=permitted,
         node=NodeId(settings.node),
         revision=1,
         operation=OperationKey(key.tenant, key.job, key.deployment, "1"),

@@ -8,7 +8,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.resharding import fetches, holding_of, tensors_of
 from phaseloom.worker.backends.base import Backend
 from phaseloom.worker.core.reading import Reader, fetches_of_whole, from_part
-from phaseloom.worker.state.copying import clear, copy_runs, gather
+from phaseloom.worker.state.copying import clear, copy_rows, gather
 from phaseloom.worker.state.heap import Heap, align
 from phaseloom.worker.state.layouts import packed
 
@@ -39,7 +39,7 @@ def assembled(
     version = bytearray(align(whole[-1].offset + whole[-1].num_bytes))
     for fetch in fetches(model, [holding_of(table) for table in tables], {0: wanted}):
         runs = from_part(tables[fetch.part], [fetch], reader)
-        copy_runs(memoryview(bytearray(parts[fetch.part])), memoryview(version), runs)
+        copy_rows(memoryview(bytearray(parts[fetch.part])), memoryview(version), runs)
     return bytes(version)
 
 
@@ -49,6 +49,6 @@ def take(backend: Backend, heap: Heap, rank: int, version: bytes) -> None:
     own = weights_of(backend.slots)
     reader = Reader(backend.holdings, rank, [rank], tensors_of(whole), own)
     runs = from_part(whole, fetches_of_whole(reader), reader)
-    copy_runs(memoryview(bytearray(version)), heap.buffer, runs)
+    copy_rows(memoryview(bytearray(version)), heap.buffer, runs)
     clear(heap.buffer[max(slot.offset + slot.num_bytes for slot in own) :])
     backend.weights_changed()

@@ -33,6 +33,7 @@ WITHOUT_TORCH = [
     "phaseloom.client",
     "phaseloom.cli.main",
 ]
+WITH_HTTP = {"phaseloom.console.main", "phaseloom.gateway.main"}
 HEAVY = {"torch", "transformers", "numpy", "safetensors", "vllm", "megatron"}
 IMPURE = {
     "aiofiles",
@@ -94,6 +95,8 @@ def test_process_imports_nothing_heavy(module: str) -> None:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
     assert not HEAVY & set(loaded)
+    if module.endswith(".main") and module not in WITH_HTTP:
+        assert "aiohttp" not in loaded, "see phaseloom.common.process.tcponly"
 
 
 @pytest.mark.parametrize("service", SERVICES)

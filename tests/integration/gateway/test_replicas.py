@@ -19,12 +19,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from loadtest.processes import children
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.events import QueuedOperation
 from tests.support.directories import short_directory
 from tests.support.gateway import SDK_CHILD, Served, serving, told
-from tests.support.jobs import TENANT, Log, following
+from tests.support.jobs import TENANT, Log, following, living_ranks
 from tests.support.pretrained import save_model
 from tests.support.processes import until_gone
 
@@ -134,9 +133,7 @@ def serving_replica(mesh: Mesh) -> str:
 def processes(mesh: Mesh, kind: str) -> list[int]:
     """Those of a service or a replica, the agents, or the ranks; none: they are started again."""
     if kind == "rank":
-        # An agent's fork server is its child, and the ranks are the fork server's.
-        servers = [pid for agent in mesh.pids("worker") for pid in children(agent)]
-        return [rank for server in servers for rank in children(server)]
+        return living_ranks(mesh)
     return mesh.pids({"agent": "worker"}.get(kind, kind))
 
 

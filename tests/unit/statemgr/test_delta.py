@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 
 import pytest
@@ -110,3 +111,18 @@ def test_few_changed_elements_take_few_bytes() -> None:
     for place in range(0, len(content), 100):
         content[place] ^= 1
     assert len(_delta(bytes(base), bytes(content))) < 0.03 * len(content)
+
+
+def test_a_sample_tells_what_no_delta_is_worth_and_lets_the_others_pass() -> None:
+    """As weights in float32 and in bfloat16: of one most elements change, of the other some."""
+    chance = random.Random(1)
+    base = chance.randbytes(2**20)
+    other, few = bytearray(base), bytearray(base)
+    other[::2] = bytes(byte ^ 1 for byte in base[::2])
+    for place in chance.sample(range(len(base)), len(base) // 100):
+        few[place] ^= 1
+    limit_bytes = len(base) // 4
+    assert encode(memoryview(base), memoryview(other), limit_bytes) is None
+    delta = encode(memoryview(base), memoryview(few), limit_bytes)
+    assert delta is not None
+    assert apply(memoryview(base), memoryview(delta)) == few

@@ -14,6 +14,7 @@ _COMMANDS = {
     "demo:demo": "Train two GRPO jobs that share a mesh of two devices.",
     "doctor:doctor": "Check that this machine, and its NATS server, can run a mesh.",
     "state:state": "Show which state lies where on each node: device memory, host memory, NVMe.",
+    "accounts:accounts": "Make the passwords of a mesh whose services are started by hand.",
     "certs:certs": "Make the certificates by which the nodes of a mesh know one another.",
     "top:top": "Watch the mesh, live.",
     "trace:trace": "Show where an operation's time went.",

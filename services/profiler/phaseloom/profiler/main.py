@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import phaseloom.common.process.tcponly  # noqa: F401
+
+# isort: split
 import asyncio
 import gc
 from typing import NoReturn

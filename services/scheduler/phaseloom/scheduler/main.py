@@ -7,6 +7,9 @@ same commands under the same ids, so that nothing is done twice.
 
 from __future__ import annotations
 
+import phaseloom.common.process.tcponly  # noqa: F401
+
+# isort: split
 import asyncio
 import logging
 import os
@@ -32,6 +35,7 @@ from phaseloom.common.transport.services import serve_api
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.policies.registry import check_policies
+from phaseloom.scheduler.core.state.tree import CORE_VERSION
 from phaseloom.scheduler.housekeeping import Housekeeping
 from phaseloom.scheduler.observing import Gauges
 from phaseloom.scheduler.registered import models_on
@@ -188,11 +192,13 @@ async def _while_held(lease: Lease, leading: Coroutine[Any, Any, None]) -> None:
 async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
     """A core as of the newest snapshot.
 
-    Raises: ResourceError: the snapshot is of another core version or damaged, or the log after it
-        is gone.
+    Raises: ResourceError: a core of another version has gone on from the snapshot, or wrote it and
+        cannot be taken over; the snapshot is damaged, or the log after it is gone.
     """
     stored = await snapshots.load()
-    core = Core() if stored is None else Core.restore(stored.payload)
+    core = Core()
+    if stored is not None:
+        core = Core.restore(stored.payload, led_since=stored.manifest.led_since)
     first = await until_done(bus.log_start, "the log's start", attempt_s=ATTEMPT_S)
     if first > core.state.sequence + 1:
         raise ResourceError(
@@ -200,17 +206,22 @@ async def _restored(bus: Bus, snapshots: Snapshots) -> Core:
             code=Code.DATA_LOSS,
             remedy="restore the store of the NATS server from a backup",
         )
+    if stored is None:
+        # Else a later core would not know of which version the first decisions are.
+        await snapshots.save(0, core.snapshot())
+    else:
+        await snapshots.claim(CORE_VERSION)
     return core
 
 
 async def _leave_snapshot(shell: Shell, sink: BusSink) -> None:
-    """Store a last snapshot, so that the next process starts at once."""
+    """Store a last snapshot, so that the next process starts at once, whatever its core version."""
     if not shell.caught_up.is_set():
         return
     try:
         async with asyncio.timeout(_GOODBYE_S):
             await shell.rest()
-            await sink.save(shell.core.state.sequence, shell.core.snapshot())
+            await sink.save(shell.core.state.sequence, shell.core.snapshot(), is_last=True)
     except (TimeoutError, PhaseloomError, NatsError, NatsTimeoutError) as error:
         log.warning("no snapshot at the end: %r", error)
 

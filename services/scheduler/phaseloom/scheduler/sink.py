@@ -142,13 +142,14 @@ class BusSink:
                 activations.setdefault(activation, []).append((permit, traceparent))
         await asyncio.gather(*(self._send(permits.batch(p), None) for p in activations.values()))
 
-    async def save(self, sequence: int, snapshot: bytes) -> None:
+    async def save(self, sequence: int, snapshot: bytes, *, is_last: bool = False) -> None:
         """Store a snapshot, and truncate the log below the snapshot before it.
 
+        Args:   is_last: this leader takes nothing after it, so that any core may go on from it.
         Raises: LeaseLost: another leader has stored one.
         """
         await self._deletions.join()
-        before = await self._snapshots.save(sequence, snapshot)
+        before = await self._snapshots.save(sequence, snapshot, is_last=is_last)
         if before:
             await until_done(
                 lambda: self._bus.truncate_log(before), "truncate the log", attempt_s=ATTEMPT_S

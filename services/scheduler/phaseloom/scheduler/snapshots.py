@@ -38,6 +38,9 @@ class Manifest(msgspec.Struct, frozen=True):
     """Size of all chunks together."""
     checksum: int
     """CRC-32 of the chunks."""
+    led_since: int | None = None
+    """The core version of whoever has gone on from this snapshot; 0: nobody has yet, since its
+    writer has performed all up to it and stopped; None: its writer goes on."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -75,9 +78,20 @@ class Snapshots:
             # one.
         raise ResourceError("the snapshot's chunks are missing or damaged", code=Code.DATA_LOSS)
 
-    async def save(self, sequence: int, snapshot: bytes) -> int:
+    async def claim(self, core_version: int) -> None:
+        """Note, before anything is decided on it, which core goes on from the newest snapshot.
+
+        Raises: LeaseLost: another leader has stored one.
+        """
+        if self._manifest is not None and self._manifest.led_since == 0:
+            claimed = msgspec.structs.replace(self._manifest, led_since=core_version)
+            await until_done(lambda: self._swap(claimed), "claim", attempt_s=_ATTEMPT_S)
+
+    async def save(self, sequence: int, snapshot: bytes, *, is_last: bool = False) -> int:
         """Store a snapshot; returns the sequence of the one before it, 0 where there was none.
 
+        Args:   is_last: the leader has performed all that comes of the log up to this sequence,
+                    and takes nothing after it.
         Raises: LeaseLost: another leader has stored one.
         """
         packed = await asyncio.to_thread(zlib.compress, snapshot, 1)
@@ -89,7 +103,8 @@ class Snapshots:
             put = partial(self._bus.kv_put, Bucket.SNAPSHOTS, _chunk_key(sequence, index), part)
             await until_done(put, "store a chunk", attempt_s=_ATTEMPT_S)
         before = self._manifest
-        manifest = Manifest(sequence, len(parts), len(packed), zlib.crc32(packed))
+        checksum, led_since = zlib.crc32(packed), 0 if is_last else None
+        manifest = Manifest(sequence, len(parts), len(packed), checksum, led_since)
         await until_done(lambda: self._swap(manifest), "store the manifest", attempt_s=_ATTEMPT_S)
         if before is None:
             return 0

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.node.node import Node
@@ -219,7 +219,7 @@ class Server:
         part = content.get(name) if isinstance(content, OpenParts) else None
         if part is None:
             raise CallerError(f"part {name!r} was not asked for", field="part")
-        taking = asyncio.to_thread(digest_of, part.memory)
+        taking = asyncio.to_thread(digest_in_threads, part.memory)
         if await self._while_waiting(stream, taking) == part.version.digest:
             return
         bad = ResourceError(

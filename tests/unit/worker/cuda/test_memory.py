@@ -22,6 +22,7 @@ import torch
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.specs import DeviceKind
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.worker.cuda import driver as cuda
 from phaseloom.worker.cuda import tensors
 from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable
@@ -34,7 +35,6 @@ from phaseloom.worker.cuda.memory import (
 )
 from phaseloom.worker.cuda.tensors import memory_tensor
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.copying import hashed
 from phaseloom.worker.state.heap import Heap
 from tests.support.emulatedcuda import (
     ALL_PROTOTYPES,
@@ -78,7 +78,7 @@ def test_memory_comes_back_bit_by_bit_at_the_same_address(
     assert bytes(host) == content + b"behind" + bytes(94)
     memory.release()
     assert devicememory.resident_bytes(memory) == 0
-    assert devicememory.copy_in(host, memory) == hashed(host)
+    assert devicememory.copy_in(host, memory) == digest_in_threads(host)
     assert devicememory.resident_bytes(memory) >= SIZE
     assert _bytes(memory).data_ptr() == address
     assert bytes(tensor.numpy()) == content
@@ -93,7 +93,7 @@ def test_tensors_are_gathered_and_scattered(memory: devicememory.DeviceMemory) -
     digest = devicememory.gather(memory, version, list(zip(here, there, strict=True)))
     expected = content[128:188] + bytes(4) + content[192:256] + content[4096:4100] + bytes(60)
     assert bytes(version) == expected
-    assert digest == hashed(version)
+    assert digest == digest_in_threads(version)
     version[:60] = b"\x07" * 60
     devicememory.scatter(version, memory, list(zip(there, here, strict=True)))
     after = bytes(_bytes(memory).numpy())

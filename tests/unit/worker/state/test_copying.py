@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_in_threads, digest_of
 from phaseloom.common.tensors.hugepages import HUGE_BYTES
+from phaseloom.common.tensors.resharding import Rows
 from phaseloom.worker.state.copying import (
     MappedVersions,
     Mapping,
     copy,
     copy_hashed,
+    copy_rows,
     gather,
-    hashed,
     scatter,
 )
 from phaseloom.worker.state.heap import PAGE_BYTES, Heap, align
@@ -66,11 +67,11 @@ def test_copies_by_several_threads_are_whole_and_hashed(num_bytes: int) -> None:
     source = memoryview(block * (num_bytes // len(block) + 1))[:num_bytes]
     target = memoryview(bytearray(num_bytes))
     copy(source, target)
-    assert digest_of(target) == digest_of(source) == hashed(source)
+    assert digest_of(target) == digest_of(source) == digest_in_threads(source)
     slot = TensorSlot("w", Role.WEIGHT, "uint8", [num_bytes], 0, num_bytes)
     again = memoryview(bytearray(num_bytes))
     scatter(source, again, [(slot, slot)])
-    assert hashed(again) == hashed(source)
+    assert again == source
 
 
 @pytest.mark.parametrize("behind", [0, 5000, BLOCK_BYTES])
@@ -149,3 +150,23 @@ def test_version_of_several_blocks_is_whole_and_hashed() -> None:
     digest = gather(version, heap, list(zip(slots, places, strict=True)))
     assert version == expected
     assert digest == digest_of(version)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        Rows(5, 3, 7, 4, 9, 11),
+        Rows(5, 3, 7, 1),
+        Rows(0, 64, 3000, 7000, 3500, 3100),  # more than a batch of one thread
+        Rows(64, 0, BLOCK_BYTES + 9, 2, BLOCK_BYTES + 100, BLOCK_BYTES + 50),
+        Rows(0, 0, 0, 3, 5, 5),
+        Rows(0, 0, 5, 0, 5, 5),
+    ],
+)
+def test_rows_are_copied_and_nothing_between_them(rows: Rows) -> None:
+    source, target = random_memory(25 * MiB), memoryview(bytearray(25 * MiB))
+    expected = bytearray(len(target))
+    for start, to, num_bytes in rows.runs():
+        expected[to : to + num_bytes] = source[start : start + num_bytes]
+    copy_rows(source, target, [rows])
+    assert target == expected

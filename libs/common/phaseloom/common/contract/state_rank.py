@@ -14,7 +14,7 @@ from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.specs import ModelDirectory
+from phaseloom.common.contract.specs import CommandId, ModelDirectory
 from phaseloom.common.contract.state_layout import PartSources, Slice, VersionParts
 
 
@@ -125,6 +125,9 @@ class CommitParts(Message, frozen=True):
 class OpenVersion(Message, frozen=True):
     """Open a weights version to read; it is fetched from `sources` where the node lacks it.
 
+    The state manager verifies the bytes before it answers. Where they are bad, it drops them and
+    gets the version again, from its disk or from `sources`.
+
     Answer: VersionExtent with a read-only memfd. For a version in parts that is its manifest; each
     part is then opened by its own key.
     """
@@ -135,16 +138,16 @@ class OpenVersion(Message, frozen=True):
     """The permit's ticket, which the sources ask for."""
     digest: str = ""
     """The digest that a fetched version must have; empty: the one that its source states."""
-    is_suspect: bool = False
-    """Whether the bytes of an earlier answer did not match their digest.
-
-    The state manager then verifies its memory first, drops it where it is bad, and gets the version
-    again, from its disk or from `sources`.
-    """
+    permit: CommandId | None = None
+    """The permit of the operation that reads. Ranks that open the version for one permit share one
+    verification; without a permit the rank has one of its own."""
+    is_unverified: bool = False
+    """Whether the state manager leaves the verification out, because the rank looks for the bytes
+    on its device first (`OpenOnDevice`)."""
 
 
 class OpenSlices(Message, frozen=True):
-    """Open tensor slices of a version; ranks that ask for the same ones share one fetch.
+    """Open tensor slices of a version, verified; ranks that ask for the same ones share one fetch.
 
     Answer: VersionExtent with a read-only memfd, one tensor a slice, in the order of `slices`.
     """
@@ -156,8 +159,8 @@ class OpenSlices(Message, frozen=True):
     sources: list[PartSources]
     """The sources of all parts; a part on this node has some too, in case its memory is bad."""
     ticket: Ticket | None = None
-    is_suspect: bool = False
-    """As `OpenVersion.is_suspect`."""
+    permit: CommandId | None = None
+    """As `OpenVersion.permit`."""
 
 
 class HoldVersion(Message, frozen=True):

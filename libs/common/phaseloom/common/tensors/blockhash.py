@@ -41,6 +41,12 @@ def digest_of(memory: memoryview) -> str:
     return combined(b"".join(map(checksum, blocks)))
 
 
+def digest_in_threads(memory: memoryview) -> str:
+    """The digest, computed by several threads, while somebody waits for it."""
+    checksums = each_part(len(memory), BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
+    return combined(b"".join(checksums))
+
+
 def num_threads() -> int:
     """How many threads may work on memory at a time in this process."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))

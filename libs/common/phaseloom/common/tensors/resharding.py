@@ -296,20 +296,56 @@ def _filled(count: int, size: int, loads: list[int]) -> list[int]:
     return counts
 
 
-def byte_runs(
-    size: Index, item_bytes: int, there: tuple[Index, Index], here: tuple[Index, Index]
-) -> Iterator[tuple[int, int, int]]:
-    """The longest runs of a slice's bytes that are adjacent on both sides.
+class Rows(NamedTuple):
+    """Runs of adjacent bytes that lie at equal distances, in one memory and in another.
 
-    Each run is (offset at the sender, offset at the receiver, length), in bytes.
+    A slice of some columns of a matrix is as many runs as the matrix has rows, and one `Rows`.
+    """
+
+    source: int
+    """The offset of the first run where it comes from, in bytes."""
+    target: int
+    """Its offset where it goes to."""
+    num_bytes: int
+    """The length of each run."""
+    num_rows: int = 1
+    source_stride: int = 0
+    """The bytes from the start of one run to that of the next; of no use for a single run."""
+    target_stride: int = 0
+
+    def moved(self, source: int, target: int) -> Rows:
+        """The same rows, so many bytes further on either side."""
+        return self._replace(source=self.source + source, target=self.target + target)
+
+    def some(self, first: int, num_rows: int) -> Rows:
+        """So many of the rows, from this one on."""
+        there, here = first * self.source_stride, first * self.target_stride
+        return self.moved(there, here)._replace(num_rows=num_rows)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Each run as (offset where it comes from, offset where it goes to, length)."""
+        for row in range(self.num_rows):
+            there, here = row * self.source_stride, row * self.target_stride
+            yield self.source + there, self.target + here, self.num_bytes
+
+
+def byte_rows(
+    size: Index, item_bytes: int, there: tuple[Index, Index], here: tuple[Index, Index]
+) -> Iterator[Rows]:
+    """The longest runs of a slice's bytes that are adjacent on both sides.
 
     Args: size: the slice's size along each dim.
           there: where the slice starts in the sender's tensor, and that tensor's shape.
           here: the same for the receiver's tensor.
     """
     dim, length = _adjacent(size, item_bytes, there[1], here[1])
-    away, near = (_offsets(size, item_bytes, dim, *each) for each in (there, here))
-    yield from ((source, target, length) for source, target in zip(away, near, strict=True))
+    outer = max(0, dim - 1)
+    rows = Rows(0, 0, length)
+    if dim:
+        strides = (_strides(item_bytes, shape)[outer] for _, shape in (there, here))
+        rows = Rows(0, 0, length, size[outer], *strides)
+    away, near = (_offsets(size, item_bytes, outer, *each) for each in (there, here))
+    yield from map(rows.moved, away, near)
 
 
 def box_runs(
@@ -342,10 +378,16 @@ def _offsets(
 ) -> list[int]:
     """The offset of each run of a slice that starts there, in bytes; the runs are spread over the
     first `dim` dims."""
-    strides = [item_bytes] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    strides = _strides(item_bytes, shape)
     offsets = [sum(at * stride for at, stride in zip(start, strides, strict=True))]
     for axis in range(dim):
         offsets = [base + step * strides[axis] for base in offsets for step in range(size[axis])]
     return offsets
+
+
+def _strides(item_bytes: int, shape: Sequence[int]) -> list[int]:
+    """The bytes from one index to the next along each dim of a tensor that lies end to end."""
+    strides = [item_bytes] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return strides

@@ -12,13 +12,13 @@ on the devices that the event touches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from phaseloom.common.contract import events
-from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
+from phaseloom.common.contract.errors import Code, ErrorInfo, InternalError, ResourceError
 from phaseloom.scheduler.core.dispatch import dispatch, hints, tails
 from phaseloom.scheduler.core.durability import replicas, seals
 from phaseloom.scheduler.core.jobs import cancel, deployments, jobs, outcomes, sessions
@@ -32,6 +32,7 @@ from phaseloom.scheduler.core.state.tree import (
     SnapshotHead,
     State,
 )
+from phaseloom.scheduler.core.state.upgrades import UPGRADES, Upgrade, upgrade
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -117,21 +118,52 @@ class Core:
         return msgspec.msgpack.encode(Snapshot(CORE_VERSION, self.state))
 
     @classmethod
-    def restore(cls, payload: bytes) -> Core:
+    def restore(
+        cls,
+        payload: bytes,
+        *,
+        led_since: int | None = None,
+        upgrades: Mapping[int, Upgrade] = UPGRADES,
+    ) -> Core:
         """Go on from a snapshot.
 
-        Raises: ResourceError: a snapshot of another core version, or damaged.
+        Args:   led_since: the core version that has gone on from the snapshot, 0 where nobody has;
+                    None: the version that wrote it.
+                upgrades: how the tree of each older version becomes that of the next.
+        Raises: ResourceError: a core of another version has gone on from the snapshot, or the
+                    snapshot is of a version that cannot be taken over, or damaged.
         """
         # The head is read first: the state of another version may have another shape.
         core_version = _decode(payload, SnapshotHead).core_version
-        if core_version != CORE_VERSION:
+        last = core_version if led_since is None else led_since
+        if last not in (0, CORE_VERSION):
+            raise ResourceError(
+                f"a scheduler of core version {last} has not stopped in order, and this one is of "
+                f"{CORE_VERSION}: what the other has decided since its last snapshot is not known",
+                code=Code.FAILED_PRECONDITION,
+                remedy=f"start a scheduler of core version {last} again, and stop it by SIGTERM",
+            )
+        if core_version == CORE_VERSION:
+            return cls(_decode(payload, Snapshot).state)
+        tree = _decode(payload, _AnySnapshot).state
+        if not upgrade(tree, core_version, CORE_VERSION, upgrades):
             raise ResourceError(
                 f"snapshot of core version {core_version}, this is {CORE_VERSION}",
                 code=Code.FAILED_PRECONDITION,
                 remedy=f"let the scheduler of core version {core_version} end its jobs, stop the "
                 "mesh, and start this one on a bus without its streams and buckets",
             )
-        return cls(_decode(payload, Snapshot).state)
+        try:
+            return cls(msgspec.convert(tree, State))
+        except msgspec.ValidationError as error:
+            raise InternalError(
+                f"the tree of core version {core_version} does not become one of {CORE_VERSION}: "
+                f"{error}"
+            ) from None
+
+
+class _AnySnapshot(SnapshotHead, frozen=True):
+    state: dict[str, Any]
 
 
 def _decode(payload: bytes, kind: type[S]) -> S:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_in_threads
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.residency.incarnations import Rank, State
@@ -94,7 +94,7 @@ class Digests:
 
 async def has_digest(memory: memoryview, digest: str) -> bool:
     """Whether the memory has this digest; an empty digest is that of no memory."""
-    return bool(digest) and await asyncio.to_thread(digest_of, memory) == digest
+    return bool(digest) and await asyncio.to_thread(digest_in_threads, memory) == digest
 
 
 def bad_copy(rank: Rank, why: str) -> ResourceError:

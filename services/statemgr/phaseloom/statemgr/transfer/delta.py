@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _BLOCK = 256
 """Elements in one block: a place in it is one byte."""
 _ELEMENT_BYTES = 2
+_SAMPLED_EVERY = 32
+"""Of so many blocks one is looked at first: whether most of its elements have changed."""
+_MIN_SAMPLES = 16
+"""Fewer blocks than this are no sample."""
 _STRATEGY = zlib.Z_HUFFMAN_ONLY
 """Deflate saves what is in the frequent XORs. It would find few repeats, and take a third more time
 to look for them."""
@@ -46,13 +50,15 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
     """The delta that makes `content` of `base`, which has as many bytes.
 
     Args:    limit_bytes: the most bytes that the delta may have.
-    Returns: None: the delta would have more.
-    Cost:    where most elements have changed, one comparison of all bytes.
+    Returns: None: the delta would have more, by all signs.
+    Cost:    where most elements have changed, one comparison of a sample of the bytes.
     """
     import numpy as np
 
     assert len(base) == len(content)
     old, new = _elements(base), _elements(content)
+    if _num_changed(old, new) > limit_bytes:
+        return None
     is_changed = old != new
     # A place is a byte.
     if np.count_nonzero(is_changed) > limit_bytes:
@@ -66,6 +72,19 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
     body = deflating.compress(b"".join([counts.astype("<u2").tobytes(), xors.tobytes(), tail]))
     delta = b"".join([body, deflating.flush(), places.tobytes()])
     return delta if len(delta) <= limit_bytes else None
+
+
+def _num_changed(old: NDArray[np.uint16], new: NDArray[np.uint16]) -> int:
+    """About how many elements have changed: one block in so many is looked at. 0 where there are
+    too few blocks to tell."""
+    import numpy as np
+
+    each = _SAMPLED_EVERY * _BLOCK
+    num = len(old) // each
+    if num < _MIN_SAMPLES:
+        return 0
+    then, now = (elements[: num * each].reshape(num, each)[:, :_BLOCK] for elements in (old, new))
+    return _SAMPLED_EVERY * int(np.count_nonzero(then != now))
 
 
 def apply(base: memoryview, delta: memoryview) -> memoryview:

@@ -33,7 +33,7 @@ from phaseloom.common.contract.errors import (
     ResourceError,
     to_exception,
 )
-from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.blockhash import digest_in_threads, num_threads
 from phaseloom.statemgr.mesh.tls import (
     Identity,
     Stream,
@@ -55,7 +55,7 @@ T = TypeVar("T")
 PEER_TIMEOUTS = 6.0
 """The number of timeouts that a peer may take for one request, while it says that it is at work."""
 _STREAMS = 4
-"""The most streams to one source."""
+"""The most streams to one source: no more than there are threads to decrypt them."""
 _MAX_STREAMS = 16
 """The most streams of one fetch, unless it has more sources: each source has one at least."""
 _AHEAD = 16
@@ -154,7 +154,7 @@ class Memory:
     async def is_sound(self) -> bool | None:
         if not self.digest:
             return None
-        return await asyncio.to_thread(digest_of, self.memory) == self.digest
+        return await asyncio.to_thread(digest_in_threads, self.memory) == self.digest
 
 
 @dataclass
@@ -220,7 +220,8 @@ class Fetch:
         self._check_reachable()
         if self.incoming.is_whole:
             self._over.set()
-        num = max(1, min(_STREAMS, _MAX_STREAMS // max(1, len(self._sources)), len(batches)))
+        each = min(_STREAMS, num_threads(), _MAX_STREAMS // max(1, len(self._sources)))
+        num = max(1, min(each, len(batches)))
         async with asyncio.TaskGroup() as group:
             self._group = group
             for source in self._sources:

@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.observability import metrics
+from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.memory.layouts import check_layout
@@ -44,6 +46,8 @@ class VersionFetcher:
         self.suspects = Suspects(node)
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
         """The slices of each version that is being fetched, and of each fetched copy of slices."""
+        self._verifying: WeakKeyDictionary[Version, asyncio.Lock] = WeakKeyDictionary()
+        """Held by whoever verifies a version's memory for a reader."""
         self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
 
     def lock(self, key: VersionKey) -> asyncio.Lock:
@@ -59,6 +63,40 @@ class VersionFetcher:
         fetched or is a copy of slices; None: it is neither."""
         return self._incoming.get(version)
 
+    async def get_verified(
+        self,
+        key: VersionKey,
+        sources: list[str],
+        ticket: Ticket | None,
+        digest: str = "",
+        permit: CommandId | None = None,
+    ) -> Version:
+        """The committed version, in memory, verified; read or fetched again where it was bad.
+
+        Args:   permit: of the operation that is to read the version: its ranks copy the same
+                memory, so calls with one permit share one verification.
+        Raises: as `get`.
+        """
+        version = await self.get(key, sources, ticket, digest, permit=permit)
+        if await self.is_sound(version, permit):
+            return version
+        log.warning("version %s is opened again", key)
+        return await self.get(key, sources, ticket, digest, permit=permit, is_suspect=True)
+
+    async def is_sound(self, version: Version, permit: CommandId | None) -> bool:
+        """Whether a version in host memory is what was committed, and is still here.
+
+        Calls with one permit share one verification. The lock on the version's key stays free, so
+        that other requests go on meanwhile.
+        """
+        with self.node.using(version):
+            async with self._verifying.setdefault(version, asyncio.Lock()):
+                if permit is None or version.verified_for != permit:
+                    if not await has_digest(self.node.memory_of(version), version.digest):
+                        return False
+                    version.verified_for = permit
+        return not version.is_dropped
+
     async def get(
         self,
         key: VersionKey,
@@ -66,11 +104,13 @@ class VersionFetcher:
         ticket: Ticket | None,
         digest: str = "",
         *,
+        permit: CommandId | None = None,
         is_suspect: bool = False,
     ) -> Version:
         """The committed version, in memory. Concurrent requests share one fetch.
 
         Args:   digest: the digest that a source must have to be fetched from; empty: any digest.
+                permit: of the operation that is to read it: what comes is verified for that.
                 is_suspect: whether to verify first the copy that is here, and drop it if it is bad.
         Raises: CallerError: NOT_FOUND: the version is not committed here yet, or no source has it.
                 ResourceError: no source could deliver it; DATA_LOSS; no host memory; UNAVAILABLE:
@@ -88,7 +128,7 @@ class VersionFetcher:
                 # All readers are to have the same.
                 digest = digest or bad.digest
             try:
-                return await self._read_or_fetch(key, sources, ticket, digest)
+                return await self._read_or_fetch(key, sources, ticket, digest, permit)
             except PhaseloomError as error:
                 if bad is not None:
                     await self.suspects.rebuild(bad)
@@ -99,13 +139,19 @@ class VersionFetcher:
                 raise
 
     async def _read_or_fetch(
-        self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
+        self,
+        key: VersionKey,
+        sources: list[str],
+        ticket: Ticket | None,
+        digest: str,
+        permit: CommandId | None,
     ) -> Version:
-        """The version from memory, else from disk, else from another node."""
+        """The version from memory, else from disk, else from another node, where both verify it."""
         version = self.node.versions.find(key)
         if version is not None and version.extent is None:
             try:
                 await self._read(version)
+                version.verified_for = permit
             except PhaseloomError as error:
                 if not (version.is_dropped and sources):
                     raise
@@ -115,7 +161,9 @@ class VersionFetcher:
             return version
         if not sources:
             raise not_here(key)
-        return await self._fetch(key, sources, ticket, digest)
+        version = await self._fetch(key, sources, ticket, digest)
+        version.verified_for = permit
+        return version
 
     async def _read(self, version: Version) -> None:
         """Read a version from disk into an extent of its own."""
@@ -219,6 +267,8 @@ class VersionFetcher:
         self._incoming[version] = incoming
         with node.using(version):
             try:
+                # Bytes come into it, and ranks read it, twice as fast.
+                await asyncio.to_thread(make_huge, node.memory_of(version))
                 yield version
             finally:
                 incoming.give_up()

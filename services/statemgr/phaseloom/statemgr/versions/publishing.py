@@ -94,8 +94,8 @@ class Publishing:
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
         """Take the version that a rank has written; it is immutable from now on. Idempotent.
 
-        Its bytes are not read here: the rank has hashed them as it wrote them, and whoever reads
-        them, on this node or for another, verifies them first.
+        Its bytes are not read here: the rank has hashed them as it wrote them, and they are
+        verified before anybody reads them, on this node or on another.
 
         Raises: CallerError: NOT_FOUND: the policy is not writing the version; ALREADY_EXISTS: it is
                 committed with other bytes.

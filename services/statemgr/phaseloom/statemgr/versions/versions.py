@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.state_agent import VersionState
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
@@ -41,6 +42,8 @@ class Version:
     """Incarnations whose ranks were given the memory and have not unmapped it."""
     num_openings: int = 0
     """The number of times that the memory was given to a reader."""
+    verified_for: CommandId | None = None
+    """The permit for which the memory was verified last."""
 
     def __str__(self) -> str:
         return f"version {self.key}"

@@ -24,7 +24,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, VersionKey, check_name
 from phaseloom.common.contract.state_layout import PartSources
 from phaseloom.common.contract.state_rank import OpenSlices, OpenVersion, VersionExtent
-from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import decode_manifest, part_of
 from phaseloom.statemgr.disk.statefile import StateHeader
@@ -55,8 +55,8 @@ class Weights:
         self._node.versions.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
 
     async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
-        """A version to read, from here or from the first source that has it. For a version in parts
-        it is the manifest, and the sources of the parts that are not here.
+        """A version to read, verified, from here or from the first source that has it. For one in
+        parts it is the manifest, and the sources of the parts that are not here.
 
         Raises: CallerError: PERMISSION_DENIED: the version is of another tenant, or the ticket of
                 another incarnation; NOT_FOUND: no source has the version, or some part of it.
@@ -65,8 +65,9 @@ class Weights:
         key = request.version
         check_reader(wpg, key, request.ticket)
         self._check_readable(key)
-        version = await self.fetcher.get(
-            key, request.sources, request.ticket, request.digest, is_suspect=request.is_suspect
+        get = self.fetcher.get if request.is_unverified else self.fetcher.get_verified
+        version = await get(
+            key, request.sources, request.ticket, request.digest, permit=request.permit
         )
         extent = version.extent
         assert extent is not None
@@ -270,7 +271,7 @@ class Weights:
     # --- slices ---
 
     async def open_slices(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
-        """Memory with exactly the slices that a rank asks for.
+        """Memory with exactly the slices that a rank asks for, verified.
 
         Raises: CallerError: PERMISSION_DENIED: the version is of another job, or the ticket of
                 another incarnation; NOT_FOUND: a slice is of a part, and the manifest of the
@@ -285,9 +286,9 @@ class Weights:
         mine = part_of(key, name)
         async with self.fetcher.lock(mine):
             version = self._node.versions.find(mine)
-            if version is not None and request.is_suspect:
-                is_bad = await self.fetcher.suspects.drop_if_bad(version)
-                version = None if is_bad else version
+            if version is not None and not await self.fetcher.is_sound(version, request.permit):
+                await self.fetcher.suspects.drop_if_bad(version)
+                version = self._node.versions.find(mine)
             if version is None:
                 version = await self._fetch_slices(mine, request, slots)
         assert version.extent is not None
@@ -304,8 +305,9 @@ class Weights:
             memory = self._node.memory_of(version)
             with self.fetcher.fetch(version, incoming, request.ticket, what) as fetch:
                 await self._fill(fetch, memory, request)
-            digest = await asyncio.to_thread(digest_of, memory)
+            digest = await asyncio.to_thread(digest_in_threads, memory)
             self._node.versions.commit(version, digest)
+            version.verified_for = request.permit
         return version
 
     async def _fill(self, fetch: Fetch, memory: memoryview, request: OpenSlices) -> None:

@@ -6,6 +6,9 @@ whether there is a GPU, which initialises CUDA in torch unless `QUIET_CHECK` is 
 
 from __future__ import annotations
 
+import phaseloom.common.process.tcponly  # noqa: F401
+
+# isort: split
 import gc
 import importlib
 from collections.abc import Sequence

@@ -19,9 +19,10 @@ from phaseloom.common.tensors.resharding import (
     Box,
     Fetch,
     Holding,
+    Rows,
     Tensor,
     Use,
-    byte_runs,
+    byte_rows,
     fetches,
     holding_of,
     item_bytes,
@@ -35,9 +36,8 @@ _NEARLY_ALL = 0.9
 """
 
 
-Runs = list[tuple[int, int, int]]
-"""(offset in the source, offset in the heap, number of bytes): these bytes, and none between them.
-"""
+Runs = list[Rows]
+"""From where in the source to where in the heap bytes go: these, and none between them."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,13 @@ def _runs(
         )
         if not inside:
             raise of_another_model(f"{at} + {fetch.size} is not inside {slot.name} {slot.shape}")
-    runs = byte_runs(
+    found = byte_rows(
         fetch.size,
         item_bytes(there.dtype),
         (start, tuple(there.shape)),
         (use.start, tuple(here.shape)),
     )
-    return [(there.offset + source, here.offset + target, size) for source, target, size in runs]
+    return [rows.moved(there.offset, here.offset) for rows in found]
 
 
 def _heap(reader: Reader) -> dict[str, TensorSlot]:

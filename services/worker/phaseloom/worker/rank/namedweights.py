@@ -29,7 +29,7 @@ from phaseloom.worker.core.reading import Reader
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.weightsync import PartsReader
 from phaseloom.worker.state.client import RankStateClient
-from phaseloom.worker.state.copying import copy_runs
+from phaseloom.worker.state.copying import copy_rows
 from phaseloom.worker.state.heap import align
 from phaseloom.worker.state.versions import Opened
 
@@ -94,7 +94,9 @@ class WeightsReader:
         async with self._lock(name):
             version = self._read.get(name)
             if version is None:
-                opened = await self.state.versions.open(ticket.version, permit.sources, ticket)
+                opened = await self.state.versions.open(
+                    ticket.version, permit.sources, ticket, permit=permit.id
+                )
                 slots, memory = await self._whole(opened, permit, backend.adapter_slots(adapter))
                 version = AdapterVersion(name, adapter, slots, memory)
                 backend.check_adapter(version)
@@ -107,7 +109,6 @@ class WeightsReader:
         """A version's tensors and where they lie. One in parts is put together in memory of this
         rank's own. Args: slots: of such a one."""
         if not opened.is_manifest:
-            opened = await self.state.versions.verified(opened)
             return opened.table.tensors, opened.memory
         assert permit.ticket is not None
         reader = Reader([holding_of(slots)], 0, [0], tensors_of(slots), slots)
@@ -116,7 +117,7 @@ class WeightsReader:
         fetched = await parts.fetch(permit.ticket.version, opened, permit)
         memory = memoryview(bytearray(_end(slots)))
         for source, runs in fetched.pieces:
-            copy_runs(source, memory, runs)
+            copy_rows(source, memory, runs)
         return slots, memory
 
     # --- checkpoints -----------------------------------------------------------------------------

@@ -16,13 +16,12 @@ from typing import TypeVar
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.state_layout import PartSources, VersionPart, VersionParts
+from phaseloom.common.contract.state_layout import PartSources, Slice, VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Failed
-from phaseloom.common.tensors.resharding import Fetch, parts_of, tensors_of
+from phaseloom.common.tensors.resharding import parts_of, tensors_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import decode_manifest, layout_digest, part_name, part_of
 from phaseloom.worker.core.reading import (
-    Needs,
     Reader,
     Runs,
     fetches_of_whole,
@@ -53,6 +52,29 @@ class FetchedVersion:
     """Whether the version was written whole, and not in parts."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a node fetches of versions in such parts, and what this rank copies of it."""
+
+    whole_parts: dict[str, Runs]
+    """What is copied of each part that is fetched whole."""
+    slices: list[Slice]
+    """What is fetched of the other parts."""
+    of_slices: Runs
+    """What is copied of the slices."""
+
+    @classmethod
+    def of(cls, manifest: VersionParts, reader: Reader) -> _Plan:
+        """Raises: CallerError: the manifest is of another model."""
+        needed = needs(manifest, reader)
+        tables = {each.part: each.table for each in manifest.parts}
+        whole = {
+            part: from_part(TensorTable.read(tables[part]).tensors, fetches, reader)
+            for part, fetches in needed.whole_parts.items()
+        }
+        return cls(whole, needed.slices, from_slices(needed.slices, needed.fetches, reader))
+
+
 @dataclass
 class PartsReader:
     """Reads versions in parts, for a rank that needs the same of all of them."""
@@ -61,40 +83,37 @@ class PartsReader:
     model: str
     """The digest of the layout that a version has if written whole."""
     reader: Reader
-    _planned: dict[tuple[bytes, ...], Needs] = field(default_factory=dict)
-    """What is needed of the parts of the last version, by their tables."""
+    _planned: dict[tuple[bytes, ...], _Plan] = field(default_factory=dict)
+    """The plan for the last version, by the tables of its parts: it is the same for every version
+    of one policy."""
 
     async def fetch(self, version: VersionKey, opened: Opened, permit: Permit) -> FetchedVersion:
         """Fetch what the rank needs of a version. Args: opened: its manifest."""
-        opened = await self.versions.verified(opened)
         manifest = decode_manifest(opened.memory, version)
         if manifest.tensors != self.model:
             raise of_another_model("its tensors are others")
-        needed = self._needs(manifest)
+        plan = self._plan(manifest)
         known = {part.part: part for part in manifest.parts}
         sources = {each.part: each.endpoints for each in opened.described.sources}
         # Who else has the parts that are here is not known: should one be bad, all are asked.
-        wanted = [
-            (known[part], fetches, sources.get(part, permit.sources))
-            for part, fetches in needed.whole_parts.items()
-        ]
 
-        async def fetch_part(number: int) -> tuple[memoryview, Runs]:
-            part, fetches, endpoints = wanted[number]
-            came = await self._part(version, part, endpoints, permit)
-            return came.memory, from_part(came.table.tensors, fetches, self.reader)
+        async def fetch_part(part: str, runs: Runs) -> tuple[memoryview, Runs]:
+            endpoints = sources.get(part, permit.sources)
+            return (await self._part(version, known[part], endpoints, permit)).memory, runs
 
-        pieces = await _some_at_once([fetch_part(number) for number in range(len(wanted))])
-        if needed.slices:
+        pieces = await _some_at_once([fetch_part(*each) for each in plan.whole_parts.items()])
+        if plan.slices:
             held = [PartSources(part, sources.get(part, permit.sources)) for part in known]
-            pieces.append(await self._slices(version, needed, held, permit))
+            memory, _ = await self.versions.open_slices(
+                version, plan.slices, held, permit.ticket, permit.id
+            )
+            pieces.append((memory, plan.of_slices))
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
 
-    def _needs(self, manifest: VersionParts) -> Needs:
-        """What this node fetches; the same for every version of one policy."""
+    def _plan(self, manifest: VersionParts) -> _Plan:
         key = tuple(part.table for part in manifest.parts)
         if key not in self._planned:
-            self._planned = {key: needs(manifest, self.reader)}
+            self._planned = {key: _Plan.of(manifest, self.reader)}
         return self._planned[key]
 
     async def _part(
@@ -102,18 +121,13 @@ class PartsReader:
     ) -> Opened:
         """Open a part that is as the manifest says. Raises: PhaseloomError."""
         key = part_of(version, part.part)
-        opened = await self.versions.open(key, sources, permit.ticket, part.digest)
+        opened = await self.versions.open(
+            key, sources, permit.ticket, part.digest, permit=permit.id
+        )
         described = opened.described
         if (described.digest, bytes(described.tensors)) != (part.digest, part.table):
             raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
-        return await self.versions.verified(opened)
-
-    async def _slices(
-        self, version: VersionKey, needed: Needs, sources: list[PartSources], permit: Permit
-    ) -> tuple[memoryview, Runs]:
-        slices = needed.slices
-        memory, _ = await self.versions.open_slices(version, slices, sources, permit.ticket)
-        return memory, from_slices(slices, needed.fetches, self.reader)
+        return opened
 
 
 @dataclass
@@ -121,6 +135,8 @@ class RankWeights:
     settings: RankConfig
     versions: RankVersions
     executor: Executor
+    _whole_runs: dict[bytes, Runs] = field(default_factory=dict)
+    """What is copied of the last version that was written whole, by its table."""
 
     # --- publishing ------------------------------------------------------------------------------
 
@@ -176,7 +192,13 @@ class RankWeights:
 
         Raises: PhaseloomError: nothing has changed.
         """
-        opened = await self.versions.open(version, permit.sources, permit.ticket)
+        opened = await self.versions.open(
+            version,
+            permit.sources,
+            permit.ticket,
+            permit=permit.id,
+            is_unverified=self.versions.may_load_on_device,
+        )
         if opened.is_manifest:
             fetched = await self._parts_reader.fetch(version, opened, permit)
             await self.take(fetched)
@@ -189,15 +211,22 @@ class RankWeights:
 
         Raises: PhaseloomError: it cannot be had.
         """
-        opened = await self.versions.open(version, permit.sources, permit.ticket)
+        opened = await self.versions.open(version, permit.sources, permit.ticket, permit=permit.id)
         if opened.is_manifest:
             return await self._parts_reader.fetch(version, opened, permit)
-        backend = self.executor.backend
-        tensors = opened.table.tensors
-        paired(tensors, backend.version_slots)
-        opened = await self.versions.verified(opened)
-        pieces = [(opened.memory, from_part(tensors, self._of_whole, self._reader))]
+        pieces = [(opened.memory, self._runs_of_whole(opened.table))]
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=True)
+
+    def _runs_of_whole(self, table: TensorTable) -> Runs:
+        """What this rank copies of a version that was written whole.
+
+        Raises: CallerError: the version is of another model.
+        """
+        if table.packed not in self._whole_runs:
+            paired(table.tensors, self.executor.backend.version_slots)
+            found = from_part(table.tensors, fetches_of_whole(self._reader), self._reader)
+            self._whole_runs = {table.packed: found}
+        return self._whole_runs[table.packed]
 
     async def take(self, fetched: FetchedVersion) -> None:
         """Replace this rank's weights. Raises: they may be neither the old nor the new
@@ -209,10 +238,6 @@ class RankWeights:
         backend, rank = self.executor.backend, self.settings.rank
         whole = tensors_of(backend.version_slots)
         return Reader(backend.holdings, rank, self._here, whole, self.executor.weight_slots)
-
-    @cached_property
-    def _of_whole(self) -> list[Fetch]:
-        return fetches_of_whole(self._reader)
 
     @cached_property
     def _parts_reader(self) -> PartsReader:

@@ -49,12 +49,10 @@ from phaseloom.common.contract.state_rank import (
     Unpin,
     WriteCheckpoint,
 )
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.copying import (
-    Mapping,
-    hashed,
-)
+from phaseloom.worker.state.copying import Mapping
 from phaseloom.worker.state.devicememory import DeviceMemory
 from phaseloom.worker.state.hostcopies import HostCopies
 from phaseloom.worker.state.layouts import Layouts
@@ -212,7 +210,7 @@ class RankStateClient:
         """
         heap, extent = self._copies.registered()
         await self._run(lambda: self._copies.out(heap, extent))
-        digest = await self._run(lambda: hashed(extent.buffer))
+        digest = await self._run(lambda: digest_in_threads(extent.buffer))
         await self._commit_initial(digest, applied)
 
     async def commit_checkpoint(self, name: str, applied: int) -> None:

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
-from phaseloom.common.contract.errors import Code, InternalError, ResourceError
+from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.contract.state_rank import VersionExtent
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, each_part
+from phaseloom.common.tensors.blockhash import BLOCK_BYTES, combined, each_part
 from phaseloom.common.tensors.hugepages import make_huge, map_file
+from phaseloom.common.tensors.resharding import Rows
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
@@ -170,12 +170,6 @@ def copy_hashed(source: memoryview, target: memoryview) -> str:
     return combined(b"".join(each_part(len(source), BLOCK_BYTES, block)))
 
 
-def hashed(memory: memoryview) -> str:
-    """Digest of the memory, taken by several threads."""
-    checksums = each_part(len(memory), BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
-    return combined(b"".join(checksums))
-
-
 def _address(view: memoryview) -> int:
     return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view)) if len(view) else 0
 
@@ -260,16 +254,6 @@ def _gaps(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterato
         yield filled, num_bytes
 
 
-def verify(source: memoryview, described: VersionExtent) -> None:
-    """Check a version's bytes. Raises: ResourceError: DATA_LOSS: their digest is another."""
-    digest = hashed(source)
-    if digest != described.digest:
-        raise ResourceError(
-            f"version {described.version} has digest {digest}, not {described.digest}",
-            code=Code.DATA_LOSS,
-        )
-
-
 def scatter(
     source: memoryview, target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> None:
@@ -277,36 +261,59 @@ def scatter(
 
     Tensors that are neighbours on both sides are copied together.
     """
-    copy_runs(source, target, runs(pairs))
+    copy_rows(source, target, (Rows(*run) for run in runs(pairs)))
 
 
-def copy_runs(source: memoryview, target: memoryview, runs: Iterable[tuple[int, int, int]]) -> None:
-    """Copy exactly these bytes: (offset in the source, offset in the target, number of bytes)."""
+def copy_rows(source: memoryview, target: memoryview, every: Iterable[Rows]) -> None:
+    """Copy exactly these bytes."""
     source_address, target_address = _address(source), _address(target)
-    batches = list(_batches(runs))
+    batches = list(_batches(every))
 
     def move(first: int, last: int) -> None:
         for batch in batches[first:last]:
-            for start, to, num_bytes in batch:
-                ctypes.memmove(target_address + to, source_address + start, num_bytes)
+            for rows in batch:
+                if rows.num_rows > 1:
+                    _copy_rows(source, target, rows)
+                else:
+                    start, to = source_address + rows.source, target_address + rows.target
+                    ctypes.memmove(to, start, rows.num_bytes)
 
     each_part(len(batches), 1, move)
 
 
-def _batches(runs: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """The same runs in batches of similar size for several threads; a long run is cut."""
-    batch: list[tuple[int, int, int]] = []
+def _copy_rows(source: memoryview, target: memoryview, rows: Rows) -> None:
+    import numpy as np  # not for each of hundreds of ranks that compute nothing
+
+    shape, byte = (rows.num_rows, rows.num_bytes), np.uint8
+    there = np.ndarray(shape, byte, source, rows.source, (rows.source_stride, 1))
+    np.ndarray(shape, byte, target, rows.target, (rows.target_stride, 1))[:] = there
+
+
+def _batches(every: Iterable[Rows]) -> Iterator[list[Rows]]:
+    """The same bytes in batches of similar size for several threads."""
+    batch: list[Rows] = []
     batch_bytes = 0
-    for start, to, num_bytes in runs:
-        for at in range(0, num_bytes, _BATCH_BYTES):
-            length = min(_BATCH_BYTES, num_bytes - at)
-            batch.append((start + at, to + at, length))
-            batch_bytes += length
+    for rows in every:
+        for piece in _pieces(rows):
+            batch.append(piece)
+            batch_bytes += piece.num_rows * piece.num_bytes
             if batch_bytes >= _BATCH_BYTES:
                 yield batch
                 batch, batch_bytes = [], 0
     if batch:
         yield batch
+
+
+def _pieces(rows: Rows) -> Iterator[Rows]:
+    """The same bytes in pieces of which none is larger than a batch."""
+    if 0 < rows.num_bytes <= _BATCH_BYTES:
+        each = _BATCH_BYTES // rows.num_bytes
+        for first in range(0, rows.num_rows, each):
+            yield rows.some(first, min(each, rows.num_rows - first))
+        return
+    for start, to, num_bytes in rows.runs():
+        for at in range(0, num_bytes, _BATCH_BYTES):
+            yield Rows(start + at, to + at, min(_BATCH_BYTES, num_bytes - at))
 
 
 def runs(pairs: Iterable[tuple[TensorSlot, TensorSlot]]) -> Iterator[tuple[int, int, int]]:

@@ -7,21 +7,18 @@ a budget) and for a GPU (`cuda`). torch is imported only for the view as a tenso
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.specs import DeviceKind
 from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.common.tensors.blockhash import digest_in_threads
+from phaseloom.common.tensors.resharding import Rows
 from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable, load
 from phaseloom.worker.cuda.memory import CudaHeap
 from phaseloom.worker.state import copying
-from phaseloom.worker.state.copying import (
-    clear_gaps,
-    copy,
-    copy_hashed,
-    hashed,
-    runs,
-)
+from phaseloom.worker.state.copying import clear_gaps, copy, copy_hashed, runs
 from phaseloom.worker.state.heap import Heap
 
 if TYPE_CHECKING:
@@ -84,7 +81,7 @@ def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
         return copy_hashed(extent, memory.buffer)
     memory.begin_copy_in(extent[: memory.num_bytes])
     try:
-        return hashed(extent)
+        return digest_in_threads(extent)
     finally:
         memory.finish()
 
@@ -97,7 +94,7 @@ def gather(
         return copying.gather(target, memory.buffer, pairs)
     memory.copy_parts_out(list(runs(pairs)), target)
     clear_gaps(target, pairs)
-    return hashed(target)
+    return digest_in_threads(target)
 
 
 def scatter(
@@ -110,12 +107,12 @@ def scatter(
         memory.copy_parts_in(source, list(runs(pairs)))
 
 
-def copy_runs(source: memoryview, memory: DeviceMemory, runs: list[tuple[int, int, int]]) -> None:
-    """See `copying.copy_runs`."""
+def copy_rows(source: memoryview, memory: DeviceMemory, every: Sequence[Rows]) -> None:
+    """See `copying.copy_rows`."""
     if isinstance(memory, Heap):
-        copying.copy_runs(source, memory.buffer, runs)
+        copying.copy_rows(source, memory.buffer, every)
     else:
-        memory.copy_parts_in(source, runs)
+        memory.copy_parts_in(source, [run for rows in every for run in rows.runs()])
 
 
 def clear(memory: DeviceMemory, start: int) -> None:

@@ -23,9 +23,10 @@ from phaseloom.common.contract.state_rank import (
     LoadStaged,
     StageState,
 )
+from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.copying import Mapping, clear, copy, hashed
+from phaseloom.worker.state.copying import Mapping, clear, copy
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 
@@ -104,7 +105,7 @@ class HostCopies:
         self.extent = extent = Mapping(fds[0], heap.num_bytes, writable=True)
         try:
             copied = self.copy_out(release=order.release)
-            digest = hashed(extent.buffer)
+            digest = digest_in_threads(extent.buffer)
             self.copied = (copied.applied, digest)
             return msgspec.structs.replace(copied, digest=digest)
         finally:

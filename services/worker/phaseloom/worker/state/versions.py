@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from phaseloom.common.contract.commands import Ticket
-from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
+from phaseloom.common.contract.errors import PhaseloomError
 from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.state_layout import PartSources, Slice, TensorSlot, VersionParts
 from phaseloom.common.contract.state_rank import (
     CommitParts,
@@ -33,7 +34,7 @@ from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.core.reading import Runs
 from phaseloom.worker.state import devicememory
-from phaseloom.worker.state.copying import MappedVersions, verify
+from phaseloom.worker.state.copying import MappedVersions
 from phaseloom.worker.state.heap import align
 from phaseloom.worker.state.hostcopies import HostCopies
 from phaseloom.worker.state.layouts import Layouts
@@ -187,15 +188,20 @@ class RankVersions:
         sources: list[str],
         ticket: Ticket | None = None,
         digest: str = "",
+        *,
+        permit: CommandId | None = None,
+        is_unverified: bool = False,
     ) -> Opened:
-        """Open a version, its manifest, or a part, without verifying it.
+        """Open a version, its manifest, or a part; the state manager has verified it.
 
         Args:   ticket: for the sources, which ask for it; none is needed for what is on this node.
                 digest: that it must have to be fetched; empty: any.
+                permit: of the operation that reads it, for which all ranks share one verification.
+                is_unverified: whether only `load` is to read it, which has it verified if need be.
         Raises: CallerError: NOT_FOUND: it exists nowhere, or only some of it; FAILED_PRECONDITION:
-                a source has something else. ResourceError: no source could deliver it.
+                a source has something else. ResourceError: no source could deliver it; DATA_LOSS.
         """
-        return await self._open(OpenVersion(key, sources, ticket, digest))
+        return await self._open(OpenVersion(key, sources, ticket, digest, permit, is_unverified))
 
     async def _open(self, asked: OpenVersion) -> Opened:
         answer, fds = await self._link.call(asked)
@@ -203,34 +209,10 @@ class RankVersions:
         memory = self._mapped.map(asked.version, fds, described.num_bytes, writable=False)
         return Opened(asked, described, memory, self._layouts.read(described.tensors))
 
-    async def verified(self, opened: Opened) -> Opened:
-        """The same version, verified; fetched again by the state manager where it was bad.
-
-        Raises: ResourceError: DATA_LOSS.
-        """
-        return await self._using(opened, lambda now: verify(now.memory, now.described))
-
-    async def _using(self, opened: Opened, use: Callable[[Opened], None]) -> Opened:
-        suspecting = msgspec.structs.replace(opened.asked, is_suspect=True)
-        return await self._until_sound(opened, use, lambda: self._open(suspecting))
-
-    async def _until_sound(
-        self, opened: Kind, use: Callable[[Kind], None], open_again: Callable[[], Awaitable[Kind]]
-    ) -> Kind:
-        """Do something that verifies before it changes anything; returns what it was done with.
-
-        The state manager is told of bad memory, replaces it, and it is done again.
-        """
-        try:
-            await self._run(lambda: use(opened))
-            return opened
-        except ResourceError as error:
-            if error.info.code is not Code.DATA_LOSS:
-                raise
-            log.warning("%s: it is opened again", error)
-        again = await open_again()
-        await self._run(lambda: use(again))
-        return again
+    @property
+    def may_load_on_device(self) -> bool:
+        """Whether `load` may need no bytes of host memory, which are then not to be verified."""
+        return devicememory.can_share(self._copies.registered_heap())
 
     async def scatter(self, pieces: list[tuple[memoryview, Runs]]) -> None:
         """Copy bytes of verified memory to their places in the heap."""
@@ -238,13 +220,13 @@ class RankVersions:
 
         def scatter() -> None:
             for memory, runs in pieces:
-                devicememory.copy_runs(memory, heap, runs)
+                devicememory.copy_rows(memory, heap, runs)
             self._copies.weights_replaced()
 
         await self._run(scatter)
 
     async def load(self, opened: Opened, slots: Sequence[TensorSlot]) -> None:
-        """Copy an open version, verified, over these slots of the heap, by tensor name.
+        """Copy an open version over these slots of the heap, by tensor name.
 
         Whatever is raised, nothing was written.
 
@@ -256,14 +238,15 @@ class RankVersions:
         if await self._load_on_device(opened.described, pairs):
             await self._run(self._copies.weights_replaced)
             return
+        if opened.asked.is_unverified:
+            opened = await self._open(msgspec.structs.replace(opened.asked, is_unverified=False))
+            pairs = self._layouts.paired(opened.table, slots)
 
-        def load(now: Opened) -> None:
-            verify(now.memory, now.described)
-            pairs = self._layouts.paired(now.table, slots)
-            devicememory.scatter(now.memory, heap, pairs)
+        def load() -> None:
+            devicememory.scatter(opened.memory, heap, pairs)
             self._copies.weights_replaced()
 
-        await self._using(opened, load)
+        await self._run(load)
 
     async def hold(self, key: VersionKey, applied: int) -> None:
         """Note that the whole heap is this version since `applied`: a frozen one needs no other
@@ -278,23 +261,18 @@ class RankVersions:
         slices: list[Slice],
         sources: list[PartSources],
         ticket: Ticket | None = None,
+        permit: CommandId | None = None,
     ) -> tuple[memoryview, VersionExtent]:
         """Fetch exactly these tensor slices of a version, verified, each at its offset.
 
         Args:   sources: of each part; all of them are asked, each for something else.
+                permit: of the operation that reads them.
         Raises: CallerError: a bad slice, or sources that hold different versions. ResourceError:
                 DATA_LOSS; or nobody could deliver some of them.
         """
         num_bytes = max((each.offset + each.num_bytes for each in slices), default=0)
-        asked = OpenSlices(key, num_bytes, slices, sources, ticket)
-        suspecting = msgspec.structs.replace(asked, is_suspect=True)
-        opened = await self._opened_slices(asked)
-        return await self._until_sound(
-            opened, lambda now: verify(*now), lambda: self._opened_slices(suspecting)
-        )
-
-    async def _opened_slices(self, asked: OpenSlices) -> tuple[memoryview, VersionExtent]:
+        asked = OpenSlices(key, num_bytes, slices, sources, ticket, permit)
         answer, fds = await self._link.call(asked)
         described = expect(answer, VersionExtent)
-        memory = self._mapped.map(asked.version, fds, described.num_bytes, writable=False)
+        memory = self._mapped.map(key, fds, described.num_bytes, writable=False)
         return memory, described

@@ -18,8 +18,8 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
 
 CORE_VERSION = 13
-"""Raised whenever the same log would give other commands, or the state has another shape: a
-snapshot of another version is refused."""
+"""Raised whenever the same log would give other commands, or the state has another shape; the
+snapshot of an older version is taken over as `upgrades.py` says."""
 
 
 class State(msgspec.Struct):

@@ -1,0 +1,182 @@
+{{/* The labels of everything. Takes (dict "root" $ "component" "router"). */}}
+{{- define "phaseloom.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+{{ include "phaseloom.selector" . }}
+{{- end }}
+
+{{/* The labels by which a component's pods are found. Takes the same. */}}
+{{- define "phaseloom.selector" -}}
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "phaseloom.image" -}}
+{{- $image := .root.Values.image -}}
+{{- with $image.registry }}{{ . }}/{{ end -}}
+{{ $image.repository }}-{{ .service }}:{{ $image.tag | default .root.Chart.AppVersion }}
+{{- end }}
+
+{{- define "phaseloom.authSecret" -}}
+{{ .Values.global.authSecret | default (printf "%s-auth" .Release.Name) }}
+{{- end }}
+
+{{/* The name that NATS's chart gives to its services. */}}
+{{- define "phaseloom.nats" -}}
+{{- if contains "nats" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-nats{{ end }}
+{{- end }}
+
+{{/* Variables of every service. */}}
+{{- define "phaseloom.env" -}}
+- name: PHASELOOM_BUS_URL
+  value: {{ .Values.bus.url | default (printf "nats://%s:4222" (include "phaseloom.nats" .)) | quote }}
+- name: PHASELOOM_BUS_USER
+  value: mesh
+- name: PHASELOOM_BUS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ include "phaseloom.authSecret" . }}, key: mesh-password}}
+- name: PHASELOOM_LOG_FORMAT
+  value: json
+{{- with .Values.telemetry.otlpEndpoint }}
+- name: PHASELOOM_TELEMETRY_OTLP_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Variables that the user gives, as a map. */}}
+{{- define "phaseloom.extraEnv" -}}
+{{- range $name, $value := . }}
+- name: {{ $name }}
+  value: {{ if kindIs "string" $value }}{{ $value | quote }}{{ else }}{{ $value | toJson | quote }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "phaseloom.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "phaseloom.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{/* A service answers /healthz as long as its event loop runs. Takes the port. */}}
+{{- define "phaseloom.probes" -}}
+startupProbe:
+  httpGet: {path: /healthz, port: {{ . }}}
+  periodSeconds: 2
+  failureThreshold: 60
+livenessProbe:
+  httpGet: {path: /healthz, port: {{ . }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /healthz, port: {{ . }}}
+  periodSeconds: 5
+  timeoutSeconds: 3
+{{- end }}
+
+{{/*
+A service without state, as a Deployment. Takes (dict "root" $ "name" "router" "values" .Values.router
+"env" "<YAML of variables>" "port" 0 "scaled" false).
+*/}}
+{{- define "phaseloom.deployment" -}}
+{{- $root := .root -}}
+{{- $labels := dict "root" .root "component" .name -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ $root.Release.Name }}-{{ .name }}
+  labels: {{- include "phaseloom.labels" $labels | nindent 4 }}
+spec:
+  {{- if not .scaled }}
+  replicas: {{ .values.replicas }}
+  {{- end }}
+  minReadySeconds: 5
+  strategy:
+    rollingUpdate: {maxUnavailable: 1, maxSurge: 0}
+  selector:
+    matchLabels: {{- include "phaseloom.selector" $labels | nindent 6 }}
+  template:
+    metadata:
+      labels: {{- include "phaseloom.labels" $labels | nindent 8 }}
+      annotations:
+        phaseloom/tenants: {{ $root.Values.tenants | toJson | sha256sum | trunc 16 }}
+    spec:
+      automountServiceAccountToken: false
+      # Kubernetes would set variables like PHASELOOM_GATEWAY_PORT, which would be settings of ours.
+      enableServiceLinks: false
+      securityContext: {{- include "phaseloom.podSecurity" $root | nindent 8 }}
+      terminationGracePeriodSeconds: 30
+      {{- with $root.Values.image.pullSecrets }}
+      imagePullSecrets: {{- range . }}{{ nindent 8 (printf "- name: %s" .) }}{{ end }}
+      {{- end }}
+      {{- with .values.nodeSelector }}
+      nodeSelector: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with .values.tolerations }}
+      tolerations: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      topologySpreadConstraints:
+        - maxSkew: 1
+          topologyKey: kubernetes.io/hostname
+          whenUnsatisfiable: ScheduleAnyway
+          labelSelector:
+            matchLabels: {{- include "phaseloom.selector" $labels | nindent 14 }}
+      containers:
+        - name: {{ .name }}
+          image: {{ include "phaseloom.image" (dict "root" $root "service" .name) | quote }}
+          imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+          env:
+            {{- include "phaseloom.env" $root | nindent 12 }}
+            - name: POD_NAME
+              valueFrom: {fieldRef: {fieldPath: metadata.name}}
+            - name: POD_IP
+              valueFrom: {fieldRef: {fieldPath: status.podIP}}
+            {{- with .env }}{{ . | nindent 12 }}{{ end }}
+            {{- with .values.env }}{{ include "phaseloom.extraEnv" . | trim | nindent 12 }}{{ end }}
+          ports:
+            - {name: metrics, containerPort: 9464}
+            {{- with .port }}
+            - {name: http, containerPort: {{ . }}}
+            {{- end }}
+          {{- include "phaseloom.probes" "metrics" | nindent 10 }}
+          resources: {{- toYaml .values.resources | nindent 12 }}
+          securityContext: {{- include "phaseloom.containerSecurity" $root | nindent 12 }}
+          volumeMounts:
+            - {name: tmp, mountPath: /tmp}
+      volumes:
+        - name: tmp
+          emptyDir: {}
+{{- end }}
+
+{{/* The Service before a Deployment. Takes (dict "root" $ "name" "gateway" "values" .Values.gateway). */}}
+{{- define "phaseloom.service" -}}
+{{- $labels := dict "root" .root "component" .name -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ .root.Release.Name }}-{{ .name }}
+  labels: {{- include "phaseloom.labels" $labels | nindent 4 }}
+  {{- with .values.service.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  type: {{ .values.service.type }}
+  selector: {{- include "phaseloom.selector" $labels | nindent 4 }}
+  ports:
+    - {name: http, port: {{ .values.port }}, targetPort: http}
+{{- end }}
+
+{{/* Whole numbers as JSON: Helm reads large ones as floating point. */}}
+{{- define "phaseloom.numbers" -}}
+[{{ range $i, $number := . }}{{ if $i }},{{ end }}{{ $number | int64 }}{{ end }}]
+{{- end }}

@@ -1,0 +1,43 @@
+"""What a newer core makes of the snapshot of an older one, a version at a time.
+
+A snapshot from which nobody has gone on is all that its scheduler knew, and all that it has sent. A
+core of another version goes on from there: it folds later events only, by its own rules. What it
+has to do first is to give the tree its own shape.
+
+Whoever raises `CORE_VERSION` adds the line of the version before. A tree that only has new fields,
+each with a default that is right for jobs that run, is `unchanged`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Tree = dict[str, Any]
+"""The state as plain MessagePack: mappings, lists, numbers, text."""
+Upgrade = Callable[[Tree], None]
+"""Changes a tree of one version, in place, to what the next version would have."""
+
+OLDEST = 12
+"""The oldest core version whose snapshots are taken over."""
+
+
+def unchanged(tree: Tree) -> None:
+    """The next version reads this one's tree as it is."""
+
+
+UPGRADES: Mapping[int, Upgrade] = {12: unchanged}
+"""Core version → how its tree becomes one of the next version."""
+
+
+def upgrade(tree: Tree, core_version: int, to: int, table: Mapping[int, Upgrade]) -> bool:
+    """Bring a tree from one core version to a later one, in place.
+
+    Returns: False where the table has no way from one to the other; the tree is as it was.
+    """
+    versions = range(core_version, to)
+    if core_version >= to or any(version not in table for version in versions):
+        return False
+    for version in versions:
+        table[version](tree)
+    return True

@@ -1,0 +1,102 @@
+"""A core goes on from an older one's snapshot where nobody has decided anything since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from phaseloom.common.contract.errors import Code, InternalError, ResourceError
+from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.state.tree import CORE_VERSION
+from phaseloom.scheduler.core.state.upgrades import OLDEST, UPGRADES, unchanged, upgrade
+from tests.support.world import World
+
+OLDER = CORE_VERSION - 1
+
+
+def running() -> Core:
+    """A core in the middle of a job's work."""
+    world = World()
+    world.submit("a")
+    world.run()
+    for seq in range(1, 6):
+        world.queue("a", "policy", seq, "optim_step")
+    world.run(until_s=world.now_s + 2.5 * world.duration_s)
+    return world.core
+
+
+def snapshot(core: Core, core_version: int, change: Callable[[dict[str, Any]], None]) -> bytes:
+    fields = msgspec.msgpack.decode(core.snapshot())
+    fields["core_version"] = core_version
+    change(fields["state"])
+    return msgspec.msgpack.encode(fields)
+
+
+def test_every_version_since_the_oldest_has_a_way_to_the_next() -> None:
+    """Whoever raises `CORE_VERSION` says what becomes of the snapshots of the version before."""
+    assert sorted(UPGRADES) == list(range(OLDEST, CORE_VERSION))
+
+
+def test_core_goes_on_from_the_last_snapshot_of_an_older_version() -> None:
+    core = running()
+
+    def older(tree: dict[str, Any]) -> None:
+        tree["groups"] = tree.pop("deployments")
+
+    def newer(tree: dict[str, Any]) -> None:
+        tree["deployments"] = tree.pop("groups")
+
+    payload = snapshot(core, OLDER, older)
+    restored = Core.restore(payload, led_since=0, upgrades={OLDER: newer})
+    assert restored.state == core.state
+    assert restored.state.deployments, "there is something that had to be renamed"
+    again = Core.restore(payload, led_since=CORE_VERSION, upgrades={OLDER: newer})
+    assert again.state == core.state, "after a kill of the one that had gone on from it"
+
+
+@pytest.mark.parametrize("led_since", [None, OLDER, CORE_VERSION + 1])
+def test_snapshot_is_refused_where_another_version_has_decided_since(led_since: int | None) -> None:
+    payload = snapshot(running(), OLDER, unchanged)
+    with pytest.raises(ResourceError, match="has not stopped in order") as caught:
+        Core.restore(payload, led_since=led_since, upgrades={OLDER: unchanged})
+    assert caught.value.info.code is Code.FAILED_PRECONDITION
+    last = OLDER if led_since is None else led_since
+    assert f"start a scheduler of core version {last} again" in caught.value.info.remedy
+
+
+def test_own_snapshot_is_refused_where_a_later_version_has_decided_since() -> None:
+    with pytest.raises(ResourceError, match="has not stopped in order"):
+        Core.restore(running().snapshot(), led_since=CORE_VERSION + 1)
+
+
+def test_snapshot_of_a_version_without_a_way_here_is_refused() -> None:
+    for version in (OLDEST - 1, CORE_VERSION + 1):
+        payload = snapshot(running(), version, unchanged)
+        with pytest.raises(ResourceError, match=f"of core version {version}") as caught:
+            Core.restore(payload, led_since=0)
+        assert caught.value.info.code is Code.FAILED_PRECONDITION
+
+
+def test_wrong_upgrade_is_our_error() -> None:
+    def spoil(tree: dict[str, Any]) -> None:
+        tree["nodes"] = 7
+
+    payload = snapshot(running(), OLDER, unchanged)
+    with pytest.raises(InternalError, match="does not become one"):
+        Core.restore(payload, led_since=0, upgrades={OLDER: spoil})
+
+
+def test_upgrades_are_made_one_version_at_a_time() -> None:
+    def added(name: str) -> Callable[[dict[str, Any]], None]:
+        return lambda tree: tree["steps"].append(name)
+
+    table = {1: added("to 2"), 2: added("to 3"), 4: added("to 5")}
+    tree: dict[str, Any] = {"steps": []}
+    assert upgrade(tree, 1, 3, table)
+    assert tree == {"steps": ["to 2", "to 3"]}
+    for core_version, to in ((3, 5), (2, 5), (3, 3), (3, 1)):
+        assert not upgrade(tree, core_version, to, table)
+    assert tree == {"steps": ["to 2", "to 3"]}
