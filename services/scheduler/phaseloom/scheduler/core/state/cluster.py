@@ -123,8 +123,8 @@ class Group(msgspec.Struct):
     version: int = 0
     """A number that grows with each change of the members, of what is known of them, or of the
     nodes."""
-    bounds: Bounds = Bounds()
-    """Derived from the members at each such change."""
+    bounds: Bounds | None = None
+    """Derived from the members at each such change; None: an older core made the last one."""
 
 
 class Limits(msgspec.Struct, frozen=True):

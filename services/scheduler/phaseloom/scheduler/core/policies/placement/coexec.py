@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from math import inf
 
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.planning.groups import bounds_of
 from phaseloom.scheduler.core.planning.nodes import free_nodes
 from phaseloom.scheduler.core.planning.weave.candidates import candidate_of
 from phaseloom.scheduler.core.planning.weave.period import (
@@ -40,6 +41,7 @@ from phaseloom.scheduler.core.planning.weave.pool import (
     trains_on,
 )
 from phaseloom.scheduler.core.state.cluster import (
+    Bounds,
     Cluster,
     Decision,
     Group,
@@ -95,9 +97,8 @@ class _Settled:
         )
 
 
-def _could_take(group: Group, job: Timing, switch_s: float) -> bool:
+def _could_take(group: Group, bounds: Bounds, job: Timing, switch_s: float) -> bool:
     """Whether any choice of nodes could do, by the train pool and the longest job."""
-    bounds = group.bounds
     limit_s = min(bounds.allowed_s, job.allowed_s) + SLACK
     train_s = bounds.train_s + job.train_s + switch_s * (len(group.members) + 1)
     return train_s <= limit_s and bounds.solo_s <= limit_s and job.solo_s <= limit_s
@@ -172,9 +173,10 @@ def _cheapest(
     limits = cluster.limits
     if group.is_closed or len(group.members) >= limits.max_group_jobs:
         return None
-    if member.slo > 0 and not group.bounds.are_known:
+    bounds = group.bounds or bounds_of(group)
+    if member.slo > 0 and not bounds.are_known:
         return None  # No SLO can be promised beside a job of unknown cycle.
-    if not _could_take(group, job, limits.switch_s):
+    if not _could_take(group, bounds, job, limits.switch_s):
         return None
     settled = _Settled(cluster, group)
     if not settled.has_slack():
