@@ -23,7 +23,7 @@ SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.
 ON := tests/integration/test_
 TESTS_cli := tests/unit/cli $(wildcard $(ON)cli_*.py) $(addprefix $(ON),supervisor.py top.py \
-	observability.py node_example.py compose.py helm.py slurm.py \
+	observability.py node_example.py compose.py helm.py images.py slurm.py \
 	systemd.py)
 TESTS_client := tests/unit/client tests/unit/examples $(addprefix $(ON),client.py \
 	contract_on_mesh.py fuzz.py)
@@ -41,7 +41,7 @@ TESTS_statemgr := tests/unit/statemgr $(wildcard $(ON)statemgr*.py)
 TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slices_*.py) \
 	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
 TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
-TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py upgrade.py)
+TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py many_nodes.py upgrade.py)
 TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery),$(wildcard $(ON)*_on_mesh.py)) \
 	$(addprefix $(ON),end_to_end.py registered_models.py)
 SUBJECTS := cli client common console gateway loadtest profiler router scheduler simulator statemgr weights worker \
