@@ -18,7 +18,7 @@ Tree = dict[str, Any]
 Upgrade = Callable[[Tree], None]
 """Changes a tree of one version, in place, to what the next version would have."""
 
-OLDEST = 13
+OLDEST = 12
 """The oldest core version whose snapshots are taken over."""
 
 
