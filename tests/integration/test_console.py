@@ -63,12 +63,14 @@ class Console:
         assert answer.status == 200
         return msgspec.json.decode(await answer.read(), type=Update)
 
-    async def until_seen(self, number: int) -> Update:
-        """The view, once it has so many operations."""
+    async def until_seen(self, number: int, num_jobs: int = 0) -> Update:
+        """The view, once it has so many operations, of the log, and jobs, of a bucket."""
         async with asyncio.timeout(PATIENCE_S):
-            while len((found := await self.state()).operations) < number:
+            while True:
+                found = await self.state()
+                if len(found.operations) >= number and len(found.jobs or []) >= num_jobs:
+                    return found
                 await asyncio.sleep(0.02)
-        return found
 
 
 @asynccontextmanager
@@ -134,7 +136,7 @@ async def test_each_tenant_sees_its_own_and_an_operator_all(shown: Console, bus:
     await bus.kv_put(Bucket.VIEW, "acme.a", encode(JobStatus("a", "active")))
     await run(bus, "acme", 1, 2)
     await run(bus, "globex", 1)
-    everything = await shown.until_seen(3)
+    everything = await shown.until_seen(3, num_jobs=1)
     assert set(everything.deployments) == {"acme.a.policy", "globex.a.policy"}
     own = await shown.state("acme")
     assert own.deployments == ["acme.a.policy"]
