@@ -46,8 +46,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> Iterator[None]:
-    """Processes of ranks need not import torch each: see `warm`. Those of vLLM and Megatron do: what
-    such a library is told by the environment, it reads when it is imported."""
+    """Processes of ranks need not import torch each: see `warm`. Those of vLLM and Megatron do,
+    since such a library reads the environment when it is imported."""
     with nullcontext() if find_spec("vllm") or find_spec("megatron") else warm():
         yield
 
