@@ -129,7 +129,7 @@ class PowerCut:
 @contextmanager
 def power_cut(root: Path) -> Iterator[PowerCut]:
     """A mounted directory; in the end it is unmounted, by force if need be."""
-    cutting = PowerCut(root)
+    cutting = PowerCut(root.absolute())  # the file system's process goes elsewhere
     cutting.mount()
     try:
         yield cutting

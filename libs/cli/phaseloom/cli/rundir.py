@@ -25,9 +25,10 @@ def new_run_dir(runs: Path) -> Path:
     name = time.strftime("%Y%m%d-%H%M%S")
     run_dir = runs / name
     number = 1
+    runs.mkdir(parents=True, exist_ok=True)
     while True:
         try:
-            run_dir.mkdir(parents=True)
+            run_dir.mkdir()
             break
         except FileExistsError:
             number += 1
