@@ -78,6 +78,16 @@ async def control(
     return said.weights_sha256
 
 
+async def attached(machine: Machine, task: str, until: asyncio.Event) -> str:
+    """Be a controller that attaches, and does so again where its job falls back after that."""
+    while True:
+        try:
+            return await control(machine, task, Progress(), until, attaches=True)
+        except PhaseloomError as error:
+            if error.info.code is not Code.ABORTED:
+                raise
+
+
 def settings_of(task: str) -> Settings:
     return replace(short(task, STEPS), checkpoint_every=2)
 
@@ -121,9 +131,7 @@ class Jobs:
                 async with asyncio.timeout(120):
                     await controller
             assert refusal.value.info.code is Code.ABORTED
-        ends = [
-            control(self._machine, task, Progress(), self._may_end, attaches=True) for task in TASKS
-        ]
+        ends = [attached(self._machine, task, self._may_end) for task in TASKS]
         place = self._machine.log
         assert await asyncio.gather(*ends) == [
             await asyncio.to_thread(oracle, task, short(task, STEPS), place.with_name(task))
