@@ -48,14 +48,13 @@ def test_ratio_is_the_median_of_the_rounds() -> None:
     assert "identical" in lines_of(found)[-1]
 
 
-def test_other_weights_and_too_small_a_gain_are_problems() -> None:
+def test_other_weights_are_a_problem_and_a_small_gain_is_none() -> None:
     runs = rounds((30.0, 25.0, 29.0))
     runs[1] = msgspec.structs.replace(runs[1], weights_sha256={**SAME, "b": "33"})
     found = summarize(runs)
     assert not found.weights_identical
-    weights, gain = problems(found)
+    (weights,) = problems(found)
     assert "weights" in weights
-    assert "1.03" in gain
 
 
 def test_a_run_lasts_from_the_first_job_to_the_last() -> None:
