@@ -97,7 +97,8 @@ def digest_of(spec: DeploymentSpec, threads: list[int], *, changes: bool) -> str
         turn()
         data = batch(seed, 5)
         for each in backend.forward(Forward(data)).logprobs:
-            digest.update(bytes(each))
+            assert isinstance(each, bytes)
+            digest.update(each)
         turn()
         backend.forward_backward(ForwardBackward(data, Loss.PPO))
         turn()

@@ -82,10 +82,10 @@ def test_what_an_older_command_says_is_void() -> None:
     share.ask([0], command(7))
     share.ask([], command(6, 5))
     share.take()
-    assert share.units == (0,)
+    assert list(share.units) == [0]
     share.ask([], command(7, 1))
     share.take()
-    assert share.units == (0, 1)
+    assert list(share.units) == [0, 1]
 
 
 async def test_is_confirmed_at_the_next_boundary_and_not_before() -> None:
@@ -95,10 +95,10 @@ async def test_is_confirmed_at_the_next_boundary_and_not_before() -> None:
     confirmed = asyncio.ensure_future(share.taken())
     await asyncio.sleep(0)
     assert not confirmed.done()
-    assert share.units == (0, 1)
+    assert list(share.units) == [0, 1]
     await asyncio.to_thread(share.take)
     await confirmed
-    assert share.units == (1,)
+    assert list(share.units) == [1]
 
 
 async def test_a_device_of_one_unit_is_left_alone(own_cores: list[int]) -> None:
