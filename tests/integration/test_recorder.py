@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from phaseloom.cli.recorder import Recorded, Recorder, read_events
+from phaseloom.cli.recorder import Recorded, Recorder, read_entries, read_events
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.events import TimerFired
+from phaseloom.common.contract.events import OperationsQueued, QueuedOperation, TimerFired
+from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.transport.bus import Bus, LogEntry
 from tests.support.joblog import Turn, grpo_log
 
@@ -70,3 +72,17 @@ def test_line_cut_off_by_a_crash_is_left_out_and_a_foreign_one_refused(tmp_path:
     path.write_bytes(line + b'{"sequence":2}\n')
     with pytest.raises(CallerError, match=r"events\.jsonl:2 is no recorded event"):
         read_events(path)
+
+
+def test_entry_of_several_events_is_one_to_a_scheduler_and_several_to_people(
+    tmp_path: Path,
+) -> None:
+    queued = [
+        QueuedOperation(OperationKey("acme", "a", "policy", str(seq)), str(seq), "optim_step")
+        for seq in (1, 2)
+    ]
+    entry = Recorded(7, 2.5, OperationsQueued(queued))
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(msgspec.json.encode(entry) + b"\n")
+    assert read_entries(path) == [entry]
+    assert read_events(path) == [Recorded(7, 2.5, each) for each in queued]

@@ -23,7 +23,7 @@ from phaseloom.cli import verdict
 from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
 from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
 from phaseloom.cli.progress import Progress
-from phaseloom.cli.recorder import Recorder, read_events
+from phaseloom.cli.recorder import Recorder, read_entries, read_events
 from phaseloom.cli.replay import FILE as REPLAY
 from phaseloom.cli.replay import make_replay
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
@@ -333,7 +333,7 @@ def _write_results(
     run_dir: Path, seed: int, shared: FinishedRun, alone: Sequence[AloneRun]
 ) -> Summary:
     notes = [OVERLAP_NOTE] if any(r.name == "chain_sum" for r in shared.results) else []
-    recorded = read_events(run_dir / "events.jsonl")
+    recorded = read_entries(run_dir / "events.jsonl")
     asked = predictions((entry.sequence, entry.time_unix_s, entry.event) for entry in recorded)
     summary = summarize(
         run_dir.name,

@@ -88,13 +88,21 @@ def read_events(path: Path) -> list[Recorded]:
 
     Raises: CallerError: a line is no recorded entry; the message names the line.
     """
+    return [part for entry in read_entries(path) for part in _parts(entry)]
+
+
+def read_entries(path: Path) -> list[Recorded]:
+    """The entries of an `events.jsonl`, as a scheduler folds them: one may have several events.
+
+    Raises: CallerError: a line is no recorded entry; the message names the line.
+    """
     entries: list[Recorded] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                entries += _parts(_decoder.decode(line))
+                entries.append(_decoder.decode(line))
             except msgspec.DecodeError as error:
                 raise CallerError(
                     f"{path}:{number} is no recorded event: {error}",
