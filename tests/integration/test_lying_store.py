@@ -296,3 +296,9 @@ async def refused(run: Run) -> ResourceError:
     assert "phaseloom restore" in refusal.value.info.remedy
     assert not (run.directory / "mesh.json").exists(), "a service was started"
     return refusal.value
+
+
+def test_marks_that_cannot_be_read_are_told_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / MARKS).write_bytes(b"{")
+    with pytest.raises(ResourceError, match=f"{MARKS} is damaged"):
+        StoreMarks(tmp_path / MARKS)

@@ -39,10 +39,18 @@ class StoreMarks:
     """
 
     def __init__(self, file: Path) -> None:
+        """Raises: ResourceError: DATA_LOSS: the file is there and cannot be read."""
         self._file = file
         self._known: dict[str, int] = {}
         if file.is_file():
-            self._known = msgspec.json.decode(file.read_bytes(), type=dict[str, int])
+            try:
+                self._known = msgspec.json.decode(file.read_bytes(), type=dict[str, int])
+            except msgspec.DecodeError as error:
+                raise ResourceError(
+                    f"{file} is damaged: {error}",
+                    code=Code.DATA_LOSS,
+                    remedy="remove it if the store is the right one: the mesh makes it anew",
+                ) from error
 
     async def check(self, bus: Bus) -> None:
         """Compare the streams with their marks, and advance these.
