@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phaseloom.scheduler.core.planning import groups
-from phaseloom.scheduler.core.planning.weave.candidates import MOVE_S, candidate_of, holds, shape
+from phaseloom.scheduler.core.planning.weave.candidates import (
+    MOVE_S,
+    RESERVE,
+    candidate_of,
+    holds,
+    shape,
+)
 from phaseloom.scheduler.core.planning.weave.fifo import worst_iterations_s
 from phaseloom.scheduler.core.planning.weave.period import timing_of
 from phaseloom.scheduler.core.planning.weave.search import search_state_of
@@ -92,6 +98,14 @@ def test_a_job_of_unknown_length_spends_nothing_in_advance() -> None:
     member = lived(job("open", 60, 40, 1.5), 100, 10_000.0)
     candidate = candidate_of(cluster, member)
     assert candidate.budget_s == pytest.approx(150 * candidate.left)
+
+
+def test_a_job_that_drifts_keeps_a_reserve_within_what_it_may_spend() -> None:
+    for slo, keeps_s in ((1.5, (1.5 - RESERVE) * 100), (1.02, 100.0)):
+        member = lived(job("a", 60, 40, slo, iterations=100), 10, 1000.0 * slo)
+        assert candidate_of(empty(), member).budget_s == pytest.approx(90 * slo * 100)
+        member.has_drifted = True
+        assert candidate_of(empty(), member).budget_s == pytest.approx(90 * keeps_s)
 
 
 def test_a_group_must_hold_after_every_departure() -> None:

@@ -59,6 +59,8 @@ def traced(step: Step, trace: PhaseTrace) -> None:
         groups.set_cycle(step.state.cluster, name, cycle)
         if not was_overloaded and _is_overloaded(step, group):
             _resubmit(step, job, cycle.period_s)
+        step.state.want_replan()
+        step.follow(FollowUp.REPLAN)
     elif cycle.num_optim_steps != known.num_optim_steps:
         recounted = replace(known, num_optim_steps=cycle.num_optim_steps)
         groups.set_cycle(step.state.cluster, name, recounted)

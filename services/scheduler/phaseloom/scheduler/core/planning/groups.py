@@ -33,6 +33,9 @@ from phaseloom.scheduler.core.state.cluster import (
     Pool,
 )
 
+LEAST_ITERATIONS = 8
+"""Iterations of a job after which a change of its cycle is drift."""
+
 # --- what a job needs ----------------------------------------------------------------------------
 
 
@@ -278,11 +281,19 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
     steps = member.iterations * before + member.num_optim_steps
     member.iterations, member.num_optim_steps = divmod(steps, cycle.num_optim_steps)
     is_first = member.cycle is None
+    was_s = timing_of(member).solo_s
     member.cycle = cycle
     if is_first:
         reckon_alone(member)
     elif before != cycle.num_optim_steps:
         member.alone_s *= before / cycle.num_optim_steps
+    else:
+        # It drifted from the one to the other: half of the way on average.
+        drifted_s = timing_of(member).solo_s - was_s
+        member.alone_s += drifted_s / 2 * (member.iterations - member.profiled_at)
+        # Of few iterations it may be chance, or the owner's estimate that was wrong.
+        member.has_drifted = member.has_drifted or member.iterations >= LEAST_ITERATIONS
+    member.profiled_at = member.iterations
     group.is_closed = False
     _changed(group)
 

@@ -93,6 +93,10 @@ class Member(msgspec.Struct):
     alone_s: float = 0.0
     """Seconds that the finished iterations take alone at worst, each by the cycle as it was then:
     an SLO is a multiple of it."""
+    profiled_at: int = 0
+    """Iterations finished when the present cycle became known."""
+    has_drifted: bool = False
+    """Whether its cycle has changed since it was first known."""
     iterated_s: float = 0.0
     """When the last iteration was finished."""
     num_iterations: int = 0

@@ -35,6 +35,9 @@ UNKNOWN_LEFT = 20
 """Iterations that a job of unknown length is taken to have left."""
 MOVE_S = 308.0
 """Pause of a job that moves: the mean of WEAVE's 197 s (7B) to 419 s (32B)."""
+RESERVE = 0.08
+"""Share of the work left that a job that drifts keeps in reserve: what its iterations take alone is
+known to a tenth only, and what it has spent on credit it may have to earn with shorter ones."""
 TRANSIENT = 1.0
 """Share of the longest single wait that is reserved when a group changes."""
 
@@ -79,6 +82,9 @@ def candidate_of(cluster: Cluster, member: Member) -> Candidate:
     budget_s = timing.allowed_s * left + saved_s
     if budget_s < (left - 1) * timing.solo_s:
         budget_s = left * timing.allowed_s
+    if member.has_drifted:
+        work_s = left * timing.solo_s
+        budget_s = max(min(budget_s, work_s), budget_s - RESERVE * work_s)
     return Candidate(
         member.job,
         timing,
