@@ -50,6 +50,33 @@ def nodes(group: str, cluster: Cluster) -> set[str]:
     return {name for names in cluster.groups[group].nodes.values() for name in names}
 
 
+# --- iterations -----------------------------------------------------------------------------------
+
+
+def test_iteration_counts_for_what_it_takes_alone_at_worst() -> None:
+    worst = [Segment("rollout", 0, 60, worst_s=90), Segment("train", 60, 40)]
+    job = member("a", Cycle(100.0, worst))
+    groups.iterated(job, now_s=230.0, began_s=100.0, lag_s=20.0)
+    assert job.alone_s == pytest.approx(110.0 * 130 / 100)
+    groups.iterated(job, now_s=430.0, began_s=100.0, lag_s=130.0)
+    assert job.alone_s == pytest.approx((110.0 + 90.0) * 130 / 100)
+    assert (job.iterations, job.iterated_s) == (2, 430.0)
+
+
+def test_iteration_that_a_fault_held_up_counts_for_twice_its_cycle() -> None:
+    job = member("a")
+    groups.iterated(job, now_s=5000.0, began_s=100.0, lag_s=20.0)
+    assert job.alone_s == 200.0
+
+
+def test_iteration_whose_phases_overlap_counts_for_its_cycle() -> None:
+    """The waits of both pass at once, and are counted twice."""
+    job = member("a", Cycle(70.0, [Segment("rollout", 0, 60), Segment("train", 20, 40)]))
+    groups.iterated(job, now_s=230.0, began_s=100.0, lag_s=80.0)
+    assert job.alone_s == 70.0
+    assert groups.trend_of(job) is None
+
+
 # --- what a job needs ----------------------------------------------------------------------------
 
 

@@ -387,26 +387,59 @@ def test_cycle_longer_than_its_declared_worst_case_counts_as_drift() -> None:
     assert "r1" in nodes(world, "b")
 
 
-def test_what_a_job_may_take_goes_by_its_cycles_as_they_were() -> None:
-    """One that grows has not saved what its first iterations would take now, and one that shrinks
-    does not do more of them. Between two profiles it drifts evenly."""
-    world = world_of("r1", "t1", policy="coexec_repack")
+def trained(policy: str, *durations_s: float) -> tuple[World, Member]:
+    """A job of ten iterations, of 10 s by its profile, with an iteration for each duration."""
+    world = world_of("r1", "t1", policy=policy)
     specs = [spec(pool, pool, trainable=pool == "train") for pool in ("rollout", "train")]
     job = JobSpec(2.0, specs, TRAINING, duration_s=100.0)
     world.feed(JobSubmitted(JobKey(TENANT, "a"), job, "s"))
     world.run()
-    member = group_of(world.core.state.cluster, "t.a").members["t.a"]
-    for seq in range(1, 6):
+    for seq, duration_s in enumerate(durations_s, start=1):
+        world.duration_s = duration_s
         world.queue("a", "train", seq, "optim_step")
         world.run()
-        if seq == 3:
-            longer = Cycle(20.0, [Segment("rollout", 0, 12.0), Segment("train", 12.0, 8.0)])
-            world.feed(trace("a", longer, drift=1.0))
+    return world, group_of(world.core.state.cluster, "t.a").members["t.a"]
+
+
+def test_what_a_job_may_take_goes_by_its_iterations_as_they_were() -> None:
+    """One that grows has not saved what its first iterations would take now, and one that shrinks
+    does not do more of them."""
+    world, member = trained("coexec_repack", 10.0, 10.0, 12.0, 15.0, 20.0)
     assert (member.iterations, member.num_iterations) == (5, 10)
-    assert member.alone_s == 3 * 15.0 + 2 * 20.0
+    assert member.alone_s == pytest.approx(67.0, abs=0.5)
+    longer = Cycle(20.0, [Segment("rollout", 0, 12.0), Segment("train", 12.0, 8.0)])
+    world.feed(trace("a", longer, drift=1.0))
     candidate = candidate_of(world.core.state.cluster, member)
     assert candidate.left == 5
-    assert candidate.budget_s < 2.0 * (member.alone_s + 5 * 20.0) < 2.0 * 10 * 20.0
+    assert candidate.budget_s < 2.0 * (67.5 + 5 * 20.0) < 2.0 * 10 * 20.0
+
+
+def test_cycle_follows_the_last_iterations_where_budgets_are_planned_by_it() -> None:
+    """A profile is a median of many, and late: until it came, one job's group was a third slower
+    for it than planned, and its SLO was lost."""
+    for longer, follows_s in (((15.0, 16.0), 10.0), ((15.0, 17.0, 16.0), 15.0)):
+        world, member = trained("coexec_repack", 10.0, *longer)
+        assert member.cycle is not None
+        assert member.cycle.period_s == pytest.approx(follows_s, abs=0.2)
+    assert member.cycle.segments[1].duration_s == pytest.approx(1.5 * 8.0, abs=0.2)
+    assert [output for output in world.outputs if isinstance(output, ComputeReplan)]
+    _, member = trained("coexec_repack", 10.0, 9.0, 8.0, 7.0)
+    assert member.cycle is not None
+    assert member.cycle.period_s == pytest.approx(9.0, abs=0.2)
+    _, member = trained("coexec_repack", 10.4, 9.8, 10.3, 9.7)
+    assert member.cycle == TRAINING
+    _, member = trained("coexec", 10.0, 15.0, 17.0, 16.0)
+    assert member.cycle == TRAINING
+
+
+def test_worst_case_that_was_seen_before_a_drift_is_not_the_one_after_it() -> None:
+    """The longest of a profile's window is of the cycle as it was."""
+    world, member = trained("coexec_repack", 10.0)
+    shorter = Cycle(7.0, [Segment("rollout", 0, 1.4), Segment("train", 1.4, 5.6)])
+    world.feed(replace(trace("a", shorter, drift=-0.3), worst_period_s=10.0))
+    assert member.cycle is not None
+    assert member.cycle.period_s == 7.0
+    assert member.cycle.worst_period_s == pytest.approx(7.0)
 
 
 def test_drift_is_judged_by_the_bound_that_the_policy_places_by() -> None:

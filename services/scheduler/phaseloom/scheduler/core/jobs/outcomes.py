@@ -11,7 +11,7 @@ from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.jobs import rollback
 from phaseloom.scheduler.core.operations import gradients, operations
-from phaseloom.scheduler.core.placement import assignment
+from phaseloom.scheduler.core.placement import assignment, repack
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Mutation
@@ -102,6 +102,7 @@ def _record(step: Step, deployment: Deployment, event: OperationFinished) -> Non
         seals.mutated(step, deployment, op)
         if op.kind == "optim_step" and assignment.stepped(step, deployment.key.job_key):
             round_robin.iterated(step, deployment)
+            repack.iterated(step, deployment.key.job_key)
     else:
         step.emit(outputs.DeleteOperations([op.key]))
     was_refused = gradients.was_refused(deployment, op, event)

@@ -126,9 +126,8 @@ def stepped(step: Step, job: JobKey) -> bool:
     if member.num_optim_steps < (member.cycle.num_optim_steps if member.cycle else 1):
         return False
     member.num_optim_steps = 0
-    member.iterations += 1
-    member.alone_s += timing_of(member).solo_s
-    member.iterated_s = step.now_s
+    progress = step.job(job).progress
+    groups.iterated(member, step.now_s, progress.began_s, progress.lag_s)
     return True
 
 

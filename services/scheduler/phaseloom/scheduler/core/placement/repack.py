@@ -3,7 +3,7 @@
 A job that was measured on nodes of its own asks the policy again, and goes where that is cheaper
 (PlexRL §4.3). One that drifts so far that its group cannot carry it any more is placed anew, that
 one alone (WEAVE §5.3). And where the policy plans for the whole cluster, it does so whenever a job
-has come or left, on a copy, beside the scheduler's loop. The plan comes back as an event, and a
+has left or drifted, on a copy, beside the scheduler's loop. The plan comes back as an event, and a
 move is made only if the groups and nodes that it touches are as they were.
 """
 
@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from phaseloom.common.contract.events import PhaseTrace, PlannedMove, ReplanComputed
 from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.specs import Cycle
 from phaseloom.scheduler.core.placement import assignment
 from phaseloom.scheduler.core.planning import admission, groups, nodes
 from phaseloom.scheduler.core.planning.weave.period import is_overloaded
@@ -55,12 +56,7 @@ def traced(step: Step, trace: PhaseTrace) -> None:
         groups.set_cycle(step.state.cluster, name, cycle)
         _profiled(step, job)
     elif trace.drift or trace.period_s > known.worst_period_s:
-        was_overloaded = _is_overloaded(step, group)
-        groups.set_cycle(step.state.cluster, name, cycle)
-        if not was_overloaded and _is_overloaded(step, group):
-            _resubmit(step, job, cycle.period_s)
-        step.state.want_replan()
-        step.follow(FollowUp.REPLAN)
+        _drifted(step, job, _with_share(cycle, known))
     elif cycle.num_optim_steps != known.num_optim_steps:
         recounted = replace(known, num_optim_steps=cycle.num_optim_steps)
         groups.set_cycle(step.state.cluster, name, recounted)
@@ -69,6 +65,43 @@ def traced(step: Step, trace: PhaseTrace) -> None:
     assignment.count_iterations(step, job)
     step.job_changed(name)
     step.follow(FollowUp.PLACE)
+
+
+def iterated(step: Step, key: JobKey) -> None:
+    """Let a job's cycle follow its last iterations, where the policy plans by what jobs may still
+    spend: a profile is a median of more of them, and so it is late."""
+    if assignment.policy_of(step).replan is None:
+        return
+    name = str(key)
+    cycle = groups.trend_of(groups.group_of(step.state.cluster, name).members[name])
+    if cycle is not None:
+        _drifted(step, step.job(key), cycle)
+        step.job_changed(name)
+        step.follow(FollowUp.PLACE)
+
+
+def _drifted(step: Step, job: Job, cycle: Cycle) -> None:
+    """Set a cycle that has changed; a job that its group cannot carry any more is placed anew, and
+    the whole is planned again."""
+    name = str(job.key)
+    group = groups.group_of(step.state.cluster, name)
+    was_overloaded = _is_overloaded(step, group)
+    groups.set_cycle(step.state.cluster, name, cycle)
+    if not was_overloaded and _is_overloaded(step, group):
+        _resubmit(step, job, cycle.period_s)
+    step.state.want_replan()
+    step.follow(FollowUp.REPLAN)
+
+
+def _with_share(cycle: Cycle, known: Cycle) -> Cycle:
+    """A drifted cycle whose worst case is no larger a share of the usual one than before: the worst
+    of the last iterations may be of the cycle as it was."""
+    share = known.worst_period_s / known.period_s
+    segments = [
+        replace(s, worst_s=min(s.worst_s or s.duration_s, share * s.duration_s))
+        for s in cycle.segments
+    ]
+    return replace(cycle, segments=segments)
 
 
 def _profiled(step: Step, job: Job) -> None:

@@ -34,7 +34,17 @@ from phaseloom.scheduler.core.state.cluster import (
 )
 
 LEAST_ITERATIONS = 8
-"""Iterations of a job after which a change of its cycle is drift."""
+"""A change of a job's cycle counts as drift from so many iterations on; before, its owner's estimate
+may have been wrong."""
+TREND = 3
+"""So many last iterations of a job must all be longer than its cycle says, or all shorter, for the
+cycle to follow them."""
+DRIFTS = 0.05
+"""The share of the cycle by which each of them must differ from it."""
+LONGEST = 2.0
+"""An iteration counts for at most so many times its cycle: what is longer was held up by a fault or
+a pause, which an SLO does not excuse."""
+ROUNDING = 1e-6
 
 # --- what a job needs ----------------------------------------------------------------------------
 
@@ -281,21 +291,67 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
     steps = member.iterations * before + member.num_optim_steps
     member.iterations, member.num_optim_steps = divmod(steps, cycle.num_optim_steps)
     is_first = member.cycle is None
-    was_s = timing_of(member).solo_s
     member.cycle = cycle
     if is_first:
         reckon_alone(member)
     elif before != cycle.num_optim_steps:
         member.alone_s *= before / cycle.num_optim_steps
     else:
-        # It drifted from the one to the other: half of the way on average.
-        drifted_s = timing_of(member).solo_s - was_s
-        member.alone_s += drifted_s / 2 * (member.iterations - member.profiled_at)
-        # Of few iterations it may be chance, or the owner's estimate that was wrong.
         member.has_drifted = member.has_drifted or member.iterations >= LEAST_ITERATIONS
-    member.profiled_at = member.iterations
     group.is_closed = False
     _changed(group)
+
+
+def iterated(member: Member, now_s: float, began_s: float, lag_s: float) -> None:
+    """Note that a member has finished an iteration.
+
+    Args:
+        began_s: when the job's first operation was ready.
+        lag_s: seconds since then for which others, or a switch, have kept the job from running.
+    """
+    timing = timing_of(member)
+    since_s = member.iterated_s if member.iterations else began_s
+    alone_s = now_s - since_s - (lag_s - member.lag_s)
+    # The waits of phases that overlap pass at once, so what such a job takes alone is not known.
+    overlaps = timing.gap_s < -ROUNDING * timing.solo_s
+    if member.cycle is None or overlaps or alone_s <= 0:
+        member.alone_s += timing.solo_s
+    else:
+        worst_s = alone_s * timing.solo_s / member.cycle.period_s
+        member.alone_s += min(worst_s, LONGEST * timing.solo_s)
+        member.recent_s = [*member.recent_s[1 - TREND :], alone_s]
+    member.iterations += 1
+    member.iterated_s = now_s
+    member.lag_s = lag_s
+
+
+def trend_of(member: Member) -> Cycle | None:
+    """A member's cycle as its last iterations were; None where these were as the cycle says.
+
+    Of iterations that are all longer, the shortest counts, and of shorter ones the longest.
+    """
+    cycle = member.cycle
+    if cycle is None or len(member.recent_s) < TREND:
+        return None
+    shortest, longest = (pick(member.recent_s) / cycle.period_s for pick in (min, max))
+    if shortest > 1 + DRIFTS:
+        return _scaled(cycle, shortest)
+    if longest < 1 - DRIFTS:
+        return _scaled(cycle, longest)
+    return None
+
+
+def _scaled(cycle: Cycle, factor: float) -> Cycle:
+    segments = [
+        replace(
+            segment,
+            offset_s=segment.offset_s * factor,
+            duration_s=segment.duration_s * factor,
+            worst_s=segment.worst_s * factor,
+        )
+        for segment in cycle.segments
+    ]
+    return replace(cycle, period_s=cycle.period_s * factor, segments=segments)
 
 
 def reckon_alone(member: Member) -> None:

@@ -91,12 +91,15 @@ class Member(msgspec.Struct):
     num_optim_steps: int = 0
     """Optimiser steps since the last iteration was finished."""
     alone_s: float = 0.0
-    """Seconds that the finished iterations take alone at worst, each by the cycle as it was then:
-    an SLO is a multiple of it."""
-    profiled_at: int = 0
-    """Iterations finished when the present cycle became known."""
+    """Seconds that the finished iterations take alone at worst: each as it was measured, net of
+    waits, times how much longer the cycle's worst case is than its usual one. An SLO is a multiple
+    of it."""
+    lag_s: float = 0.0
+    """Seconds for which the job had been kept from running when its last iteration was finished."""
+    recent_s: list[float] = []
+    """Seconds that each of the last iterations took, net of waits, the oldest first."""
     has_drifted: bool = False
-    """Whether its cycle has changed since it was first known."""
+    """Whether the job's cycle has changed while it ran."""
     iterated_s: float = 0.0
     """When the last iteration was finished."""
     num_iterations: int = 0

@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
 
-CORE_VERSION = 13
+CORE_VERSION = 14
 """Raised whenever the same log would give other commands, or the state has another shape; the
 snapshot of an older version is taken over as `upgrades.py` says."""
 
@@ -41,7 +41,7 @@ class State(msgspec.Struct):
     replanning: int = 0
     """Log sequence of the question for moves that has no answer yet; 0: there is none."""
     is_replan_due: bool = False
-    """Whether a job has come or left since moves were asked for."""
+    """Whether a job has left or drifted since moves were asked for."""
     moving: list[str] = []
     """Deployments that are to go elsewhere, in the order in which that was decided."""
     closing: dict[NodeId, Leave] = {}

@@ -26,7 +26,18 @@ def unchanged(tree: Tree) -> None:
     """The next version reads this one's tree as it is."""
 
 
-UPGRADES: Mapping[int, Upgrade] = {12: unchanged}
+def with_lags(tree: Tree) -> None:
+    """Note for each member that what has kept its job from running lies before its next iteration.
+
+    Version 14 measures iterations.
+    """
+    for group in tree["cluster"]["groups"].values():
+        for name, member in group["members"].items():
+            if name in tree["jobs"]:
+                member["lag_s"] = tree["jobs"][name]["progress"]["lag_s"]
+
+
+UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: with_lags}
 """Core version → how its tree becomes one of the next version."""
 
 

@@ -36,8 +36,8 @@ UNKNOWN_LEFT = 20
 MOVE_S = 308.0
 """Pause of a job that moves: the mean of WEAVE's 197 s (7B) to 419 s (32B)."""
 RESERVE = 0.08
-"""Share of the work left that a job that drifts keeps in reserve: what its iterations take alone is
-known to a tenth only, and what it has spent on credit it may have to earn with shorter ones."""
+"""Share of the work left that a job that drifts keeps in reserve: its next iterations may be shorter
+than its last ones, and bring it less to spend."""
 TRANSIENT = 1.0
 """Share of the longest single wait that is reserved when a group changes."""
 
