@@ -152,7 +152,7 @@ def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
 def check_ttl(ttl_s: float, field: str) -> None:
     """Check a time to live in seconds; 0 stands for none.
 
-    Raises: CallerError: it is negative, or not finite.
+    Raises: CallerError: it is negative, not finite, or too long.
     """
     check_between(ttl_s, 0.0, MAX_CHECKPOINT_TTL_S, field)
 

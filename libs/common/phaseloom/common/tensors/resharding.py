@@ -176,7 +176,8 @@ class _Home:
     """The part from which every node takes each slice of some tensors that the parts cut alike."""
 
     slices: list[tuple[Box, dict[str, int]]]
-    """Slices that every part holds whole or not at all: of each tensor's, the part."""
+    """(a slice that every part holds whole or not at all, the part that it comes from by
+    tensor)."""
 
     def parts_of(self, box: Box) -> dict[str, int]:
         """The part from which a slice comes, by tensor. Args: box: the slice, inside one of
