@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.planning.weave.candidates import (
     MOVE_S,
@@ -17,7 +20,7 @@ from phaseloom.scheduler.core.planning.weave.candidates import (
     holds,
     shape,
 )
-from phaseloom.scheduler.core.planning.weave.fifo import worst_iterations_s
+from phaseloom.scheduler.core.planning.weave.fifo import late_shares, worst_iterations_s
 from phaseloom.scheduler.core.planning.weave.period import timing_of
 from phaseloom.scheduler.core.planning.weave.search import search_state_of
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
@@ -106,6 +109,67 @@ def test_a_job_that_drifts_keeps_a_reserve_within_what_it_may_spend() -> None:
         assert candidate_of(empty(), member).budget_s == pytest.approx(90 * slo * 100)
         member.has_drifted = True
         assert candidate_of(empty(), member).budget_s == pytest.approx(90 * keeps_s)
+
+
+def punctual(percentile: float) -> Cluster:
+    cluster = empty()
+    cluster.limits = replace(cluster.limits, slo_percentile=percentile)
+    return cluster
+
+
+def test_a_percentile_leaves_a_job_so_many_late_iterations() -> None:
+    member = lived(job("a", 60, 40, 1.5, iterations=100), 40, 4000.0)
+    member.num_late = 2
+    assert candidate_of(punctual(0.0), member).late == inf
+    assert candidate_of(punctual(95.0), member).late == pytest.approx(3.0)
+    member.num_late = 7
+    late = candidate_of(punctual(95.0), member).late
+    assert late == pytest.approx(0.05 * 60), "it is lost, and the job is not to be starved"
+    assert candidate_of(punctual(95.0), job("b", 60, 40, 0.0, iterations=100)).late == inf
+
+
+def test_what_was_saved_alone_is_not_spent_on_late_iterations() -> None:
+    """80 of 100 iterations were alone, so the mean allows the others 300 s each: 240 s are the most
+    that a single one may take."""
+    for percentile, may in ((0.0, True), (75.0, True), (95.0, False)):
+        cluster = empty(1)
+        cluster.limits = replace(cluster.limits, slo_percentile=percentile)
+        cluster.now_s = 200.0 * 80
+        old = lived(job("old", 150, 50, 1.2, iterations=100), 80, 200.0 * 80)
+        pin(cluster, "", old, ["r000"], ["t000"])
+        new = job("new", 150, 50, 2.0, iterations=100)
+        new.submitted_s = cluster.now_s
+        assert hasattr(POLICY.place(cluster, new), "group") == may, percentile
+
+
+@given(
+    st.lists(st.tuples(st.integers(20, 300), st.integers(20, 300)), min_size=2, max_size=4),
+    st.sampled_from([1.2, 1.5, 2.0]),
+    st.sampled_from([50.0, 90.0, 95.0, 100.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_group_that_holds_is_late_no_more_often_than_its_percentile(
+    phases: list[tuple[int, int]], slo: float, percentile: float
+) -> None:
+    """The bound binds: in every orbit that is found, and for any part of the group."""
+    cluster = punctual(percentile)
+    members = [job(f"j{i}", r, t, slo, iterations=200) for i, (r, t) in enumerate(phases)]
+    for member in members:
+        member.nodes = {"rollout": [NodeId("r000")], "train": [NodeId("t000")]}
+    group = tuple(candidate_of(cluster, member) for member in members)
+    if holds(group, 0.0, is_changed=True):
+        allowed_s = tuple(candidate.timing.allowed_s for candidate in group)
+        for share in late_shares(shape(group), 0.0, allowed_s):
+            assert share * 200 <= (1 - percentile / 100) * 200 + 1e-6
+
+
+def test_late_iterations_are_those_of_the_queues() -> None:
+    """Two alike on one pair of nodes take turns: each waits for the longer phase of the other."""
+    jobs = ((150.0, 50.0, 0.0, (0,)), (150.0, 50.0, 0.0, (0,)))
+    assert late_shares(jobs, 0.0, (300.0, 299.0)) == (0.0, 1.0)
+    assert late_shares(jobs, 5.0, (309.0, 311.0)) == (1.0, 0.0)
+    alone = ((150.0, 50.0, 0.0, (0,)),)
+    assert late_shares(alone, 5.0, (200.0,)) == (0.0,)
 
 
 def test_a_group_must_hold_after_every_departure() -> None:

@@ -140,6 +140,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     switch_s: float = 0.0
     """Seconds planned for a context switch in each phase on shared nodes, by placement policies
     that promise an SLO."""
+    slo_percentile: float = 0.0
+    """The percentage of a job's single iterations that `coexec_repack` keeps within its SLO, beside
+    the mean over its life; 0: the mean alone."""
     idle_grace_s: float = 0.03
     """How long a device is kept for a job that has nothing ready while another waits."""
     frozen_bases: dict[str, list[str]] = {}
@@ -310,6 +313,7 @@ def _schedulers(config: MeshConfig, secret: str) -> list[ChildSpec]:
             "MAX_GROUP_JOBS": config.max_group_jobs,
             "DUTY_LIMIT": config.duty_limit,
             "SWITCH_S": config.switch_s,
+            "SLO_PERCENTILE": config.slo_percentile,
             "IDLE_GRACE_S": config.idle_grace_s,
             "SEAL_EVERY": config.seal_every,
             "MAX_LOSSES": config.max_losses,

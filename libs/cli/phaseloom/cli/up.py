@@ -189,5 +189,10 @@ def with_policies(
         ordering=ordering or settings.ordering,
         multiplexing=multiplexing or settings.multiplexing,
     )
-    check_policies(settings.placement, settings.ordering, multiplexing=settings.multiplexing)
+    check_policies(
+        settings.placement,
+        settings.ordering,
+        multiplexing=settings.multiplexing,
+        slo_percentile=settings.slo_percentile,
+    )
     return settings

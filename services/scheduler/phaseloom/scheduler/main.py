@@ -88,6 +88,7 @@ async def serve(stop: asyncio.Event) -> None:
         settings.ordering,
         "scheduler.",
         multiplexing=settings.multiplexing,
+        slo_percentile=settings.slo_percentile,
     )
     gauges = Gauges()
     gauges.register()

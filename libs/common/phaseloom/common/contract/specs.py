@@ -211,6 +211,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     switch_s: float = 0.0
     """Seconds planned for the switch before each phase of a shared group, by policies that promise
     an SLO."""
+    slo_percentile: float = 0.0
+    """The percentage of a job's single iterations that must be within its SLO as well, for
+    placement by policies that let jobs spend in some iterations what they saved in others. 0: only
+    the mean over a job's life must."""
     node_grace_s: float = 30.0
     """Seconds for which a node may be away before its deployments are rebuilt elsewhere, where they
     can."""

@@ -12,6 +12,7 @@ from phaseloom.simulator.scenarios import (
     weave_failure,
     weave_fig15,
     weave_micro,
+    weave_punctual,
     weave_table5,
     weave_tails,
 )
@@ -23,6 +24,7 @@ SCENARIOS: dict[str, Scenario] = {
     "weave-fig15": weave_fig15.SCENARIO,
     "weave-table5": weave_table5.SCENARIO,
     "weave-drift": weave_drift.SCENARIO,
+    "weave-punctual": weave_punctual.SCENARIO,
     "weave-failure": weave_failure.SCENARIO,
     "weave-micro": weave_micro.SCENARIO,
     "weave-tails": weave_tails.SCENARIO,

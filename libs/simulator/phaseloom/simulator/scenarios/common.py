@@ -30,6 +30,7 @@ def config(
     max_group_jobs: int = 5,
     duty_limit: float = 0.5,
     switch_s: float = 0.0,
+    slo_percentile: float = 0.0,
 ) -> SchedulerConfig:
     """A configuration in which the policies alone decide.
 
@@ -48,6 +49,7 @@ def config(
         max_group_jobs=max_group_jobs,
         duty_limit=duty_limit,
         switch_s=switch_s,
+        slo_percentile=slo_percentile,
     )
 
 

@@ -4,7 +4,8 @@ The paper's templates come from its own runs and are not published; here the obs
 rollout that grows to 1.6 times its first length over the job's life, most of it in the first half,
 and training to 1.15 times. As in the paper it is scaled by 0.5, 1 and 1.5, and mirrored. A job is
 placed by its profile at submission, which is its shortest when it grows; its SLO goes by what its
-iterations take alone as they are.
+iterations take alone as they are. The jobs without any drift (`none`) tell what following drift
+costs where there is none.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ _SETTINGS = {
     "increasing": (0.0, *_SCALES),
     "decreasing": (0.0, *(-scale for scale in _SCALES)),
     "mixed": (0.0, *_SCALES, *(-scale for scale in _SCALES)),
+    "none": (0.0,),
 }
 _PAPER = {"increasing": (1.11, 0.986), "decreasing": (1.10, 0.987), "mixed": (1.08, 0.956)}
 """The cost over dynamic regrouping and the SLO attainment of each setting (Fig. 17)."""
 _POLICIES = ("coexec", "coexec_repack", "random", "most_idle")
+_RIVALS = ("random", "most_idle")
+"""They break half of the SLOs and more, which one seed shows."""
+_LEAST_KEPT = 0.98
+"""The share of jobs within SLO that `coexec_repack` is to reach, at less than the paper's cost."""
 NUM_JOBS = 100
-_SEEDS = (0,)
+_SEEDS = (0, 1, 2)
 
 
 def drifts(scale: float) -> tuple[Drift, ...]:
@@ -84,7 +90,8 @@ def _run(options: Options) -> Report:
         Case(f"{setting}, {policy}, seed {seed}", _case, (setting, policy, seed))
         for setting in _SETTINGS
         for policy in policies
-        for seed in options.seeds or _SEEDS
+        if setting in _PAPER or policy not in _RIVALS
+        for seed in options.seeds or (_SEEDS[:1] if policy in _RIVALS else _SEEDS)
     ]
     records: list[Record] = options.run_cases(cases)
     return Report(
@@ -103,9 +110,11 @@ def _run(options: Options) -> Report:
 def _targets(records: list[Record]) -> list[Target]:
     targets = []
     for (setting, policy), of_policy in groups_of(records).items():
-        if policy == "coexec":
+        if setting in _PAPER and policy not in _RIVALS:
             cost, attained = _PAPER[setting]
-            name = f"{setting}, coexec"
+            if policy == "coexec_repack":
+                attained = _LEAST_KEPT
+            name = f"{setting}, {policy}"
             mean_cost = mean_of(of_policy, "cost_over_optimal")
             targets.append(at_most(f"{name}: cost over regrouping", mean_cost, cost))
             mean_slo = mean_of(of_policy, "slo_attainment")

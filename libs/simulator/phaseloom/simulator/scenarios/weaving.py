@@ -66,6 +66,7 @@ def measured(
     workload: str = "",
     max_group_jobs: int = MAX_GROUP_JOBS,
     bound: Bound = Bound.REGROUPING,
+    slo_percentile: float = 0.0,
 ) -> tuple[Record, Result]:
     """Run a workload under a policy, and compare it with the optimum of the jobs present, where
     that is asked for and found."""
@@ -74,6 +75,7 @@ def measured(
         ORDERINGS[policy],
         max_group_jobs=max_group_jobs,
         switch_s=planned_switch_s(jobs),
+        slo_percentile=slo_percentile,
     )
     result, cpu_s = run(jobs, ample(jobs), settings, seed)
     record = record_of(result, cpu_s, policy=policy, seed=seed, workload=workload)

@@ -15,7 +15,6 @@ from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import DeploymentSpec, SchedulerConfig
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.planning import admission, groups
-from phaseloom.scheduler.core.planning.weave.period import timing_of
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
@@ -43,7 +42,9 @@ _MAX_NAMED = 8
 
 
 def configured(step: Step, config: SchedulerConfig) -> None:
-    step.state.cluster.limits = Limits(config.max_group_jobs, config.duty_limit, config.switch_s)
+    step.state.cluster.limits = Limits(
+        config.max_group_jobs, config.duty_limit, config.switch_s, config.slo_percentile
+    )
     step.follow(FollowUp.PLACE)
 
 

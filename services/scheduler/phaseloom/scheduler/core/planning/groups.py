@@ -34,8 +34,8 @@ from phaseloom.scheduler.core.state.cluster import (
 )
 
 LEAST_ITERATIONS = 8
-"""A change of a job's cycle counts as drift from so many iterations on; before, its owner's estimate
-may have been wrong."""
+"""A change of a job's cycle counts as drift from so many iterations on; before, it may be that its
+owner's estimate was wrong."""
 TREND = 3
 """So many last iterations of a job must all be longer than its cycle says, or all shorter, for the
 cycle to follow them."""
@@ -320,6 +320,7 @@ def iterated(member: Member, now_s: float, began_s: float, lag_s: float) -> None
         worst_s = alone_s * timing.solo_s / member.cycle.period_s
         member.alone_s += min(worst_s, LONGEST * timing.solo_s)
         member.recent_s = [*member.recent_s[1 - TREND :], alone_s]
+    member.num_late += now_s - since_s > timing.allowed_s * (1 + ROUNDING)
     member.iterations += 1
     member.iterated_s = now_s
     member.lag_s = lag_s

@@ -67,11 +67,23 @@ MULTIPLEXING: dict[str, Multiplexing] = {
 
 
 def check_policies(
-    placement: str, ordering: str, section: str = "", *, multiplexing: str = "off"
+    placement: str,
+    ordering: str,
+    section: str = "",
+    *,
+    multiplexing: str = "off",
+    slo_percentile: float = 0.0,
 ) -> None:
     """Args:   section: what stands before the name of a field that an error names.
-    Raises: CallerError: there is no policy of that name; the remedy lists those that there are.
+    Raises: CallerError: there is no policy of that name, and the remedy lists those that there are;
+        or the percentile is none.
     """
+    if not 0 <= slo_percentile <= 100:
+        raise CallerError(
+            f"{slo_percentile:g} is no percentage of iterations",
+            field=f"{section}slo_percentile",
+            remedy="use 95, say, or 0 where only the mean iteration must be within the SLO",
+        )
     for kind, name, known in (
         ("placement", placement, [*PLACEMENT]),
         ("ordering", ordering, [*ORDERING]),

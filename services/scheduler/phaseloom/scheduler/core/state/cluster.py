@@ -96,6 +96,8 @@ class Member(msgspec.Struct):
     of it."""
     lag_s: float = 0.0
     """Seconds for which the job had been kept from running when its last iteration was finished."""
+    num_late: int = 0
+    """Finished iterations that took longer than the SLO allows one to take."""
     recent_s: list[float] = []
     """Seconds that each of the last iterations took, net of waits, the oldest first."""
     has_drifted: bool = False
@@ -139,6 +141,8 @@ class Limits(msgspec.Struct, frozen=True):
     duty_limit: float = 0.5
     switch_s: float = 0.0
     """Seconds of switching that are planned for each phase of a group of several jobs."""
+    slo_percentile: float = 0.0
+    """The percentage of a job's single iterations that must be within its SLO; 0: none."""
 
 
 class Cluster(msgspec.Struct):

@@ -8,6 +8,8 @@ move cost it has to make good. That is the guard of execution without a barrier:
   budget, with a reserve for joining midway and for the move itself;
 - and where that still holds after any of the members has left, because in a first-in-first-out
   queue a departure can delay those who stay;
+- where a percentage of single iterations must be within the SLO as well, a member also has a budget
+  of iterations that may be late, to which the same applies;
 - and a group that no longer keeps within its budgets counts as dear, so that the next replan
   changes it.
 """
@@ -23,6 +25,7 @@ from phaseloom.scheduler.core.planning.weave.fifo import (
     MAX_LAPS,
     WARM_LAPS,
     Rollout,
+    late_shares,
     mean_iterations_s,
     worst_iterations_s,
 )
@@ -36,8 +39,8 @@ UNKNOWN_LEFT = 20
 MOVE_S = 308.0
 """Pause of a job that moves: the mean of WEAVE's 197 s (7B) to 419 s (32B)."""
 RESERVE = 0.08
-"""Share of the work left that a job that drifts keeps in reserve: its next iterations may be shorter
-than its last ones, and bring it less to spend."""
+"""Share of the work left that a job that drifts keeps in reserve: its next iterations may be
+shorter than its last ones, and bring it less to spend."""
 TRANSIENT = 1.0
 """Share of the longest single wait that is reserved when a group changes."""
 
@@ -54,6 +57,8 @@ class Candidate(NamedTuple):
     nodes: tuple[str, ...]
     rollout: Need
     train: Need
+    late: float = inf
+    """Iterations that may still take longer than the SLO allows one to take; inf: all."""
 
     @property
     def work_s(self) -> float:
@@ -93,7 +98,18 @@ def candidate_of(cluster: Cluster, member: Member) -> Candidate:
         tuple(member.nodes.get(ROLLOUT, ())),
         need_of(member, ROLLOUT),
         need_of(member, TRAIN),
+        _late(member, left, cluster.limits.slo_percentile),
     )
+
+
+def _late(member: Member, left: int, percentile: float) -> float:
+    """Iterations that a member may still be late with. They are reckoned anew for a job that was
+    late too often: its percentile is lost."""
+    if not percentile or member.slo <= 0:
+        return inf
+    share = 1 - percentile / 100
+    late = share * (member.iterations + left) - member.num_late
+    return late if late >= 0 else share * left
 
 
 def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
@@ -192,6 +208,7 @@ def holds(group: Candidates, switch_s: float, *, is_changed: bool) -> bool:
     tight = {candidate.job for i, candidate in enumerate(group) if not _is_safe(group, i, switch_s)}
     return all(
         _keep_time(part, switch_s, is_changed, tight)
+        and _are_punctual(part, switch_s, is_changed, tight)
         for size in range(len(group), 1, -1)
         for part in combinations(group, size)
         if any(candidate.job in tight for candidate in part)
@@ -203,7 +220,10 @@ def _is_safe(group: Candidates, i: int, switch_s: float) -> bool:
 
     Nothing has to be simulated for it then, whoever leaves.
     """
-    return _longest_s(group, i, switch_s) * group[i].left <= group[i].budget_s + SLACK
+    candidate, longest_s = group[i], _longest_s(group, i, switch_s)
+    if candidate.late < inf and longest_s > candidate.timing.allowed_s + SLACK:
+        return False
+    return longest_s * candidate.left <= candidate.budget_s + SLACK
 
 
 def _longest_s(group: Candidates, i: int, switch_s: float) -> float:
@@ -268,6 +288,20 @@ def _keep_time(group: Candidates, switch_s: float, is_changed: bool, tight: set[
     )
 
 
+def _are_punctual(group: Candidates, switch_s: float, is_changed: bool, tight: set[str]) -> bool:
+    """Whether the members in `tight` are late no more often than they may, in every orbit that was
+    found. A change of the group makes one more iteration late."""
+    if all(candidate.late == inf or candidate.job not in tight for candidate in group):
+        return True
+    allowed_s = tuple([candidate.timing.allowed_s for candidate in group])
+    shares = late_shares(shape(group), switch_s, allowed_s)
+    return all(
+        share * candidate.left + is_changed <= candidate.late + SLACK
+        for share, candidate in zip(shares, group, strict=True)
+        if candidate.job in tight
+    )
+
+
 def _longest_wait_s(group: Candidates, i: int) -> float:
     """Most seconds by which one iteration takes longer because a group has changed."""
     longest_s = max(candidate.timing.solo_s for k, candidate in enumerate(group) if k != i)
@@ -275,9 +309,12 @@ def _longest_wait_s(group: Candidates, i: int) -> float:
 
 
 def moved(candidate: Candidate, move_s: float) -> Candidate | None:
-    """A candidate after a move; None where its budget does not cover the pause."""
-    left_s = candidate.budget_s - move_s
-    return candidate._replace(budget_s=left_s) if left_s >= candidate.work_s else None
+    """A candidate after a move, which makes one iteration late; None where its budget does not
+    cover the pause."""
+    left_s, late = candidate.budget_s - move_s, candidate.late - 1
+    if left_s < candidate.work_s or late < 0:
+        return None
+    return candidate._replace(budget_s=left_s, late=late)
 
 
 def nodes_of(group: Iterable[Candidate]) -> list[str]:

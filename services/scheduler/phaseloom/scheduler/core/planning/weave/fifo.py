@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 WARM_LAPS = 4
 MAX_LAPS = 48
 """Laps of the slowest job after which an orbit that has not closed is given up; the means are then
 those of what was seen."""
+SEEN_LAPS = 32
+"""Laps of the slowest job in which late iterations are counted."""
+TRAIN_NODES = -1
+"""The number of the group's train nodes, which are used as one."""
 NUM_STARTS = 12
 ROOT = 1.1347241384015194
 """Root of x^6 = x + 1: multiples of its powers fill five dimensions evenly (R sequence,
@@ -96,6 +101,54 @@ def worst_iterations_s(jobs: tuple[Rollout, ...], switch_s: float) -> Means:
     if len(jobs) == 1:
         return mean_iterations_s(jobs, switch_s)
     return _Queues(jobs, switch_s).worst()
+
+
+@lru_cache(maxsize=MEMO)
+def late_shares(jobs: tuple[Rollout, ...], switch_s: float, allowed_s: tuple[float, ...]) -> Means:
+    """The largest share of each job's iterations that take longer than allowed, of several starts.
+
+    An iteration lasts from one end of its training to the next, the gap after it included.
+    """
+    solos_s = [rollout_s + train_s + gap_s for rollout_s, train_s, gap_s, _ in jobs]
+    worst = [0.0] * len(jobs)
+    for k in range(NUM_STARTS):
+        starts_s = [(k * SPREAD[i]) % 1.0 * solo_s for i, solo_s in enumerate(solos_s)]
+        for i, took_s in enumerate(_iterations_s(jobs, switch_s, starts_s)):
+            late = sum(each_s > allowed_s[i] + RESOLUTION_S for each_s in took_s)
+            worst[i] = max(worst[i], late / max(1, len(took_s)))
+    return tuple(worst)
+
+
+def _iterations_s(
+    jobs: tuple[Rollout, ...], switch_s: float, starts_s: Sequence[float]
+) -> list[list[float]]:
+    """How long each iteration of each job takes, for `SEEN_LAPS` laps of the slowest job once the
+    group has gone round `WARM_LAPS` times."""
+    free_s: dict[int, float] = {}
+    last: dict[int, int] = {}
+    ready_s, trains = list(starts_s), [False] * len(jobs)
+    ended_s: list[list[float]] = [[] for _ in jobs]
+    laps = [0] * len(jobs)
+    pace = max(range(len(jobs)), key=lambda i: sum(jobs[i][:3]))
+    while laps[pace] < WARM_LAPS + SEEN_LAPS:
+        now_s = min(ready_s)
+        i = ready_s.index(now_s)
+        rollout_s, train_s, gap_s, nodes = jobs[i]
+        used = (TRAIN_NODES,) if trains[i] else nodes
+        begins_s = max([now_s, *[free_s.get(node, 0.0) for node in used]])
+        if any(last.get(node, -1) != i for node in used):
+            begins_s += switch_s
+        ends_s = begins_s + (train_s if trains[i] else rollout_s)
+        for node in used:
+            free_s[node], last[node] = ends_s, i
+        ready_s[i] = ends_s
+        if trains[i]:
+            ready_s[i] += gap_s
+            laps[i] += 1
+            if laps[pace] >= WARM_LAPS:
+                ended_s[i].append(ready_s[i])
+        trains[i] = not trains[i]
+    return [[b - a for a, b in pairwise(ends)] for ends in ended_s]
 
 
 class _Queues:
