@@ -30,6 +30,16 @@ def test_policy_that_there_is_not_is_refused_with_those_that_there_are(
     assert known in (caught.value.info.remedy or "")
 
 
+def test_percentile_of_iterations_is_that_of_the_command_line_before_the_file_s() -> None:
+    settings = MeshConfig(slo_percentile=95.0)
+    assert with_policies(settings, None, None).slo_percentile == 95.0
+    assert with_policies(settings, None, None, None, 0.0).slo_percentile == 0.0
+    with pytest.raises(CallerError, match="is no percentage") as caught:
+        with_policies(settings, None, None, None, 101.0)
+    assert caught.value.info.field == "slo_percentile"
+    assert "95" in (caught.value.info.remedy or "")
+
+
 NODES = MeshConfig().nodes
 
 

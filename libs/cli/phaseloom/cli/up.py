@@ -30,6 +30,7 @@ def up(
     placement: str | None = None,
     ordering: str | None = None,
     multiplexing: str | None = None,
+    slo_percentile: float | None = None,
     gateway: int = 0,
     gateways: int = 0,
     console_port: int | None = None,
@@ -54,6 +55,9 @@ def up(
     multiplexing
         Policy that decides what runs beside what on a device of several cores. It overrides the
         file's.
+    slo_percentile
+        Percentage of a job's single iterations that `coexec_repack` keeps within its SLO, beside
+        their mean. It overrides the file's.
     gateway
         Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
     gateways
@@ -75,7 +79,7 @@ def up(
     )
     settings = config.load(MeshConfig, "mesh", file=mesh_file)
     settings.check()
-    settings = with_policies(settings, placement, ordering, multiplexing)
+    settings = with_policies(settings, placement, ordering, multiplexing, slo_percentile)
     settings = replace(
         settings,
         gateway_port=gateway or settings.gateway_port,
@@ -178,16 +182,19 @@ def with_policies(
     placement: str | None,
     ordering: str | None,
     multiplexing: str | None = None,
+    slo_percentile: float | None = None,
 ) -> MeshConfig:
     """The settings, with the policies that the command line names in place of their own.
 
-    Raises: CallerError: there is no policy of that name; the remedy lists those that exist.
+    Raises: CallerError: there is no policy of that name, and the remedy lists those that exist; or
+        the percentile is none.
     """
     settings = replace(
         settings,
         placement=placement or settings.placement,
         ordering=ordering or settings.ordering,
         multiplexing=multiplexing or settings.multiplexing,
+        slo_percentile=settings.slo_percentile if slo_percentile is None else slo_percentile,
     )
     check_policies(
         settings.placement,
