@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from phaseloom.common.contract.events import Event
+from phaseloom.common.contract.events import Event, OperationFinished, PhaseTrace
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.engine import Engine
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
@@ -68,6 +69,32 @@ def test_errors_are_small_beside_the_waits_where_durations_are_drawn() -> None:
     found = accuracy(predictions(log_of(jobs, "hrrs")))
     assert found.error_p50 is not None
     assert found.error_p50 < 0.1
+
+
+LATENCY_S = 0.04
+
+
+def late(event: Event) -> Event:
+    """The event as it would be where an operation begins later than permitted and switched in: its
+    device is taken for as long, and the operation is shorter."""
+    if isinstance(event, OperationFinished):
+        started_s = event.started_unix_s + LATENCY_S
+        return replace(event, duration_s=event.duration_s - LATENCY_S, started_unix_s=started_s)
+    if isinstance(event, PhaseTrace):
+        estimates = [replace(e, duration_s=e.duration_s - LATENCY_S) for e in event.estimates]
+        return replace(event, estimates=estimates)
+    return event
+
+
+def test_latency_of_commands_and_outcomes_is_learned() -> None:
+    """Where commands take their time, every operation on a device comes later by that."""
+    jobs = [job("a", 0.5, 0.25, 0.1, sigma=0.1), job("b", 0.4, 0.35, 0.1, sigma=0.1)]
+    log = log_of(jobs, "hrrs")
+    in_time = accuracy(predictions(log))
+    found = accuracy(predictions((place, time_s, late(event)) for place, time_s, event in log))
+    assert found.bias_seconds is not None
+    assert in_time.bias_seconds is not None
+    assert found.bias_seconds > in_time.bias_seconds - LATENCY_S / 2
 
 
 def test_short_waits_are_left_out() -> None:

@@ -6,6 +6,7 @@ from phaseloom.common.contract.events import KindEstimate
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
+from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.tree import State
 
 DEFAULT_DURATION_S = 0.1
@@ -66,6 +67,16 @@ def worst_period_s(state: State, job: Job) -> float:
     trace = state.traces.get(str(job.key))
     measured_s = max(trace.worst_period_s, trace.period_s) if trace is not None else 0.0
     return max(measured_s, job.spec.cycle.worst_period_s) if job.spec.cycle else measured_s
+
+
+def began_s(state: State, deployment: Deployment, op: Op) -> float:
+    """When a permitted operation begins: one that came with its activation when that is open."""
+    return max(op.permitted_s, open_s(state, deployment))
+
+
+def open_s(state: State, deployment: Deployment) -> float:
+    """When a deployment's activation is or was open, as far as it is known."""
+    return deployment.activation.opening_s + switch_s(state, deployment)
 
 
 def switch_s(state: State, deployment: Deployment) -> float:

@@ -143,7 +143,7 @@ def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
             wait_s = max(wait_s, timeline(others, max(free_s, phase_s))[-1].start_s)
     batches = _batches_before(step, deployment, own, op)
     wait_s += sum(estimates.duration_s(step.state, deployment, kind) for kind in batches)
-    return 1 + ahead + own.index(op), wait_s
+    return 1 + ahead + own.index(op), wait_s + step.state.latency_s
 
 
 def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
@@ -305,10 +305,10 @@ def _remaining_s(step: Step, slot: Slot) -> float:
         for key in deployment.activation.running
         if (op := deployment.queue.find(key)) is not None
     ]
-    # An operation that came with its activation begins when that is open.
-    open_s = _open_s(step, deployment)
     ends_s = [
-        max(op.permitted_s, open_s) + estimates.duration_s(step.state, deployment, op.kind)
+        estimates.began_s(step.state, deployment, op)
+        + estimates.duration_s(step.state, deployment, op.kind)
+        + step.state.latency_s
         for op in ops
     ]
     return max(0.0, max(ends_s, default=step.now_s) - step.now_s)
@@ -324,15 +324,37 @@ def _phase_left_s(step: Step, slot: Slot) -> float:
     is_kept = step.config.quantum_s > 0.0 or choice.policy_of(step).may_wait
     if used_by is None or slot.is_released or slot.phase.job != slot.holder or not is_kept:
         return 0.0
-    began_s = slot.phase.began_s
+    usual_s = estimates.phase_s(step.state, used_by)
+    # A kind that comes again begins a phase of the device; the segment began when its job came in.
+    is_first = step.now_s < slot.held_since_s + usual_s
+    began_s = slot.held_since_s if is_first else slot.phase.began_s
     if slot.used_since_s <= began_s:
-        began_s = max(began_s, _open_s(step, used_by))
-    end_s = began_s + estimates.phase_s(step.state, used_by)
+        began_s = max(began_s, estimates.open_s(step.state, used_by))
+    end_s = began_s + usual_s
+    # What runs may take longer than usual, and all that usually follows it comes later by that.
+    end_s = max(end_s, step.now_s + _remaining_s(step, slot) + _to_come_s(step, slot, used_by))
     if step.config.quantum_s and not choice.policy_of(step).may_wait:
         end_s = min(end_s, slot.held_since_s + step.config.quantum_s)
     return end_s - step.now_s
 
 
-def _open_s(step: Step, deployment: Deployment) -> float:
-    """The time at which a deployment's activation is or was open, as far as it is known."""
-    return deployment.activation.opening_s + estimates.switch_s(step.state, deployment)
+def _to_come_s(step: Step, slot: Slot, running: Deployment) -> float:
+    """Seconds of what usually follows in the phase on a device: one operation of each kind of its
+    job there that has not begun in it."""
+    trace = step.state.traces.get(slot.phase.job)
+    if trace is None:
+        return 0.0
+    here = {
+        deployment.key.deployment
+        for name in slot.placed
+        if (deployment := step.state.deployments[name]).job_name == slot.phase.job
+    }
+    known = [estimate for estimate in trace.estimates if estimate.deployment in here]
+    now = [e.count for e in known if f"{e.deployment}.{e.kind}" in slot.phase.kinds]
+    usual = max(now, default=0) / 2
+    return sum(
+        estimate.duration_s + step.state.latency_s
+        for estimate in known
+        if estimate.count > usual
+        and f"{estimate.deployment}.{estimate.kind}" not in slot.phase.kinds
+    )

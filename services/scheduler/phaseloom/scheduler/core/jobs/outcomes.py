@@ -6,7 +6,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished, StateSnapshotTaken
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.scheduler.core.devices import devices, round_robin
+from phaseloom.scheduler.core.devices import devices, estimates, round_robin
 from phaseloom.scheduler.core.dispatch import speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.jobs import rollback
@@ -34,6 +34,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     )
     if is_current:
         if event.key in deployment.activation.running:
+            _note_latency(step, deployment, event)
             devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)
         step.touch(deployment)
@@ -65,6 +66,15 @@ def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
     devices.free(step, deployment, event.key, op.kind)
     speculative.expect(step, deployment, op.kind)
     step.touch(deployment)
+
+
+def _note_latency(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+    """Measure how much later than its duration says an operation has ended that ran alone."""
+    op = deployment.queue.find(event.key)
+    if op is None or len(deployment.activation.running) > 1 or event.replay:
+        return
+    ended_s = estimates.began_s(step.state, deployment, op) + event.duration_s
+    step.state.note_latency(step.now_s - ended_s)
 
 
 def _charge(step: Step, deployment: Deployment, event: OperationFinished) -> None:

@@ -22,6 +22,10 @@ CORE_VERSION = 14
 snapshot of an older version is taken over as `upgrades.py` says."""
 
 
+MAX_LATENCY_S = 1.0
+"""A longer one is a pause of something, and none to go by."""
+
+
 class State(msgspec.Struct):
     sequence: int = 0
     now_s: float = 0.0
@@ -32,6 +36,9 @@ class State(msgspec.Struct):
     traces: dict[str, PhaseTrace] = {}
     switch_s: dict[str, tuple[float, float]] = {}
     """Newest (offload, load) seconds by deployment."""
+    latency_s: float = 0.0
+    """Seconds by which the log usually tells the end of an operation later than its permit, switch
+    and duration say: commands and outcomes on their way. Predictions alone go by it."""
     timers: dict[str, float] = {}
     """Timer → when it is due."""
     waiters: dict[str, list[str]] = {}
@@ -58,6 +65,11 @@ class State(msgspec.Struct):
         """Take the place and time of the next entry. A clock that steps back is held."""
         self.sequence = sequence
         self.now_s = self.cluster.now_s = max(self.now_s, time_s)
+
+    def note_latency(self, latency_s: float) -> None:
+        """Take a measured latency into the usual one, most of which are the last ten."""
+        latency_s = min(max(0.0, latency_s), MAX_LATENCY_S)
+        self.latency_s += (latency_s - self.latency_s) / 10
 
     def set_timer(self, timer: str, due_s: float) -> None:
         self.timers[timer] = due_s
