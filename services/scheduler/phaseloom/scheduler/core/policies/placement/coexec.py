@@ -41,7 +41,6 @@ from phaseloom.scheduler.core.planning.weave.pool import (
     trains_on,
 )
 from phaseloom.scheduler.core.state.cluster import (
-    Bounds,
     Cluster,
     Decision,
     Group,
@@ -97,11 +96,24 @@ class _Settled:
         )
 
 
-def _could_take(group: Group, bounds: Bounds, job: Timing, switch_s: float) -> bool:
-    """Whether any choice of nodes could do, by the train pool and the longest job."""
-    limit_s = min(bounds.allowed_s, job.allowed_s) + SLACK
-    train_s = bounds.train_s + job.train_s + switch_s * (len(group.members) + 1)
-    return train_s <= limit_s and bounds.solo_s <= limit_s and job.solo_s <= limit_s
+def _promising(cluster: Cluster, member: Member, job: Timing) -> Iterator[Group]:
+    """The groups that could take a job by the train pool and the longest iteration, whatever its
+    rollout nodes. Every placement asks every group, so this is one loop without calls."""
+    full, switch_s = cluster.limits.max_group_jobs, cluster.limits.switch_s
+    allowed_s, train_s, solo_s = job.allowed_s, job.train_s, job.solo_s
+    has_promise = member.slo > 0
+    for group in cluster.groups.values():
+        count = len(group.members)
+        if count >= full or group.is_closed:
+            continue
+        bounds = group.bounds or bounds_of(group)
+        if has_promise and not bounds.are_known:
+            continue  # No SLO can be promised beside a job of unknown cycle.
+        limit_s = (bounds.allowed_s if bounds.allowed_s < allowed_s else allowed_s) + SLACK
+        if bounds.train_s + train_s + switch_s * (count + 1) > limit_s:
+            continue
+        if bounds.solo_s <= limit_s and solo_s <= limit_s:
+            yield group
 
 
 def _by_load(settled: _Settled, nodes: list[NodeId]) -> list[NodeId]:
@@ -155,8 +167,8 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     job = timing_of(member)
     best_price = inf
     best: Placed | None = None
-    for group in cluster.groups.values():
-        found = _cheapest(cluster, group, member, job, best_price)
+    for group in _promising(cluster, member, job):
+        found = _cheapest(cluster, group, member, best_price)
         if found is not None:
             best_price, best = found
             if best_price == 0.0:
@@ -167,17 +179,9 @@ def _place(cluster: Cluster, member: Member) -> Decision:
 
 
 def _cheapest(
-    cluster: Cluster, group: Group, member: Member, job: Timing, below: float
+    cluster: Cluster, group: Group, member: Member, below: float
 ) -> tuple[float, Placed] | None:
     """The first of the least price among the placements on a group, where it is below `below`."""
-    limits = cluster.limits
-    if group.is_closed or len(group.members) >= limits.max_group_jobs:
-        return None
-    bounds = group.bounds or bounds_of(group)
-    if member.slo > 0 and not bounds.are_known:
-        return None  # No SLO can be promised beside a job of unknown cycle.
-    if not _could_take(group, bounds, job, limits.switch_s):
-        return None
     settled = _Settled(cluster, group)
     if not settled.has_slack():
         return None
