@@ -49,9 +49,9 @@ def simulate(
     slowdowns
         With `jigsaw-*`: JSON file with a table of slowdowns instead of the paper's.
     bound
-        With `weave-fig15`: the cost's yardstick. `regrouping` searches for the optimum of the jobs
-        that were present, for some minutes where they are many; `solo` for that of jobs that each
-        stay for as long as they would alone; `none` for nothing.
+        With `weave-fig15` and `weave-drift`: the cost's yardstick. `regrouping` searches for the
+        optimum of the jobs that were present, for some minutes where they are many; `solo` for
+        that of jobs that each stay for as long as they would alone; `none` for nothing.
     out
         Folder for the results.
     processes
