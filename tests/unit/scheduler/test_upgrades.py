@@ -10,6 +10,7 @@ import pytest
 
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.planning.groups import group_of
 from phaseloom.scheduler.core.state.tree import CORE_VERSION
 from phaseloom.scheduler.core.state.upgrades import OLDEST, UPGRADES, unchanged, upgrade
 from tests.support.world import World
@@ -100,3 +101,18 @@ def test_upgrades_are_made_one_version_at_a_time() -> None:
     for core_version, to in ((3, 5), (2, 5), (3, 3), (3, 1)):
         assert not upgrade(tree, core_version, to, table)
     assert tree == {"steps": ["to 2", "to 3"]}
+
+
+def test_next_iteration_of_a_job_of_version_13_is_net_of_its_own_waits_only() -> None:
+    core = running()
+    name = next(iter(core.state.jobs))
+    core.state.jobs[name].progress.lag_s = 12.5
+
+    def older(tree: dict[str, Any]) -> None:
+        for group in tree["cluster"]["groups"].values():
+            for member in group["members"].values():
+                del member["lag_s"], member["recent_s"], member["num_late"]
+
+    payload = snapshot(core, 13, older)
+    restored = Core.restore(payload, led_since=0)
+    assert group_of(restored.state.cluster, name).members[name].lag_s == 12.5

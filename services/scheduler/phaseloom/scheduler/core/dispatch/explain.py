@@ -332,13 +332,13 @@ def _phase_left_s(step: Step, slot: Slot) -> float:
         began_s = max(began_s, estimates.open_s(step.state, used_by))
     end_s = began_s + usual_s
     # What runs may take longer than usual, and all that usually follows it comes later by that.
-    end_s = max(end_s, step.now_s + _remaining_s(step, slot) + _to_come_s(step, slot, used_by))
+    end_s = max(end_s, step.now_s + _remaining_s(step, slot) + _to_come_s(step, slot))
     if step.config.quantum_s and not choice.policy_of(step).may_wait:
         end_s = min(end_s, slot.held_since_s + step.config.quantum_s)
     return end_s - step.now_s
 
 
-def _to_come_s(step: Step, slot: Slot, running: Deployment) -> float:
+def _to_come_s(step: Step, slot: Slot) -> float:
     """Seconds of what usually follows in the phase on a device: one operation of each kind of its
     job there that has not begun in it."""
     trace = step.state.traces.get(slot.phase.job)
@@ -349,12 +349,12 @@ def _to_come_s(step: Step, slot: Slot, running: Deployment) -> float:
         for name in slot.placed
         if (deployment := step.state.deployments[name]).job_name == slot.phase.job
     }
-    known = [estimate for estimate in trace.estimates if estimate.deployment in here]
-    now = [e.count for e in known if f"{e.deployment}.{e.kind}" in slot.phase.kinds]
-    usual = max(now, default=0) / 2
+    known = {f"{e.deployment}.{e.kind}": e for e in trace.estimates if e.deployment in here}
+    have_begun = [known[kind].count for kind in slot.phase.kinds if kind in known]
+    # A kind that runs in fewer than half of the phases is not usual.
+    rare = max(have_begun, default=0) / 2
     return sum(
         estimate.duration_s + step.state.latency_s
-        for estimate in known
-        if estimate.count > usual
-        and f"{estimate.deployment}.{estimate.kind}" not in slot.phase.kinds
+        for kind, estimate in known.items()
+        if estimate.count > rare and kind not in slot.phase.kinds
     )

@@ -45,6 +45,7 @@ LONGEST = 2.0
 """An iteration counts for at most so many times its cycle: what is longer was held up by a fault or
 a pause, which an SLO does not excuse."""
 ROUNDING = 1e-6
+"""Share of an iteration below which a difference is none."""
 
 # --- what a job needs ----------------------------------------------------------------------------
 
