@@ -94,13 +94,10 @@ def _drifted(step: Step, job: Job, cycle: Cycle) -> None:
 
 
 def _with_share(cycle: Cycle, known: Cycle) -> Cycle:
-    """A drifted cycle whose worst case is no larger a share of the usual one than before: the worst
-    of the last iterations may be of the cycle as it was."""
+    """A drifted cycle whose worst case is as large a share of the usual one as before: the worst of
+    the last iterations may be of the cycle as it was, and the usual one of few may be chance."""
     share = known.worst_period_s / known.period_s
-    segments = [
-        replace(s, worst_s=min(s.worst_s or s.duration_s, share * s.duration_s))
-        for s in cycle.segments
-    ]
+    segments = [replace(s, worst_s=share * s.duration_s) for s in cycle.segments]
     return replace(cycle, segments=segments)
 
 

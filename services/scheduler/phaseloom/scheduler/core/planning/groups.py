@@ -40,7 +40,7 @@ TREND = 3
 """So many last iterations of a job must all be longer than its cycle says, or all shorter, for the
 cycle to follow them."""
 DRIFTS = 0.05
-"""The share of the cycle by which each of them must differ from it."""
+"""The least share of the cycle by which each of them must differ from it."""
 LONGEST = 2.0
 """An iteration counts for at most so many times its cycle: what is longer was held up by a fault or
 a pause, which an SLO does not excuse."""
@@ -330,15 +330,17 @@ def iterated(member: Member, now_s: float, began_s: float, lag_s: float) -> None
 def trend_of(member: Member) -> Cycle | None:
     """A member's cycle as its last iterations were; None where these were as the cycle says.
 
-    Of iterations that are all longer, the shortest counts, and of shorter ones the longest.
+    Of iterations that are all longer, the shortest counts, and of shorter ones the longest. Where
+    iterations vary by themselves, as their worst case tells, drift has to be larger to be seen.
     """
     cycle = member.cycle
     if cycle is None or len(member.recent_s) < TREND:
         return None
+    least = max(DRIFTS, (cycle.worst_period_s / cycle.period_s - 1) / 2)
     shortest, longest = (pick(member.recent_s) / cycle.period_s for pick in (min, max))
-    if shortest > 1 + DRIFTS:
+    if shortest > 1 + least:
         return _scaled(cycle, shortest)
-    if longest < 1 - DRIFTS:
+    if longest < 1 - least:
         return _scaled(cycle, longest)
     return None
 
