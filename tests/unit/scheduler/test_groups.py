@@ -69,6 +69,20 @@ def test_iteration_that_a_fault_held_up_counts_for_twice_its_cycle() -> None:
     assert job.alone_s == 200.0
 
 
+def test_iterations_that_vary_by_themselves_are_no_drift() -> None:
+    """How much they do is told by the worst case: half of the way there is nothing to go by."""
+    steady = Cycle(100.0, [Segment("rollout", 0, 60), Segment("train", 60, 40)])
+    varies = Cycle(100.0, [Segment("rollout", 0, 60, worst_s=100), Segment("train", 60, 40)])
+    for cycle, follows in ((steady, True), (varies, False)):
+        job = member("a", cycle)
+        job.recent_s = [115.0, 119.0, 112.0]
+        assert (groups.trend_of(job) is not None) == follows
+    job.recent_s = [125.0, 135.0, 140.0]
+    found = groups.trend_of(job)
+    assert found is not None
+    assert (found.period_s, found.worst_period_s) == (125.0, 125.0 * 1.4)
+
+
 def test_iteration_whose_phases_overlap_counts_for_its_cycle() -> None:
     """The waits of both pass at once, and are counted twice."""
     job = member("a", Cycle(70.0, [Segment("rollout", 0, 60), Segment("train", 20, 40)]))

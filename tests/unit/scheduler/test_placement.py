@@ -427,8 +427,8 @@ def test_cycle_follows_the_last_iterations_where_budgets_are_planned_by_it() -> 
         assert member.cycle.period_s == pytest.approx(period_s)
         assert member.cycle.segments[1].duration_s == pytest.approx(0.8 * period_s)
         assert world.core.state.is_replan_due or world.core.state.replanning
-    for durations_s in ((15.0, 16.0), (15.0, 16.0, 4.0)):
-        _, member = trained("coexec_repack", *durations_s)
+    for as_planned in ([15.0, 16.0], [15.0, 16.0, 4.0]):
+        _, member = trained("coexec_repack", *as_planned)
         assert member.cycle == TRAINING
     _, member = trained("coexec", 15.0, 16.0, 17.0)
     assert member.cycle == TRAINING
