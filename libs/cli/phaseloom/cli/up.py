@@ -30,6 +30,7 @@ def up(
     placement: str | None = None,
     ordering: str | None = None,
     multiplexing: str | None = None,
+    slowdowns: Path | None = None,
     slo_percentile: float | None = None,
     gateway: int = 0,
     gateways: int = 0,
@@ -55,6 +56,8 @@ def up(
     multiplexing
         Policy that decides what runs beside what on a device of several cores. It overrides the
         file's.
+    slowdowns
+        File of `phaseloom measure-slowdown`, by which that policy decides. It overrides the file's.
     slo_percentile
         Percentage of a job's single iterations that `coexec_repack` keeps within its SLO, beside
         their mean. It overrides the file's.
@@ -82,6 +85,7 @@ def up(
     settings = with_policies(settings, placement, ordering, multiplexing, slo_percentile)
     settings = replace(
         settings,
+        slowdowns=str(slowdowns or settings.slowdowns),
         gateway_port=gateway or settings.gateway_port,
         gateways=gateways or settings.gateways,
         console_port=_console_port(settings) if console_port is None else console_port,
