@@ -19,20 +19,22 @@ from random import Random
 from statistics import mean
 from typing import Any, NamedTuple
 
+from phaseloom.common.contract.specs import SlowdownTable
+from phaseloom.common.process import slowdowns
+from phaseloom.scheduler.core.planning.chains import WAIT, Chain, Pair, Stage
 from phaseloom.simulator.scenarios.pictures import bars, canvas
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_least, at_most, mean_of
 from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
-from phaseloom.simulator.spatial import chains, pipelines, slowdown
-from phaseloom.simulator.spatial.chains import POLICIES, Chain, Pair, Stage
+from phaseloom.simulator.spatial import chains, pipelines
+from phaseloom.simulator.spatial.chains import POLICIES
 from phaseloom.simulator.spatial.merging import Gathered, Tail, balanced, gain_literal_s, gain_s
 from phaseloom.simulator.spatial.optimum import least_makespan_s
 from phaseloom.simulator.spatial.pipelines import Workload
-from phaseloom.simulator.spatial.slowdown import WAIT, SlowdownTable
+from phaseloom.simulator.spatial.tables import PAPER_TABLE
 
 ITERATIONS = 4
 ROWS = 256
 """The samples of an iteration: 64 prompts, four each (JigsawRL §5.1)."""
-PAPER_TABLE = Path(__file__).parents[1] / "data" / "slowdowns_paper.json"
 BEST = "lookahead"
 """The policy whose figures stand beside the paper's."""
 ROLLMUX, ROLLMUX_BEST = "rollmux", "rollmux_best"
@@ -60,7 +62,7 @@ MIXED = {"GSM8K": _GSM8K, "MATH": _MATH}
 
 
 class Setting(NamedTuple):
-    """What all cases of a scenario are given."""
+    """The parameters that all cases of a scenario share."""
 
     policies: Sequence[str]
     slowdowns: Path | None
@@ -73,9 +75,12 @@ class Setting(NamedTuple):
 
 
 def _table(path: Path | None) -> SlowdownTable:
-    """Raises: CallerError: the table lacks a kind of sub-stage, or cannot be read."""
+    """The table of slowdowns in a file; None: the paper's.
+
+    Raises: CallerError: the table lacks a kind of sub-stage, or cannot be read.
+    """
     path = path or PAPER_TABLE
-    return slowdown.read(path, needed=(*pipelines.DECODE, "reference", "train"))
+    return slowdowns.read(path, needed=slowdowns.SUB_STAGES)
 
 
 def _alike(setting: Setting, job: Workload, devices: int) -> list[Record]:
@@ -258,8 +263,8 @@ def _mixed(setting: Setting, job: Workload) -> list[Record]:
 
 
 MIGRATIONS = ("stay", "literal", "corrected", "balanced")
-"""Tails stay; are gathered where the printed ΔT is above 0; where the corrected one is; where it is
-with the other job's batches balanced."""
+"""The rules for a long tail: it stays; it is gathered where the printed ΔT is above 0; where the
+corrected ΔT is; where that is, with the other job's batches balanced."""
 _TAIL_ROWS = 4
 """The rows of a worker from which on its rollout counts as a long tail."""
 _TAIL_SHARE = 0.25
@@ -329,8 +334,10 @@ def _scenario(
     *,
     column: str = "over_serial",
 ) -> Scenario:
-    """Args:   cases: (workload, function, its arguments after the workload's name).
-    column: the figure that the picture shows.
+    """A scenario of spatial sharing.
+
+    Args: cases: (workload, function, its arguments after the workload's name).
+          column: the figure that the picture shows.
     """
 
     def run(options: Options) -> Report:

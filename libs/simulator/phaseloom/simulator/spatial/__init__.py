@@ -1,9 +1,10 @@
-"""What sharing a device in space could gain: a study of two jobs on one worker (JigsawRL §4).
+"""A study of two jobs that share one worker in space: the gain that is possible (JigsawRL §4).
 
 A job's iterations are cut into sub-stages (`substages`), drawn after published shares of time
 (`pipelines`). A table says how much slower a sub-stage is with part of a device and beside another
-(`slowdown`). `chains` runs two jobs side by side under a policy, `optimum` finds the least time
-that any schedule needs, and `merging` says when long tails of several workers are better gathered.
+(`SlowdownTable`). `chains` runs two jobs side by side under a policy, `optimum` finds
+the least time that any schedule needs, and `merging` says when long tails of several workers are
+better gathered.
 
 Everything here is pure. The scenarios `jigsaw-*` call it. It plans no live device.
 """
