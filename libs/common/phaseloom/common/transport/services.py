@@ -42,8 +42,9 @@ from phaseloom.common.contract.errors import (
     ResourceError,
     to_exception,
 )
-from phaseloom.common.contract.ids import check_name
-from phaseloom.common.contract.streams import api_subject, node_subject
+from phaseloom.common.contract.ids import NodeId, check_name
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.contract.streams import api_subject, node_subject, state_subject
 from phaseloom.common.transport.bus import Bus
 
 log = logging.getLogger(__name__)
@@ -196,6 +197,18 @@ async def request_reply(
         ) from None
     except (nats.errors.Error, OSError) as error:
         raise ResourceError(f"no answer on {subject}: {error!r}", remedy="try again") from error
+
+
+async def node_report(client: Client, node: str, *, timeout_s: float) -> StatusReport:
+    """Ask a node's agent for the state that the node holds.
+
+    Raises: ResourceError: UNAVAILABLE: there was no answer, for whatever reason.
+            CallerError: the answer is of another version.
+    """
+    subject = state_subject(NodeId(node))
+    message = await request_reply(client, subject, b"", timeout_s=timeout_s, headers={})
+    report: StatusReport = decode(message.data, StatusReport)
+    return report
 
 
 async def answer_requests(
