@@ -65,15 +65,15 @@ async def serve_api(
     endpoints: Mapping[str, tuple[Any, ApiHandler]],
     *,
     operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
-    queue_group: str | None = None,
 ) -> Service:
     """Serve API calls for every tenant, until `stop()` of the service that is returned.
+
+    Replicas that serve under one name share the calls.
 
     Args: endpoints: name of a call (`job.submit`) -> (request type, handler). Requests of one call
               are handled one after another.
           operators: likewise, for calls on subjects that no tenant can reach
               (`pl.v1.node.<call>`); their handlers are given an empty tenant.
-          queue_group: replicas in the same group share the calls; None: the service's name.
     """
     # nats-py calls utcnow(), which is deprecated since Python 3.12.
     with warnings.catch_warnings():
@@ -82,7 +82,7 @@ async def serve_api(
             bus.client,
             name=service_name,
             version="1.0.0",
-            queue_group=queue_group or service_name,
+            queue_group=service_name,
         )
     for call, (kind, handler) in endpoints.items():
         await service.add_endpoint(
