@@ -26,7 +26,7 @@ def unchanged(tree: Tree) -> None:
     """Change nothing: the next version reads this version's tree as it is."""
 
 
-UPGRADES: Mapping[int, Upgrade] = {12: unchanged}
+UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: unchanged}
 """Core version → the upgrade of its tree to the next version."""
 
 
