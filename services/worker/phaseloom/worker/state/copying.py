@@ -28,7 +28,8 @@ from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
 _CHUNK_BYTES = 2 * 1024 * 1024
-"""So many bytes are still in the cache when they are copied after they were hashed."""
+"""The bytes that are hashed and copied at a time: few enough to be in the cache still when they are
+copied."""
 _PART_BYTES = 64 * 1024 * 1024
 """The bytes of one memmove: so many that it writes past the cache."""
 _BATCH_BYTES = 8 * 1024 * 1024
