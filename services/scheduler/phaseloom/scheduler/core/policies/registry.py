@@ -78,7 +78,9 @@ def check_policies(
     multiplexing: str = "off",
     slo_percentile: float = 0.0,
 ) -> None:
-    """Args:   section: what stands before the name of a field that an error names.
+    """Check that policies of these names are registered, and that the percentile is one.
+
+    Args:   section: the beginning of the name of a field that an error names.
     Raises: CallerError: there is no policy of that name, and the remedy lists those that there are;
         or the percentile is none.
     """
