@@ -119,7 +119,8 @@ async def open_bus(settings: BusConfig, name: str) -> AsyncIterator[Bus]:
 
     Args: name: of the connection, as the server lists it.
     """
-    bus = Bus(await connect(settings.url, name, settings.user, settings.password))
+    client = await connect(settings.url, name, settings.user, settings.password)
+    bus = Bus(client, settings.replicas)
     try:
         yield bus
     finally:

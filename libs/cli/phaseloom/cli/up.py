@@ -30,6 +30,7 @@ def up(
     placement: str | None = None,
     ordering: str | None = None,
     multiplexing: str | None = None,
+    nats_servers: int = 0,
     gateway: int = 0,
     gateways: int = 0,
     console_port: int | None = None,
@@ -54,6 +55,9 @@ def up(
     multiplexing
         Policy that decides what runs beside what on a device of several cores. It overrides the
         file's.
+    nats_servers
+        How many NATS servers there are: 1, or 3 that replicate everything, so that the mesh goes on
+        when one is lost; 0: the file's, or one.
     gateway
         Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
     gateways
@@ -78,6 +82,7 @@ def up(
     settings = with_policies(settings, placement, ordering, multiplexing)
     settings = replace(
         settings,
+        nats_servers=nats_servers or settings.nats_servers,
         gateway_port=gateway or settings.gateway_port,
         gateways=gateways or settings.gateways,
         console_port=_console_port(settings) if console_port is None else console_port,

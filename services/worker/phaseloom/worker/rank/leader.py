@@ -147,6 +147,13 @@ class Leader:
                 [streams.op_subject(key) for key in operations],
             ),
         )
+        lost = [i for i, found in enumerate(payloads) if found is None and dones[i] is None]
+        if lost:
+            subjects = [streams.op_subject(operations[i]) for i in lost]
+            stream = streams.ops_stream(self.settings.deployment.tenant)
+            again = await get_all(self.bus, stream, subjects, are_there=True)
+            for i, found in zip(lost, again, strict=True):
+                payloads[i] = found
         traceparents = given.traceparents or [""] * len(operations)
         has_saves = any(permit.kind == "save_state" for permit in given.permits)
         batch = _PermitBatch(given.permits[0].id, set(operations), has_saves)
