@@ -258,13 +258,13 @@ class SavedState:
         return slots
 
     def adapter_config(self) -> str:
-        """What an adapter's tensors do not say of it. Raises: ResourceError: DATA_LOSS."""
+        """The content of an adapter's `adapter_config.json`. Raises: ResourceError: DATA_LOSS."""
         return self._small(self._directory / ADAPTER_CONFIG_FILE).decode(errors="replace")
 
     def read(self, start: int, memory: memoryview) -> None:
         """Put a part of the layout of `weights` into memory, verified.
 
-        Args:   start: where the part begins in that layout.
+        Args:   start: the offset of the part in that layout, in bytes.
         Raises: ResourceError: DATA_LOSS.
         """
         wanted: dict[str, list[Piece]] = {}
@@ -281,7 +281,7 @@ class SavedState:
             self._fill_from(self._files[name], pieces, buffers)
 
     def check_fits(self, slots: Iterable[TensorSlot]) -> None:
-        """Check that the checkpoint is of the model whose tensors these are.
+        """Check that the checkpoint belongs to the model with these tensors.
 
         Raises: CallerError: FAILED_PRECONDITION: it is of another model, or a slot is unsound.
         """

@@ -1,8 +1,8 @@
-"""An adapter's place in vLLM's layers, each of which may be several of the model's in one.
+"""The place of an adapter in vLLM's layers, each of which may be several layers of the model.
 
 vLLM's own adapters lie in memory that it fills from files, in forms of its own. Here A and B are
-slices of the tensors that files name, in the heap: of a layer whose outputs are spread over ranks
-the rows of B, of one whose inputs are the columns of A. What the ranks add up is added up with it.
+slices of the tensors that files name, in the heap: for a layer whose outputs are spread over ranks
+the rows of B, for one whose inputs are spread the columns of A. The ranks' sums include them.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from phaseloom.worker.backends.vllm.loader import Placement, Shapes
 
 @dataclass(frozen=True)
 class Part:
-    """One of the model's layers, as this rank has it."""
+    """The part of one of the model's layers that this rank has."""
 
     weight: str
-    """Name of the parameter of vLLM's model that has its weight."""
+    """The name of the parameter of vLLM's model that has its weight."""
     rows: slice
-    """Its outputs, of those of vLLM's layer."""
+    """Its outputs among those of vLLM's layer."""
     a: str
     b: str
-    """The names of its matrices in files."""
+    """The name of its matrix B in files."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """What a layer of vLLM's adds to some of its outputs."""
+    """The part of an adapter that one of vLLM's layers adds to some of its outputs."""
 
     rows: slice
     matrices: Matrices
 
 
 def plan_adapter(spec: ModelSpec, base: Placement, shapes: Shapes) -> tuple[Layout, Sequence[Part]]:
-    """The heap of a rank that has this much of the base, and the layers that it is for.
+    """The heap of a rank for an adapter on its part of the base, and the layers that the adapter is
+    on.
 
-    Args: shapes: of the adapter's whole tensors.
+    Args: shapes: the shapes of the adapter's whole tensors.
     """
     slots = {slot.name: slot for slot in base.slots}
     shards: dict[str, Shard] = {}
@@ -78,7 +79,8 @@ def _shard(shape: list[int], whole: Sequence[int], start: list[int]) -> Shard:
 def parts_by_weight(
     spec: ModelSpec, parts: Sequence[Part], views: Mapping[str, torch.Tensor]
 ) -> dict[str, list[Added]]:
-    """What each of vLLM's layers adds, by the name of its weight. Args: views: of the heap."""
+    """The adapter's part for each of vLLM's layers, by the name of its weight. Args: views: the
+    tensors of the heap."""
     assert spec.adapter is not None
     scale = spec.adapter.alpha / spec.adapter.rank
     added: dict[str, list[Added]] = {}
@@ -89,8 +91,11 @@ def parts_by_weight(
 
 
 def add_adapter(model: nn.Module, parts: Mapping[str, Sequence[Added]]) -> None:
-    """Have the layers that compute with these weights add this. A tied head is another layer than
-    the embedding in some models, the same in others; an embedding's lookup stays as it is."""
+    """Have the layers that compute with these weights add an adapter's parts.
+
+    A tied head is another layer than the embedding in some models, the same in others; an
+    embedding's lookup stays as it is.
+    """
     parameters = dict(model.named_parameters())
     added = {id(parameters[name]): each for name, each in parts.items()}
     seen = set()
