@@ -39,7 +39,7 @@ IN_FLIGHT = (1, 256)
 _POOL = "bench"
 _DEVICE_BYTES = 2**20
 _CUT_OFF_S = 12.0
-_SETTLE_S = 3.0
+_SETTLE_S = 5.0
 _LOOK_EVERY_S = 0.05
 _STREAMS = (SCHED, PERMITS, DONE, ops_stream(TENANT), f"KV_{Bucket.LEASES}")
 """The streams that an operation, or who may work on it, needs."""

@@ -43,19 +43,6 @@ async def test_request_times_out_when_nobody_answers(bus: Bus) -> None:
         await bus.client.request("silence", b"", timeout=0.05)
 
 
-async def test_request_whose_connection_is_lost_fails_at_once(
-    nats_server: EmbeddedServer, bus: Bus
-) -> None:
-    await bus.client.subscribe("silent")
-    asking = asyncio.create_task(bus.client.request("silent", timeout=600))
-    await bus.client.flush()
-    await nats_server.kill()
-    with pytest.raises(nats.errors.TimeoutError):
-        async with asyncio.timeout(60):
-            await asking
-    await nats_server.start()
-
-
 async def test_request_that_is_cancelled_as_its_answer_comes_is_cancelled(bus: Bus) -> None:
     """nats-py's own returns the answer then, and a task that was told to end goes on."""
     responded = asyncio.Event()

@@ -27,7 +27,7 @@ import uvloop
 from rich.console import Console
 
 from phaseloom.cli.rundir import find_run, open_bus
-from phaseloom.cli.storecheck import MARKS, StoreMarks, check_store, end_sessions, newest_mark
+from phaseloom.cli.storecheck import MARKS, StoreMarks, check_when_up, end_sessions, newest_mark
 from phaseloom.cli.supervisor import NATS, MeshConfig, servers_of, settings_of
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.process.files import replace_file
@@ -465,8 +465,8 @@ async def _checked(run_dir: Path) -> LogExtent:
     Raises: ResourceError: DATA_LOSS: the store is not whole.
     """
     async with _served(run_dir) as bus:
-        await StoreMarks(run_dir / MARKS).check(bus)
-        return await check_store(bus, newest_mark(run_dir / "nodes"))
+        marks = StoreMarks(run_dir / MARKS)
+        return await check_when_up(bus, marks, newest_mark(run_dir / "nodes"))
 
 
 async def _prepared(run_dir: Path) -> int:
@@ -476,8 +476,8 @@ async def _prepared(run_dir: Path) -> int:
     Raises:  ResourceError: DATA_LOSS: the store is not as it was.
     """
     async with _served(run_dir) as bus:
-        await StoreMarks(run_dir / MARKS).check(bus)
-        await check_store(bus, newest_mark(run_dir / "nodes"))
+        marks = StoreMarks(run_dir / MARKS)
+        await check_when_up(bus, marks, newest_mark(run_dir / "nodes"))
         return await end_sessions(bus)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from phaseloom.common.contract.streams import SCHED, Bucket
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.transport.bus import Bus, Conflict, LogExtent, log_went_back
 from phaseloom.common.transport.logmark import read_mark
+from phaseloom.common.transport.retry import until_done
 from phaseloom.scheduler.snapshots import Snapshots
 
 MARKS = "store-marks.json"
@@ -122,6 +124,17 @@ def newest_mark(nodes: Path) -> int:
     Args: nodes: the directory with one directory for each node's state.
     """
     return max((read_mark(node) for node in nodes.glob("*/")), default=0)
+
+
+async def check_when_up(bus: Bus, marks: StoreMarks, known: int) -> LogExtent:
+    """Check the streams and the store of servers that have just started.
+
+    Those that replicate streams are a while about it, and answer nothing until then.
+
+    Args, returns, raises: as of `check_store`, and of `StoreMarks.check`.
+    """
+    await until_done(partial(marks.check, bus), "check the streams")
+    return await until_done(partial(check_store, bus, known), "check the store")
 
 
 async def check_store(bus: Bus, known: int = 0) -> LogExtent:

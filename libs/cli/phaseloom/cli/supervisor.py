@@ -43,6 +43,7 @@ from phaseloom.cli.storecheck import (
     MARKS,
     StoreMarks,
     check_store,
+    check_when_up,
     end_sessions,
     newest_mark,
     set_aside,
@@ -683,15 +684,12 @@ class Mesh:
         """
         try:
             marks = StoreMarks(self.run_dir / MARKS)
-            # Servers that replicate streams are a while about it when they start.
-            await until_done(partial(marks.check, bus), "check the streams")
-            known = newest_mark(self.run_dir / "nodes")
-            await until_done(partial(check_store, bus, known), "check the store")
+            await check_when_up(bus, marks, newest_mark(self.run_dir / "nodes"))
         except ResourceError as error:
             if not self._accepts_loss:
                 raise
             log.warning("accepted: %s", error)
-            await check_store(bus)
+            await until_done(partial(check_store, bus), "check the store")
             set_aside(self.run_dir)
             await end_sessions(bus)
             marks = StoreMarks(self.run_dir / MARKS)

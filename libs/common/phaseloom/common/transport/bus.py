@@ -292,11 +292,13 @@ class Bus:
 
         async def again() -> None:
             # This runs in the client's own reconnect task, which an error would end for good.
+            level = logging.WARNING
             while bus.client.is_connected:
                 try:
                     return await bus.provision()
                 except (nats.errors.Error, NatsTimeoutError) as error:
-                    log.warning("streams are not provisioned yet: %r", error)
+                    log.log(level, "streams are not provisioned yet: %r", error)
+                    level = logging.DEBUG
                     await asyncio.sleep(_PROVISION_PAUSE_S)
 
         bus = cls(

@@ -270,9 +270,6 @@ class MeshClient(Client):
         tcp: Any = self._transport
         if tcp is not None and tcp._io_writer is not None:
             tcp._io_writer.transport.abort()
-        # No answer comes any more to what was asked on that connection.
-        for answer, _ in self._answers.values():
-            _time_out(answer)
         await super()._attempt_reconnect()
 
     async def close(self) -> None:
