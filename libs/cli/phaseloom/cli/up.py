@@ -31,6 +31,7 @@ def up(
     ordering: str | None = None,
     multiplexing: str | None = None,
     nats_servers: int = 0,
+    slowdowns: Path | None = None,
     gateway: int = 0,
     gateways: int = 0,
     console_port: int | None = None,
@@ -55,6 +56,8 @@ def up(
     multiplexing
         Policy that decides what runs beside what on a device of several cores. It overrides the
         file's.
+    slowdowns
+        File of `phaseloom measure-slowdown`, by which that policy decides. It overrides the file's.
     nats_servers
         How many NATS servers there are: 1, or 3 that replicate everything, so that the mesh goes on
         when one is lost; 0: the file's, or one.
@@ -83,6 +86,7 @@ def up(
     settings = replace(
         settings,
         nats_servers=nats_servers or settings.nats_servers,
+        slowdowns=str(slowdowns or settings.slowdowns),
         gateway_port=gateway or settings.gateway_port,
         gateways=gateways or settings.gateways,
         console_port=_console_port(settings) if console_port is None else console_port,
