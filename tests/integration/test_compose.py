@@ -174,7 +174,7 @@ async def test_three_servers_of_the_compose_file_find_one_another(tmp_path: Path
     text = (tmp_path / Path(config).name).read_text()
     async with AsyncExitStack() as running:
         for name, port in names.items():
-            file = tmp_path / f"{name}.conf"
+            file = tmp_path / f"of-{name}.conf"
             file.write_text(text.replace("port: 6222", f"host: 127.0.0.1, port: {routes[name]}"))
             said = dict(compose(THREE)["services"][name]["environment"])
             for other, route in routes.items():

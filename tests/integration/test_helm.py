@@ -158,7 +158,7 @@ def test_settings_are_those_that_services_have(tmp_path: Path) -> None:
         for variable in container.get("env", [])
     }
     shared = {"PHASELOOM_LOG_FORMAT", "PHASELOOM_METRICS_PORT"}
-    shared |= {f"PHASELOOM_BUS_{name}" for name in ("URL", "USER", "PASSWORD")}
+    shared |= {f"PHASELOOM_BUS_{name}" for name in ("URL", "USER", "PASSWORD", "REPLICAS")}
     ours = {name for name in used if name.startswith("PHASELOOM_")} - shared
     assert ours
     assert ours <= known
