@@ -123,6 +123,8 @@ def test_manifests_are_valid_for_kubernetes(tmp_path: Path, values: dict[str, An
         ({"router": {"autoscaling": {"mode": "cpu"}}}, "/router/autoscaling/mode"),
         ({"nats": {"config": {"cluster": {"replicas": 2}}}}, "/nats/config/cluster/replicas"),
         ({"bus": {"url": "nats://elsewhere:4222", "replicas": 2}}, "/bus/replicas"),
+        ({"scheduler": {"replica": 3}}, "additional properties 'replica' not allowed"),
+        ({"gateway": {"service": {"type": "None"}}}, "/gateway/service/type"),
     ],
 )
 def test_wrong_value_is_refused_by_its_name(

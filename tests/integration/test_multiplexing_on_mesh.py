@@ -94,6 +94,9 @@ async def test_a_rollout_runs_beside_training_and_a_kill_between_loses_nothing(
             policy, sampler = a.deployment("policy"), b.deployment("sampler")
             await policy.forward(BATCH)
             await sampler.generate(PROMPTS, SamplingParams(4))
+            # The scheduler may know of an end later than the caller does.
+            await log.until_finished("a.policy.1")
+            await log.until_finished("b.sampler.1")
             trained = policy.forward_backward(BATCH, "cross_entropy")
             await log.until_queued("a.policy.2")
             await sampler.generate(PROMPTS, SamplingParams(4))

@@ -442,7 +442,7 @@ def _write_credentials(file: Path, credentials: Credentials) -> None:
 
 
 def _read_credentials(file: Path) -> Credentials | None:
-    """Those of an earlier server in the same directory."""
+    """The credentials that an earlier server has left in the same directory."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Credentials)
     except FileNotFoundError:
