@@ -26,7 +26,7 @@ def unchanged(tree: Tree) -> None:
     """The next version reads this one's tree as it is."""
 
 
-UPGRADES: Mapping[int, Upgrade] = {12: unchanged}
+UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: unchanged}
 """Core version → how its tree becomes one of the next version."""
 
 
