@@ -144,23 +144,25 @@ async def test_vllm_reads_weights_by_name_and_keeps_its_own(
     adapted = replace(whole, adapter=client.Adapter(rank=4, alpha=8.0))
     wider = replace(whole, adapter=client.Adapter(rank=8, alpha=4.0, seed=3))
     shared = client.Batching.SHARED
-    prompts = [client.Prompt([*range(1, 41), end], seed=end) for end in (5, 9)]
+    prompts = [client.Prompt([*(n % 29 for n in range(40)), end], seed=end) for end in (5, 9)]
     sampled = client.SamplingParams(12, temperature=0.9, ignore_eos=True)
 
     def policy(name: str, model: client.ModelSpec) -> client.DeploymentSpec:
         return client.DeploymentSpec(name, "train", "fsdp", model, trainable=True)
 
-    def on_vllm(name: str, **changes: Any) -> client.DeploymentSpec:
-        return vllm.spec(name=name, batching=shared, **{"model": whole, **changes})
+    def sampler(
+        name: str, backend: str, model: client.ModelSpec, **changes: Any
+    ) -> client.DeploymentSpec:
+        return replace(vllm.spec(backend, name, batching=shared, **changes), model=model)
 
     specs = [
         policy("whole", whole),
         policy("lora", adapted),
-        vllm.spec("sampler", "own", model=whole, batching=shared),
-        vllm.spec("sampler", "mixed", model=wider, batching=shared, max_adapters=2),
-        on_vllm("one"),
-        on_vllm("two", layout=Layout(tp=2)),
-        on_vllm("adapters", model=wider, layout=Layout(tp=2), max_adapters=2),
+        sampler("own", "sampler", whole),
+        sampler("mixed", "sampler", wider, max_adapters=2),
+        sampler("one", "vllm", whole),
+        sampler("two", "vllm", whole, layout=Layout(tp=2)),
+        sampler("adapters", "vllm", wider, layout=Layout(tp=2), max_adapters=2),
     ]
     async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
         job = await connection.submit_job("job", specs)
@@ -180,8 +182,8 @@ async def test_vllm_reads_weights_by_name_and_keeps_its_own(
         pairs = [("own", "whole", "one"), ("own", "whole", "two"), ("mixed", "lora", "adapters")]
         for ours, trainer_name, theirs in pairs:
             drawn = {}
-            sampler = job.deployment(theirs)
-            before = (await sampler.save_state("before")).weights_sha256
+            reader = job.deployment(theirs)
+            before = (await reader.save_state("before")).weights_sha256
             for name in (ours, theirs):
                 asked = [
                     job.deployment(name).generate(prompts, sampled, 2, weights=each)
@@ -194,17 +196,17 @@ async def test_vllm_reads_weights_by_name_and_keeps_its_own(
             assert drawn[theirs] == drawn[ours]
             assert len({str(each) for each in drawn[ours]}) == 3
             batch = [client.Datum([1, 2, 3, 4], [2, 3, 4, 5])]
-            scored = await sampler.forward(batch, weights=named[trainer_name][0])
+            scored = await reader.forward(batch, weights=named[trainer_name][0])
             [lp] = (await job.deployment(trainer_name).forward(batch)).logprobs
             assert list(scored.logprobs[0]) == pytest.approx(list(lp), abs=1e-4)
             missing = replace(named[trainer_name][1], checkpoint="none")
             with pytest.raises(CallerError) as caught:
-                await sampler.generate(prompts, sampled, weights=missing)
+                await reader.generate(prompts, sampled, weights=missing)
             assert caught.value.info.code is Code.NOT_FOUND
             kill_rank(mesh, f"job.{theirs}")
-            again = await sampler.generate(prompts, sampled, 2, weights=named[trainer_name][1])
+            again = await reader.generate(prompts, sampled, 2, weights=named[trainer_name][1])
             assert [list(int32s(s.tokens)) for g in again.sequences for s in g] == drawn[ours][1]
-            assert (await sampler.save_state("after")).weights_sha256 == before
+            assert (await reader.save_state("after")).weights_sha256 == before
         await log.caught_up()
         assert {e.error.code for e in log.failures() if e.error} == {Code.NOT_FOUND}
 

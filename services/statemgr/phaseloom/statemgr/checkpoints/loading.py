@@ -138,7 +138,7 @@ class Loader:
         slots = saved.weights
         if request.as_held:
             slots = [slot for slot in rank.tensors if slot.role is Role.WEIGHT]
-            saved.check_fits(slots)
+            saved.check_fits(slots, are_all=False)
         memory = memoryview(bytearray(request.num_bytes))
         await asyncio.to_thread(saved.read, slots, request.start, memory)
         return SavedRead(bytes(memory))
@@ -303,9 +303,10 @@ class SavedState:
         for name, pieces in wanted.items():
             self._fill_from(self._files[name], pieces, buffers)
 
-    def check_fits(self, slots: Iterable[TensorSlot]) -> None:
+    def check_fits(self, slots: Iterable[TensorSlot], *, are_all: bool = True) -> None:
         """Check that the checkpoint is of the model whose tensors these are.
 
+        Args:   are_all: whether they are of all its tensors; else it may have others.
         Raises: CallerError: FAILED_PRECONDITION: it is of another model, or a slot is unsound.
         """
         held = list(slots)
@@ -316,7 +317,10 @@ class SavedState:
                 field=f"tensors[{unsound}]",
             )
         weights, training = _described(held)
-        _check_same(MODEL, self._weights, weights)
+        found = self._weights
+        if not are_all:
+            found = {name: found[name] for name in weights if name in found}
+        _check_same(MODEL, found, weights)
         if training and self._training:
             _check_same(TRAINING, self._training, training)
 

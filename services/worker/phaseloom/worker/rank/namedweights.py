@@ -145,6 +145,9 @@ class WeightsReader:
         async def read(opened: SavedOpened, name: str) -> WholeVersion:
             if opened.adapter_config:
                 raise _not_read("it is of an adapter, and this deployment has all weights")
+            whole = tensors_of(self.executor.backend.version_slots)
+            if tensors_of(TensorTable.read(opened.tensors).tensors) != whole:
+                raise _not_read("its tensors are others")
             version = self._read.get(name)
             if version is None:
                 memory = await self.state.read_saved(checkpoint, source)
