@@ -136,6 +136,15 @@ async def test_every_view_names_the_jobs_and_why(shown: Shown) -> None:
         await tab.has("placed")
 
 
+async def test_jobs_tell_what_they_leave_to_others(shown: Shown) -> None:
+    """Each has a device of its own in two pools, and works on one of them at a time."""
+    async with shown.opened() as tab:
+        await tab.page.click("a[href='#jobs']")
+        saved = "[...document.querySelectorAll('dt')].find((one) => one.innerText === 'saved')"
+        share = await tab.until(f"parseFloat({saved}?.nextSibling.innerText)")
+        assert 20 < share < 90
+
+
 async def test_page_is_used_by_keys_alone(shown: Shown) -> None:
     async with shown.opened() as tab:
         await tab.until("window.phaseloom.app.model.numOperations > 20")

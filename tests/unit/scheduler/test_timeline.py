@@ -1,4 +1,4 @@
-"""The ring of coming time against naive lists: footprints, free ranges, shifts, overlaps."""
+"""The ring of coming time against naive lists: footprints, shifts, overlaps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from phaseloom.scheduler.core.planning.timeline import (
     HORIZON_SLOTS,
     RING,
     Demand,
-    FreeRanges,
     Ring,
+    Slots,
+    slots_in,
     smallest_shift,
+    turned,
 )
 from phaseloom.scheduler.core.state.cluster import Member
 
@@ -37,7 +39,11 @@ def golden(name: str) -> list[Any]:
     return [pytest.param(case, id=case["name"]) for case in cases]
 
 
-def slots_of(ranges: list[tuple[int, int]]) -> list[int]:
+def slots_of(slots: Slots) -> list[int]:
+    return [slot for slot in range(slots.bit_length()) if slots >> slot & 1]
+
+
+def between(*ranges: tuple[int, int]) -> list[int]:
     return [slot for start, end in ranges for slot in range(start, end)]
 
 
@@ -47,54 +53,45 @@ def slots_of(ranges: list[tuple[int, int]]) -> list[int]:
 def test_footprint_of_a_period_that_does_not_divide_the_ring_comes_out_even() -> None:
     """Periods of 289 s and of 285 s: 100 and 101 on the ring, none cut at the wrap."""
     for period_s, count in ((289.0, 100), (285.0, 101)):
-        begins = timeline.starts(period_s, HORIZON_SLOTS)
+        demand = RING.demand(Cycle(period_s, [Segment("t", 0, 50)]))
+        assert demand.num_periods == count
+        busy = slots_of(RING.footprint(demand, "t", 17))
+        assert len(busy) == 50 * count
+        there = set(busy)
+        begins = [slot for slot in busy if (slot - 1) % HORIZON_SLOTS not in there]
         assert len(begins) == count
-        steps = {b - a for a, b in zip(begins, [*begins[1:], HORIZON_SLOTS], strict=True)}
+        ends = [*begins[1:], begins[0] + HORIZON_SLOTS]
+        steps = {b - a for a, b in zip(begins, ends, strict=True)}
         assert max(steps) - min(steps) <= 1
         assert max(abs(step - period_s) for step in steps) < 1 + 0.005 * period_s
-        demand = Demand(HORIZON_SLOTS // count, begins, {"t": [(0, 50)]})
-        busy = RING.footprint(demand, "t", 17)
-        assert len(slots_of(busy)) == 50 * count
 
 
 def test_footprint_goes_on_past_the_wrap() -> None:
-    twice = Demand(20, [0, 20], {"t": [(8, 6)]})
-    assert SMALL_RING.footprint(twice, "t", 0) == [(8, 14), (28, 34)]
-    assert SMALL_RING.footprint(twice, "t", 10) == [(0, 4), (18, 24), (38, 40)]
-    assert SMALL_RING.footprint(Demand(SLOTS, [0], {"t": [(0, 99)]}), "t", 10) == [(0, SLOTS)]
-    assert SMALL_RING.footprint(twice, "r", 0) == []
-    assert timeline.starts(1e6, SLOTS) == [0]
+    twice = Demand(2, {"t": ((8, 6),)})
+    assert slots_of(SMALL_RING.footprint(twice, "t", 0)) == between((8, 14), (28, 34))
+    around = SMALL_RING.footprint(twice, "t", 10)
+    assert slots_of(around) == between((0, 4), (18, 24), (38, 40))
+    always = SMALL_RING.footprint(Demand(1, {"t": ((0, 99),)}), "t", 10)
+    assert slots_of(always) == between((0, SLOTS))
+    assert SMALL_RING.footprint(twice, "r", 0) == 0
+    assert SMALL_RING.demand(Cycle(1e6, [])).num_periods == 1
 
 
 def test_segments_grow_to_whole_slots_and_join() -> None:
-    assert timeline.in_slots([(0.2, 1.0), (1.9, 0.0), (7.5, 1.0), (2.0, 0.5)]) == [(0, 3), (7, 2)]
+    segments = [(0.2, 1.0), (1.9, 0.0), (7.5, 1.0), (2.0, 0.5)]
+    assert timeline.in_slots(segments) == ((0, 3), (7, 2))
 
 
-RANGES = st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(1, 12)), max_size=6).map(
-    lambda parts: timeline.merged((s, min(SLOTS, s + n)) for s, n in parts)
-)
-
-
-@SMALL
-@given(one=RANGES, other=RANGES)
-def test_ranges_overlap_as_sets_do(
-    one: list[tuple[int, int]], other: list[tuple[int, int]]
-) -> None:
-    assert timeline.overlap(one, other) == len(set(slots_of(one)) & set(slots_of(other)))
-
-
-# --- free ranges ---------------------------------------------------------------------------------
+RANGES = st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 2 * SLOTS)), max_size=6)
 
 
 @SMALL
-@given(busy=RANGES, at=st.integers(0, 3 * SLOTS), length=st.integers(1, SLOTS))
-def test_first_fit_equals_a_scan(busy: list[tuple[int, int]], at: int, length: int) -> None:
-    free, plain = FreeRanges(SLOTS, busy), [True] * SLOTS
-    for slot in slots_of(busy):
-        plain[slot] = False
-    places = range(at, at + 2 * SLOTS)
-    fitting = (p for p in places if all(plain[(p + i) % SLOTS] for i in range(length)))
-    assert free.first_fit(at, length) == next(fitting, None)
+@given(ranges=RANGES, shift=st.integers(-SLOTS, 3 * SLOTS))
+def test_slots_turn_around_the_ring(ranges: list[tuple[int, int]], shift: int) -> None:
+    plain = {(start + i) % SLOTS for start, length in ranges for i in range(length)}
+    slots = slots_in(ranges, SLOTS)
+    assert slots_of(slots) == sorted(plain)
+    assert slots_of(turned(slots, shift, SLOTS)) == sorted((s + shift) % SLOTS for s in plain)
 
 
 # --- the shift -----------------------------------------------------------------------------------
@@ -103,12 +100,12 @@ def test_first_fit_equals_a_scan(busy: list[tuple[int, int]], at: int, length: i
 def shift_of(
     segments: Sequence[tuple[int, int]], windows: Sequence[tuple[int, int]], limit: int
 ) -> int | None:
-    """The smallest shift of all segments into the same free windows, which do not wrap."""
-
-    def first_fit(at: int, length: int) -> int | None:
-        return next((max(at, s) for s, e in windows if max(at, s) + length <= e), None)
-
-    return smallest_shift([(a, d, first_fit) for a, d in segments], limit)
+    """The smallest shift of all segments into the same free windows, none of which wraps."""
+    last = max([0, *(end for _, end in windows), *(start + length for start, length in segments)])
+    num_slots = last + limit + 1
+    free = slots_in([(start, end - start) for start, end in windows], num_slots)
+    busy = free ^ ((1 << num_slots) - 1)
+    return smallest_shift([(slots_in(segments, num_slots), busy)], limit, num_slots)
 
 
 @pytest.mark.parametrize("case", golden("micro_shift"))
@@ -118,20 +115,23 @@ def test_smallest_shift_is_as_derived_by_hand(case: dict[str, Any]) -> None:
 
 @SMALL
 @given(
-    segments=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), min_size=1, max_size=4),
-    windows=RANGES,
-    alpha=st.sampled_from([0.25, 0.5, 1.0]),
+    wanted=st.lists(st.tuples(RANGES, RANGES), max_size=3),
+    limit=st.integers(0, SLOTS),
 )
 def test_smallest_shift_equals_a_scan(
-    segments: list[tuple[int, int]], windows: list[tuple[int, int]], alpha: float
+    wanted: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]], limit: int
 ) -> None:
+    pools = [(slots_in(one, SLOTS), slots_in(other, SLOTS)) for one, other in wanted]
+
     def fits(shift: int) -> bool:
-        return all(
-            any(s <= a + shift and a + shift + d <= e for s, e in windows) for a, d in segments
+        return not any(
+            (slot + shift) % SLOTS in slots_of(busy)
+            for slots, busy in pools
+            for slot in slots_of(slots)
         )
 
-    scanned = next((shift for shift in range(int(SLOTS * alpha) + 1) if fits(shift)), None)
-    assert shift_of(segments, windows, int(SLOTS * alpha)) == scanned
+    scanned = next((shift for shift in range(limit + 1) if fits(shift)), None)
+    assert smallest_shift(pools, limit, SLOTS) == scanned
 
 
 @pytest.mark.parametrize("case", golden("table2_plexrl"))
@@ -244,5 +244,5 @@ def test_overlap_is_the_share_of_time_that_both_want(there: list[Member], asked:
 def test_cycle_that_is_unknown_or_too_short_for_slots_is_never_busy() -> None:
     unknown = Member("a", 0.0, {}, nodes={"t": [NODES[3]]})
     short = Member("b", 0.0, {}, cycle=Cycle(5.0, [Segment("t", 0, 5)]), nodes={"t": [NODES[3]]})
-    assert RING.busy([unknown, short], "t", [NODES[3]]) == []
-    assert SMALL_RING.busy([short], "t", [NODES[3]]) == [(0, SLOTS)]
+    assert RING.busy([unknown, short], "t", [NODES[3]]) == 0
+    assert slots_of(SMALL_RING.busy([short], "t", [NODES[3]])) == between((0, SLOTS))

@@ -45,15 +45,15 @@ _PASSWORD_BYTES = 24
 
 
 def accounts(directory: Path, *tenants: str, url: str) -> None:
-    """Make the passwords of a mesh, and the settings of its NATS server and its services with them.
+    """Make the passwords of a mesh, and the settings of its NATS server and services.
 
-    What the directory has already stays as it is: give the tenants again, with one more, to add it.
-    A running server takes a new `nats.conf` by `nats-server --signal reload`; routers and gateways
-    have to be started again.
+    Everything that the directory has already stays as it is. To add a tenant, call it again with
+    all tenants. A running server takes a new `nats.conf` by `nats-server --signal reload`; routers
+    and gateways must be started again.
 
     Parameters
     ----------
-    directory: where the files go; all of it is for its owner only.
+    directory: where the files go; only its owner can read them.
     tenants: all tenants of the mesh.
     url: where services and controllers reach the server: nats://HOST:PORT.
     """
@@ -102,7 +102,8 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
 
 
 def _server(credentials: Credentials, port: int) -> dict[str, object]:
-    """The server's settings. Where its store is, its command line says."""
+    """The settings of the server, apart from the directory of its store, which its command line
+    gives."""
     return {
         "server_name": "phaseloom",
         "port": port,
@@ -116,8 +117,8 @@ def _server(credentials: Credentials, port: int) -> dict[str, object]:
 def _services(credentials: Credentials, secret: str, operator: str) -> dict[str, dict[str, str]]:
     """The variables of each file, without their prefix.
 
-    Args: secret: by which agents and state managers know one another.
-          operator: the console's key that shows all tenants' jobs.
+    Args: secret: the secret by which agents and state managers know one another.
+          operator: the console's key that shows the jobs of all tenants.
     """
     keys = {api_key(password): name for name, password in credentials.tenants.items()}
     return {
@@ -161,7 +162,10 @@ def _port_of(url: str) -> int:
 
 
 def _earlier(file: Path) -> Credentials | None:
-    """What an earlier call has made."""
+    """The credentials that are in the file; None: there is no such file.
+
+    Raises: CallerError: FAILED_PRECONDITION: the file cannot be read.
+    """
     try:
         return msgspec.json.decode(file.read_bytes(), type=Credentials)
     except FileNotFoundError:
@@ -176,7 +180,8 @@ def _earlier(file: Path) -> Credentials | None:
 
 
 def _kept(file: Path) -> str:
-    """The secret in a file, made now where there is none."""
+    """The secret that is in the file; where there is no file, a new secret, which is written to
+    it."""
     if not file.exists():
         _write(file, secrets.token_urlsafe(_PASSWORD_BYTES))
     return file.read_text()

@@ -39,28 +39,28 @@ MANIFEST = "backup.json"
 _FILES = "run"
 _FORMAT = 1
 _LEFT_OUT = frozenset({"logs", "spans", "s", "mesh.json"})
-"""Entries of a run's directory that tell of its processes, and not of its jobs."""
+"""Entries of a run's directory that describe its processes, and nothing of its jobs."""
 _MOST_PASSES = 5
 _FEW_BYTES = 8 * 2**20
-"""Changes that are copied within a moment."""
+"""So few changed bytes are copied in a moment, while the run stands still."""
 _TRIES = 3
 _STILL_WITHIN_S = 10.0
 _LOOK_EVERY_S = 0.005
 _TOLD = 5
-"""Damaged files that are named."""
+"""The most damaged files that an error names."""
 _UNSURE_NS = 2 * 10**9
-"""A file that was written so shortly before it was copied may have changed since under the same
-time stamp."""
+"""A file written less than this before it was copied may have changed since, under the same time
+stamp."""
 
 
 class BackupFile(msgspec.Struct, frozen=True):
     path: str
-    """Path in the run's directory."""
+    """The path of the file in the run's directory."""
     mode: int
     num_bytes: int = 0
     blake3: str = ""
     link: str = ""
-    """What a symbolic link points to; empty: a file."""
+    """The target of a symbolic link; empty: it is a file."""
 
 
 class Backup(msgspec.Struct, frozen=True):
@@ -69,11 +69,11 @@ class Backup(msgspec.Struct, frozen=True):
     format: int
     phaseloom: str
     made_unix_s: float
-    """The moment that the backup is of."""
+    """The moment at which the run stood still, in Unix seconds."""
     run: str
-    """The directory that it was made of."""
+    """The run's directory that was copied."""
     log_last: int
-    """Sequence of the decision log's newest entry at that moment."""
+    """The sequence of the decision log's newest entry at that moment."""
     checkpoint_root: str
     """The directory of checkpoints that is not in the backup; empty: they are in it."""
     files: list[BackupFile]
@@ -224,12 +224,14 @@ class Mirror:
         self._source = source
         self._target = target
         self._copied: dict[Path, tuple[int, int, int]] = {}
-        """By path: inode, size and time of change of what was copied; all zero: copy it again."""
+        """The inode, size and time of change of each copied file, by path; all zero: the file is
+        copied again."""
 
     def update(self, *, is_still: bool) -> int:
-        """Copy what has changed, and drop what is gone. Returns: copied bytes.
+        """Copy everything that has changed, and remove everything that is gone.
 
-        Args: is_still: nothing changes meanwhile; else files may come and go.
+        Args:    is_still: whether nothing changes meanwhile; otherwise files may come and go.
+        Returns: the number of bytes copied.
         """
         self._target.mkdir(exist_ok=True)
         num_bytes = 0
@@ -280,7 +282,7 @@ class Mirror:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """The directories, files and links of a run that belong into a backup, parents first."""
+    """The directories, files and links of a run that a backup has, parents first."""
     for path in _below(root, Path()):
         top = path.parts[0]
         name = path.name
@@ -292,7 +294,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _is_servers_own(name: str) -> bool:
-    """Whether a file in the server's directory is made anew by each start."""
+    """Whether the server makes a file in its directory anew at each start."""
     return name in ("nats.log", "nats.conf") or name.endswith(".ports")
 
 
@@ -308,7 +310,7 @@ def _below(root: Path, place: Path) -> Iterator[Path]:
 
 
 def _processes(run_dir: Path) -> set[int]:
-    """The leaders of the process groups of a run; none where it has ended."""
+    """The leaders of the process groups of a run; empty: the run has ended."""
     file = run_dir / "mesh.json"
     if not file.is_file():
         return set()
@@ -320,12 +322,12 @@ def _processes(run_dir: Path) -> set[int]:
 
 @contextmanager
 def standing_still(run_dir: Path) -> Iterator[set[int]]:
-    """All processes of a run but the one that keeps them running stand still in this block.
+    """Stop all processes of a run within the block, except the one that keeps them running.
 
-    They go on at its end, also where this process is killed in it.
+    They go on at the end of the block, also where this process is killed in it.
 
     Returns: the leaders of their process groups.
-    Raises:  ResourceError: UNAVAILABLE: one does not stop.
+    Raises:  ResourceError: UNAVAILABLE: a process does not stop.
     """
     pids = _processes(run_dir)
     if not pids:
@@ -356,7 +358,7 @@ def standing_still(run_dir: Path) -> Iterator[set[int]]:
 
 
 def _moving(groups: set[int]) -> int:
-    """A thread of one of these process groups that does not stand still; 0: there is none."""
+    """A thread of one of these process groups that still runs; 0: there is none."""
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
@@ -370,7 +372,7 @@ def _moving(groups: set[int]) -> int:
 
 
 def _status(process: Path) -> list[str]:
-    """What /proc tells of a process or thread, from its state on: state, parent, group, …"""
+    """The fields of a process or thread in /proc, from its state on: state, parent, group, …"""
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
@@ -378,7 +380,7 @@ def _status(process: Path) -> list[str]:
 
 
 def _listed(root: Path) -> Iterator[BackupFile]:
-    """The manifest's lines; every file is on the disk when it is listed."""
+    """The lines of the manifest; each file is on the disk before it is listed."""
     for path in _below(root, Path()):
         place = root / path
         mode = place.lstat().st_mode
@@ -393,7 +395,10 @@ def _listed(root: Path) -> Iterator[BackupFile]:
 
 
 def _manifest(directory: Path) -> Backup:
-    """Raises: CallerError: the directory is no backup, or of another format."""
+    """Read the manifest of a backup.
+
+    Raises: CallerError: the directory is no backup, or a backup of another format.
+    """
     file = directory / MANIFEST
     try:
         made = msgspec.json.decode(file.read_bytes(), type=Backup)
@@ -454,7 +459,7 @@ def _place(made: Backup, source: Path, target: Path) -> None:
 
 
 async def _checked(run_dir: Path) -> LogExtent:
-    """Which entries the decision log of a copied run has; it is read through.
+    """The extent of a copied run's decision log, all of which is read.
 
     Raises: ResourceError: DATA_LOSS: the store is not whole.
     """
@@ -466,7 +471,7 @@ async def _checked(run_dir: Path) -> LogExtent:
 async def _prepared(run_dir: Path) -> int:
     """Check the store of a restored run, and end the sessions of its jobs.
 
-    Returns: how many jobs have had one.
+    Returns: the number of jobs that had a session.
     Raises:  ResourceError: DATA_LOSS: the store is not as it was.
     """
     async with _served(run_dir) as bus:
@@ -477,7 +482,7 @@ async def _prepared(run_dir: Path) -> int:
 
 @asynccontextmanager
 async def _served(run_dir: Path) -> AsyncIterator[Bus]:
-    """The store of a run that nobody else serves, at a port of its own."""
+    """Serve the store of a run that nobody else serves, at a port of its own, within the block."""
     directory = run_dir / NATS
     with tempfile.TemporaryDirectory(prefix="phaseloom-") as temporary:
         server = EmbeddedServer(directory, [], credentials_file=Path(temporary) / "credentials")

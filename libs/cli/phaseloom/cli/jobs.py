@@ -170,8 +170,11 @@ async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
 
 
 async def _as_of_now(bus: Bus, name: str, view: api.JobStatus) -> api.JobStatus:
-    """A job's status now. A view is written when a job changes, and not whenever it has used its
-    devices; where no scheduler answers it is all there is."""
+    """The status of a job as of now, from the scheduler; where no scheduler answers, the stored
+    view.
+
+    The view is written when the job changes, not whenever it has used its devices.
+    """
     if view.has_ended:
         return view
     key = _job_key(name)
@@ -248,13 +251,13 @@ def job_table(views: dict[str, api.JobStatus]) -> Table:
 
 
 def _device_seconds(status: api.JobStatus) -> str:
-    """The devices' time that counts as a job's, in each pool."""
+    """The device time that a job has used, as text, in each pool."""
     used = sorted(status.device_s.items())
     return ", ".join(f"{pool} {seconds:.1f}" for pool, seconds in used) or _UNKNOWN
 
 
 def place_lines(views: dict[str, api.JobStatus]) -> list[Text]:
-    """A line for each job that says where it is and why, or what keeps it from running."""
+    """A line for each job: where it is and why, or what keeps it from running."""
     lines = []
     for name, status in views.items():
         if status.placement:
@@ -278,7 +281,7 @@ def _deployment_cells(deployment: api.DeploymentStatus | None) -> list[str]:
 
 
 def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
-    """What the profiler knows of a job: its cycle in a line, then a table of its operations."""
+    """The profile of a job: a line about its cycle, then a table of its operations."""
     head = Text(f"{name}: ", "bold")
     if trace.period_s:
         head.append(f"cycle {_seconds(trace.period_s)}, at worst {_seconds(trace.worst_period_s)}")

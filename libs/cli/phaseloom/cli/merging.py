@@ -21,7 +21,7 @@ _PREFIX = "base_model.model."
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """What counts of an `adapter_config.json`."""
+    """The fields of an `adapter_config.json` that a merge depends on."""
 
     r: int
     lora_alpha: float
@@ -132,9 +132,9 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
 
 
 def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The pair (A, B) that is added to each of the base's weights.
+    """The pair (A, B) to add to each of the base's weights, by the weight's name.
 
-    Raises: CallerError: there are tensors of another kind.
+    Raises: CallerError: a tensor is not one of such a pair.
     """
     pairs: dict[str, tuple[Any, Any]] = {}
     rest = set(matrices)

@@ -1,7 +1,7 @@
 """`phaseloom model` registers, lists and removes models: directories that jobs name in their specs.
 
-A job has the files pinned that its model's name stood for when it was submitted. So removing a
-name, or giving it to another directory later, changes nothing for jobs that are there.
+A job keeps the files that its model's name stood for when the job was submitted. So removing the
+name, or giving it to another directory, changes nothing for existing jobs.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def list_models(*, run: Path | None = None, console: Console | None = None) -> N
 
 
 def remove(name: str, *, run: Path | None = None, console: Console | None = None) -> None:
-    """Remove the name of a model; its files stay, and jobs that have it go on.
+    """Remove the name of a model; its files stay, and jobs of the model go on.
 
-    Such a job reads the files again when it has to be rebuilt from its beginning, so keep them
-    until it has ended.
+    Such a job reads the files again when it must be rebuilt from its beginning, so keep them until
+    the job has ended.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def remove(name: str, *, run: Path | None = None, console: Console | None = None
 async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) -> None:
     """Store a registration.
 
-    Args:   replaces: whether another registration of the name gives way.
+    Args:   replaces: whether it replaces another registration of the name.
     Raises: CallerError: ALREADY_EXISTS: the name stands for something else.
     """
     stored = await bus.kv_get_raw(Bucket.MODELS, model.name)
@@ -93,7 +93,7 @@ async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) 
 
 
 def line(model: RegisteredModel) -> str:
-    """A registration in a line."""
+    """A registration as one line of text."""
     num_bytes = sum(file.num_bytes for file in model.directory.files)
     return (
         f"{model.name}: {model.config.get('model_type', 'of no type')}, "

@@ -34,7 +34,7 @@ SWITCH_COLOUR = "#222222"
 IDLE_COLOUR = "#EEEEEE"
 DOTS_PER_INCH = 150
 TURNS_SHOWN = 3.0
-"""How many steps of each job the picture's window shows."""
+"""The number of steps of each job in the picture's window."""
 SMOOTHING_STEPS = 10
 LABEL_SHARE = 0.0075
 """The share of the picture's width that one character of a label needs."""
@@ -129,7 +129,8 @@ def steady_window(panel: Panel) -> Interval:
 
 
 def smoothed(values: Sequence[float], steps: int) -> list[float]:
-    """The mean of the last `steps` values at each place, of fewer at the beginning."""
+    """The mean of the last `steps` values at each place; of all values so far at the first
+    places."""
     return [
         sum(values[max(0, i + 1 - steps) : i + 1]) / min(i + 1, steps) for i in range(len(values))
     ]
@@ -174,7 +175,7 @@ def colour_of(execution: Execution, colours: dict[str, str]) -> Colour:
 
 
 def _bar(ax: Axes, row: int, interval: Interval, window: Interval, colour: str | Colour) -> None:
-    """Draw one bar, over those that are there."""
+    """Draw one bar on top of those that are drawn already."""
     start_s, end_s = max(interval[0], window[0]), min(interval[1], window[1])
     ax.barh(
         row,

@@ -24,7 +24,7 @@ from phaseloom.console.page import write_replay
 FILE = "replay.html"
 _EVENTS = "events.jsonl"
 _MOST_ROWS = 2_000_000
-"""A browser draws so many still; of a longer run the file has the newest."""
+"""The most rows that a browser can draw; of a longer run the file has the newest."""
 
 
 def replay(
@@ -81,7 +81,7 @@ def _directory(run: str, runs: Path) -> Path | None:
 
 
 async def _of_live(settings: BusConfig) -> list[Recorded]:
-    """The events that a running mesh's decision log has now."""
+    """All events that are in a running mesh's decision log now."""
     events: list[Recorded] = []
     async with open_bus(settings, "replay") as bus:
         end = await bus.log_end()

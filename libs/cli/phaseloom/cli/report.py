@@ -134,7 +134,7 @@ class LogReader:
         self._ready_s: dict[OperationKey, float] = {}
         self._ended: set[OperationKey] = set()
         self._device_names: dict[str, list[str]] = {}
-        """Each node's devices."""
+        """The names of each node's devices."""
         self._devices: dict[DeploymentKey, tuple[str, ...]] = {}
         self.resident: dict[str, str] = {}
         """The job of each device's newest activation."""
@@ -258,7 +258,7 @@ def window_of(executions: Sequence[Execution]) -> Interval:
 
 
 def figures(log: RunLog, window: Interval) -> Figures:
-    """The figures of one window of a run."""
+    """The figures of the devices in one window of a run."""
     seconds = window[1] - window[0]
     switches = [s for s in log.switches if window[0] <= s.start_s < window[1]]
     switch_s = hidden_s = 0.0

@@ -1,4 +1,5 @@
-"""The directory of a run: made, found again, and read for how to reach the mesh of the run."""
+"""The directory of a run: how it is made, found again, and read for the address of the run's
+mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def new_run_dir(runs: Path) -> Path:
 
 
 def _point_at(run_dir: Path) -> None:
-    """Let `latest` beside a run point to it."""
+    """Make the link `latest` beside a run point to it."""
     partial = run_dir.with_name(f".latest.{os.getpid()}")
     partial.unlink(missing_ok=True)
     partial.symlink_to(run_dir.name)
@@ -46,9 +47,9 @@ def _point_at(run_dir: Path) -> None:
 
 
 def run_to_resume(run: str, runs: Path) -> Path:
-    """The directory of a run that has ended, to go on in.
+    """The directory of a run that has ended, to resume it.
 
-    Args: run: its name under `runs`, or a path; empty: the newest.
+    Args:   run: its name under `runs`, or a path; empty: the newest.
     Raises: CallerError: NOT_FOUND: there is none. FAILED_PRECONDITION: the run has not ended.
     """
     if run and not Path(run).is_dir() and (runs / run).is_dir():
@@ -92,12 +93,12 @@ def find_run(run: Path | None, runs: Path = RUNS) -> Path:
 
 
 def bus_config(run: Path | None) -> BusConfig:
-    """How to reach the bus with the mesh's own account.
+    """The address of a mesh's bus, and the mesh's own account there.
 
-    A named run answers. Without a name, PHASELOOM_BUS_… answers where it is set, else the newest
-    run.
+    They come from the run that is named. Without a name they come from PHASELOOM_BUS_… where that
+    is set, else from the newest run.
 
-    Raises: CallerError: there is no run, or no readable credentials are in it.
+    Raises: CallerError: there is no run, or its credentials cannot be read.
     """
     if run is None and config.inherited().get(_BUS_URL):
         return config.load(BusConfig, "bus")
@@ -115,9 +116,9 @@ def bus_config(run: Path | None) -> BusConfig:
 
 @asynccontextmanager
 async def open_bus(settings: BusConfig, name: str) -> AsyncIterator[Bus]:
-    """A connection to the mesh's bus, closed in the end.
+    """A connection to the mesh's bus, closed at the end of the block.
 
-    Args: name: of the connection, as the server lists it.
+    Args: name: the connection's name in the server's list.
     """
     bus = Bus(await connect(settings.url, name, settings.user, settings.password))
     try:

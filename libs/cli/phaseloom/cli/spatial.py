@@ -45,11 +45,11 @@ class SpatialRun(msgspec.Struct, frozen=True):
 
 class Spatial(msgspec.Struct, frozen=True):
     serial_seconds: float
-    """The median over the rounds, likewise the next two."""
+    """The median over the rounds, in seconds; the next two fields likewise."""
     static_seconds: float
     multiplexed_seconds: float
     ratio: float
-    """How many times longer the jobs take by turns than multiplexed: the median of the rounds'
+    """How many times longer the jobs take in turns than multiplexed: the median of the rounds'
     ratios."""
     ratios: list[float]
     """The ratio of each round."""
@@ -87,7 +87,7 @@ def run_of(number: int, multiplexing: str, results: Sequence[JobResult]) -> Spat
 
 
 def summarize(runs: Sequence[SpatialRun]) -> Spatial:
-    """Args: runs: of whole rounds."""
+    """The medians over the rounds. Args: runs: the runs of whole rounds."""
     by = {policy: [r for r in runs if r.multiplexing == policy] for policy in POLICIES}
     pairs = zip(by[SERIAL], by[MULTIPLEXED], strict=True)
     ratios = [serial.seconds / multiplexed.seconds for serial, multiplexed in pairs]
@@ -121,7 +121,8 @@ def lines_of(spatial: Spatial) -> list[str]:
 
 
 def problems(spatial: Spatial) -> list[str]:
-    """What should hold and does not. What sharing gains is a measurement, and no condition."""
+    """A sentence for each thing that should hold and does not; the gain by sharing is no such
+    thing."""
     if spatial.weights_identical:
         return []
     return ["final weights depend on how the device was shared"]

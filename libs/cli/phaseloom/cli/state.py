@@ -98,7 +98,7 @@ async def _report(bus: Bus, node: str) -> StatusReport | PhaseloomError:
 
 
 def headline(node: str, report: StatusReport) -> str:
-    """How much of each of a node's tiers is used, in one line."""
+    """The used part of each of a node's tiers, in one line."""
     devices = [
         f"device {number}: {_of(used, budget)}"
         for number, (used, budget) in enumerate(
@@ -118,7 +118,8 @@ def headline(node: str, report: StatusReport) -> str:
 
 
 def _sharing(report: StatusReport) -> list[str]:
-    """How many bytes the owners would hold if nothing were shared, against what is held."""
+    """The bytes that the owners would hold without sharing, and the bytes that are held, as
+    text."""
     if not report.held_bytes:
         return []
     ratio = report.owned_bytes / report.held_bytes
@@ -160,12 +161,12 @@ def tables(report: StatusReport) -> list[Table]:
 
 
 def _names(header: str) -> Column:
-    """A column of names that are folded and never cut: two names may begin alike."""
+    """A column of names, which are folded and never cut: two names may begin alike."""
     return Column(header, overflow="fold")
 
 
 def _named(copy: SharedCopyState) -> str:
-    """What a shared copy is called: its version, its base, or the beginning of its hash.
+    """The name of a shared copy: its version, its base, or the beginning of its hash.
 
     `--json` has the whole hash.
     """
@@ -176,14 +177,15 @@ def _named(copy: SharedCopyState) -> str:
 
 
 def _users(copy: SharedCopyState) -> list[str]:
-    """Each user once, with the number of its ranks where it has several."""
+    """Each user once, with the number of its ranks if it has several."""
     return [
         user if number == 1 else f"{user} ×{number}" for user, number in Counter(copy.users).items()
     ]
 
 
 def _on_device(deployment: DeploymentState) -> str:
-    """Bytes of its state, and of the scratch memory beside it."""
+    """The bytes of a deployment's state on devices, and of the scratch memory beside it, as
+    text."""
     scratch = f" + {_size(deployment.scratch_bytes)}" if deployment.scratch_bytes else ""
     return _size(deployment.device_bytes) + scratch
 

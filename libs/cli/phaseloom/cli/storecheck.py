@@ -1,10 +1,10 @@
-"""The check of a run's store before anything is decided on it, and what goes on after a loss.
+"""The check of a run's store before anything is decided on it, and the recovery after a loss.
 
 A NATS server starts with whatever its files hold: it cuts a damaged block off, skips a damaged
-entry, and goes on from an older copy, all without a word. What the store must have is known
-elsewhere: the entries of the decision log have every number, the scheduler's snapshot names the
-entry that it is of, each node has a mark of how far the log had come, and the run has one for every
-stream.
+entry, and goes on from an older copy, all without a word. Other places say what the store must
+have: the decision log's entries are numbered without gaps, the scheduler's snapshot names the entry
+that it was taken at, each node has a mark of how far the log had come, and the run has one for
+every stream.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from phaseloom.common.transport.logmark import read_mark
 from phaseloom.scheduler.snapshots import Snapshots
 
 MARKS = "store-marks.json"
-"""Name of the file in a run's directory that has the newest sequence of each stream."""
+"""The name of the file in a run's directory that has the newest sequence of each stream."""
 _KEEP_EVERY_S = 1.0
 _SESSIONS_SKIPPED = 2**20
-"""More sessions than any job has opened since the store was as it is now."""
+"""More sessions than any job has opened since an older copy of the store was made."""
 
 
 class StoreMarks:
@@ -97,7 +97,7 @@ def _went_back(stream: str, known: int, end: int) -> ResourceError:
 
 
 def newest_mark(nodes: Path) -> int:
-    """How far the decision log had come, as the nodes of a run know; 0: they do not.
+    """The newest sequence of the decision log that a node of a run has recorded; 0: none has.
 
     Args: nodes: the directory with one directory for each node's state.
     """
@@ -107,9 +107,9 @@ def newest_mark(nodes: Path) -> int:
 async def check_store(bus: Bus, known: int = 0) -> LogExtent:
     """Check that the decision log is whole and as long as it was, and that keys can be read.
 
-    Args:    known: a sequence that it has had.
-    Returns: which entries the log has.
-    Raises:  ResourceError: DATA_LOSS: it is not; the message says what is lost.
+    Args:    known: a sequence that the log has had.
+    Returns: the extent of the log.
+    Raises:  ResourceError: DATA_LOSS: something is lost; the message says what.
     """
     extent = await bus.check_log()
     for bucket in Bucket:
@@ -132,7 +132,10 @@ async def check_store(bus: Bus, known: int = 0) -> LogExtent:
 
 
 async def _check_keys(bus: Bus, bucket: Bucket) -> None:
-    """Raises: ResourceError: DATA_LOSS: the server cannot read the value of a key that it lists."""
+    """Check that the server can read every key of a bucket.
+
+    Raises: ResourceError: DATA_LOSS: it lists a key whose value it cannot read.
+    """
     for key in await bus.kv_keys(bucket):
         if await bus.kv_get_raw(bucket, key) is None:
             raise ResourceError(
@@ -148,7 +151,7 @@ async def end_sessions(bus: Bus) -> int:
     A controller that has outlived its store knows of operations that the store does not have. It is
     refused (ABORTED), and learns from `attach` where the job is.
 
-    Returns: how many jobs have had one.
+    Returns: the number of jobs that had a session.
     """
     jobs = await bus.kv_keys(Bucket.SESSIONS)
     for job in jobs:
@@ -163,11 +166,11 @@ async def end_sessions(bus: Bus) -> int:
 
 
 def set_aside(run_dir: Path) -> list[Path]:
-    """Take from the nodes of a run what they have of its jobs, and forget how far streams had come.
+    """Move away all that the nodes of a run have of its jobs, and forget how far streams had come.
 
-    Seals and weights versions that are newer than the store would be taken for what the store will
-    make under the same names. Without them the nodes are as nodes that have lost their disks: jobs
-    fall back to their checkpoints.
+    Seals and weights versions that are newer than the store would be mistaken for those that the
+    store will make under the same names. Without them the nodes are like nodes that have lost their
+    disks: jobs fall back to their checkpoints.
 
     Returns: where the nodes' directories are now.
     """

@@ -70,13 +70,14 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _STABLE_AFTER_S = 10.0
 _STOP_TIMEOUT_S = 12.0
-"""How long a child may take to stop: longer than a service's own bound, when it exits hard."""
+"""Seconds for a child to stop: more than a service's own bound, after which the service exits
+hard."""
 _READY_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 1.0
 _ANSWER_PAUSE_S = 0.02
 _HEAD_BYTES = 64
 _ANY_CALL = "/api/v1/get_server_capabilities"
-"""A call of the gateway that is answered for a tenant."""
+"""A call of the gateway that every tenant may make."""
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,29 +131,32 @@ class MeshConfig(msgspec.Struct, frozen=True):
     ordering: str = "hrrs"
     """The policy that decides which ready operation a device runs next."""
     multiplexing: str = "off"
-    """The policy that decides what runs beside what on a device of several cores."""
+    """The policy that decides which operations run side by side on a device of several cores."""
     max_group_jobs: int = 5
     """The most jobs that one node group takes."""
     duty_limit: float = 0.5
-    """The share of its time that a job may be predicted to wait for those it shares nodes with."""
+    """The largest share of its time that a job may be predicted to wait for the jobs on its
+    nodes."""
     switch_s: float = 0.0
     """Seconds planned for a context switch in each phase on shared nodes, by placement policies
     that promise an SLO."""
     idle_grace_s: float = 0.03
     """How long a device is kept for a job that has nothing ready while another waits."""
     frozen_bases: dict[str, list[str]] = {}
-    """Models that never change, and that tenants may share: for each name the BLAKE3 of what each
-    of its ranks holds. `phaseloom state --json` tells the hashes."""
+    """Models that never change, and that tenants may share: for each name the BLAKE3 of each rank's
+    content. `phaseloom state --json` shows the hashes."""
     models: dict[str, str] = {}
     """Models to register, as `phaseloom model add` does: for each name a directory."""
     seal_every: int = 60
     """The number of mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int = 3
-    """An operation fails when its WPG dies more often than this at it."""
+    """An operation fails once more WPGs than this have died while they ran it."""
     node_grace_s: float = 30.0
-    """When a node is away for longer, what was on it is rebuilt elsewhere where it can be."""
+    """Seconds for which a node may be away before its deployments are rebuilt elsewhere, where they
+    can."""
     node_gone_s: float = 1800.0
-    """When a node is away for longer, it counts as gone for good; 0: only an operator says so."""
+    """Seconds after which a node that is away counts as gone for good; 0: only an operator says
+    so."""
     fsync: bool = True
     """Whether NATS has a message on disk before it acknowledges it. Otherwise what it has
     acknowledged survives a killed process, but not a power cut."""
@@ -218,11 +222,11 @@ class MeshConfig(msgspec.Struct, frozen=True):
             )
 
     def check_resumes(self, run_dir: Path) -> None:
-        """Refuse settings without something that the run in a directory has made use of.
+        """Check that the settings still have all that the run in a directory depends on.
 
         Nodes and tenants may be added, and all other settings may change.
 
-        Raises: CallerError: FAILED_PRECONDITION: which setting has to be as it was.
+        Raises: CallerError: FAILED_PRECONDITION: names the setting that must be as it was.
         """
         earlier = settings_of(run_dir)
         if earlier is None:
@@ -246,12 +250,13 @@ class MeshConfig(msgspec.Struct, frozen=True):
 
 
 def _identity(node: NodeConfig) -> tuple[object, ...]:
-    """The settings of a node that a resumed run must have, as jobs and state go by them."""
+    """The settings of a node that must not change when a run is resumed: jobs and state depend on
+    them."""
     return node.name, node.pool, node.devices, node.device_kind
 
 
 def settings_of(run_dir: Path) -> MeshConfig | None:
-    """The settings that a run has had; None: it was not begun."""
+    """The settings of an earlier run in the directory; None: there was none."""
     file = run_dir / _SETTINGS
     return msgspec.json.decode(file.read_bytes(), type=MeshConfig) if file.is_file() else None
 
@@ -268,10 +273,10 @@ class ChildSpec:
 def child_specs(
     config: MeshConfig, run_dir: Path, sockets: Path, credentials: Credentials, secret: str
 ) -> list[ChildSpec]:
-    """The processes of a mesh. A section's variables go only to the service that reads it.
+    """The processes of a mesh. The variables of a section go only to the service that reads it.
 
-    Args: sockets: directory with a name short enough for Unix sockets.
-          secret: the mesh's secret, by which agents and state managers know one another and with
+    Args: sockets: a directory whose path is short enough for Unix sockets.
+          secret: the mesh's secret, by which agents and state managers know one another, and with
               which the scheduler signs tickets.
     """
     bus = {"URL": credentials.url, "USER": credentials.user, "PASSWORD": credentials.password}
@@ -352,8 +357,11 @@ def _gateways(config: MeshConfig, credentials: Credentials) -> list[ChildSpec]:
 
 
 def console_key(password: str) -> str:
-    """The key of a tenant, or of the mesh's operator, at the console: it is not the password, as it
-    stands in addresses, and the same for as long as the password is."""
+    """The key of a tenant, or of the mesh's operator, at the console.
+
+    It follows from the password and is the same for as long as the password is. It is not the
+    password itself, because it stands in addresses.
+    """
     return hashlib.blake2b(password.encode(), digest_size=18, person=b"console").hexdigest()
 
 
@@ -408,7 +416,7 @@ def _node(
 
 
 def with_metrics(specs: Sequence[ChildSpec]) -> tuple[list[ChildSpec], dict[str, int]]:
-    """The specs with a free loopback port for each one's metrics, and these ports by name."""
+    """The specs, each with a free loopback port for its metrics, and these ports by name."""
     with ExitStack() as stack:
         # All listeners stay open until the last port is chosen, so that the ports differ.
         held = {s.name: stack.enter_context(create_server(("127.0.0.1", 0))) for s in specs}
@@ -428,13 +436,14 @@ def _text(value: object) -> str:
 
 
 def pause_s(failures: int) -> float:
-    """The pause before a child that failed so many times in a row is started again."""
+    """The pause before a child is started again, in seconds. Args: failures: its failures in a
+    row."""
     return float(min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S))
 
 
 @dataclass(slots=True)
 class Ended:
-    """How a child came to end."""
+    """How a child ended."""
 
     exit_code: int
     after_s: float
@@ -447,7 +456,7 @@ class Ended:
 
 
 Report = Callable[[str, str], Awaitable[None]]
-"""Called with a child's name and the reason when it has ended and will be started again."""
+"""The type of the callback for a child that has ended and will be started again: (name, reason)."""
 
 
 @dataclass(slots=True)
@@ -549,14 +558,15 @@ class Mesh:
             fsync=config.fsync,
         )
         self.metrics_ports: dict[str, int] = {}
-        """The port of each service's `http://127.0.0.1:<port>/metrics`, with `config.metrics`."""
+        """The port of each service's `http://127.0.0.1:<port>/metrics`; empty without
+        `config.metrics`."""
         self._children: list[Child] = []
         self._stack = AsyncExitStack()
         self._supervising: asyncio.Task[None] | None = None
         self._bus: Bus | None = None
         self._marks: StoreMarks | None = None
         self._begins_at = 1
-        """Where in the decision log this mesh begins."""
+        """The sequence of the decision log at which this mesh begins."""
 
     @property
     def url(self) -> str:
@@ -609,9 +619,10 @@ class Mesh:
         await self._stack.aclose()
 
     async def _checked(self, bus: Bus) -> StoreMarks:
-        """The marks of the store, which is what it was: nothing is decided on another one.
+        """Check the store before anything is decided on it. Returns: its marks.
 
-        Raises: ResourceError: DATA_LOSS: it is not, or cannot be gone on with at all.
+        Raises: ResourceError: DATA_LOSS: the store has lost something, and may not or cannot be
+                used.
         """
         try:
             marks = StoreMarks(self.run_dir / MARKS)
@@ -636,7 +647,8 @@ class Mesh:
             await register(bus, model, replaces=True)
 
     async def wait(self) -> None:
-        """Wait for as long as the mesh runs; raises what made supervising it impossible."""
+        """Wait for as long as the mesh runs. Raises: the error that made supervising it
+        impossible."""
         assert self._supervising is not None
         await asyncio.shield(self._supervising)
 
@@ -669,10 +681,8 @@ class Mesh:
             ) from None
 
     def pids(self, service: str = "") -> list[int]:
-        """The process ids of a service (`router`), a replica (`router-0`), or the server (`nats`).
-
-        Without a name: those of all.
-        """
+        """The process ids of a service (`router`), of one replica (`router-0`), or of the server
+        (`nats`). Without a name: all."""
         found = [
             child.process.pid
             for child in self._children
@@ -707,7 +717,8 @@ class Mesh:
             marks.cancel()
 
     async def _keep_marks(self) -> None:
-        """End the mesh where a server that was started again has lost messages."""
+        """Keep the marks of streams up to date, and end the mesh where a restarted server has lost
+        messages."""
         assert self._bus is not None
         assert self._marks is not None
         await self._marks.keep(self._bus)
@@ -758,8 +769,11 @@ class Mesh:
                     return
 
     async def _gateway_serves(self, missing: set[str]) -> None:
-        """Wait until the gateway serves a tenant. Something else may listen at the port, and a
-        gateway of this run's that was killed may have the tenant's lease for a while."""
+        """Wait until the gateway serves a tenant.
+
+        Something else may listen at the port, and a killed gateway of this run may have the
+        tenant's lease for a while.
+        """
         key = api_key(self.credentials.tenants[self.config.tenants[0]])
         await self._serves("gateway", self.config.gateway_port, _ANY_CALL, f"X-API-Key: {key}")
         missing.discard("gateway")
@@ -781,7 +795,8 @@ class Mesh:
             await asyncio.sleep(_ANSWER_PAUSE_S)
 
     async def _answers(self, call: str, request: bytes, service: str, missing: set[str]) -> None:
-        """Wait for any answer of a service, an error too: what is asked for does not exist."""
+        """Wait for any answer of a service. An error counts as an answer: the named thing does not
+        exist."""
         assert self._bus is not None
         subject = streams.api_subject(self.config.tenants[0], call)
         while True:
@@ -821,7 +836,7 @@ class Mesh:
 
 
 async def _status_of(port: int, path: str, header: str) -> str:
-    """The status that this machine answers a GET with; something else where it speaks no HTTP.
+    """The HTTP status of a GET on this machine; a value that is no status where it is not HTTP.
 
     Raises: OSError: nothing listens at the port, or it hangs up.
     """
@@ -837,9 +852,9 @@ async def _status_of(port: int, path: str, header: str) -> str:
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
     """A new directory for the nodes' Unix sockets.
 
-    It lies in the run directory, so that nothing is left elsewhere even after SIGKILL. Where the
-    name of the run directory is too long for that (a socket's path has at most 107 bytes), it lies
-    in the system's temporary directory.
+    It is in the run directory, so that nothing stays behind elsewhere even after SIGKILL. Where
+    that path is too long (a socket's path has at most 107 bytes), it is in the system's temporary
+    directory.
     """
     longest = max(len(f"agent-{node}.sock".encode()) for node in nodes)
     own = run_dir / "s"

@@ -97,7 +97,8 @@ def track_of(span: SpanLine) -> Track | None:
 
 
 def operation_of(span: SpanLine) -> str | None:
-    """The operation that a span is about, as `tenant.job.deployment.seq`; None: about none."""
+    """The operation that a span belongs to, as `tenant.job.deployment.seq`; None: it belongs to
+    none."""
     names = ("tenant", "job", "deployment", "seq")
     if not all(name in span.attributes for name in names):
         return None
@@ -206,9 +207,9 @@ def _arrows(ends: dict[tuple[str, str], TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def _inherited(spans: Sequence[SpanLine]) -> Iterable[tuple[SpanLine, dict[str, Attribute]]]:
-    """Each span with its attributes and those that it inherits from its ancestors.
+    """Each span with its own attributes and those of its ancestors.
 
-    `offload` and `load` say what moved; node and device stand on the `switch` around them.
+    `offload` and `load` say which bytes moved; node and device are on the `switch` around them.
     """
     by_id = {span.span_id: span for span in spans}
     for span in spans:

@@ -38,7 +38,7 @@ WINDOW_S = 30.0
 NUM_NOTICES = 8
 _REFRESHES_PER_S = 2
 _UNBOUNDED = 1_000_000
-"""Columns of a terminal on which nothing is cut or folded."""
+"""A terminal width, in columns, at which nothing is cut or folded."""
 
 
 def top(*, run: Path | None = None, once: bool = False, console: Console | None = None) -> None:
@@ -130,7 +130,7 @@ async def _follow_notices(bus: Bus, dashboard: Dashboard) -> None:
 
 @dataclass(slots=True)
 class Dashboard:
-    """What is known of the mesh now, and how it is shown."""
+    """The present state of the mesh, and its tables."""
 
     _activity: Activity = field(default_factory=Activity)
     _executions: deque[Execution] = field(default_factory=deque)
@@ -157,7 +157,7 @@ class Dashboard:
         self._forget(entry.time_s)
 
     def view(self, key: str, payload: bytes | None) -> None:
-        """Take a job's changed view; None: the view is gone."""
+        """Take the changed view of a job; None: the view is gone."""
         tenant, _, name = key.partition(".")
         if payload is None:
             self._views.pop(JobKey(tenant, name), None)

@@ -97,7 +97,7 @@ def _order(span: SpanLine) -> tuple[int, int]:
 
 
 def _displaced(span: SpanLine, by_id: dict[str, SpanLine]) -> tuple[str, ...]:
-    """The operations that a switch's links lead to: the last one of each displaced deployment."""
+    """The operations that a switch's links point to: the last one of each displaced deployment."""
     names = []
     for link in span.links:
         other = by_id.get(link["span_id"])

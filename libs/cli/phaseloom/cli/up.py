@@ -179,9 +179,9 @@ def with_policies(
     ordering: str | None,
     multiplexing: str | None = None,
 ) -> MeshConfig:
-    """The settings, with the policies that a command line names in place of their own.
+    """The settings, with the policies that the command line names in place of their own.
 
-    Raises: CallerError: there is no policy of that name; the remedy lists those that there are.
+    Raises: CallerError: there is no policy of that name; the remedy lists those that exist.
     """
     settings = replace(
         settings,

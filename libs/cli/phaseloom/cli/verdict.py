@@ -1,4 +1,4 @@
-"""The summary of a run as people read it: tables, notes, and a list of what went wrong."""
+"""The summary of a run as text for people: tables, notes, and a list of what went wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hashes(summary: Summary) -> list[str]:
 
 
 def notes(summary: Summary) -> list[str]:
-    """The run's figures in lines of prose, each defined where it could be misread."""
+    """The figures of a run in lines of prose; terms that could be misread are defined there."""
     whole, operations = summary.whole_run, summary.operations
     lines = []
     if summary.saved_percent is not None and summary.bound_saved_percent is not None:

@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OperationEnded:
-    """An operation has its outcome. A call that is split has one for each part."""
+    """An operation has its outcome; a call that is split has one for each part."""
 
     key: OperationKey
     kind: str
     error: PhaseloomError | None
-    """Why the operation failed; None: it is completed."""
+    """The reason why the operation failed; None: it is completed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Deployment:
 
     @property
     def next_seq(self) -> int:
-        """The number of the next operation that is submitted without one of its own."""
+        """The number that the next operation gets, unless the caller gives one of its own."""
         return self._next_seq
 
     def generate(
@@ -111,10 +111,12 @@ class Deployment:
     async def update_weights(
         self, published: OperationHandle[ops.PublishWeightsResult], *, keeps_kv: bool = False
     ) -> ops.SyncWeightsResult:
-        """Sync a version as soon as it is published; rollouts go on until then, and after that
-        with the new weights. What `generate` has submitted is waited for.
+        """Sync a version as soon as it is published.
 
-        Args:   keeps_kv: as of `sync_weights`.
+        Rollouts go on until then, and with the new weights after that. Operations submitted by
+        `generate` end first.
+
+        Args:   keeps_kv: as in `sync_weights`.
         Raises: PhaseloomError: the version cannot be published or synced.
         """
         await published
@@ -130,8 +132,10 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.ForwardResult]:
-        """Compute the log-probabilities of each sample's targets. Args: weights: as of
-        `generate`."""
+        """Compute the log-probabilities of each sample's targets.
+
+        Args: weights: as in `generate`.
+        """
         named, after = self._named(weights, after)
         parts = split_batch(batch)
         return self._submit(
@@ -141,7 +145,7 @@ class Deployment:
     def _named(
         self, weights: Weights | None, after: Awaited
     ) -> tuple[ops.NamedWeights | None, Awaited]:
-        """The name of weights, and what an operation that reads them comes after."""
+        """The name of the weights to read, and the operations that such a reading comes after."""
         if weights is None or isinstance(weights, ops.NamedWeights):
             return weights, after
         named, job = weights.ref, weights.job
@@ -163,8 +167,10 @@ class Deployment:
     ) -> OperationHandle[ops.ForwardBackwardResult]:
         """Add the gradients of a loss over the batch; the result has the loss's metrics.
 
-        Args: clip_low, clip_high: of `ppo` and `cispo`. beta: of `dro`.
-              logprobs: whether it has the targets' log-probabilities, too, as `forward` has.
+        Args: clip_low, clip_high: parameters of the losses `ppo` and `cispo`.
+              beta: the parameter of the loss `dro`.
+              logprobs: whether the result has the log-probabilities of the targets, too, as
+                  `forward` has.
         """
         kind = ops.Loss(loss)
         parts = split_batch(batch)
@@ -258,10 +264,10 @@ class Deployment:
     ) -> OperationHandle[ops.DeleteCheckpointResult]:
         """Remove a checkpoint of this deployment; await its `save_state` before.
 
-        It is refused where the job may fall back to it: the last one with a controller's blob, and
-        the one before. Deployments that have loaded it keep its files until they need them no more.
-        `Mesh.delete_checkpoint` does the same out of the operations' order, and when the job has
-        ended.
+        It is refused where the job may fall back to the checkpoint: the last one with a
+        controller's blob, and the one before. Deployments that have loaded the checkpoint keep its
+        files until they need them no more. `Mesh.delete_checkpoint` does the same outside the order
+        of operations, and after the job has ended.
         """
         args = ops.DeleteCheckpoint(name)
         return self._submit([args], after, ops.DeleteCheckpointResult, timeout_s)
@@ -277,9 +283,10 @@ class Deployment:
     ) -> OperationHandle[ops.LoadStateResult]:
         """Replace the whole state by a checkpoint.
 
-        Args: source: the `<job>/<deployment>` of this tenant that saved it, where it was another;
-                  it must have the same model, and may have another layout or backend.
-              optimizer: whether to load the optimizer's state too; else it starts afresh.
+        Args: source: the `<job>/<deployment>` of this tenant that saved the checkpoint; empty: this
+                  one. It must have the same model, and may have another layout or backend.
+              optimizer: whether to load the optimizer's state, too; otherwise the optimizer starts
+                  afresh.
         """
         self._rollouts.version = 0
         args = ops.LoadState(name, source, optimizer)
@@ -288,14 +295,14 @@ class Deployment:
     def submit(
         self, seq: int, id: str, args: ops.Args, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[Any]:
-        """Submit an operation under a number of your own, for callers that number theirs.
+        """Submit an operation under a number of your own, for callers that number their operations.
 
         Operations run in the order of their numbers, whichever is submitted first: a number that is
-        never submitted holds up those behind it. The same operation again, from a later session of
-        the job, has the same outcome. The result has its arrays packed; `int32s` and `float32s`
-        unpack them.
+        never submitted holds up all later ones. The same operation submitted again, in a later
+        session of the job, has the same outcome. The arrays of the result are packed; `int32s` and
+        `float32s` unpack them.
 
-        Args: id: names the operation: the same again for the same, and for no other.
+        Args: id: names the operation. Use the same id for the same operation, and for no other.
         """
         payload = encode(ops.Operation(id, self._session, args, _refs(after), timeout_s))
         self._outbox.check_room(len(payload))
@@ -365,7 +372,7 @@ def _refs(after: Awaited) -> list[ops.After]:
 
 
 def merged(parts: list[ops.Result], expected: type[R]) -> R:
-    """The result of an operation from those of the parts that it travelled in, in their order.
+    """The result of an operation from the results of its parts, in their order.
 
     Raises: InternalError: a part has the result of another kind.
     """

@@ -59,7 +59,7 @@ _BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
 _MOST_REPORTS = 64
-"""Reports under way: more than these wait for a mesh that is away, and are left out."""
+"""The most reports that wait for a mesh that is away; further ones are dropped."""
 _READY, _STOPPED = "ready", "stopped"
 
 
@@ -94,30 +94,30 @@ class MeshJob(Job):
         self._mesh = mesh
         self._outbox = outbox
         self._phases: Counter[str] = Counter()
-        """How many phases are open on each pool."""
+        """The number of phases that are open on each pool."""
         self._declared: set[str] = set()
-        """The pools whose phase is open as far as the mesh knows."""
+        """The pools on which the mesh believes a phase to be open."""
         self._declaring = asyncio.Lock()
         self._reported = -1
         """The step of the last report."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether this session is over: another one began, the job ended, or the mesh was away for
-        too long. Then `Mesh.attach` begins another."""
+        """Whether this session is over, because another one began, the job ended, or the mesh was
+        away for too long. `Mesh.attach` begins another session."""
         return self._outbox.is_closed
 
     async def status(self) -> api.JobStatus:
         return await self._mesh.status(self.name)
 
     def report(self, values: Mapping[str, float], *, step: int | None = None) -> None:
-        """Tell people how the job goes: the console draws a curve of each name.
+        """Report figures about the job: the console draws a curve for each name.
 
-        The call returns at once, and a report that the mesh does not take is logged and left out:
-        training does not wait for it, or fail with it.
+        The call returns at once. A report that the mesh does not take is logged and dropped:
+        training neither waits for it nor fails with it.
 
         Args:   values: 1 to 32 finite numbers by name: `{"reward": 0.4, "loss": 1.2}`.
-                step: the step that they are of; None: one more than the step before.
+                step: the step that they belong to; None: one more than the step before.
         Raises: CallerError: a value is not finite, a name is not valid, or there are too many.
         """
         step = self._reported + 1 if step is None else step
@@ -126,14 +126,14 @@ class MeshJob(Job):
         self._mesh.report(api.JobReport(self.name, step, {n: float(v) for n, v in values.items()}))
 
     async def explain(self, operation: OperationHandle[object]) -> api.Explanation:
-        """Why an operation of this job waits, and when it should start."""
+        """Why an operation of this job waits, and when it is predicted to start."""
         return await operation.explain()
 
     async def outcome(self, deployment: str, seq: int) -> Completion:
         """Wait for the outcome of an operation of this job, which an earlier session may have
-        submitted. Its arrays are packed.
+        submitted. The arrays of the completion are packed.
 
-        Raises: CallerError: NOT_FOUND: nothing has the number.
+        Raises: CallerError: NOT_FOUND: no operation has the number.
         """
         request = api.ResultRequest(self.name, deployment, str(seq))
         pause_s = _FIRST_PAUSE_S
@@ -166,7 +166,8 @@ class MeshJob(Job):
     async def create_deployment(self, spec: DeploymentSpec) -> Deployment:
         """Add a deployment to this job, and wait until it is up.
 
-        Where it cannot start the job goes on, and the name is free once the deployment is deleted.
+        Where the deployment cannot start, the job goes on, and the name is free again once the
+        deployment is deleted.
 
         Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why the
                 deployment cannot start.
@@ -186,7 +187,8 @@ class MeshJob(Job):
         self._deployments.pop(name, None)
 
     def runtime_hook(self, hook: hooks.H) -> hooks.H:
-        """Have a function told of this job's progress, outcomes and phases; a decorator too."""
+        """Register a function that is told of this job's progress, outcomes and phases; a
+        decorator, too."""
         self._outbox.hooks.add(hook)
         return hook
 
@@ -222,7 +224,7 @@ class MeshJob(Job):
             log.warning("the end of phase %s of %s was not declared: %s", pool, self.name, error)
 
     async def _declare(self, pool: str) -> None:
-        """Tell the mesh whether a pool's phase is open, where it believes otherwise.
+        """Tell the mesh whether a phase is open on a pool, unless the mesh believes so already.
 
         Calls reach the mesh in the order in which they are made.
         """
@@ -242,14 +244,15 @@ class MeshJob(Job):
 
 
 class CheckpointArchive:
-    """A tar file with a directory, the checkpoint. Iterate over it once for its bytes."""
+    """A checkpoint as a tar file with one directory. Iterate over it once for its bytes."""
 
     def __init__(self, num_bytes: int, read: Callable[[int], Awaitable[bytes]]) -> None:
         self.num_bytes = num_bytes
         self._read = read
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """The bytes, in parts of 1 MiB at most. Raises: PhaseloomError: it cannot be read on."""
+        """The bytes of the file, in parts of 1 MiB at most. Raises: PhaseloomError: the rest cannot
+        be read."""
         offset = 0
         while offset < self.num_bytes:
             part = await self._read(offset)
@@ -373,7 +376,7 @@ class Mesh:
         await self._call("deployment.delete", request, api.JobStatus)
 
     async def _until(self, name: str, is_met: Callable[[api.JobStatus], bool]) -> api.JobStatus:
-        """Ask for a job's status until it meets a condition."""
+        """Read a job's status again and again until it meets a condition."""
         pause_s = _FIRST_PAUSE_S
         while not is_met(status := await self.status(name)):
             await asyncio.sleep(pause_s)
@@ -383,9 +386,9 @@ class Mesh:
     # --- checkpoints ----------------------------------------------------------------------------
 
     async def list_checkpoints(self, job: str = "", deployment: str = "") -> api.CheckpointList:
-        """This tenant's checkpoints, also of jobs that have ended. The newest is the last.
+        """This tenant's checkpoints, the newest last; jobs that have ended keep theirs.
 
-        Args: job, deployment: only those of that name; empty: all.
+        Args: job, deployment: only checkpoints of this job or deployment; empty: all.
         """
         request = api.ListCheckpoints(job, deployment)
         return await self._call("checkpoint.list", request, api.CheckpointList)
@@ -398,7 +401,7 @@ class Mesh:
     async def expire_checkpoint(
         self, job: str, deployment: str, name: str, ttl_s: float
     ) -> api.SavedCheckpoint:
-        """Keep a checkpoint for so long from now; 0: until it is deleted.
+        """Keep a checkpoint for `ttl_s` seconds from now; 0: until it is deleted.
 
         Raises: CallerError: NOT_FOUND.
         """
@@ -447,7 +450,7 @@ class Mesh:
         return CheckpointArchive(opened.num_bytes, read)
 
     async def declare_phase(self, request: api.PhaseRequest) -> None:
-        """Tell the mesh of a phase. Not retried, since a late hint is worth nothing."""
+        """Tell the mesh of a phase. The call is not retried, since a late hint is worth nothing."""
         await call_api(self._client, self._tenant, "phase.declare", request, api.JobStatus)
 
     def reconnected(self) -> None:
@@ -462,9 +465,9 @@ class Mesh:
             task.cancel()
 
     async def _once(self, call: str, request: api.SubmitJob | api.CreateDeployment) -> None:
-        """Make something once, retried while nobody answers.
+        """Make a call that creates something, retried while nobody answers.
 
-        ALREADY_EXISTS after a lost answer is success: the earlier try has made it.
+        ALREADY_EXISTS after a lost answer is success: the earlier try has created it.
         """
         was_lost = False
 
@@ -628,7 +631,7 @@ def _settings(url: str | None, tenant: str | None, password: str | None) -> Clie
 
 
 def _start_telemetry(tenant: str) -> Callable[[], None]:
-    """Start writing spans where that is configured and nobody does it yet.
+    """Start writing spans, where that is configured and this process does not do it yet.
 
     Returns: a function that ends it.
     """

@@ -57,7 +57,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Part:
-    """One operation on the wire; a call that is split has several."""
+    """One operation on the wire; a call that is split has several parts."""
 
     def __init__(self, key: OperationKey, id: str, kind: str, payload: bytes) -> None:
         self.key = key
@@ -65,15 +65,15 @@ class Part:
         self.kind = kind
         self.payload = payload
         self.stored = asyncio.Event()
-        """Set once the server certainly has it, or it has ended."""
+        """Set once the server certainly has the part, or the part has ended."""
         self.is_stored = False
         """Whether the server certainly has it."""
         self.is_told = False
-        """Whether the outcome is the mesh's word, and not the end of this session."""
+        """Whether the outcome came from the mesh; otherwise this session has ended before."""
         self.stored_s = 0.0
         self.misses = 0
         self.told: Callable[[Progress], None] | None = None
-        """What is told of its progress; None: nobody is."""
+        """Called with the part's progress; None: nobody wants to know."""
         # An error is a value here, since an outcome that nobody awaits is no unhandled exception.
         self.outcome: asyncio.Future[Result | PhaseloomError] = (
             asyncio.get_running_loop().create_future()
@@ -91,7 +91,7 @@ class OperationHandle(Generic[R_co]):
     """An operation that was submitted. Await the handle for the result, as often as you like.
 
     Awaiting a failed operation raises its PhaseloomError. To stop waiting cancels nothing; `cancel`
-    does.
+    cancels the operation.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class OperationHandle(Generic[R_co]):
     async def stored(self) -> None:
         """Wait until the mesh has the operation for good.
 
-        Raises: PhaseloomError: why it was not stored, as far as this session knows: it may have
-                been, where an acknowledgement was lost.
+        Raises: PhaseloomError: this session does not know that the operation was stored. It may
+                have been, where an acknowledgement was lost.
         """
         for part in self._parts:
             await part.stored.wait()
@@ -144,9 +144,11 @@ class OperationHandle(Generic[R_co]):
 
     @property
     def is_lost(self) -> bool:
-        """Whether this session ended before it was told how the operation ended: the operation may
-        run still, or may never have been stored. Awaiting the handle raises why the session
-        ended."""
+        """Whether this session ended before it knew the outcome.
+
+        The operation may still run, or may never have been stored. Awaiting the handle raises the
+        reason why the session ended.
+        """
         return any(part.outcome.done() and not part.is_told for part in self._parts)
 
     async def cancel(self) -> None:
@@ -163,9 +165,9 @@ class OperationHandle(Generic[R_co]):
     async def stop(self) -> None:
         """Ask the mesh to end a `generate` that runs with the tokens that it has by then.
 
-        Awaiting the handle gives the result; a sample that was not done has the stop_reason
-        `partial`, and `continued` makes the prompt that goes on from there, token for token. What
-        does not run is cancelled, as by `cancel`: awaiting it raises ABORTED.
+        Awaiting the handle then gives the result. An unfinished sample has the stop_reason
+        `partial`; `continued` makes the prompt that continues it, token for token. An operation
+        that does not run yet is cancelled, as by `cancel`: awaiting it raises ABORTED.
 
         Raises: PhaseloomError: the mesh refused, or gave no answer.
         """
@@ -178,7 +180,8 @@ class OperationHandle(Generic[R_co]):
             await self._outbox.ask_of("operation.cancel", part, request)
 
     async def explain(self) -> api.Explanation:
-        """Ask what the operation waits for, its place in the order, its predicted start, and why.
+        """Explain what the operation waits for, its place in the order, its predicted start, and
+        why.
 
         The answer is about the first open part of an operation that was split.
 
@@ -202,7 +205,7 @@ class OperationHandle(Generic[R_co]):
 
 
 class Lost(ResourceError):
-    """How something that was asked for ended is not known here: it must be asked for again."""
+    """It is not known here how a request ended: the caller must make it again."""
 
 
 async def outcome_of(handle: OperationHandle[R_co]) -> R_co:
@@ -235,7 +238,7 @@ class Outbox:
         self._client = client
         self._job = job
         self.start = start
-        """Runs something in the background, as long as the connection lasts."""
+        """Runs a coroutine in the background, for as long as the connection lasts."""
         self._answer_timeout_s = answer_timeout_s
         self._window = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._open: dict[str, Part] = {}
@@ -243,7 +246,7 @@ class Outbox:
         self._answered_s = time.monotonic()
         self._wake = asyncio.Event()
         self._ended: PhaseloomError | None = None
-        """Why nothing more can be submitted; None: the session goes on."""
+        """The reason why nothing more can be submitted; None: the session goes on."""
         self._closed = asyncio.Event()
 
     @property
@@ -252,14 +255,14 @@ class Outbox:
         return self._closed.is_set()
 
     async def closed(self, within_s: float) -> bool:
-        """Wait for the session's end, for `within_s` at most; whether it has come."""
+        """Whether the session has ended; waits for the end for `within_s` seconds at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._closed.wait()
         return self.is_closed
 
     def check_room(self, num_bytes: int) -> None:
-        """Refuse an operation that cannot be taken, before it gets a `seq`.
+        """Check, before an operation gets a `seq`, that the session can take it.
 
         Raises: PhaseloomError: the session is over. ResourceError: RESOURCE_EXHAUSTED: too many
                 bytes wait to be stored.
@@ -287,7 +290,8 @@ class Outbox:
         self._wake.set()
 
     def reconnected(self) -> None:
-        """Ask for open operations at once, since completions may have been missed."""
+        """Ask for the outcomes of open operations at once, since completions may have been
+        missed."""
         self._wake.set()
 
     def on_completion(self, message: Msg) -> None:
@@ -344,7 +348,8 @@ class Outbox:
     async def _publish(self, part: Part) -> None:
         """Publish an operation until it is stored, its outcome is known, or the timeout is over.
 
-        Raises: PhaseloomError: the operation was not stored, or another session's was.
+        Raises: PhaseloomError: the operation was not stored, or another session's operation has its
+                `seq`.
         """
         deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
@@ -364,7 +369,7 @@ class Outbox:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _try_publish(self, part: Part) -> bool:
-        """Publish an operation once; whether the server certainly has it.
+        """Publish an operation once. Returns: whether the server certainly has it.
 
         Raises: ResourceError: UNAVAILABLE or RESOURCE_EXHAUSTED: try again; ABORTED: another
                 session's operation has this `seq`.
@@ -398,9 +403,9 @@ class Outbox:
     # --- outcomes -------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Ask for the operations that stay open, until the session ends.
+        """Ask for the outcomes of operations that stay open, until the session ends.
 
-        Cancelling this task is not enough to end it: on Python 3.11 a request that is answered in
+        Cancelling this task is not enough to end it: on Python 3.11 a request that is answered at
         the moment of its cancellation swallows the cancellation.
         """
         while not self.is_closed:
@@ -433,7 +438,7 @@ class Outbox:
     async def settle(self) -> None:
         """Wait for the outcomes of all stored operations after the job has ended.
 
-        They may still be on their way when the job's end is known.
+        They may still be on their way when the end of the job is known.
         """
         deadline = time.monotonic() + self._answer_timeout_s
         for part in [part for part in self._open.values() if part.stored.is_set()]:
@@ -447,7 +452,8 @@ class Outbox:
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _check_deployment(self, name: str, min_age_s: float) -> None:
-        """Ask for a deployment's operations in order, up to the first that still runs.
+        """Ask for the outcomes of a deployment's operations in order, up to the first that still
+        runs.
 
         Later operations end later, so nothing is lost by stopping there.
         """
@@ -505,7 +511,7 @@ class Outbox:
         return error
 
     def _tell(self, part: Part, outcome: Result | PhaseloomError) -> None:
-        """Resolve an operation by what the mesh says of it."""
+        """Give an operation the outcome that the mesh knows of."""
         if not part.outcome.done():
             part.is_stored = part.is_told = True
         self._resolve(part, outcome)

@@ -1,4 +1,4 @@
-"""Phases: a controller says that a run of operations on one pool has begun, and when it is over.
+"""Phases: a controller says when a run of operations on one pool begins, and when it ends.
 
 A phase is a hint and never a lock. It lets the mesh keep the pool's device for the job between the
 operations of the phase, and give the device away at once after the last. Phases may overlap, and a
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class HasPhases(Protocol):
-    """A session of a job, as far as phases need it."""
+    """The methods of a job's session that phases need."""
 
     async def begin_phase(self, pool: str) -> None: ...
 
@@ -35,10 +35,12 @@ CURRENT: ContextVar[HasPhases | None] = ContextVar("job", default=None)
 
 
 class Phase:
-    """A phase on a pool: `async with` it, decorate an async function with it, or begin and end it.
+    """A phase on a pool: use `async with`, decorate an async function with it, or call `begin` and
+    `end`.
 
     A phase that was made without a job belongs to the job that the decorated function gets as an
-    argument, else to the one that was submitted or attached to last in this context.
+    argument; without such an argument, to the job that was submitted or attached to last in this
+    context.
     """
 
     def __init__(self, pool: str, job: HasPhases | None = None) -> None:
@@ -94,7 +96,7 @@ def phase(pool: str) -> Phase:
 
 
 def runtime_hook(hook: hooks.H) -> hooks.H:
-    """Have a function told what happens in the job at hand and in later ones; a decorator too.
+    """Register a function for the events of the job at hand and of later ones; a decorator, too.
 
     `phaseloom.client.hooks` lists the events.
     """

@@ -35,19 +35,19 @@ class VersionRun(NamedTuple):
     """Tokens that follow one another in a sequence, all drawn with one version."""
 
     version: int
-    """The `seq` of the `publish_weights`; 0: weights that this session has not synced."""
+    """The `seq` of the `publish_weights`; 0: this session has not synced the weights."""
     num_tokens: int
 
 
 class RolloutResult(msgspec.Struct, frozen=True):
-    """What a `generate` answers, and with which weights."""
+    """The samples of a rollout, and the versions that drew them."""
 
     sequences: list[list[ops.Sequence]]
-    """[prompt][sample]. Each log-probability is that of the version which drew the token."""
+    """[prompt][sample]. Each log-probability is by the version that drew the token."""
     versions: list[list[list[VersionRun]]]
     """[prompt][sample]: the versions that drew the sequence's tokens, in their order."""
     metrics: dict[str, float] = {}
-    """As of `GenerateResult`, added up over all operations that it took."""
+    """The metrics of `GenerateResult`, added up over all operations that the rollout took."""
 
 
 @dataclass(slots=True)
@@ -66,12 +66,12 @@ class _Sample:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """An operation in flight."""
+    """An operation that is under way."""
 
     handle: Handle
     prompts: list[ops.Prompt]
     samples: list[list[_Sample]]
-    """By prompt, as many of each."""
+    """The samples that the operation continues, by prompt; each prompt has as many."""
     version: int
     is_interrupted: bool = False
 
@@ -100,7 +100,7 @@ class Rollout:
         return self._outcome.done()
 
     async def stop(self) -> None:
-        """End it with the tokens that it has; samples that were not done stay `partial`.
+        """End the rollout with the tokens that it has; unfinished samples stay `partial`.
 
         Raises: PhaseloomError: the mesh refused, or gave no answer.
         """
@@ -108,15 +108,15 @@ class Rollout:
         await self.interrupt()
 
     async def interrupt(self) -> None:
-        """Have the operations in flight end with the tokens that they have; the rest is asked for
-        again, unless it is stopped."""
+        """End the operations under way with the tokens that they have. The rest is submitted again,
+        unless the rollout was stopped."""
         asked = [*self._in_flight]
         for each in asked:
             each.is_interrupted = True
         await asyncio.gather(*(each.handle.stop() for each in asked))
 
     def begin(self, prompts: list[ops.Prompt], num_samples: int) -> Coroutine[Any, Any, None]:
-        """Submit the first operations. Returns: what sees them through."""
+        """Submit the first operations. Returns: the coroutine that sees the rollout through."""
         samples = [
             [_Sample(replace(prompt, sample=prompt.sample + k)) for k in range(num_samples)]
             for prompt in prompts
@@ -141,7 +141,7 @@ class Rollout:
             self._outcome.set_result(outcome)
 
     def _ask(self, prompts: list[ops.Prompt], samples: list[list[_Sample]]) -> list[_Asked]:
-        """Submit what these samples still need, in messages that are not too large."""
+        """Submit the missing part of these samples, in messages that are not too large."""
         if not prompts:
             return []
         num_samples = len(samples[0])
@@ -162,7 +162,8 @@ class Rollout:
         await asyncio.gather(*map(self._one, asked))
 
     async def _one(self, asked: _Asked) -> None:
-        """Take an operation's samples; ask for what an update has left open, until nothing is."""
+        """Take the samples of an operation, and submit what an update has left open, until nothing
+        is."""
         has_begun = True
         try:
             result = await asked.handle
@@ -201,13 +202,13 @@ class Rollout:
 
 @dataclass(slots=True)
 class Rollouts:
-    """The rollouts of a deployment that are in flight."""
+    """The rollouts of a deployment that are under way."""
 
     generate: Callable[[list[ops.Prompt], ops.SamplingParams, int], Handle]
     run: Callable[[Coroutine[Any, Any, None]], None]
-    """Runs it in the background, as long as the connection lasts."""
+    """Runs a coroutine in the background, for as long as the connection lasts."""
     version: int = 0
-    """The version that operations run with which are submitted now."""
+    """The version with which operations run that are submitted now."""
     _open: set[Rollout] = field(default_factory=set)
 
     def begin(

@@ -1,4 +1,4 @@
-"""The tokens of a `generate` while they are drawn, as its handle gives them."""
+"""Tokens of a `generate` while they are drawn, as the operation's handle gives them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Piece(msgspec.Struct, frozen=True):
     """The next tokens of one sample of a `generate`."""
 
     prompt: int
-    """Place of the prompt among those that were asked for."""
+    """The place of the prompt in the call."""
     sample: int
-    """Place among the prompt's samples."""
+    """The place of the sample among those of its prompt."""
     offset: int
-    """How many tokens of the sample came before these."""
+    """The number of the sample's tokens that came before these."""
     tokens: list[int]
     logprobs: list[float]
     top_tokens: list[int]
@@ -31,9 +31,10 @@ class Piece(msgspec.Struct, frozen=True):
     top_logprobs: list[float]
     weights_seq: int
     """The `seq` of the deployment's last mutating operation before the `generate`, whose weights
-    drew the tokens; 0 in pieces that the result is the first to tell of."""
+    drew the tokens; 0: the tokens were not streamed, and come from the result."""
     stop_reason: str = ""
-    """Why the sample ended, on its last piece, which may have no tokens; empty on all others."""
+    """The reason why the sample ended, on its last piece, which may have no tokens; empty on all
+    others."""
 
 
 class GenerateHandle(OperationHandle[ops.GenerateResult]):
@@ -46,28 +47,29 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
         merge: Callable[[list[ops.Result]], ops.GenerateResult],
         outbox: Outbox,
     ) -> None:
-        """Args: num_prompts: of each part."""
+        """Args: num_prompts: the number of prompts of each part."""
         super().__init__(parts, merge, outbox)
         self._firsts = [sum(num_prompts[:i]) for i in range(len(parts))]
         self._streamed = [Streamed() for _ in parts]
         self._pieces: list[Piece] = []
         self._whole: set[int] = set()
-        """Parts all of whose pieces there are."""
+        """The parts of which all pieces have come."""
         self._news = asyncio.Event()
         for i, part in enumerate(parts):
             part.told = partial(self._take, i)
             part.outcome.add_done_callback(self._tell)
 
     async def stream(self) -> AsyncIterator[Piece]:
-        """All pieces from the first on, as they come; each token of each sample is in one of them.
+        """All pieces from the first on, as they come; each token of each sample is in exactly one
+        of them.
 
         Tokens come while they are drawn where the operation was submitted with `stream=True`, else
-        with the result. So does what was lost on the way. The pieces of a sample are in their
-        order, those of several samples in any.
+        with the result; pieces that were lost on the way come with the result, too. The pieces of
+        one sample are in order; those of several samples are mixed.
 
-        Raises: PhaseloomError: what awaiting the handle raises. ResourceError: ABORTED: a worker
-                was lost, and what took its place has drawn other tokens than those that were given
-                before. That needs a device whose results depend on what else it computes.
+        Raises: PhaseloomError: as awaiting the handle. ResourceError: ABORTED: a worker was lost,
+                and its successor has drawn other tokens than those that were given before. That
+                happens only on a device whose results depend on what else it computes.
         """
         at = 0
         while True:
@@ -89,7 +91,7 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
             self._tell()
 
     def _take_results(self) -> None:
-        """Add what the results of parts that have ended are the first to tell of."""
+        """Add the pieces that only the results of ended parts have."""
         for i, part in enumerate(self._parts):
             if i in self._whole or not part.outcome.done():
                 continue

@@ -51,7 +51,7 @@ class _Op:
     phase: int
     duration_s: float
     ready_s: float
-    """When the operations before it had ended."""
+    """The time at which all operations before it had ended."""
 
 
 class Controller:
@@ -164,7 +164,7 @@ class Controller:
         self._later(self._retries.resubmit_s, self.submit)
 
     def crash(self) -> None:
-        """Give up the job, and come back later."""
+        """Give up the job, and submit it again later."""
         if self._is_placed:
             self._append(JobFinished(self.job.key, "crash", failed=True))
 

@@ -1,8 +1,7 @@
 """Emulated nodes: the work of agents, ranks and state managers, and the time that it takes.
 
 A node has one device, which stands for all of its accelerators, unless a pool says otherwise. A
-node's answer comes later than
-the command that it answers, never within it.
+node's answer comes later than the command that it answers, never within it.
 """
 
 from __future__ import annotations

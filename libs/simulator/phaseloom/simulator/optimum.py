@@ -245,7 +245,7 @@ def regrouping_bound(
     """The price of the cheapest partition of the jobs that are present, over all times.
 
     Args:   tell: called with the number of arrivals and departures that are done, and of all.
-    Raises: TooLarge.
+    Raises: TooLarge: the tries that were allowed are used up.
     """
     coming: dict[float, list[Job]] = {}
     going: dict[float, list[Job]] = {}

@@ -1,4 +1,4 @@
-"""What the console answers over HTTP: the page, the view, its changes, and an operator's calls.
+"""The HTTP side of the console: the page, the view and its updates, and an operator's calls.
 
 A caller shows a key: once in the address of the page (`/?key=…`), which leaves a cookie, or as
 `Authorization: Bearer`. The page itself is no secret; everything under `/api` needs a key.
@@ -57,16 +57,18 @@ routes = web.RouteTableDef()
 
 
 class Unauthorized(Exception):
-    """The request has no key, or nobody's."""
+    """The request has no key, or a key that nobody has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Who holds which key. Keys are compared by their hashes, in the same time for all."""
+    """The keys of callers. A key is compared by its hash, in the same time whether or not it is
+    known."""
 
     callers: dict[bytes, Caller]
     cookie: str
-    """The cookie's name. It has the port in it: a browser gives a host's cookies to each port."""
+    """The name of the cookie. It has the port in it, because a browser sends a host's cookies to
+    all ports."""
 
     @classmethod
     def of(cls, operator_key: str, tenants: dict[str, str], port: int) -> Keys:
@@ -78,7 +80,7 @@ class Keys:
         return self.callers.get(_digest(key))
 
     def of_request(self, request: web.Request) -> Caller:
-        """Raises: Unauthorized."""
+        """The caller whose key the request has. Raises: Unauthorized."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = bearer if scheme == "Bearer" else request.cookies.get(self.cookie, "")
         caller = self.caller(key) if key else None
@@ -107,7 +109,8 @@ def application(shell: Shell, keys: Keys) -> web.Application:
 
 @routes.get("/")
 async def _index(request: web.Request) -> web.StreamResponse:
-    """The page; with a key in its address the cookie, and the address without it."""
+    """Answer with the page. With a key in the address: set the cookie, and redirect to the address
+    without the key."""
     key = request.query.get("key")
     if key is None:
         return _file(request, page.PAGE)
@@ -157,10 +160,10 @@ async def _jobs(request: web.Request) -> web.StreamResponse:
 
 @routes.get("/api/events")
 async def _events(request: web.Request) -> web.StreamResponse:
-    """Updates as server-sent events, from the cursor `since` on.
+    """Send updates as server-sent events, from the cursor `since` on.
 
-    A page that comes back after a loss says in `Last-Event-ID` where it was; where that is out of
-    reach, as after a restart, the first update is a whole one.
+    A page that reconnects names its last update in `Last-Event-ID`. Where that one is out of reach,
+    as after a restart, the first update is the whole view.
     """
     tenant = request.app[KEYS].of_request(request).tenant
     view = request.app[SHELL].view
@@ -179,7 +182,8 @@ async def _events(request: web.Request) -> web.StreamResponse:
 
 
 def _cursor(request: web.Request, origin_s: float) -> int | None:
-    """Where the page was; None: somewhere else."""
+    """The cursor of the page's last update; None: the update was of another view, or there was
+    none."""
     said = request.headers.get("Last-Event-ID") or request.query.get("since", "")
     origin, _, number = said.rpartition("-")
     return int(number) if number.isdecimal() and origin == str(origin_s) else None
@@ -206,7 +210,8 @@ async def _explain(request: web.Request) -> web.StreamResponse:
 
 @routes.get("/api/nodes")
 async def _nodes(request: web.Request) -> web.StreamResponse:
-    """The state that each node holds, by tier. A tenant sees its own, and how much there is."""
+    """Answer with the state that each node holds, by tier. A tenant sees its own state, and the
+    totals."""
     tenant = request.app[KEYS].of_request(request).tenant
     reports = await request.app[SHELL].reports()
     return _json(request, {name: _seen_by(tenant, report) for name, report in reports.items()})
@@ -254,7 +259,7 @@ async def _drain(request: web.Request) -> web.StreamResponse:
 
 
 def _operator(request: web.Request) -> Caller:
-    """Raises: CallerError: PERMISSION_DENIED. Unauthorized."""
+    """The caller, who must be an operator. Raises: CallerError: PERMISSION_DENIED. Unauthorized."""
     caller = request.app[KEYS].of_request(request)
     if not caller.can_act:
         raise CallerError(
@@ -272,7 +277,10 @@ def _operator(request: web.Request) -> Caller:
 
 
 def _own_job(caller: Caller, text: str) -> JobKey:
-    """The job of that name. Raises: CallerError: no name of a job, or of another tenant's."""
+    """The job of that name, which the caller may see.
+
+    Raises: CallerError: the text is no name of a job, or the job is another tenant's.
+    """
     tenant, _, job = text.partition(".")
     key = JobKey(check_name(tenant, "tenant"), check_name(job, "job"))
     if caller.tenant not in ("", tenant):
@@ -305,7 +313,7 @@ def _refused(status: int, info: ErrorInfo) -> web.Response:
 
 @web.middleware
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Have every error told in one form, and every answer carry the page's policy."""
+    """Answer all errors in one form, and give every answer the page's security policy."""
     response = await _answer(request, handler)
     if not response.prepared:
         response.headers.update(_HEADERS)

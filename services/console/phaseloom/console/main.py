@@ -17,7 +17,7 @@ from phaseloom.console.http import Keys, application
 from phaseloom.console.shell import Shell
 
 _END_S = 1.0
-"""How long pages that listen may hold up the end."""
+"""Seconds for which pages that listen may delay the end."""
 
 
 class ConsoleConfig(msgspec.Struct, frozen=True):
@@ -25,13 +25,14 @@ class ConsoleConfig(msgspec.Struct, frozen=True):
 
     port: int
     operator_key: str
-    """The key that shows every tenant's, and lets its holder cancel jobs and drain nodes."""
+    """The operator's key: its holder sees all tenants, cancels jobs and drains nodes."""
     keys: dict[str, str] = {}
-    """Key → the tenant whose own it shows."""
+    """Key → the tenant whose jobs it shows."""
     host: str = "127.0.0.1"
     """The address to listen at."""
     history: int = HISTORY
-    """Operations and context switches that are kept for pages that are opened later."""
+    """The number of operations, and of context switches, that are kept for pages that are opened
+    later."""
 
 
 async def serve(stop: asyncio.Event) -> None:

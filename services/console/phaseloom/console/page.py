@@ -1,7 +1,8 @@
-"""The page that the front-end's build has left in `static/`, whole or as one file with a run in it.
+"""The page as the front-end's build has left it in `static/`, whole or as one file with a run in
+it.
 
-`services/console/web` has its sources, and `make console` builds it. It is committed, so that a
-clone and a wheel need no Node.
+`services/console/web` has its sources, and `make console` builds it. The built files are committed,
+so a clone and a wheel need no Node.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _REPLAY_ID = "replay"
 
 @cache
 def asset(name: str) -> bytes:
-    """A file of the page."""
+    """One built file of the page."""
     return (files(__package__) / "static" / name).read_bytes()
 
 

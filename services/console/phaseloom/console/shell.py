@@ -1,7 +1,8 @@
 """The console's shell: it follows the log, the views of jobs and the notices, and feeds the view.
 
-Nobody waits for the console, so it reads in gulps. What a page asks for beside the view (why an
-operation waits, what is on a node) is asked of the services, in the name of the caller's tenant.
+Nobody waits for the console, so it reads in large steps. A page may also ask why an operation
+waits, or what a node holds; those questions go to the services, under the name of the caller's
+tenant.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ log = logging.getLogger(__name__)
 
 _READ_PAUSE_S = 0.1
 _NUM_NOTICES = 50
-"""Notices of before the console's start that it tells."""
+"""The number of notices from before the console's start that it shows."""
 _REPORT_TIMEOUT_S = 2.0
 _REPORTS_AGE_S = 1.0
-"""So old may what is told of nodes be: any number of pages asks the nodes once in that time."""
+"""Seconds for which the reports of nodes are reused, however many pages ask for them."""
 
 
 class Shell:
@@ -87,7 +88,7 @@ class Shell:
         self.view.cycle(job, known)
 
     async def reports(self) -> dict[str, StatusReport | str]:
-        """What is on each node that is up; in its place a line, where the node does not answer."""
+        """The report of each node that is up; a line of text for a node that does not answer."""
         async with self._reporting:
             if time.monotonic() - self._reported_s > _REPORTS_AGE_S:
                 prefix = node_lease_key("")

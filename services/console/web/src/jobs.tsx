@@ -20,11 +20,17 @@ export function Jobs({ app }: { app: App }) {
   const now = app.nowS();
   const windowS = Math.min(WINDOW_S, Math.max(1, now - model.firstS));
   const recent = model.recent(windowS, now);
+  const busy = model.busyBuckets(now - windowS, now, 1);
   const going = model.jobRows.filter((row) => !row.has_ended);
   const ended = model.jobRows.filter((row) => row.has_ended);
   const card = (row: JobRow) => {
     const number = model.jobs.indexOf(row.job);
-    return <Card key={row.job} app={app} row={row} number={number} recent={recent.get(number)} windowS={windowS} />;
+    return (
+      <Card
+        key={row.job} app={app} row={row} number={number} recent={recent.get(number)}
+        busyS={(busy[number]?.[0] ?? 0) * windowS} windowS={windowS}
+      />
+    );
   };
   return (
     <section class="page jobs" aria-label="Jobs">
@@ -37,13 +43,14 @@ export function Jobs({ app }: { app: App }) {
 }
 
 function Card({
-  app, row, number, recent, windowS,
-}: { app: App; row: JobRow; number: number; recent?: Recent; windowS: number }) {
+  app, row, number, recent, busyS, windowS,
+}: { app: App; row: JobRow; number: number; recent?: Recent; busyS: number; windowS: number }) {
   const { model } = app;
   const colour = css(jobColour(Math.max(0, number), app.isDark));
   const heads = model.heads.filter((head) => model.jobOf[head.deployment] === number);
   const waiting = heads.filter((head) => app.nowS() - head.ready > WAITS_FROM_S && !runs(app, head));
   const stalled = recent ? recent.stalledS / windowS : 0;
+  const aloneS = recent?.aloneS ?? 0;
   const [, name] = row.job.split(".");
   return (
     <article class="card job" style={{ "--job": colour } as never}>
@@ -63,6 +70,11 @@ function Card({
           title={`Estimate: of the last ${Math.round(windowS)} s it had work ready and none of it running for ${percent(stalled)}`}
         />
         <Tile name="device time" value={row.device_s ? seconds(row.device_s) : "–"} />
+        <Tile
+          name="saved"
+          value={aloneS > busyS ? percent(1 - busyS / aloneS) : "–"}
+          title={`Estimate: for the work of the last ${Math.round(windowS)} s it would have held devices alone for ${seconds(aloneS)} and had work on them for ${seconds(busyS)}; others may have the rest`}
+        />
         <Tile
           name="cycle"
           value={row.period_s ? seconds(row.period_s) : "–"}

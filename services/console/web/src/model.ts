@@ -302,16 +302,22 @@ export class Model {
       if (this.end[i]! <= from || this.odd.get(i)?.isReplay) continue;
       const job = this.jobOf[this.deploymentOf[i]!]!;
       let recent = found.get(job);
-      if (!recent) found.set(job, (recent = { num: 0, waits: [], runs: [], stalledS: 0 }));
+      if (!recent) found.set(job, (recent = { num: 0, waits: [], runs: [], devices: new Set(), stalledS: 0, aloneS: 0 }));
       recent.num++;
       recent.waits.push([Math.max(from, this.ready[i]!), this.start[i]!]);
       recent.runs.push([Math.max(from, this.start[i]!), this.end[i]!]);
+      for (const device of this.places[i]!) recent.devices.add(device);
     }
-    for (const recent of found.values()) recent.stalledS = outside(recent.waits, recent.runs);
+    for (const recent of found.values()) {
+      recent.stalledS = outside(recent.waits, recent.runs);
+      const first = recent.waits.reduce((least, [ready]) => Math.min(least, ready), nowS);
+      const last = recent.runs.reduce((most, [, end]) => Math.max(most, end), from);
+      recent.aloneS = recent.devices.size * (last - first - recent.stalledS);
+    }
     return found;
   }
 
-  /** Busy device-seconds of each job in each of `num` buckets of a stretch. */
+  /** How many devices each job kept busy, on the mean, in each of `num` buckets of a stretch. */
   busyBuckets(fromS: number, toS: number, num: number): Float64Array[] {
     const buckets = this.jobs.map(() => new Float64Array(num));
     const scale = num / (toS - fromS);
@@ -449,8 +455,12 @@ export interface Recent {
   num: number;
   waits: [number, number][];
   runs: [number, number][];
+  /** On which its operations ran. */
+  devices: Set<number>;
   /** Seconds in which an operation was ready and none of the job ran. */
   stalledS: number;
+  /** Device-seconds that it would have held for the same work, had it had its devices alone. */
+  aloneS: number;
 }
 
 function numberOf(numbers: Map<string, number>, names: string[], name: string): number {

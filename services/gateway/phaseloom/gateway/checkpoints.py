@@ -1,8 +1,8 @@
-"""The Tinker API's calls about checkpoints that were saved: listed, kept for a while, deleted, and
-downloaded as tar files.
+"""The Tinker API's calls about saved checkpoints: list, set a time to live, delete, and download as
+a tar file.
 
-A checkpoint of the SDK is one of the mesh under a path. The files are the mesh's: it removes those
-whose time to live is over, and the path is over at the same time.
+A checkpoint of the SDK is a checkpoint of the mesh under a path. The mesh keeps the files, and
+removes them once their time to live is over; the path is gone at the same time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def list_of_user(request: web.Request) -> web.Response:
 
 @routes.delete(_OF_RUN)
 async def delete(request: web.Request) -> web.Response:
-    """Let a checkpoint be over from now on, as if it had expired, and remove its files."""
+    """Make a checkpoint count as expired from now on, and remove its files."""
     tenant, record = _asked(request)
     expired = replace(record, expires_s=0.0)
     await tenant.book.put(expired)
@@ -81,7 +81,7 @@ async def set_ttl(request: web.Request) -> web.Response:
 
 @routes.get(_OF_RUN + "/archive")
 async def archive(request: web.Request) -> web.Response:
-    """Tell an address from which anybody can download a checkpoint, for a while."""
+    """Answer with an address from which anybody can download a checkpoint, for a while."""
     tenant, record = _asked(request)
     expires_s = int(time.time() + _SIGNED_S)
     path = f"{PREFIX}/archives/{tenant.name}/{record.id.removeprefix('tinker://')}"
@@ -123,8 +123,10 @@ async def download(request: web.Request) -> web.StreamResponse:
 
 
 async def clean_up(tenant: Tenant, record: CheckpointRecord) -> None:
-    """Remove the files of what a path stood for before, and, where it is over, its own and the
-    path. What cannot be done now is done later: the record says what is left.
+    """Remove the files of the checkpoint that a path named before; where the path's own checkpoint
+    has expired, remove its files and the path, too.
+
+    Files that are being loaded stay for now: the record says that they are still to be removed.
 
     Raises: PhaseloomError: files stay.
     """
@@ -146,7 +148,10 @@ async def clean_up_all(tenant: Tenant) -> None:
 
 
 def ttl_of(seconds: float | None) -> float:
-    """The mesh's time to live of what the SDK asks for. Raises: CallerError: it is none."""
+    """The time to live in seconds for the mesh, from the SDK's `ttl_seconds`; 0: for ever.
+
+    Raises: CallerError: the SDK's value is no number of seconds above 0.
+    """
     if seconds is not None and not seconds > 0:
         raise CallerError(
             f"{seconds} is no time to live",
@@ -161,7 +166,10 @@ def told_time(seconds: float) -> str:
 
 
 def _asked(request: web.Request) -> tuple[Tenant, CheckpointRecord]:
-    """The checkpoint that the path names. Raises: CallerError: NOT_FOUND."""
+    """The tenant, and the checkpoint that the address of a request names.
+
+    Raises: CallerError: NOT_FOUND: the tenant has no such checkpoint.
+    """
     tenant, what = tenant_of(request), request.match_info
     path = f"tinker://{what['run']}/{what['checkpoint']}"
     return tenant, tenant.book.get(CheckpointRecord, tenant.name, path)

@@ -1,4 +1,4 @@
-"""Promises: what was asked for, by a name that the same request has again."""
+"""Promises: the answers to calls that take time, by a name that the same call has each time."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ Answer = bytes | dict[str, Any]
 """A protobuf message, or a JSON object."""
 
 ACTIVE, PAUSED = "active", "paused_capacity"
-"""The SDK's words for a call that runs, and one that waits for a device."""
+"""The SDK's words for a call that runs, and for one that waits for a device."""
 _PERMITTED = "permitted"
 _MAX_KEPT = 10_000
 
 
 @dataclass
 class Promise:
+    """The answer to one call, which may still be on its way."""
+
     task: asyncio.Task[Answer | Lost]
     handle: OperationHandle[Any] | None = None
-    """The operation that it waits for, which the mesh can explain."""
+    """The operation that the answer comes from, which the mesh can explain; None: there is none
+    yet."""
 
     async def stored(self) -> None:
-        """Wait until the mesh has its operation: from then on it is kept whoever dies.
+        """Wait until the mesh has the operation: from then on the promise is kept, whichever
+        process dies.
 
-        Raises: Lost: the mesh does not have it, as far as is known here.
+        Raises: Lost: it is not known whether the mesh has the operation.
         """
         if self.handle is None:
             return
@@ -52,20 +56,21 @@ class Promise:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it must be made again."""
+        """Whether this gateway cannot know the answer any more, so that the call must be made
+        again."""
         if self.handle is not None and self.handle.is_lost:
             return True
         return self.task.done() and isinstance(self.task.result(), Lost)
 
     async def answer(self) -> Answer:
-        """Wait for the answer. Raises: Lost: it is not known here."""
+        """Wait for the answer. Raises: Lost: this gateway cannot know the answer."""
         answer = await asyncio.shield(self.task)
         if isinstance(answer, Lost):
             raise answer
         return answer
 
     async def queue(self) -> tuple[str, str]:
-        """The SDK's state of the queue, and why it waits, in the scheduler's words."""
+        """The state of the call in the SDK's words, and why it waits, in the scheduler's words."""
         if self.handle is None:
             return PAUSED, "waits for a place on the mesh"
         try:
@@ -76,7 +81,7 @@ class Promise:
 
 
 def reason(told: Explanation) -> str:
-    """An explanation in one sentence, with the predicted start."""
+    """An explanation as one sentence, with the predicted start."""
     waits = [f"waits for {each}" for each in told.waits_for]
     place = f"place {told.place} on its device" if told.place else ""
     start = f"starts in about {told.predicted_start_s:.1f} s" if told.predicted_start_s >= 0 else ""
@@ -84,13 +89,14 @@ def reason(told: Explanation) -> str:
 
 
 class Futures:
-    """The promises of a tenant. Those that are kept longest are forgotten first."""
+    """The promises of a tenant. Above `_MAX_KEPT` promises, the oldest finished ones are
+    forgotten."""
 
     def __init__(self) -> None:
         self._promises: dict[str, Promise] = {}
 
     def find(self, name: str) -> Promise | None:
-        """What was begun under this name, unless it is lost."""
+        """The promise of this name; None: there is none, or it is lost."""
         found = self._promises.get(name)
         return None if found is None or found.is_lost else found
 
@@ -100,7 +106,10 @@ class Futures:
         work: Callable[[], Coroutine[Any, Any, Answer]],
         handle: OperationHandle[Any] | None = None,
     ) -> Promise:
-        """Begin what has this name, unless it was begun."""
+        """The promise of this name. Where there is none, or it is lost, the work begins now.
+
+        Args: work: makes the answer. handle: the operation that the answer comes from.
+        """
         found = self.find(name)
         if found is None:
             found = self._promises[name] = Promise(asyncio.create_task(_answer(work)), handle)
@@ -111,9 +120,9 @@ class Futures:
 
 
 async def _answer(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer | Lost:
-    """The answer, or the error as the SDK reads it.
+    """The answer that the work makes; an error is answered as the SDK reads errors.
 
-    What is lost is a value here, since such a promise may be one that nobody waits for.
+    `Lost` is returned and not raised: nobody may be waiting for the promise.
     """
     try:
         return await work()

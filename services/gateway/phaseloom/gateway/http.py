@@ -1,4 +1,4 @@
-"""What all calls over HTTP have in common: who calls, what a body is, how errors are told."""
+"""Parts that all calls over HTTP share: the caller's tenant, the body, and the form of errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATUS = {
     Code.RESOURCE_EXHAUSTED: 429,
     Code.UNAVAILABLE: 503,
 }
-"""Codes that have a status of their own. Other mistakes of a caller are 400, all else is 500."""
+"""The HTTP status of some codes. Any other mistake of a caller is 400, all else 500."""
 
 PREFIX = "/api/v1"
 """The beginning of the path of every call of the Tinker API."""
@@ -37,7 +37,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Unauthorized(Exception):
-    """The request has no API key, or nobody's."""
+    """The request has no API key, or a key that no tenant has."""
 
 
 def tenant_of(request: web.Request) -> Tenant:
@@ -50,7 +50,8 @@ def tenant_of(request: web.Request) -> Tenant:
 
 
 async def body_of(request: web.Request, kind: type[T]) -> T:
-    """The JSON body. Raises: CallerError: naming the field that is at fault."""
+    """The JSON body of a request. Raises: CallerError: it is not valid; names the field at
+    fault."""
     try:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -64,7 +65,7 @@ def status_of(error: PhaseloomError) -> int:
 
 
 def error_body(path: str, status: int, message: str, field: str) -> dict[str, Any]:
-    """An error as the API that the path is of has it."""
+    """The body of an error, in the form of the API that the path belongs to."""
     if path.startswith(_TINKER):
         return {"detail": message, "field": field}
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -77,7 +78,7 @@ def refused(path: str, status: int, message: str, field: str) -> web.Response:
 
 @web.middleware
 async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Have every error told in the way of the API that was called."""
+    """Answer every error in the form of the API that was called."""
 
     def refuse(status: int, message: str, field: str = "") -> web.Response:
         log.info("%s %s: %d: %s", request.method, request.path, status, message)

@@ -21,7 +21,7 @@ from phaseloom.gateway.replicas import PEERS, REPLICA, Replica, Seat, passed_on,
 from phaseloom.gateway.tenants import Tenant
 
 _END_S = 2.0
-"""How long calls that wait for a promise may go on when the gateway is told to stop."""
+"""Seconds for which calls that wait for a promise may go on when the gateway is told to stop."""
 
 
 class GatewayConfig(msgspec.Struct, frozen=True):
@@ -29,9 +29,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
 
     port: int
     keys: dict[str, str]
-    """API key → tenant. The Tinker SDK wants keys that begin with `tml-`."""
+    """API key → tenant. The Tinker SDK needs keys that begin with `tml-`."""
     passwords: dict[str, str]
-    """Tenant → its password."""
+    """Tenant → the tenant's password on the bus."""
     name: str = "gateway"
     """The name of this process, as NATS shows the connection."""
     host: str = "127.0.0.1"
@@ -41,19 +41,19 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     train_backend: str = "fsdp"
     rollout_backend: str = "sampler"
     scratch_bytes: int = 0
-    """Of each sampler, on its device: vLLM's KV cache."""
+    """Bytes of device memory for vLLM's KV cache, in each sampler."""
     max_adapters: int = 8
-    """Adapters that the sampler of a base keeps on its device."""
+    """The number of adapters that the sampler of a base keeps on its device."""
     session_s: float = 600.0
-    """A session of the Tinker SDK that is not heard of for so long is over, and its models are
-    ended; the SDK sends a heartbeat every 10 s."""
+    """Seconds of silence after which a session of the Tinker SDK is over, and its models end. The
+    SDK sends a heartbeat every 10 s."""
 
     shares_port: bool = False
-    """Whether other replicas on this machine listen at the same port, among which the kernel deals
-    out connections."""
+    """Whether other replicas on this machine listen at the same port; the kernel divides the
+    connections among them."""
     peer_host: str = ""
-    """The host at which other replicas reach this one; empty: `host`, or this machine's name where
-    that is every address."""
+    """The host at which other replicas reach this one. Empty: `host`, or this machine's name where
+    `host` means every address."""
 
     @property
     def reached_at(self) -> str:
@@ -72,7 +72,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         )
 
     def check(self) -> None:
-        """Raises: CallerError: a key is of a tenant without a password."""
+        """Raises: CallerError: a key belongs to a tenant that has no password."""
         for tenant in self.keys.values():
             if tenant not in self.passwords:
                 raise CallerError(
@@ -124,7 +124,7 @@ async def _listen(
 ) -> None:
     """Answer calls, and serve tenants, until told to stop.
 
-    Args: own: where the other replicas reach this one.
+    Args: own: the URL at which the other replicas reach this one.
     """
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_END_S)
     await runner.setup()

@@ -1,9 +1,10 @@
-"""Models of a tenant as jobs of the mesh: those that are trained, and samplers of fixed weights.
+"""The models of a tenant as jobs of the mesh: models that are trained, and samplers of fixed
+weights.
 
 A trained model is a job with the deployment `policy`. One that trains all weights has a `sampler`
-beside it; those that train adapters on one base are sampled by one deployment of their tenant. The
-SDK numbers the calls of a model from 1, and the mesh numbers the operations of `policy` alike. So
-order, retries and results after a restart are the mesh's, and nothing of the kind is kept here.
+beside it. Models that train adapters on one base share one sampler, which belongs to the tenant.
+The SDK numbers the calls of a model from 1, and the mesh numbers the operations of `policy` the
+same way: so the mesh keeps order, retries and results after a restart, and the gateway does not.
 """
 
 from __future__ import annotations
@@ -49,27 +50,27 @@ class Version(NamedTuple):
 
     name: str
     source: str = ""
-    """The `<job>/<deployment>` that saved it; empty: the sampler itself."""
+    """The `<job>/<deployment>` that saved the checkpoint; empty: the sampler itself."""
 
 
 BASE = Version("base")
-"""A base's sampler before anything was loaded."""
+"""The weights with which a base's sampler begins."""
 LEAST_ROOM = 32
-"""The lowest rank that a shared sampler has room for: the SDK's rank where none is told."""
+"""The least rank that a shared sampler has room for: the SDK's rank where a caller names none."""
 
 
 @dataclass(frozen=True)
 class Backends:
-    """What runs the deployments of a gateway's jobs."""
+    """The backends that run the deployments of a gateway's jobs, and their memory."""
 
     train: str = "fsdp"
     rollout: str = "sampler"
     train_pool: str = "train"
     rollout_pool: str = "rollout"
     scratch_bytes: int = 0
-    """Of each sampler, on its device: vLLM's KV cache."""
+    """Bytes of device memory for vLLM's KV cache, in each sampler."""
     max_adapters: int = 8
-    """Adapters that a shared sampler keeps on its device."""
+    """The number of adapters that a shared sampler keeps on its device."""
 
     @property
     def has_adapters(self) -> bool:
@@ -94,7 +95,8 @@ class Backends:
 
 
 def context_of(base: RegisteredModel) -> int:
-    """The most tokens of a sequence. GPT-2 and its kin have a word of their own for it."""
+    """The most tokens of a sequence, from a model's configuration. GPT-2 and its kin have another
+    field."""
     found = base.config.get("max_position_embeddings") or base.config.get("n_positions")
     if not isinstance(found, int):
         raise CallerError(
@@ -108,7 +110,8 @@ def context_of(base: RegisteredModel) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """What is to be drawn, whatever the weights; the fields are those of `generate`."""
+    """A request to sample, without the weights to use; its fields are the arguments of
+    `generate`."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -118,7 +121,8 @@ class Draw:
     stream: bool = False
 
     def by(self, deployment: Deployment, weights: NamedWeights | None = None) -> GenerateHandle:
-        """Submit the `generate`. Args: weights: in place of the deployment's own."""
+        """Submit the `generate` to a deployment. Args: weights: used in place of the deployment's
+        own."""
         return deployment.generate(
             [self.prompt],
             self.sampling,
@@ -131,17 +135,17 @@ class Draw:
 
 
 class VersionedSampler:
-    """A sampler that is given the weights of whoever asks next.
+    """A sampler that loads the weights of the request that comes next.
 
-    Its checkpoints are the versions. Those who ask for the weights that it holds share its batches;
-    another version is loaded behind what was asked for before.
+    Its checkpoints are the versions. Requests for the weights that it holds run in one batch.
+    Another version is loaded once the earlier requests have ended.
     """
 
     def __init__(self, job: MeshJob) -> None:
         self.job = job
         self._deployment: Deployment = job.deployment(SAMPLER)
         self._holds: Version | None = None
-        """The version that it holds; None: it is not known."""
+        """The version whose weights the sampler holds; None: it is not known."""
         self._lock = asyncio.Lock()
 
     async def generate(self, version: Version, draw: Draw) -> GenerateHandle:
@@ -166,9 +170,9 @@ class VersionedSampler:
         keep: int,
         ttl_s: float = 0.0,
     ) -> None:
-        """Take published weights, and keep them as a version.
+        """Take published weights, and save them as a version.
 
-        Args: keep, ttl_s: see `save_state`.
+        Args: keep, ttl_s: as in `save_state`.
         """
         await outcome_of(published)
         async with self._lock:
@@ -179,7 +183,7 @@ class VersionedSampler:
         await outcome_of(saved)
 
     async def keep(self, version: str) -> None:
-        """Keep the weights that it begins with as a version."""
+        """Save the weights that the sampler begins with as a version."""
         async with self._lock:
             await outcome_of(self._deployment.save_state(version))
             self._holds = Version(version)
@@ -200,17 +204,18 @@ class SharedSampler:
 
 
 class TrainedModel:
-    """A model that is trained, in this session of its job."""
+    """A model that is trained, in this gateway's session of the model's job."""
 
     def __init__(self, job: MeshJob, adapter: Adapter | None) -> None:
         self.job = job
         self.policy: Deployment = job.deployment(POLICY)
         self.sampler = VersionedSampler(job) if adapter is None else None
-        """None: its tenant's shared sampler draws with its adapter."""
+        """The model's own sampler; None: the tenant's shared sampler draws with the model's
+        adapter."""
 
 
 class Models:
-    """The models of a tenant that this gateway has a session of."""
+    """The models of a tenant whose jobs this gateway has a session of."""
 
     def __init__(self, mesh: Mesh, backends: Backends) -> None:
         self._mesh = mesh
@@ -224,7 +229,10 @@ class Models:
         return self._backends.has_adapters
 
     async def train(self, job: str, base: str, adapter: Adapter | None) -> TrainedModel:
-        """Make a model. The same again is the same model. Raises: PhaseloomError: why not."""
+        """Make a model, or return the one that was made by the same call before.
+
+        Raises: PhaseloomError: the job was refused, or failed to start.
+        """
 
         async def make() -> TrainedModel:
             model = ModelSpec(registered=base, adapter=adapter)
@@ -243,9 +251,9 @@ class Models:
         return await _once(self._trained, job, make)
 
     async def trained(self, job: str, adapter: Adapter | None) -> TrainedModel:
-        """A model that was made, here or by an earlier gateway.
+        """A model that was made by this gateway or by an earlier one.
 
-        Raises: PhaseloomError: its job has ended, or was not made.
+        Raises: PhaseloomError: its job has ended, or was never made.
         """
 
         async def attach() -> TrainedModel:
@@ -254,7 +262,8 @@ class Models:
         return await _once(self._trained, job, attach)
 
     async def base_sampler(self, base: RegisteredModel) -> VersionedSampler:
-        """The tenant's sampler of a base, for versions of all weights that no model trains on."""
+        """The tenant's sampler of a base, for whole weights that belong to no trained model's own
+        sampler."""
         name = f"base-{_digest(base)}"
 
         async def make() -> VersionedSampler:
@@ -268,8 +277,8 @@ class Models:
         return await _once(self._bases, name, make)
 
     async def shared_sampler(self, base: RegisteredModel, adapter: Adapter) -> SharedSampler:
-        """The tenant's sampler for adapters like this one on a base: of the same targets, of any
-        alpha and seed, and of any rank up to the next power of two."""
+        """The tenant's sampler for adapters like this one on a base: adapters of the same targets,
+        of any alpha and seed, and of any rank up to the next power of two."""
         rank = LEAST_ROOM
         while rank < adapter.rank:
             rank *= 2
@@ -284,7 +293,10 @@ class Models:
         return await _once(self._shared, name, make)
 
     async def _submit_or_attach(self, name: str, specs: list[DeploymentSpec]) -> MeshJob:
-        """A job of an earlier gateway's, or a new one; a number is added for each that ended."""
+        """The job of this name that runs, made by an earlier gateway or made now.
+
+        A number is added to the name, one higher for each job of the name that has ended.
+        """
         for number in itertools.count():
             job = f"{name}-{number}"
             try:
@@ -300,8 +312,9 @@ class Models:
         raise AssertionError("numbers do not end")
 
     async def sizes(self, job: str = "") -> dict[tuple[str, str], int]:
-        """The bytes of each checkpoint, by who saved it and its name. Args: job: of this one only.
+        """The bytes of each checkpoint, by (source, name).
 
+        Args:   job: only checkpoints of this job; empty: of all jobs.
         Raises: PhaseloomError: the mesh gives no answer.
         """
         listed = await self._mesh.list_checkpoints(job)
@@ -320,11 +333,15 @@ class Models:
                 raise
 
     async def expire(self, source: str, name: str, ttl_s: float) -> None:
-        """Keep a checkpoint for so long from now. Raises: CallerError: NOT_FOUND; no such time."""
+        """Keep a checkpoint for `ttl_s` seconds from now.
+
+        Raises: CallerError: NOT_FOUND: there is no such checkpoint; the time is not valid.
+        """
         await self._mesh.expire_checkpoint(*_saver(source), name, ttl_s)
 
     async def archive(self, source: str, name: str) -> CheckpointArchive:
-        """Open a checkpoint as a tar file. Raises: CallerError: NOT_FOUND."""
+        """Open a checkpoint as a tar file. Raises: CallerError: NOT_FOUND: there is no such
+        checkpoint."""
         return await self._mesh.archive_checkpoint(*_saver(source), name)
 
     async def finish(self, job: str) -> None:
@@ -346,8 +363,10 @@ def _digest(*parts: object) -> str:
 async def _once(
     tasks: dict[str, asyncio.Task[_T]], key: str, make: Callable[[], Coroutine[Any, Any, _T]]
 ) -> _T:
-    """What `make` makes, made once for all who ask at the same time; again after a failure, and
-    once the session of its job is over."""
+    """The result of `make`, which is called once for all who ask at the same time.
+
+    It is called again after a failure, and once the session of the result's job is over.
+    """
     made = tasks.get(key)
     is_gone = made is None or (
         made.done() and (made.exception() is not None or made.result().job.is_closed)

@@ -52,7 +52,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
     model: str
     n: int = 1
@@ -119,20 +119,21 @@ class Call:
         return tokenizer_of(self.source.base.directory.path)
 
     def spell(self, token: int) -> str:
-        """How a token is written beside its log-probability."""
+        """The text of a token beside its log-probability."""
         if self.asked.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self.tokenizer.token(token)
 
     def text(self) -> TextParts:
-        """The text of a sample that begins."""
+        """A new `TextParts`, for the text of one sample."""
         return TextParts(self.tokenizer.decode, _stops(self.asked))
 
     async def submit(self, tokens: list[int], limit: int, top: int) -> GenerateHandle:
-        """Sample continuations of a prompt.
+        """Submit a `generate` that continues a prompt.
 
-        Args: limit: the most new tokens. top: of how many likeliest tokens at each position the
-                  log-probabilities are told.
+        Args:   limit: the most new tokens. top: likeliest tokens at each position whose
+                log-probabilities are answered.
+        Raises: CallerError: the prompt leaves no room.
         """
         check_samples(self.asked.n)
         room = self.source.context - len(tokens)
@@ -151,16 +152,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Form:
-    """How an answer is written."""
+    """The form in which an answer is written."""
 
     envelope: dict[str, Any]
-    """What every answer and every event of a stream has."""
+    """The fields of every answer, and of every event of a stream."""
     choice: Callable[[int, Piece, str], dict[str, Any]]
-    """Writes a choice, whole or the next piece of it; of its index, the piece and its text."""
+    """Writes a choice, or the next piece of one, from (its index, the piece, the piece's text)."""
     event: str = ""
-    """The `object` of an event of a stream; empty: there is none."""
+    """The `object` of an event of a stream; empty: events have none."""
     once: dict[str, Any] = field(default_factory=dict)
-    """What an answer, and a stream's first event, has besides."""
+    """Further fields of a whole answer, and of the first event of a stream."""
     has_text: bool = True
 
 
@@ -263,7 +264,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 @routes.post("/inference/v1/generate")
 async def tokens(request: web.Request) -> web.StreamResponse:
-    """Tokens in, tokens out, as vLLM has it and agent frameworks ask for it."""
+    """Sample from tokens, and answer tokens, in the form of vLLM that agent frameworks use."""
     tenant, asked = tenant_of(request), await body_of(request, Tokens)
     params = msgspec.structs.replace(
         asked.sampling_params, stream=asked.stream, stream_options=asked.stream_options
@@ -288,7 +289,10 @@ async def tokens(request: web.Request) -> web.StreamResponse:
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:
-    """Raises: CallerError: they are none."""
+    """The prompts of a request, each as a text or as tokens.
+
+    Raises: CallerError: the field is neither a prompt nor a list of prompts.
+    """
     kinds: tuple[Any, ...] = (str | list[int], list[str], list[list[int]])
     for kind in kinds:
         with suppress(msgspec.ValidationError):
@@ -302,7 +306,7 @@ def _prompts(prompt: object) -> list[str | list[int]]:
 
 
 def _tops(call: Call, piece: Piece) -> list[dict[str, float]]:
-    """The likeliest tokens at each position with their log-probabilities."""
+    """The log-probabilities of the likeliest tokens at each position, by the tokens' text."""
     names = [call.spell(token) for token in piece.top_tokens]
     both = list(zip(names, piece.top_logprobs, strict=True))
     length = len(piece.tokens)
@@ -355,7 +359,7 @@ async def _answer(
     limit: int,
     top: int,
 ) -> web.StreamResponse:
-    """Sample, and write the answer while somebody waits for it."""
+    """Sample from the prompts and write the answer; the sampling ends where the caller hangs up."""
     handles: list[GenerateHandle] = []
 
     async def submitted(tokens: list[int]) -> GenerateHandle:
@@ -386,7 +390,7 @@ async def _answer(
 
 
 class _Answer:
-    """An answer that is written."""
+    """One answer, written whole or as a stream."""
 
     def __init__(
         self, request: web.Request, call: Call, prompts: list[list[int]], form: Form
@@ -414,7 +418,11 @@ class _Answer:
         return web.json_response({**answer, "choices": choices, "usage": self._usage()})
 
     async def stream(self, handles: list[GenerateHandle]) -> web.StreamResponse:
-        """Write pieces as they are drawn. What fails before the first one is an answer as ever."""
+        """Write the pieces of all samples as they are drawn.
+
+        An error before the first piece is answered as an error; after that it is an event of the
+        stream.
+        """
         options = self._call.asked.stream_options or StreamOptions()
         telling = [asyncio.create_task(self._tell(i, each)) for i, each in enumerate(handles)]
         try:
@@ -465,7 +473,7 @@ class _Answer:
 
 
 def _whole(prompt: int, sample: int, sequence: Sequence) -> Piece:
-    """A sample in one piece."""
+    """A sample as one piece."""
     return Piece(
         prompt,
         sample,

@@ -1,7 +1,7 @@
-"""What a gateway must know after a restart, kept in the KV bucket `gateway`.
+"""The records that a gateway needs after a restart, kept in the KV bucket `gateway`.
 
 A model of the Tinker API is a job of the mesh, and its operations, results and checkpoints are the
-mesh's. So this is only which names stand for what.
+mesh's. So a record only says what a name of the API stands for on the mesh.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class ModelRecord(msgspec.Struct, frozen=True, tag="model"):
     id: str
     job: str
     base: str
-    """The registered model that it began as."""
+    """The registered model that the training began with."""
     offset: int = 0
-    """The mesh's number of an operation less the SDK's: 1 where the model was made by a load, which
-    the SDK does not count."""
+    """The mesh's number of an operation minus the SDK's number. It is 1 where the model was made by
+    a load, because the SDK does not count that load."""
     metadata: dict[str, Any] = {}
-    """The `user_metadata` of the call that made it."""
+    """The `user_metadata` of the call that made the model."""
     adapter: Adapter | None = None
-    """What is trained on the base; None: all its weights."""
+    """The adapter that is trained on the base; None: all weights are trained."""
 
 
 class SamplerRecord(msgspec.Struct, frozen=True, tag="sampler"):
@@ -58,11 +58,11 @@ class SamplerRecord(msgspec.Struct, frozen=True, tag="sampler"):
     id: str
     base: str
     model: str = ""
-    """The trained model whose own sampler it is; empty: the tenant's sampler of the base."""
+    """The trained model whose own sampler is used; empty: the tenant's sampler of the base."""
     version: str = ""
-    """The checkpoint with the weights; empty: the base's own."""
+    """The checkpoint with the weights; empty: the base's own weights."""
     path: str = ""
-    """The checkpoint's path, where it has one."""
+    """The path of the checkpoint, where it has one."""
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
@@ -76,16 +76,17 @@ class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
     source: str
     """The `<job>/<deployment>` that saved it."""
     name: str
-    """The mesh's name of it."""
+    """The name of the checkpoint on the mesh."""
     saved_s: float
-    """Unix seconds."""
+    """The time at which the checkpoint was saved, in Unix seconds."""
     metadata: dict[str, Any] = {}
     adapter: Adapter | None = None
-    """That of the model."""
+    """The adapter of the model that was saved; None: the checkpoint has all weights."""
     expires_s: float | None = None
     """When its time to live is over, in Unix seconds; None: it is kept until it is deleted."""
     replaces: tuple[str, str] | None = None
-    """The source and name of what the path stood for before, until that is removed."""
+    """The (source, name) of the checkpoint that the path named before, until its files are
+    removed."""
 
     @property
     def has_expired(self) -> bool:
@@ -93,16 +94,16 @@ class CheckpointRecord(msgspec.Struct, frozen=True, tag="checkpoint"):
 
 
 class CallRecord(msgspec.Struct, frozen=True, tag="call"):
-    """A call of several steps, so that another gateway can take those that are left."""
+    """A call of several steps, kept so that another gateway can do the steps that are left."""
 
     tenant: str
     id: str
-    """The name of its promise."""
+    """The name of the call's promise."""
     call: str
     asked: dict[str, Any]
     """The request."""
     answer: dict[str, Any] | None = None
-    """What it was answered with; None: there are steps left."""
+    """The answer to the call; None: there are steps left."""
 
 
 Record = SessionRecord | ModelRecord | SamplerRecord | CheckpointRecord | CallRecord
@@ -114,19 +115,18 @@ _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 class Book:
     """All records of a tenant, in memory and in the bucket.
 
-    The gateway that serves the tenant is the only one to write them. Each is written by
-    compare-and-set, so that one that does not know yet that another serves the tenant writes
-    nothing.
+    Only the gateway that serves the tenant writes them. Each write is a compare-and-set, so a
+    gateway that has lost the tenant without knowing it writes nothing.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._records: dict[tuple[type[Record], str, str], Record] = {}
         self._sequences: dict[str, int] = {}
-        """By key, where in the bucket's stream its record is."""
+        """The sequence of each record in the bucket's stream, by key."""
 
     async def load(self, tenant: str) -> None:
-        """Read what an earlier gateway has kept."""
+        """Read the records that an earlier gateway has kept."""
         for key in await self._bus.kv_keys(Bucket.GATEWAY):
             if not key.startswith(f"{tenant}."):
                 continue
@@ -136,9 +136,9 @@ class Book:
                 self._remember(_decoder.decode(stored.payload))
 
     async def put(self, record: Record) -> None:
-        """Keep a record. While NATS is away this waits.
+        """Write a record. While NATS is away the call waits, for `_PATIENCE_S` at most.
 
-        Raises: Lost: another gateway has written the record.
+        Raises: Lost: another gateway has written the record. nats.errors.Error: NATS stayed away.
         """
         key, value = _key(record), msgspec.json.encode(record)
         deadline = time.monotonic() + _PATIENCE_S
@@ -182,7 +182,7 @@ class Book:
         return None if _has_expired(found) else found
 
     def get(self, kind: type[R], tenant: str, id: str) -> R:
-        """Raises: CallerError: NOT_FOUND: the tenant has none of that name."""
+        """The record of this kind and name. Raises: CallerError: NOT_FOUND: the tenant has none."""
         found = self.find(kind, tenant, id)
         if found is None:
             what = kind.__name__.removesuffix("Record").lower()
@@ -202,8 +202,8 @@ class Book:
         ]
 
     def left_over(self, tenant: str) -> list[CheckpointRecord]:
-        """The checkpoints that are over, which are there for no other call, and those that have
-        replaced another."""
+        """The checkpoints with files to remove: those that have expired, and those whose path named
+        another one before."""
         return [
             record
             for record in self._records.values()
@@ -221,6 +221,7 @@ def _has_expired(record: Record | None) -> bool:
 
 
 def _key(record: Record) -> str:
-    """The record's key. Its id has characters that keys cannot have."""
+    """The key of a record in the bucket: a hash of the id, which has characters that keys cannot
+    have."""
     digest = hashlib.sha256(record.id.encode()).hexdigest()[:32]
     return f"{record.tenant}.{type(record).__name__}.{digest}"

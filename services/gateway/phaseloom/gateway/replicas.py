@@ -1,9 +1,9 @@
 """Which replica of the gateway serves a tenant, and how the others pass its calls on.
 
-A tenant is served by the replica that holds the tenant's lease, so its models have one session and
-its records one writer. Any other replica passes a call on to that one, and does so again where that
-one has died: calls are named, so that the same again is the same. A replica that loses a lease
-forgets the tenant, and whoever holds the lease next goes on from the records.
+The replica that holds a tenant's lease serves the tenant, so the tenant's models have one session
+and its records one writer. Any other replica passes a call on to that one, and passes it on again
+where that one has died: calls have names, so a repeated call has its effect once. A replica that
+loses a lease forgets the tenant; the next holder of the lease goes on from the records.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from phaseloom.gateway.tenants import Tenant
 log = logging.getLogger(__name__)
 
 _PASSED_ON = "X-Phaseloom-Passed-On"
-"""The header of a call that another replica has passed on: it is passed on once at most."""
+"""The header of a call that another replica has passed on; such a call is not passed on again."""
 _NOT_HERE = 421
-"""Misdirected: the replica does not serve the tenant, or no longer."""
+"""The HTTP status (Misdirected Request) of a replica that does not serve the tenant any more."""
 _LEASE_TTL_S = 3.0
 _MAX_DIGITS = 12
-"""The most digits of a time in Unix seconds, less one, that is read."""
+"""A time in Unix seconds with this number of digits, or more, is not read."""
 _PAUSE_S = 0.1
 _SEARCH_S = 20.0
 """How long a call waits for a replica that serves its tenant."""
 LOOK_S = 1.0
-"""How often it is looked whether the caller of a request still waits."""
+"""Seconds between two looks at whether the caller of a request still waits."""
 HUNG_UP = 499
-"""The status of an answer that nobody reads, as others have it in their logs."""
+"""The HTTP status of an answer that nobody reads any more, for logs; nginx has it, too."""
 _TIMEOUT = aiohttp.ClientTimeout(total=None, connect=2.0, sock_read=600.0)
 _PASSED = ("Content-Type", "Accept", "Authorization", "X-API-Key", "Host", "X-Forwarded-Proto")
 _PASSED_BACK = ("Content-Type", "Content-Length")
-"""Headers of an answer that is a stream."""
+"""The headers of a streamed answer that are passed back."""
 ARCHIVE_TYPE = "application/x-tar"
 _STREAMS = ("text/event-stream", ARCHIVE_TYPE)
 
 
 class Seat:
-    """A tenant at this replica, which serves it while it has the tenant's lease."""
+    """One tenant at this replica, which serves the tenant while it has the tenant's lease."""
 
     def __init__(
         self,
@@ -64,10 +64,8 @@ class Seat:
         address: str,
         serve: Callable[[Seat], Coroutine[Any, Any, None]],
     ) -> None:
-        """
-        Args: address: the URL at which other replicas reach this one.
-              serve: sets `tenant`, and goes on until it is cancelled.
-        """
+        """Args: address: the URL at which other replicas reach this one. serve: sets `tenant`, and
+        goes on until it is cancelled."""
         self.name = tenant
         self.tenant: Tenant | None = None
         """The tenant; None: another replica serves it."""
@@ -94,7 +92,8 @@ class Seat:
             await asyncio.sleep(_PAUSE_S)
 
     async def holder(self) -> str | None:
-        """The URL of the replica that serves the tenant; None: it is this one, or none now."""
+        """The URL of the other replica that serves the tenant; None: there is none now, or it is
+        this one."""
         try:
             stored = await self._bus.kv_get(Bucket.LEASES, gateway_lease_key(self.name))
         except nats.errors.Error as error:
@@ -104,12 +103,13 @@ class Seat:
         return None if address == self._address else address
 
     async def is_lost_by(self, address: str) -> bool:
-        """Whether another replica than the one at this URL, or this one, serves the tenant now."""
+        """Whether the replica at this URL does not serve the tenant any more, but another one
+        does."""
         return self.tenant is not None or (await self.holder() or address) != address
 
 
 class Replica:
-    """What this replica serves, and how it reaches the others."""
+    """The tenants that this replica serves, and the way to the other replicas."""
 
     def __init__(self, keys: Mapping[str, str], seats: Iterable[Seat]) -> None:
         """Args: keys: API key → tenant."""
@@ -117,8 +117,8 @@ class Replica:
         self._seats = {seat.name: seat for seat in seats}
 
     def seat(self, request: web.Request) -> Seat | None:
-        """That of the tenant whose key the request has, or a signature by it; None: it has
-        nobody's."""
+        """The seat of the tenant whose key or signature the request has; None: it has no
+        tenant's."""
         key = request.headers.get("X-API-Key", "")
         key = key or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         return self._seats.get(self._keys.get(key, "") or self._signer(request))
@@ -146,7 +146,7 @@ PEERS: web.AppKey[aiohttp.ClientSession] = web.AppKey("peers", aiohttp.ClientSes
 
 
 def peers() -> aiohttp.ClientSession:
-    """What calls are passed on with. Many wait at the same time."""
+    """A session for the calls to other replicas, of which many may wait at the same time."""
     return aiohttp.ClientSession(timeout=_TIMEOUT, connector=aiohttp.TCPConnector(limit=0))
 
 
@@ -154,7 +154,10 @@ def peers() -> aiohttp.ClientSession:
 async def passed_on(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer a call where its tenant is served."""
+    """Answer a call here where this replica serves the tenant, else at the replica that does.
+
+    Raises: ResourceError: no replica serves the tenant.
+    """
     seat = request.app[REPLICA].seat(request)
     if seat is None:
         return await handler(request)
@@ -187,8 +190,11 @@ async def passed_on(
 async def _pass_on_while_served(
     request: web.Request, seat: Seat, address: str
 ) -> web.StreamResponse | None:
-    """Another replica's answer; None: it has none, or has lost the lease while this waited for it,
-    as one on a host that hangs. Where the caller hangs up, so does this."""
+    """The answer of another replica.
+
+    The wait ends early with the status `HUNG_UP` where the caller is gone. None: the replica gives
+    no answer, or lost the lease meanwhile, as one on a host that hangs.
+    """
     passing = asyncio.create_task(_pass_on(request, address))
     try:
         while not passing.done():
@@ -204,7 +210,7 @@ async def _pass_on_while_served(
 
 
 async def _pass_on(request: web.Request, address: str) -> web.StreamResponse | None:
-    """Another replica's answer; None: it has none."""
+    """The answer of another replica; None: it gives none, or does not serve the tenant."""
     headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
     url = URL(address + request.raw_path, encoded=True)
     body = await request.read()

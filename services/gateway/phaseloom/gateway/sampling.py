@@ -1,4 +1,5 @@
-"""Sampling from whatever a caller names: a base, a checkpoint's path, a sampling session."""
+"""Sampling from the weights that a caller names: a base, a checkpoint's path or a sampling
+session."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ PATHS = "tinker://"
 
 @dataclass(frozen=True)
 class Source:
-    """Weights to sample from."""
+    """The weights to sample from, and the sampler that has them."""
 
     base: RegisteredModel
     version: Version
     model: str = ""
     """The trained model whose own sampler has them; empty: the tenant's sampler of the base."""
     adapter: Adapter | None = None
-    """What the version has on the base, with which the shared sampler draws; None: it has all
+    """The adapter of the version, with which the shared sampler draws; None: the version is whole
     weights."""
 
     @property

@@ -1,4 +1,4 @@
-"""What a gateway holds for each tenant that it serves."""
+"""The state that a gateway holds for each tenant that it serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FRESH_S = 1.0
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tenant: its models go by a connection of its own, as those of any controller."""
+    """A tenant. Its calls to the mesh go over a connection of its own, as a controller's do."""
 
     name: str
     models: Models
@@ -28,28 +28,32 @@ class Tenant:
     book: Book
     bus: Bus
     beats: dict[str, float] = field(default_factory=dict)
-    """When each session was heard of last, on the monotonic clock."""
+    """The time of each session's last heartbeat, on the monotonic clock."""
     read: dict[str, tuple[float, RegisteredModel]] = field(default_factory=dict)
-    """The registered models that were read, and when, on the monotonic clock."""
+    """Registered models, each with the time at which it was read, on the monotonic clock."""
     loading: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How many loads of each checkpoint, by who saved it and its name, are on their way."""
+    """The number of loads of each checkpoint that are under way, by (source, name)."""
 
     async def remove_files(self, source: str, name: str) -> bool:
-        """Remove a checkpoint's files. Returns: whether they are gone; not while a load of them is
-        on its way. Raises: PhaseloomError: they stay."""
+        """Remove a checkpoint's files, unless the checkpoint is being loaded.
+
+        Returns: whether the files are gone.
+        Raises:  PhaseloomError: the files stay.
+        """
         if self.loading[source, name]:
             return False
         await self.models.delete(source, name)
         return True
 
     async def bases(self) -> list[RegisteredModel]:
-        """The models that can be trained and sampled."""
+        """The registered models, which can be trained and sampled."""
         names = sorted(await self.bus.kv_keys(Bucket.MODELS))
         found = [await self._registered(name) for name in names]
         return [model for model in found if model is not None]
 
     async def base(self, name: str) -> RegisteredModel:
-        """A model as it was registered at most `_FRESH_S` ago: each sample asks for its own.
+        """The registered model of this name, as it was at most `_FRESH_S` ago. Each sample asks for
+        it, so it is not read every time.
 
         Raises: CallerError: NOT_FOUND: no registered model has the name.
         """

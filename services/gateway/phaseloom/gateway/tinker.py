@@ -1,8 +1,8 @@
 """The calls of the Tinker API, under `/api/v1`.
 
-A call that takes time answers with a promise at once, which the SDK asks for until it is kept. The
-name of a promise is made of what the SDK numbers, so a call that is made again has the promise that
-it had, also of a gateway that was started anew.
+A call that takes time answers at once with the name of a promise; the SDK asks for the promise
+until it is kept. The name is made of the numbers that the SDK gives its calls. So a call that is
+made again gets the promise that it had before, also from a gateway that was restarted meanwhile.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from phaseloom.gateway.tenants import Tenant
 log = logging.getLogger(__name__)
 
 LONG_POLL_S = 30.0
-"""How long a call waits for a promise; the SDK waits 45 s."""
+"""Seconds for which a call waits for a promise; the SDK waits 45 s for the answer."""
 _PAUSE_S = 0.1
-"""How long a call waits before it is told to ask again."""
+"""Seconds before a call whose promise is lost is answered: the SDK asks again at once."""
 _PROTOBUF = "application/x-protobuf"
 
 routes = web.RouteTableDef()
 
 
 class _Loose(msgspec.Struct, frozen=True):
-    """A request; fields that the gateway does not use are not read."""
+    """A request. Fields that it does not name are ignored."""
 
 
 class CreateSession(_Loose, frozen=True):
@@ -82,7 +82,10 @@ class LoraConfig(_Loose, frozen=True):
 
     @property
     def adapter(self) -> Adapter | None:
-        """What is trained; None where the rank is 0: all weights. Raises: CallerError: nothing."""
+        """The adapter to train; None: the rank is 0, which trains all weights.
+
+        Raises: CallerError: the rank is negative, or no layer is trained.
+        """
         if self.rank == 0:
             return None
         if self.rank < 0 or not (self.train_attn or self.train_mlp or self.train_unembed):
@@ -163,7 +166,10 @@ class Sample(_Loose, frozen=True):
     prompt_logprobs_last_n: int | None = None
 
     def check(self) -> None:
-        """Raises: CallerError: something is asked for that is not answered."""
+        """Check that all that is asked for can be answered.
+
+        Raises: CallerError: something cannot; names the field.
+        """
         for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
             if not 0 <= getattr(self, field) <= MAX_TOP_LOGPROBS:
                 raise CallerError(
@@ -204,7 +210,7 @@ async def dynamic_config(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/telemetry")
 async def telemetry(request: web.Request) -> web.Response:
-    """Accepted and dropped: it is meant for others."""
+    """Accept the SDK's telemetry, and drop it: it is meant for another service."""
     return web.json_response({"status": "accepted"})
 
 
@@ -266,9 +272,12 @@ async def _end_session(tenant: Tenant, session: SessionRecord) -> None:
 
 
 async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
-    """End sessions that are not heard of for so long, for ever: their programs are gone, and their
-    models would keep their places on the mesh. A session of an earlier gateway counts from now.
-    What is left of checkpoints that are over is removed, too."""
+    """End every session that was silent for `silent_s` seconds; runs until cancelled.
+
+    The programs of such sessions are gone, and their models would keep their places on the mesh.
+    For a session of an earlier gateway the time counts from this one's start. Files of expired
+    checkpoints are removed in the same loop.
+    """
     while True:
         now = time.monotonic()
         for session in tenant.book.all(SessionRecord, tenant.name):
@@ -312,7 +321,10 @@ async def _new_model(
     number: int,
     like: ModelRecord,
 ) -> ModelRecord:
-    """The record of a model; the same again is the same. Args: like: without its names."""
+    """The record of a model of a session, made now unless there is one.
+
+    Args: number: the SDK's number of the model. like: the record without tenant, id and job.
+    """
     tenant.book.get(SessionRecord, tenant.name, session)
     name = f"{session}:train:{number}"
     record = tenant.book.find(ModelRecord, tenant.name, name)
@@ -398,11 +410,11 @@ class Opened:
         answer: Callable[[Any], Coroutine[Any, Any, Answer]],
         num_targets: int = 1,
     ) -> tuple[str, Promise]:
-        """Submit an operation, once.
+        """The promise of an operation, which is submitted unless it was before.
 
-        Args: answer: makes its result an answer.
-              num_targets: where it has several a position, the name says so, for a later gateway
-                  that makes the answer.
+        Args: answer: makes the answer from the operation's result. num_targets: targets at each
+              position. Above 1 the number becomes part of the name: a later gateway that makes the
+              answer needs it.
         """
         name = self.name(seq) + (f"x{num_targets}" if num_targets > 1 else "")
         promise = self.tenant.futures.find(name)
@@ -452,8 +464,11 @@ async def forward_backward(request: web.Request) -> web.Response:
 def _refused(
     tenant: Tenant, promised: tuple[str, Promise], error: PhaseloomError
 ) -> tuple[str, Promise]:
-    """The promise of a call that is refused here, once the mesh has the operation that keeps its
-    number. Args: promised: that operation's."""
+    """The promise of a call that this gateway refuses. It is kept once the mesh has an operation
+    with the call's number.
+
+    Args: promised: the name and the promise of that operation.
+    """
 
     async def refuse() -> Answer:
         raise error
@@ -512,8 +527,11 @@ async def _save_weights(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promis
 
 
 def _refused_save(opened: Opened, seq: int, error: CallerError) -> tuple[str, Promise]:
-    """The promise of a save that is refused here. It keeps its number, or all that follow would
-    wait for it: the mesh refuses a save without a name."""
+    """The promise of a save that this gateway refuses.
+
+    A save without a name, which the mesh refuses, takes the call's number: otherwise all later
+    operations would wait for that number.
+    """
 
     async def never(_: Any) -> Answer:
         raise error
@@ -522,7 +540,7 @@ def _refused_save(opened: Opened, seq: int, error: CallerError) -> tuple[str, Pr
 
 
 async def _keep(tenant: Tenant, saved: CheckpointRecord, ttl_s: float) -> None:
-    """Have a path stand for a checkpoint. What it stood for before is removed."""
+    """Let a path name a checkpoint from now on; the checkpoint that it named before is removed."""
     before = tenant.book.find(CheckpointRecord, tenant.name, saved.id)
     replaces = None if before is None else (before.source, before.name)
     if before is not None and before.name == saved.name:  # an earlier gateway began this
@@ -540,7 +558,7 @@ async def load_weights(request: web.Request) -> web.Response:
 
 
 async def _load_weights(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promise]:
-    """Load a checkpoint into a model, or into a new one that this makes."""
+    """The promise to load a checkpoint: into the model that is named, or into a new one."""
     saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
     if asked.session_id is not None and asked.model_seq_id is not None:
         like = ModelRecord("", "", "", saved.base, 1, asked.user_metadata or {}, saved.adapter)
@@ -566,13 +584,14 @@ async def _load_weights(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promis
 
 
 Begun = tuple[Callable[[], Coroutine[Any, Any, dict[str, Any]]], OperationHandle[Any] | None]
-"""The steps of a call, and the operation that they wait for."""
+"""The steps of a call, and the operation that they wait for; None: the steps submit it."""
 
 
 async def _kept(
     tenant: Tenant, name: str, call: str, asked: msgspec.Struct, begin: Callable[[], Begun]
 ) -> tuple[str, Promise]:
-    """The promise of a call of several steps. It is kept, so that it goes on whoever dies."""
+    """The promise of a call of several steps. A record of the call is written first, so that
+    another gateway can go on with it."""
     record = tenant.book.find(CallRecord, tenant.name, name)
     if record is None:
         record = CallRecord(tenant.name, name, call, msgspec.to_builtins(asked))
@@ -639,7 +658,7 @@ async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Pr
 
 
 _KEPT_VERSIONS = 4
-"""How many of a model's unnamed samplers can be sampled from: the newest ones."""
+"""The number of unnamed sampler weights of a model that are kept: the newest ones."""
 
 
 @routes.post(PREFIX + "/create_sampling_session")
@@ -702,9 +721,9 @@ async def sample(request: web.Request) -> web.Response:
 
 
 async def _promised(promised: tuple[str, Promise], **more: Any) -> web.Response:
-    """Give the name of a promise, once the mesh has its operation.
+    """Answer with the name of a promise, once the mesh has the promise's operation.
 
-    Raises: Lost: it is not known to have it; the same call again has a new promise.
+    Raises: Lost: it is not known whether the mesh has it; the same call again gets a new promise.
     """
     await promised[1].stored()
     return web.json_response({"request_id": promised[0], **more})
@@ -736,7 +755,7 @@ async def retrieve_future(request: web.Request) -> web.Response:
 
 
 async def _earlier(tenant: Tenant, name: str) -> Promise | None:
-    """A promise that an earlier gateway made: its name says of which operation."""
+    """The promise of this name that an earlier gateway gave; None: no gateway gave it."""
     call = tenant.book.find(CallRecord, tenant.name, name)
     if call is not None:
         kind, again = _CALLS[call.call]
@@ -766,11 +785,11 @@ _CALLS: dict[str, tuple[type[Any], Callable[..., Coroutine[Any, Any, tuple[str, 
     "load_weights": (LoadWeights, _load_weights),
     "save_for_sampler": (SaveWeights, _save_for_sampler),
 }
-"""The calls of several steps."""
+"""The calls of several steps: the type of the request, and the function that gives the promise."""
 
 
 def _answer_of(done: ops.Completion, num_targets: int) -> Answer:
-    """The answer of an operation that another gateway submitted."""
+    """The answer to a call whose operation another gateway submitted."""
     match done.result:
         case ops.ForwardResult() as result:
             return convert.trained_output(result, {}, num_targets)
@@ -858,12 +877,12 @@ def _path(record: ModelRecord, kind: str, name: str) -> str:
 
 
 def _mesh_name(name: str, seq: int) -> str:
-    """A name for the mesh, whose names have fewer characters; no other save has the same."""
+    """The name of a save on the mesh, which allows fewer characters; `seq` keeps it unique."""
     return f"{seq}-{re.sub('[^A-Za-z0-9_-]', '_', name)}"[:64].rstrip("-")
 
 
 def _lora(adapter: Adapter | None) -> dict[str, Any]:
-    """What the SDK is told of an adapter; it wants a number for the rank in any case."""
+    """The fields about an adapter in an answer. The rank is always a number: the SDK needs one."""
     if adapter is None:
         return {"is_lora": False, "lora_rank": 0}
     return {

@@ -18,7 +18,7 @@ _TEMPLATE = "chat_template.jinja"
 
 
 class ModelTokenizer:
-    """Reads a model's directory."""
+    """The tokenizer and the chat template of one model."""
 
     def __init__(self, directory: Path) -> None:
         """Raises: CallerError: the directory has no `tokenizer.json`."""

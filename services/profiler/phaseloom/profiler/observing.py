@@ -1,4 +1,4 @@
-"""The mesh's metrics that the decision log tells: computed here, and nowhere else.
+"""The metrics of the mesh that follow from the decision log; no other process computes them.
 
 Entries that are older than this process are folded and not counted, since the process before
 counted them. Counters are added up here and read at a scrape: several of them grow with every

@@ -14,7 +14,8 @@ from phaseloom.common.contract.ids import JobKey
 from phaseloom.profiler.core.profile import Emission
 
 _MAX_AT_ONCE = 32
-"""Requests on their way at once. One at a time, each would wait for the connection's next gulp."""
+"""The most requests under way at once. One at a time, each would wait for the connection's next
+read."""
 
 
 class Outbox:
@@ -36,7 +37,7 @@ class Outbox:
     def drop(self, job: JobKey, msg_id: str | None = None) -> None:
         """Forget a job's emission that still waits.
 
-        Args: msg_id: forget it only where it has this id; None: whatever its id is.
+        Args: msg_id: forget the emission only where it has this id; None: forget any.
         """
         waiting = self._waiting.get(job)
         if waiting is not None and msg_id in (None, waiting.msg_id):

@@ -65,7 +65,10 @@ class Checkpoints:
         self._bus = bus
 
     async def find(self, tenant: str, request: ListCheckpoints) -> CheckpointList:
-        """Raises: CallerError: a bad name."""
+        """The tenant's checkpoints on all nodes, and the nodes that do not answer.
+
+        Raises: CallerError: a bad name.
+        """
         for field in ("job", "deployment"):
             if name := getattr(request, field):
                 check_name(name, field)
@@ -79,36 +82,51 @@ class Checkpoints:
         return CheckpointList(merged(found), silent)
 
     async def show(self, tenant: str, request: CheckpointRequest) -> SavedCheckpoint:
-        """Raises: CallerError: NOT_FOUND; a bad name. ResourceError: a node is silent."""
+        """Describe a checkpoint, with its files.
+
+        Raises: CallerError: NOT_FOUND; a bad name. ResourceError: a node is silent.
+        """
         key, name = _named(tenant, request)
         asked = DescribeCheckpoint(key, name)
         answers = await self._first(asked, CheckpointsFound)
         return answers.checkpoints[0]
 
     async def expire(self, tenant: str, request: ExpireCheckpoint) -> SavedCheckpoint:
-        """Raises: CallerError: NOT_FOUND; a bad name or time. ResourceError: a node is silent."""
+        """Set how long a checkpoint is kept from now on.
+
+        Raises: CallerError: NOT_FOUND; a bad name or time. ResourceError: a node is silent.
+        """
         key, name = _named(tenant, request)
         check_ttl(request.ttl_s, "ttl_s")
         answer = await self._first(SetExpiry(key, name, request.ttl_s), CheckpointsFound)
         return answer.checkpoints[0]
 
     async def delete(self, tenant: str, request: CheckpointRequest) -> CheckpointDeleted:
-        """Raises: CallerError: NOT_FOUND; FAILED_PRECONDITION: the job falls back to it; a bad
-        name. ResourceError: a node is silent."""
+        """Delete a checkpoint that its job does not fall back to.
+
+        Raises: CallerError: NOT_FOUND; FAILED_PRECONDITION: the job falls back to it; a bad name.
+                ResourceError: a node is silent.
+        """
         key, name = _named(tenant, request)
         answer = await self._first(EraseCheckpoint(key, name), CheckpointErased)
         return CheckpointDeleted(answer.num_bytes)
 
     async def archive(self, tenant: str, request: CheckpointRequest) -> OpenedArchive:
-        """Raises: CallerError: NOT_FOUND; a bad name. ResourceError: too many are open; a node is
-        silent."""
+        """Open a checkpoint as a tar file on a node that has it.
+
+        Raises: CallerError: NOT_FOUND; a bad name. ResourceError: too many archives are open; a
+                node is silent.
+        """
         key, name = _named(tenant, request)
         answer = await self._first(OpenArchive(key, name), ArchiveOpened)
         return OpenedArchive(answer.archive, answer.num_bytes)
 
     async def read(self, tenant: str, request: ReadArchive) -> ArchivePart:
-        """Raises: CallerError: NOT_FOUND: there is no such archive, or not any more. ResourceError:
-        the node is silent, or its disk fails."""
+        """Read a part of an open archive, from the node that has it open.
+
+        Raises: CallerError: NOT_FOUND: there is no such archive, or not any more. ResourceError:
+                the node is silent, or its disk fails.
+        """
         node = request.archive.partition(".")[0]
         if not is_name(node):
             raise CallerError(
@@ -175,8 +193,11 @@ class Checkpoints:
 
 
 def merged(found: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """The checkpoints of all nodes, the newest last. Of those that have one name the newest
-    counts: nodes with one root name the same, and a job that has moved may have saved anew."""
+    """The checkpoints of all nodes, the newest last.
+
+    Of several with one name the newest counts: nodes with one root name the same checkpoint, and a
+    job that has moved may have saved anew.
+    """
     newest: dict[tuple[str, str, str], SavedCheckpoint] = {}
     for each in found:
         key = (each.job, each.deployment, each.name)

@@ -220,7 +220,7 @@ class Router:
             await lifecycle.end(watches)
 
     async def _stop_taking(self, subscription: Subscription) -> None:
-        """Take what was delivered already, and no more."""
+        """Take the messages that were delivered already, and no more."""
         if self._bus.client.is_connected:
             with suppress(*_BUS_ERRORS):  # cut off now: the rest is delivered elsewhere
                 await subscription.drain()  # type: ignore[no-untyped-call]
@@ -433,7 +433,8 @@ class Router:
         return Beat(self._session_ttl_s)
 
     async def get_result(self, tenant: str, request: ResultRequest) -> ResultReply:
-        """Tell the completion of an operation or, without one, the id under which it is stored."""
+        """Answer with the completion of an operation or, where there is none yet, with the
+        operation's id."""
         deployment = DeploymentKey(tenant, request.job, request.deployment)
         key = parse_operation_key(f"{deployment}.{request.slot}")
         done = await self._bus.get_stored(streams.DONE, streams.done_subject(key))

@@ -61,49 +61,50 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     socket: str
     """Path of the Unix socket for the node's agent and ranks."""
     secret: str
-    """The mesh's secret: the agent proves it to this daemon, and it signs the tickets of weights
+    """The mesh's secret: the agent proves that it knows it, and it signs the tickets of weights
     versions."""
     certificates: str
-    """Directory of this node's certificate, key and authority (`phaseloom certs`), by which the
+    """The directory of this node's certificate, key and authority (`phaseloom certs`), by which the
     state managers of different nodes know one another."""
     directory: str
     """Directory of the state files: seals, persisted weights versions, host copies on NVMe."""
     devices: list[int]
-    """Bytes of managed state that each device may hold."""
+    """The bytes of managed state that each device may hold."""
     host_memory_bytes: int
-    """Budget of host memory in bytes: host copies, weights versions, seals and checkpoints'
+    """The budget of host memory in bytes: host copies, weights versions, seals and checkpoints'
     snapshots."""
     checkpoint_root: str = ""
-    """Directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`. It must be the same on all
-    nodes if deployments that move are to find what they saved. Empty: no checkpoint can be saved or
-    loaded."""
+    """The directory that holds `<tenant>/<job>/<deployment>/<checkpoint>`. It must be the same on
+    all nodes if deployments that move are to find their checkpoints. Empty: no checkpoint can be
+    saved or loaded."""
     checkpoint_file_bytes: int = 5_000_000_000
-    """Largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
+    """The largest size of a checkpoint's files in bytes; a tensor that alone is larger has a larger
     file."""
     nvme_bytes: int | None = None
-    """Budget in bytes of host copies on NVMe. 0: host copies stay in memory; None: as much as the
-    disk takes. Seals and versions are not counted."""
+    """The budget of host copies on NVMe in bytes. 0: host copies stay in memory; None: as much as
+    the disk takes. Seals and versions are not counted."""
     host: str = "127.0.0.1"
-    """Address at which weights versions are served to other nodes' daemons."""
+    """The address at which weights versions are served to other nodes' daemons."""
     port: int = 0
-    """TCP port at which weights versions are served; 0: any free port. `StatusReport.endpoint` has
-    the one in use."""
+    """The TCP port at which weights versions are served; 0: any free port. `StatusReport.endpoint`
+    has the port in use."""
     site: str = ""
-    """Name of the group of nodes that fast links join. A weights version crosses to each other site
-    once, and the nodes there pass it on among themselves. Empty: every node fetches for itself."""
+    """The name of the group of nodes that fast links join. A weights version crosses to each other
+    site once, and the nodes there pass it on among themselves. Empty: every node fetches for
+    itself."""
     delta_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
-    """Largest share of a batch of a weights version that a delta of an earlier version may have to
-    be sent in its place. 0: versions are always sent whole."""
+    """A batch of a weights version is sent as a delta of an earlier version if the delta has at
+    most this share of the batch's bytes. 0: versions are always sent whole."""
     frozen_bases: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """Models that never change, whose bytes tenants may share: a name → the BLAKE3 of each rank's
     content, in hex as `phaseloom state --json` shows it. All other bytes are shared within a tenant
     only."""
     transfer_timeout_s: float = 120.0
-    """A rank that takes longer to copy its heap out or in counts as lost."""
+    """Seconds after which a rank that has not copied its heap out or in counts as lost."""
     resume_timeout_s: float = 10.0
-    """After a kill of the daemon, ranks that have not come back within this time are lost."""
+    """Seconds after a kill of the daemon within which ranks must come back, or are lost."""
     peer_timeout_s: float = 10.0
-    """Silence of another node's daemon after which the next source is tried."""
+    """Seconds of silence of another node's daemon after which the next source is tried."""
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -203,8 +204,8 @@ async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Ses
 
 
 class _Addresses:
-    """The addresses at which other nodes reach this one: its own, and after a kill also the one
-    that they know from before."""
+    """The addresses at which other nodes reach this one: its own and, after a kill, the one of the
+    daemon before, which they know."""
 
     def __init__(self, node: Node, server: tls.Server, host: str, port: int) -> None:
         """Raises: OSError: somebody else has the port."""

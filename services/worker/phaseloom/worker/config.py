@@ -7,42 +7,41 @@ import msgspec
 from phaseloom.common.contract.specs import DeviceKind, Residency
 
 EXACT_MATH = {"MKL_CBWR": "AVX2,STRICT"}
-"""Variables that have MKL give the same bits for any number of threads. Ranks have them where that
+"""Variables with which MKL gives the same bits for any number of threads. Ranks get them where that
 number may change while they run; MKL reads them once."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
     node: str
-    """This node's name in the mesh."""
+    """The name of this node in the mesh."""
     pool: str
-    """Kind of work that the node's devices are for: `rollout`, `train`."""
+    """The kind of work that the node's devices are for: `rollout`, `train`."""
     devices: list[int]
-    """Memory budget of each device for managed state, bytes."""
+    """The memory budget of each device for managed state, in bytes."""
     host_memory_bytes: int
-    """Budget of the state manager's host arena."""
+    """The budget of the state manager's host arena."""
     state_socket: str
-    """Unix socket of this node's state manager."""
+    """The Unix socket of this node's state manager."""
     state_secret: str
-    """Secret by which the state manager knows its agent."""
+    """The secret by which the state manager knows its agent."""
     runtime_directory: str
-    """Directory of the agent's own socket; a short path (Unix sockets allow 107 bytes)."""
+    """The directory of the agent's own socket; a short path (Unix sockets allow 107 bytes)."""
     directory: str = ""
-    """Directory on the node's disk in which the agent keeps how far the decision log has come, so
-    that an older log is noticed: the state manager's will do. Empty: nothing is kept, and only a
-    log that goes back while the agent runs is noticed."""
+    """The directory on the node's disk in which the agent records how far the decision log has
+    come, so that an older log is noticed; the state manager's directory will do. Empty: nothing is
+    recorded, and only a log that goes back while the agent runs is noticed."""
     device_kind: DeviceKind = DeviceKind.EMULATED
     cores_per_device: int = 1
-    """Cores of each emulated device: jobs may divide them among one another."""
+    """The cores of each emulated device, which jobs may divide among one another."""
     exclusive_residency: Residency = Residency.SHARED
     """`job`: opening an activation offloads whatever another job left on the device."""
     price_per_hour: float = 0.0
-    """Price of the node, in any currency that all nodes share: placement prefers what costs less. 0
-    stands for the usual price of eight GPUs of its pool, or for 1 in any pool but `rollout` and
-    `train`."""
+    """The price of the node, in any currency that all nodes share: placement prefers cheaper nodes.
+    0: the usual price of eight GPUs of its pool, or 1 in any pool but `rollout` and `train`."""
     lease_ttl_s: float = 3.0
-    """How long the node counts as alive without a renewal."""
+    """Seconds for which the node counts as alive without a renewal."""
     start_timeout_s: float = 120.0
-    """A rank that is not up after this time is killed."""
+    """Seconds after which a rank that is not up is killed."""
     preload: bool = True
     """Whether torch is imported once, when the node starts, so that ranks start in a fraction of a
     second. False saves the memory on a node that runs `noop` alone; any other rank then imports
@@ -51,11 +50,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Backend → the Python that its ranks run in, where that is not the agent's own: a runtime
     whose requirements differ has an environment of its own, with this same Phaseloom installed."""
     rank_host: str = "127.0.0.1"
-    """Name or address at which ranks of other nodes reach those of this one, through a port of rank
-    0's node. Their traffic is the backends' own (gloo, NCCL), neither encrypted nor authenticated:
-    give it a network of its own."""
+    """The name or address at which ranks of other nodes reach those of this one, through a port of
+    rank 0's node. Their traffic is the backends' own (gloo, NCCL), neither encrypted nor
+    authenticated: give it a network of its own."""
     rank_interface: str = ""
-    """Network interface for the traffic between ranks; empty: the backend chooses."""
+    """The network interface for the traffic between ranks; empty: the backend chooses."""
 
     @property
     def price(self) -> float:
@@ -63,4 +62,4 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
 
 _USUAL_PRICES = {"rollout": 8 * 1.85, "train": 8 * 5.28}
-"""Dollars an hour: eight H20, eight H800 (WEAVE §6.1)."""
+"""Dollars an hour of a node with eight H20 or eight H800 (WEAVE §6.1)."""

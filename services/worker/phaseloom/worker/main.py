@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_PAUSE_S = 0.1
 _CONNECT_TRIES = 600
-"""Tries to connect: a machine that starts everything at once is slow."""
+"""The number of tries to connect: a machine that starts everything at once is slow."""
 
 
 async def serve(stop: asyncio.Event) -> None:
@@ -114,8 +114,8 @@ async def _connect_state(settings: WorkerConfig) -> AgentStateClient:
 
 
 async def _until_state_lost(state: AgentStateClient) -> None:
-    """End the agent with the state manager: nothing here can be trusted without it. Both start
-    over."""
+    """End the agent when the state manager is gone: nothing here can be trusted without it. Both
+    start over."""
     reason = await asyncio.shield(state.closed)
     raise ResourceError(f"the state manager is gone: {reason}", remedy="it is restarted")
 

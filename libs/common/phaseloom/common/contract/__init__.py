@@ -2,14 +2,14 @@
 
 operations    controller → router, WPG leader; outcomes back to the controller
 kinds         the table of operation kinds: how each is checked, cut, merged and measured
-events        every service → decision log → scheduler, and what people are told
+events        every service → decision log → scheduler, and notices for people
 commands      scheduler → a node's agent
 agents        agent ↔ agent, for a WPG over several nodes
 api           controller and operator ↔ scheduler and router, request and reply
 state_agent   agent ↔ state manager, over the node's Unix socket
 state_rank    rank ↔ state manager, over the node's Unix socket
-specs         what jobs, deployments, devices and the scheduler are described by
-state_layout  how the state of a rank is described to its state manager
+specs         the descriptions of jobs, deployments, devices and the scheduler's settings
+state_layout  the description of a rank's state for its state manager
 
 Conventions
 - Frozen structs; unions are tagged by `type` (snake case). Unknown fields are ignored, missing

@@ -29,12 +29,12 @@ class TakePart(Message, frozen=True):
     number: int
     """The number of the call in this incarnation, counted from 1."""
     num_ended: int
-    """The newest call that is not asked for again."""
+    """The number of the newest call whose answer is not asked for again."""
     share: bytes
     """The command to the ranks (`phaseloom.worker.rank.wire.RunShare`), as MessagePack, without the
     payloads: the agent reads these from the operation stream."""
     offset: int = 0
-    """How much of the answer has come."""
+    """The number of bytes of the answer that the asking agent has."""
 
 
 class CallRoll(Message, frozen=True):

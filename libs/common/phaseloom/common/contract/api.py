@@ -60,7 +60,7 @@ class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     next_seq: int
     """The lowest seq that has no outcome yet; from `session.attach`: the next one to use."""
     open_operations: list[str] = []
-    """Slots that have no outcome yet."""
+    """The slots of the operations that have no outcome yet."""
     error: ErrorInfo | None = None
     moving: str = ""
     """The nodes that the deployment moves to and what it waits for, in words. Empty: it stays."""
@@ -114,8 +114,8 @@ class JobReport(msgspec.Struct, frozen=True):
 
     job: str
     step: int
-    """The step of the job that the values are of, from 0. Of several values of one name at one step
-    people are shown the last."""
+    """The step of the job that the values belong to, from 0. Where a name has several values at one
+    step, people see the last."""
     values: dict[str, float]
     """A finite number for each name: `reward`, `loss`, … Names are as those of jobs, and may have
     `/`, `.` and `:` in them."""
@@ -127,7 +127,7 @@ class Reported(msgspec.Struct, frozen=True):
 
 class Beat(msgspec.Struct, frozen=True):
     within_s: float
-    """The next one is expected within so many seconds."""
+    """Seconds within which the next heartbeat is expected."""
 
 
 class PhaseRequest(msgspec.Struct, frozen=True):
@@ -151,8 +151,8 @@ class CancelRequest(OperationRequest, frozen=True, omit_defaults=True):
     """`pl.v1.api.<tenant>.operation.cancel`."""
 
     keeps_partial: bool = False
-    """Whether a `generate` that runs shall end COMPLETED, with the tokens that it has: those of a
-    sample that was not done have the stop_reason `partial`."""
+    """Whether a `generate` that runs ends COMPLETED with the tokens that it has. An unfinished
+    sample has the stop_reason `partial`."""
 
 
 class DrainNode(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -183,9 +183,10 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     key: OperationKey
     kind: str
-    """The operation's kind; empty where it has ended and its outcome does not tell."""
+    """The operation's kind; empty where the operation has ended and its outcome does not tell the
+    kind."""
     state: str
-    """`queued` or `permitted`; its outcome where it has ended."""
+    """`queued` or `permitted`; for an operation that has ended, its outcome."""
     waits_for: list[str] = []
     """One line for each operation, WPG, busy device or held phase that it waits for."""
     place: int = 0
@@ -193,7 +194,7 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     predicted_start_s: float = -1.0
     """Seconds from now; -1: not known."""
     why: str = ""
-    """Why the policy chose so."""
+    """The policy's reason for the choice."""
 
 
 class UsageRequest(msgspec.Struct, frozen=True):
@@ -204,7 +205,8 @@ class Usage(msgspec.Struct, frozen=True):
     """The operations that a tenant has open."""
 
     open_operations: int
-    """Queued or permitted; also those that were refused behind a gap, until it is closed."""
+    """The operations that are queued or permitted, and those that were refused behind a gap, until
+    the gap is closed."""
     sequence: int
     """The place in the decision log up to which operations are counted."""
 
@@ -228,9 +230,9 @@ class ListCheckpoints(msgspec.Struct, frozen=True, omit_defaults=True):
     """`pl.v1.api.<tenant>.checkpoint.list`, answered with a CheckpointList."""
 
     job: str = ""
-    """Only those of this job; empty: of all jobs, also of those that have ended."""
+    """List only the checkpoints of this job; empty: of all jobs, also of those that have ended."""
     deployment: str = ""
-    """Only those of deployments of this name; empty: of all."""
+    """List only the checkpoints of deployments of this name; empty: of all."""
 
 
 class CheckpointRequest(msgspec.Struct, frozen=True):
@@ -264,7 +266,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     deployment: str
     name: str
     num_bytes: int
-    """Bytes of its files."""
+    """The bytes of all its files."""
     saved_s: float
     """When it became durable, in Unix seconds of its node's clock."""
     seq: int = 0
@@ -274,21 +276,21 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     keep: int = 0
     """The `keep` that it was saved with."""
     expires_in_s: float | None = None
-    """How long it is kept still, in seconds; None: until it is deleted."""
+    """Seconds for which the checkpoint is still kept; None: until it is deleted."""
     files: dict[str, int] = {}
     """The bytes of each file; empty in a list."""
 
 
 class CheckpointList(msgspec.Struct, frozen=True, omit_defaults=True):
     checkpoints: list[SavedCheckpoint]
-    """Sorted by when they became durable, the newest last."""
+    """The checkpoints by the time at which they became durable, the newest last."""
     silent_nodes: list[str] = []
     """The nodes that gave no answer: checkpoints that they alone have are not in the list."""
 
 
 class CheckpointDeleted(msgspec.Struct, frozen=True):
     num_bytes: int
-    """Bytes of its files."""
+    """The bytes of all files that were removed."""
 
 
 class OpenedArchive(msgspec.Struct, frozen=True):
@@ -296,7 +298,7 @@ class OpenedArchive(msgspec.Struct, frozen=True):
     checkpoint. It is closed when nothing was read for a minute."""
 
     archive: str
-    """Names it in `checkpoint.read`."""
+    """The name of the archive in `checkpoint.read`."""
     num_bytes: int
 
 

@@ -26,7 +26,7 @@ def pack_float32s(values: list[float]) -> bytes:
 
 
 def int32s(values: Int32s) -> list[int]:
-    """Raises: ValueError: bytes that are no whole number of int32."""
+    """The integers as a list. Raises: ValueError: the bytes are no whole number of int32."""
     if isinstance(values, list):
         return values
     unpacked = array("i")
@@ -35,7 +35,7 @@ def int32s(values: Int32s) -> list[int]:
 
 
 def float32s(values: Float32s) -> list[float]:
-    """Raises: ValueError: bytes that are no whole number of float32."""
+    """The numbers as a list. Raises: ValueError: the bytes are no whole number of float32."""
     if isinstance(values, list):
         return values
     unpacked = array("f")

@@ -17,9 +17,9 @@ class FindCheckpoints(Message, frozen=True):
 
     tenant: str
     job: str = ""
-    """Only those of this job; empty: of all."""
+    """Find only the checkpoints of this job; empty: of all."""
     deployment: str = ""
-    """Only those of deployments of this name; empty: of all."""
+    """Find only the checkpoints of deployments of this name; empty: of all."""
 
 
 class CheckpointsFound(Message, frozen=True):
@@ -37,7 +37,7 @@ class DescribeCheckpoint(Message, frozen=True):
 
 
 class SetExpiry(Message, frozen=True):
-    """Keep a checkpoint for so long from now. Answer: CheckpointsFound, of one.
+    """Keep a checkpoint for `ttl_s` seconds from now. Answer: CheckpointsFound, of one.
 
     Raises: NOT_FOUND.
     """
@@ -45,7 +45,7 @@ class SetExpiry(Message, frozen=True):
     deployment: DeploymentKey
     name: str
     ttl_s: float
-    """0: until it is deleted."""
+    """Seconds from now; 0: the checkpoint is kept until it is deleted."""
 
 
 class EraseCheckpoint(Message, frozen=True):
@@ -57,12 +57,12 @@ class EraseCheckpoint(Message, frozen=True):
     deployment: DeploymentKey
     name: str
     if_expired: bool = False
-    """Remove it only where its time to live is over."""
+    """Whether to remove the checkpoint only if its time to live is over."""
 
 
 class CheckpointErased(Message, frozen=True):
     num_bytes: int
-    """Bytes of its files."""
+    """The bytes of all files that were removed."""
 
 
 class OpenArchive(Message, frozen=True):

@@ -1,9 +1,9 @@
-"""Whether the arguments of an operation are sound, whatever deployment would run it.
+"""Checks of an operation's arguments, apart from any deployment that would run it.
 
 One `check_<kind>` for each kind that has anything to check: `contract.kinds` names it, the router
-calls it before the operation is queued. What depends on the model (token range, context length) is
-the backend's to refuse. Each takes the operation's key and arguments, and raises a CallerError that
-names the field and the remedy.
+calls it before the operation is queued. Whatever depends on the model (token range, context length)
+is checked by the backend. Each function takes the operation's key and arguments, and raises a
+CallerError that names the field and the remedy.
 Cost: linear in the payload, at the speed of C loops: about 10 ms for a batch of the largest size.
 """
 
@@ -55,7 +55,7 @@ _METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]*\Z")
 
 
 def check_report(job: str, step: int, values: Mapping[str, float]) -> None:
-    """Whether a controller's report can be taken.
+    """Check that a controller's report can be taken.
 
     Raises: CallerError: the job's name, the step or a value is not valid, or there are too many.
     """
@@ -150,7 +150,10 @@ def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
 
 
 def check_ttl(ttl_s: float, field: str) -> None:
-    """Raises: CallerError: no time to live of a checkpoint; 0 stands for none."""
+    """Check a time to live in seconds; 0 stands for none.
+
+    Raises: CallerError: it is negative, not finite, or too long.
+    """
     check_between(ttl_s, 0.0, MAX_CHECKPOINT_TTL_S, field)
 
 
@@ -258,7 +261,10 @@ def check_batch(batch: list[ops.Datum], needed: tuple[str, ...] = ()) -> None:
 
 
 def check_num_targets(args: ops.ForwardBackward) -> None:
-    """Raises: CallerError: several targets a position, and a loss that takes one."""
+    """Check that the loss takes as many targets a position as the samples have.
+
+    Raises: CallerError: there are several, and the loss takes one.
+    """
     if args.loss is ops.Loss.CROSS_ENTROPY:
         return
     for i, datum in enumerate(args.batch):
@@ -271,7 +277,10 @@ def check_num_targets(args: ops.ForwardBackward) -> None:
 
 
 def _check_unused(args: ops.ForwardBackward) -> None:
-    """Refuse a factor that the loss does not use: it was meant to do something."""
+    """Check that no factor is given that the loss does not use.
+
+    Raises: CallerError: one is, so the caller expects an effect that it would not have.
+    """
     unused, used = ("weights", "advantages")
     if args.loss is ops.Loss.CROSS_ENTROPY:
         unused, used = used, unused

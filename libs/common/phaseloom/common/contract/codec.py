@@ -41,7 +41,7 @@ def _msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def content_type_of(headers: Mapping[str, str] | None) -> str:
-    """The content type by the `Content-Type` header; JSON without one, as a person types it."""
+    """The content type in the `Content-Type` header; JSON where there is no such header."""
     return (headers or {}).get(CONTENT_TYPE, JSON)
 
 
@@ -51,11 +51,11 @@ def encode(message: object, content_type: str = MSGPACK) -> bytes:
 
 
 def decode(payload: bytes, kind: Any, content_type: str = MSGPACK, *, field: str = "") -> Any:
-    """Decode and validate.
+    """Decode and validate a message.
 
     Args:   kind: the type (or union) expected.
             field: prefix of the field path that an error names.
-    Raises: CallerError: not of that type; names the field.
+    Raises: CallerError: the payload is not of that type; names the field.
     """
     try:
         if content_type == JSON:

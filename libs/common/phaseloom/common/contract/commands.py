@@ -13,11 +13,13 @@ class NodeCommand(Message, frozen=True):
     id: CommandId
     node: NodeId
     revision: int
-    """The lease of the node that the command is meant for; under another one it is refused."""
+    """The revision of the node's lease that the command is meant for; under another lease it is
+    refused."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Leave for nodes to fetch a weights version from others, for one incarnation of its reader.
+    """Permission for nodes to fetch a weights version from other nodes, for one incarnation of its
+    reader.
 
     It lasts as long as that incarnation and the version: a state manager that has seen the ticket
     of a later incarnation refuses it.
@@ -30,11 +32,12 @@ class Ticket(msgspec.Struct, frozen=True):
     nodes: list[str]
     """The nodes of the reader's ranks, as their certificates name them."""
     mac: bytes = b""
-    """The scheduler's signature, by which it permits the read: see `transport.tickets`."""
+    """The scheduler's signature: see `phaseloom.common.transport.tickets`."""
 
 
 class FilesTicket(msgspec.Struct, frozen=True):
-    """Leave for nodes to fetch a deployment's seals and durable weights versions from others.
+    """Permission for nodes to fetch a deployment's seals and durable weights versions from other
+    nodes.
 
     It lasts until a later incarnation of the deployment asks.
     """
@@ -60,7 +63,7 @@ class StartWpg(NodeCommand, frozen=True):
     checkpoint: str = ""
     """The checkpoint that the job fell back to; empty: none."""
     applied: int = 0
-    """seq that the checkpoint, or the fresh state, stands for."""
+    """The seq of the last mutating operation in the checkpoint or the fresh state."""
     rank_offset: int = 0
     """The number of this node's first rank; rank 0 leads."""
     nodes: list[NodeId] = []
@@ -72,7 +75,7 @@ class StartWpg(NodeCommand, frozen=True):
     """Endpoints of the state managers that have the seal and the versions, where this node may
     lack them."""
     ticket: FilesTicket | None = None
-    """Leave to fetch from the sources; given wherever there are any."""
+    """The permission to fetch from the sources; it is given wherever there are any."""
 
 
 class StopWpg(NodeCommand, frozen=True):
@@ -93,13 +96,13 @@ class OpenActivation(NodeCommand, frozen=True):
     epoch: int
     displaces: list[DeploymentKey]
     is_speculative: bool = False
-    """Whether the operation that it is opened for is only predicted."""
+    """Whether the activation is opened for an operation that is only predicted."""
     ranks: list[int] = []
     """The ranks to switch in; empty: all."""
 
 
 class Permit(NodeCommand, frozen=True):
-    """Leave to run one operation within an activation."""
+    """Permission to run one operation within an activation."""
 
     operation: OperationKey
     operation_id: str
@@ -107,32 +110,37 @@ class Permit(NodeCommand, frozen=True):
     incarnation: int
     epoch: int
     prev: int
-    """seq of the last mutating operation that took effect."""
+    """The seq of the last mutating operation that took effect."""
     replay: bool = False
-    """Whether it rebuilds the state: it runs even if its outcome is stored, and that one stands."""
+    """Whether the operation rebuilds state: it runs although its outcome is stored, and that
+    outcome stands."""
     sources: list[str] = []
-    """Where a weights version is read: endpoints of the state managers that have it."""
+    """For an operation that reads a weights version: endpoints of the state managers that have
+    it."""
     partial: bool = False
     """For `optim_step`: whether a `forward_backward` since the last step was not completed."""
     ticket: Ticket | None = None
-    """Where a weights version is read: leave to fetch it from the sources."""
+    """For an operation that reads a weights version: the permission to fetch it from the
+    sources."""
     sealing: int = 0
     """For a WPG over several nodes: the seal that is being made of it. Each node copies its part of
     that seal before its ranks run this operation. 0: none is being made."""
     ranks: list[int] = []
-    """For `generate`: the ranks that do it, a replica each; empty: all."""
+    """For `generate`: the ranks that run it, one for each replica; empty: all."""
     tail_on: list[int] = []
-    """For `generate`: the ranks on which its long tail is gathered, because others have use for the
+    """For `generate`: the ranks on which its long tail is gathered, because other jobs can use the
     devices of the rest. Empty: it is not gathered."""
     adapter: Adapter | None = None
-    """For an operation that names a weights version: what the version is."""
+    """For an operation that names a weights version: the adapter that the version is."""
     units: list[int] = []
-    """The compute units of its device that it may use; empty: all of them."""
+    """The compute units of its device that the operation may use; empty: all."""
 
 
 class Permits(NodeCommand, frozen=True):
-    """Leave to run several reading operations of one deployment within one activation. Each permit
-    counts as one of its own; the id of the command is the first permit's."""
+    """Permission to run several reading operations of one deployment within one activation.
+
+    Each permit counts as one of its own; the id of the command is the first permit's.
+    """
 
     permits: list[Permit]
     traceparents: list[str]
@@ -144,12 +152,13 @@ class Permits(NodeCommand, frozen=True):
 
 
 class CancelOperation(NodeCommand, frozen=True):
-    """Stop a reading operation that runs; it ends CANCELLED, or as it would have."""
+    """Stop a reading operation that runs; it ends CANCELLED, or with its result if that comes
+    first."""
 
     operation: OperationKey
     incarnation: int
     keeps_partial: bool = False
-    """Whether a `generate` shall complete with the tokens that it has."""
+    """Whether a `generate` completes with the tokens that it has."""
 
 
 class AdjustClaims(NodeCommand, frozen=True):
@@ -162,9 +171,9 @@ class AdjustClaims(NodeCommand, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     units: list[int]
-    """The units that it may use from then on; at least one."""
+    """The units that the operations may use from then on; at least one."""
     shrinks: bool
-    """Whether units are taken away: then a ClaimsAdjusted answers once the rank does not use them
+    """Whether units are taken away. If so, a ClaimsAdjusted answers once the rank does not use them
     any more."""
 
 
@@ -189,9 +198,9 @@ class SealState(NodeCommand, frozen=True):
     """For `remote`: the nodes whose disks get a copy before the seal is committed, with the
     endpoints of their state managers."""
     num_parts: int = 1
-    """How many nodes the WPG has: the seal is committed with the last node's part."""
+    """The number of nodes of the WPG: the seal is committed with the last node's part."""
     ticket: FilesTicket | None = None
-    """Leave for the replicas to fetch it."""
+    """The permission by which the replicas fetch the seal."""
 
 
 class MirrorState(NodeCommand, frozen=True):
@@ -206,13 +215,15 @@ class MirrorState(NodeCommand, frozen=True):
     """Endpoints of the state managers that have them."""
     ticket: FilesTicket
     holds: Ticket | None = None
-    """Leave to fetch the version that the deployment holds, which may be another deployment's."""
+    """The permission to fetch the version that the deployment holds, which may be another
+    deployment's."""
     keeps: Ticket | None = None
-    """Leave to fetch a version that nobody can make again: without it the command fails."""
+    """The permission to fetch a version that nobody can make again: without it the command
+    fails."""
     rank_offset: int = 0
     """The number of the first rank that the node is to have."""
     num_ranks: int = 0
-    """How many ranks the WPG has on all nodes; 0: not known."""
+    """The number of the WPG's ranks on all nodes; 0: not known."""
 
 
 class ReleaseVersions(NodeCommand, frozen=True):
@@ -227,7 +238,7 @@ class PrefetchState(NodeCommand, frozen=True):
     deployment: DeploymentKey
     incarnation: int
     in_s: float | None
-    """Seconds from now to its predicted use; None: the hint before is withdrawn."""
+    """Seconds until the predicted use; None: the hint before is withdrawn."""
 
 
 Command = (

@@ -1,4 +1,4 @@
-"""How a sample goes on behind an answer that ended before it did, token for token. Pure."""
+"""Continuation of a sample that ended before it was finished, token for token. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PARTIAL = "partial"
 
 
 def continued(prompt: Prompt, sequence: Sequence, sample: int = 0) -> Prompt:
-    """The prompt that goes on from an answer with the same draws, token for token.
+    """The prompt that continues a sequence with the same draws, token for token.
 
-    Ask for it with `num_samples=1` and the same sampling, whose `max_tokens` counts what was
-    generated before; the answer holds the new tokens only.
+    Submit it with `num_samples=1` and the same sampling. Its `max_tokens` counts the tokens that
+    were generated before; the answer has the new tokens only.
 
     Args: sample: place of the sequence among the prompt's samples.
     """
@@ -28,7 +28,7 @@ def continued(prompt: Prompt, sequence: Sequence, sample: int = 0) -> Prompt:
 
 
 def extended(had: Sequence, new: Sequence) -> Sequence:
-    """A sequence and the one that goes on from it, as one; arrays are packed where both are."""
+    """A sequence and its continuation as one sequence; the arrays are packed where both are."""
     return replace(
         new,
         tokens=_ints(had.tokens, new.tokens),

@@ -33,7 +33,7 @@ class Code(StrEnum):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as it travels: what went wrong, where, and what to do about it."""
+    """An error as it travels: its code, its message, the field at fault, and the remedy."""
 
     code: Code
     message: str
@@ -44,7 +44,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 MAX_MESSAGE_CHARS = 2000
-"""A value that a caller sent, or a library's words, may be in a message, and errors are kept."""
+"""The longest message of an error, in characters. A message may quote a caller's value or a
+library, and errors are kept."""
 
 
 def _shortened(message: str) -> str:
@@ -75,7 +76,7 @@ class PhaseloomError(Exception):
 
     @property
     def retry_after_s(self) -> float | None:
-        """After how many seconds the same request may pass; None: that is not known."""
+        """Seconds after which the same request may succeed; None: not known."""
         try:
             return float(self.info.details["retry_after_s"])
         except (KeyError, ValueError):
@@ -101,12 +102,13 @@ class InternalError(PhaseloomError):
 
 
 def unforeseen(error: BaseException) -> ErrorInfo:
-    """The error that reports an exception that is none of ours: a bug, in its own words."""
+    """The error that reports an exception which Phaseloom did not expect: a bug, in its own
+    words."""
     return ErrorInfo(Code.INTERNAL, _shortened(f"{type(error).__name__}: {error}"))
 
 
 def session_over(session: int, newest: int) -> ErrorInfo:
-    """Another controller attached to the job since."""
+    """The error for an operation of a session that a newer session has ended."""
     return ErrorInfo(
         Code.ABORTED,
         f"session {session} is over: {newest} is attached",

@@ -1,7 +1,7 @@
-"""The decision log: everything that the scheduler decides on; and notices, which only people read.
+"""The decision log: every event that the scheduler decides on; and notices, which only people read.
 
-router, agent, profiler, scheduler's shell and job API → SCHED → scheduler, standby, recorder.
-Each event names its own producer.
+router, agent, profiler, scheduler's shell and job API → SCHED → scheduler, standby, recorder. Each
+event names its own producer.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class NodeUp(Message, frozen=True):
     devices: list[DeviceSpec]
     host_memory_bytes: int
     revision: int
-    """Revision of the node lease: every command names it, and an agent refuses another's."""
+    """The revision of the node's lease: every command names it, and an agent refuses any other."""
     state_endpoint: str
     """host:port where this node's state manager serves weights versions."""
     exclusive_residency: Residency = Residency.SHARED
     price_per_hour: float = 1.0
-    """Price of the whole node, in any currency: placement weighs nodes by it."""
+    """The price of the whole node, in any currency: placement weighs nodes by it."""
     backends: dict[str, Capabilities] = {}
-    """The backends that its ranks can run, by name; empty: not told, any."""
+    """The backends that the node's ranks can run, by name; empty: any."""
 
 
 class NodeLost(Message, frozen=True):
@@ -66,7 +66,7 @@ class WpgStarted(Message, frozen=True):
     node: NodeId
     state_bytes: int
     applied: int
-    """seq of the last mutating operation in the state: 0, or the seal's."""
+    """The seq of the last mutating operation in the state: 0, or the seal's."""
     devices: list[int] = []
     """The device of each rank; for people who read the log."""
 
@@ -85,7 +85,7 @@ class NodeDrainRequested(Message, frozen=True, omit_defaults=True):
 
     node: NodeId
     request: str
-    """Id of the API request that this answers."""
+    """The id of the API request that caused the event."""
     undo: bool = False
     """Whether an earlier request is taken back instead."""
     gone: bool = False
@@ -97,11 +97,11 @@ class StateMirrored(Message, frozen=True, omit_defaults=True):
 
     deployment: DeploymentKey
     seq: int
-    """seq of the seal; 0: none was asked for."""
+    """The seq of the seal; 0: no seal was asked for."""
     node: NodeId
     command: CommandId
     error: ErrorInfo | None = None
-    """Why the copy is not on the node; None: it is."""
+    """The reason why the copy is not on the node; None: it is."""
 
 
 class JobSubmitted(Message, frozen=True):
@@ -110,7 +110,7 @@ class JobSubmitted(Message, frozen=True):
     job: JobKey
     spec: JobSpec
     request: str
-    """Id of the API request that this answers."""
+    """The id of the API request that caused the event."""
 
 
 class JobFinished(Message, frozen=True):
@@ -144,8 +144,8 @@ class DeploymentDeleted(Message, frozen=True):
 
 
 class SessionOpened(Message, frozen=True):
-    """router → scheduler. A controller attached: operations of older sessions that are queued
-    behind this in the log are refused."""
+    """router → scheduler. A controller attached. Operations of older sessions that are queued after
+    this entry of the log are refused."""
 
     job: JobKey
     session: int
@@ -169,13 +169,14 @@ class PhaseDeclared(Message, frozen=True):
 
 
 class CancelRequested(Message, frozen=True, omit_defaults=True):
-    """job API → scheduler. Ends what has no permit; a reading operation that runs is stopped."""
+    """job API → scheduler. An operation without a permit ends; a reading operation that runs is
+    stopped."""
 
     key: OperationKey
     request: str
-    """Id of the API request that this answers."""
+    """The id of the API request that caused the event."""
     keeps_partial: bool = False
-    """Whether a `generate` that runs shall complete with what it has."""
+    """Whether a `generate` that runs completes with the tokens that it has."""
 
 
 class QueuedOperation(Message, frozen=True, omit_defaults=True):
@@ -186,29 +187,31 @@ class QueuedOperation(Message, frozen=True, omit_defaults=True):
     kind: str
     after: list[After] = []
     version: VersionKey | None = None
-    """For `sync_weights`: the version that it will bring. For an operation that only reads: the one
-    that it names."""
+    """For `sync_weights`: the version that it installs. For an operation that only reads: the
+    version that it names."""
     payer: str = ""
-    """For an operation that only reads: the job whose weights it names, which its devices' time
-    counts as; empty: its own."""
+    """For an operation that only reads: the job whose weights it names, which the device time is
+    counted for; empty: its own job."""
     ttl_s: float = 0.0
-    """For `publish_weights`: how long its version can be named."""
+    """For `publish_weights`: seconds for which its version can be named."""
     size: int = 0
-    """Tokens at most (prompt and new tokens, over all samples), for whoever reads the log: the
-    scheduler's estimates go by kind."""
+    """The most tokens of the operation (prompt and new tokens, over all samples), for readers of
+    the log; the scheduler estimates by kind."""
     content_type: str = "application/msgpack"
     """How the operation was encoded, and how its outcome is written."""
     session: int = 0
     timeout_s: float = 0.0
     num_bytes: int = 0
-    """Size of the payload, as it is stored."""
+    """The size of the payload as it is stored."""
     error: ErrorInfo | None = None
     """Set where the operation was refused: it becomes a failed operation, not a gap."""
 
 
 class OperationsQueued(Message, frozen=True, omit_defaults=True):
-    """router → scheduler, profiler. Several operations that were appended together; each counts as
-    one of its own, in this order."""
+    """router → scheduler, profiler. Several operations that were appended together.
+
+    Each counts as one of its own, in this order.
+    """
 
     operations: list[QueuedOperation]
     traceparents: list[str] = []
@@ -216,7 +219,7 @@ class OperationsQueued(Message, frozen=True, omit_defaults=True):
 
 
 class OperationFinished(Message, frozen=True, omit_defaults=True):
-    """WPG leader → scheduler, profiler. Its DONE is stored."""
+    """WPG leader → scheduler, profiler. The operation's outcome is stored in DONE."""
 
     key: OperationKey
     kind: str
@@ -227,20 +230,24 @@ class OperationFinished(Message, frozen=True, omit_defaults=True):
     duration_s: float
     replay: bool = False
     dirty: bool = False
-    """An error inside a mutating operation: this incarnation must be rebuilt without it."""
+    """Whether an error inside a mutating operation left the state unusable: this incarnation must
+    be rebuilt without the operation."""
     error: ErrorInfo | None = None
     num_tokens: int = 0
-    """Tokens that it worked on: prompts and new ones of a `generate`, else those of the batch."""
+    """The number of tokens that it worked on: prompts and new tokens of a `generate`, else those of
+    the batch."""
     share: float = 1.0
     """The part of `duration_s` that counts as its own, where others ran on its devices at the same
     time: at each moment theirs are in proportion to their sequences."""
     checkpoints: dict[str, str] = {}
-    """For a `save_state` with a controller's blob: deployment → checkpoint, this one's too."""
+    """For a `save_state` with a controller's blob: deployment → checkpoint, its own included."""
 
 
 class OperationsFinished(Message, frozen=True):
-    """WPG leader → scheduler, profiler. Several operations that were appended together; each counts
-    as one of its own, in this order."""
+    """WPG leader → scheduler, profiler. Several operations whose ends were appended together.
+
+    Each counts as one of its own, in this order.
+    """
 
     operations: list[OperationFinished]
 
@@ -258,11 +265,11 @@ class ActivationOpened(Message, frozen=True):
     bytes_in: int
     displaced: list[DeploymentKey] = []
     is_speculative: bool = False
-    """Whether it was opened for an operation that was only predicted."""
+    """Whether the activation was opened for an operation that was only predicted."""
 
 
 class ActivationRefused(Message, frozen=True):
-    """agent → scheduler. The switch-in was rolled back, or what it brings does not fit."""
+    """agent → scheduler. The switch-in was rolled back, or the deployment does not fit."""
 
     deployment: DeploymentKey
     epoch: int
@@ -271,8 +278,8 @@ class ActivationRefused(Message, frozen=True):
 
 
 class PermitReturned(Message, frozen=True):
-    """WPG leader → scheduler. The operation was not run and nothing changed: something it needs is
-    out of reach now."""
+    """WPG leader → scheduler. The operation was not run and nothing changed, because a resource
+    that it needs is out of reach now."""
 
     key: OperationKey
     epoch: int
@@ -281,8 +288,10 @@ class PermitReturned(Message, frozen=True):
 
 
 class StateSnapshotTaken(Message, frozen=True):
-    """WPG leader → scheduler. The snapshot of a `save_state` is copied from the devices: other
-    operations may go on while it is written."""
+    """WPG leader → scheduler. The snapshot of a `save_state` is copied from the devices.
+
+    Other operations may go on while the checkpoint is written.
+    """
 
     key: OperationKey
     epoch: int
@@ -290,14 +299,14 @@ class StateSnapshotTaken(Message, frozen=True):
 
 
 class TailGathered(Message, frozen=True):
-    """WPG leader → scheduler. The long tail of these `generate`, all that run, goes on on some of
-    the WPG's ranks: the others have nothing to do until they end."""
+    """WPG leader → scheduler. The long tail of these `generate`s, which are all that run, continues
+    on some of the WPG's ranks: the other ranks have nothing to do until they end."""
 
     operations: list[OperationKey]
     epoch: int
     incarnation: int
     freed: list[int]
-    """Ranks with nothing to do."""
+    """The ranks with nothing to do."""
 
 
 class ClaimsAdjusted(Message, frozen=True):
@@ -311,8 +320,10 @@ class ClaimsAdjusted(Message, frozen=True):
 
 
 class SealCommitted(Message, frozen=True):
-    """agent → scheduler. A whole-state copy at `seq` survives the loss of every process; of a WPG
-    on several nodes, this one's part of it."""
+    """agent → scheduler. A copy of the whole state at `seq` survives the loss of every process.
+
+    Where the WPG is on several nodes, each node reports its part.
+    """
 
     deployment: DeploymentKey
     seq: int
@@ -359,14 +370,14 @@ class KindEstimate(msgspec.Struct, frozen=True):
     deployment: str
     kind: str
     duration_s: float
-    """Median of the recent ones."""
+    """The median of the recent durations, in seconds."""
     next_gap_s: float
     """Median time until the same job's next operation on this pool is ready; -1: not known."""
     count: int
     p95_s: float = 0.0
     """95th percentile of the recent durations."""
     worst_s: float = 0.0
-    """Longest duration, where every sample reaches its token limit."""
+    """The longest duration, where every sample reaches its token limit."""
     gap_p10_s: float = -1.0
     gap_p90_s: float = -1.0
     """10th and 90th percentile of the gap; -1: not known."""
@@ -377,41 +388,43 @@ class PhaseTrace(Message, frozen=True):
 
     job: JobKey
     period_s: float
-    """0: no cycle found yet."""
+    """The period in seconds; 0: no cycle was found yet."""
     segments: list[Segment]
     estimates: list[KindEstimate]
     worst_period_s: float = 0.0
     """The period where every operation takes its `worst_s`."""
     drift: float = 0.0
-    """Relative change of the period against the one that was told before; 0: none to speak of."""
+    """The relative change of the period against the trace before; 0: too small to matter."""
     num_optim_steps: int = 1
     """`optim_step`s of all deployments in one period."""
 
 
 class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A job of a node group goes to another."""
+    """A move of a job from its node group to another one."""
 
     job: JobKey
     group: str
-    """The group it goes to; empty: a new one."""
+    """The group that it moves to; empty: a new one."""
     nodes: dict[str, list[NodeId]]
-    """Pool → the nodes that it is pinned to there; free ones among them join the group."""
+    """Pool → the nodes that the job is pinned to there; free nodes among them join the group."""
     why: str = ""
     shift_s: float = 0.0
 
 
 class ReplanComputed(Message, frozen=True):
-    """scheduler's shell → scheduler. The moves that are worth their price, by the groups as they
-    were when this was asked."""
+    """scheduler's shell → scheduler. The moves that are worth their price, computed from the groups
+    as they were at entry `as_of`."""
 
     as_of: int
-    """Sequence of the log's entry after which this was asked."""
+    """The sequence of the log's entry after which the plan was asked for."""
     moves: list[PlannedMove]
     """The moves in order: each may build on those before it."""
     num_groups: int
-    """Groups made until then: the k-th of the moves to a new group makes `g<num_groups + k>`."""
+    """The number of groups made until then: the k-th move to a new group makes `g<num_groups +
+    k>`."""
     versions: dict[str, int]
-    """Version of each group that the moves touch: one that has changed since is left alone."""
+    """The version of each group that the moves touch: a group that has changed since is left
+    alone."""
 
 
 class TimerFired(Message, frozen=True):
@@ -464,10 +477,10 @@ def parts(event: Event) -> Seq[Event]:
 
 class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
     """every service → EVENTS → people. Something was dropped, refused, retried, restarted or rolled
-    back, with its reason."""
+    back."""
 
     source: str
     what: str
     reason: str
     subject: str = ""
-    """The operation, deployment, node or service that it is about."""
+    """The operation, deployment, node or service that the notice is about."""

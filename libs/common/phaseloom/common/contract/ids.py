@@ -20,7 +20,7 @@ COPY_PREFIX = "slices-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 _MOST_DIGITS = 18
 SEQ_END = 10**_MOST_DIGITS
-"""Every `seq` is below this."""
+"""The end of the range of `seq`: every `seq` is below it."""
 _SEQ = re.compile(r"[1-9][0-9]{0,17}\Z")
 _UNORDERED = re.compile(r"r[A-Za-z0-9]{1,63}\Z")
 
@@ -31,7 +31,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str, field: str) -> str:
-    """`name` if it can be one subject token and one file name.
+    """Check that a name can be one subject token and one file name. Returns: the name.
 
     Raises: CallerError: anything but 1 to 64 of A-Z a-z 0-9 _ -, starting with a letter or digit.
     """
@@ -66,7 +66,7 @@ class DeploymentKey(msgspec.Struct, frozen=True, order=True):
 
 
 def check_key(key: DeploymentKey) -> DeploymentKey:
-    """`key` if each of its names can be one. Raises: as `check_name`."""
+    """Check each name of a key. Returns: the key. Raises: as `check_name`."""
     for name in (key.tenant, key.job, key.deployment):
         check_name(name, "deployment")
     return key
@@ -87,7 +87,8 @@ def saved_by(own: DeploymentKey, source: str) -> DeploymentKey:
 
 
 class OperationKey(msgspec.Struct, frozen=True, order=True):
-    """Which operation: `slot` is its `seq` in decimal, or `r…` for a reading one without order."""
+    """The name of an operation. `slot` is its `seq` in decimal, or `r…` for a reading one without
+    order."""
 
     tenant: str
     job: str
@@ -119,8 +120,8 @@ class VersionKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     policy: DeploymentKey
     seq: int
     part: str = ""
-    """For state managers, which part of it: `2of4` is what one rank wrote, counted from 0;
-    `slices-…` is a copy of what one reader needs. Empty: all of it."""
+    """The part of the version, for state managers. `2of4` is the part that one rank wrote, counted
+    from 0; `slices-…` is a copy of the slices that one reader needs. Empty: the whole version."""
 
     def __str__(self) -> str:
         return f"{self.policy}.{self.seq}{'/' if self.part else ''}{self.part}"
@@ -131,15 +132,12 @@ class VersionKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a copy of slices of parts that are elsewhere, too."""
+        """Whether the key is of a copy of slices, whose parts are also elsewhere."""
         return self.part.startswith(COPY_PREFIX)
 
 
 def parse_operation_key(suffix: str) -> OperationKey:
-    """Inverse of `str(OperationKey)`.
-
-    Raises: CallerError: not four valid tokens.
-    """
+    """The key with this text form. Raises: CallerError: the text is not four valid tokens."""
     tokens = suffix.split(".")
     if len(tokens) != 4:
         raise CallerError(

@@ -1,12 +1,13 @@
-"""Every kind of operation, once: what it does to the state, and how it is checked, cut and merged.
+"""The table of operation kinds: the effect of each on the state, and how it is checked, cut and
+merged.
 
-Router, client, scheduler and worker read `KINDS`; only those who carry out a kind (its backends,
-and for kinds that move state the worker's modules for that) know more about it. A new kind that
-moves no state is a pair of messages in `contract.operations`, an entry here, a method of a backend,
-and a method of the client's `Deployment`.
+Router, client, scheduler and worker read `KINDS`. Only the code that runs a kind knows more about
+it: its backends and, for kinds that move state, modules of the worker. A new kind that moves no
+state is a pair of messages in `contract.operations`, an entry here, a method of a backend, and a
+method of the client's `Deployment`.
 
-Pure functions; nothing here knows a layout: an operation is cut into so many parts, and the results
-of the parts, in their order, are merged again.
+Pure functions. Nothing here knows a layout: an operation is cut into a number of parts, and the
+results of the parts, in their order, are merged again.
 """
 
 from __future__ import annotations
@@ -46,57 +47,60 @@ class Gradients(Enum):
     NONE = auto()
     ADDS = auto()
     USES = auto()
-    """The kind ends the batch: afterwards there are none."""
+    """The kind ends the batch: no gradients are left afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind(Generic[A, R]):
-    """One kind of operation. The defaults are those of a kind without data, done by one backend."""
+    """One kind of operation. The defaults are those of a kind without data that a backend runs."""
 
     args: type[A]
     result: type[R]
     is_mutating: bool
-    """Whether it changes the deployment's state: then it needs a `seq`, runs alone, and counts
+    """Whether it changes the deployment's state. Such a kind needs a `seq`, runs alone, and counts
     towards seals and rebuilds. Other kinds read, and run together."""
     moves_state: bool = False
-    """Whether ranks and state managers do it, and not a backend: checkpoints and weights versions.
-    Every backend can do these kinds, as far as it says so."""
+    """Whether ranks and state managers run it, and not a backend: checkpoints and weights versions.
+    Every backend that lists such a kind can do it."""
     replaces_state: bool = False
-    """Whether nothing of the state before it is left: a rebuild starts at the last of these."""
+    """Whether nothing of the earlier state is left: a rebuild starts at the last such operation."""
     gradients: Gradients = Gradients.NONE
     shares_calls: bool = False
     """Whether a backend takes several operations of the kind in one call, which is watched: it
     reports progress and can be cancelled between two tokens."""
     check: Callable[[OperationKey, A], None] = lambda key, args: None
-    """Raises: CallerError: no deployment could run it; names the field and the remedy."""
+    """Checks the arguments. Raises: CallerError: no deployment could run it; names the field and
+    the remedy."""
     items: str = ""
-    """The list among its arguments that it is cut along, over replicas and over messages. Empty:
+    """The list among its arguments along which it is cut, over replicas and over messages. Empty:
     it is never cut, and every rank gets all of it."""
     item_tokens: Callable[[A], list[int]] = lambda args: []
-    """Tokens that each of its items takes at most, new ones included."""
+    """The most tokens of each of its items, new ones included."""
     num_tokens: Callable[[A, R], int] | None = None
-    """Tokens that it worked on, once its result is known. None: as many as `item_tokens`."""
+    """The number of tokens that it worked on, once its result is known. None: the sum of
+    `item_tokens`."""
     result_bytes: Callable[[A, str], int] = lambda args, content_type: 0
-    """Most bytes of its result in this content type, without the envelope. 0: it is small."""
+    """The most bytes of its result in this content type, without the envelope. 0: the result is
+    small."""
     merge: Callable[[Sequence[R]], R] | None = None
-    """The whole result from those of its parts, in their order. None: it has one result, on which
-    all ranks must agree."""
+    """The whole result from the results of its parts, in their order. None: it has a single result,
+    on which all ranks must agree."""
     as_lists: Callable[[R], R] = lambda result: result
     """The same result with lists instead of packed arrays, for JSON and for controllers."""
 
     @property
     def name(self) -> str:
-        """The name that stands in headers, spans, traces and on the wire."""
+        """The name of the kind in headers, spans, traces and on the wire."""
         return str(self.args.__struct_config__.tag)
 
     @property
     def trains(self) -> bool:
-        """Whether only a trainable deployment can do it."""
+        """Whether only a trainable deployment can run it."""
         return self.gradients is not Gradients.NONE
 
     @property
     def ends_gradients(self) -> bool:
-        """Whether what was accumulated before it has no effect any more."""
+        """Whether gradients that were accumulated before it have no effect any more."""
         return self.replaces_state or self.gradients is Gradients.USES
 
     def num_tokens_at_most(self, args: A) -> int:
@@ -108,9 +112,9 @@ class Kind(Generic[A, R]):
     def cut(self, requests: Sequence[A], num_parts: int, part: int) -> list[A]:
         """One part of several operations of this kind that run together.
 
-        Their items are balanced as those of one operation are, by tokens: many operations of one
-        item each keep all replicas busy. Parts are runs of neighbours, so that samples which
-        continue one prompt stay together; a part may be empty.
+        Their items are balanced by tokens as those of one operation are, so that many operations of
+        one item each keep all replicas busy. A part is a run of neighbours, so that samples which
+        continue one prompt stay together. A part may be empty.
         """
         if not self.items:
             return [*requests]
@@ -148,10 +152,12 @@ def balanced(costs: Sequence[int], parts: int) -> list[range]:
 
 
 def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of all parts, each reduced as the end of its name says: `loss:sum`, `norm:mean`, …
+    """The metrics of all parts, each reduced as the end of its name says: `loss:sum`, `norm:mean`,
+    …
 
-    `sum` adds up over the parts; `max` and `min` are taken over those that report the metric; of
-    `mean` each part counts once, so that a backend reports one only of what all ranks know alike.
+    `sum` adds up over the parts; `max` and `min` are taken over the parts that report the metric;
+    for `mean` each part counts once, so a backend reports one only where all ranks know the same
+    value.
 
     Raises: InternalError: a metric with another reduction.
     """

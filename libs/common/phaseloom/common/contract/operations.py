@@ -1,7 +1,8 @@
 """Operations and their outcomes: the narrow API between a controller and a model.
 
 Operation:  controller → OPS → router; its payload is read by the WPG leader
-Completion: WPG leader, or scheduler (what never ran) → DONE, republished to the controller
+Completion: WPG leader, or scheduler (for operations that never ran) → DONE, republished to the
+            controller
 Progress:   WPG leader → controller, not stored
 
 Shapes: T tokens of one sample. Losses follow one rule: position i predicts `targets[i]`, and every
@@ -27,7 +28,7 @@ from phaseloom.common.contract.ids import OperationKey
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn and where a sample ends; names and meanings are vLLM's.
+    """Rules by which tokens are drawn and a sample ends; names and meanings are vLLM's.
 
     At each position, in this order: bad words are left out, penalties change the logits, the
     temperature divides them, min-p, top-k and top-p leave tokens out, and one of the rest is drawn.
@@ -37,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: int
     """The most new tokens of a sample, those of the prompt's `num_generated` included."""
     temperature: float = 1.0
-    """0: the likeliest token is taken."""
+    """The temperature; 0: the likeliest token is taken."""
     stop_token_ids: list[int] = []
     """Tokens that end a sample, beside the end-of-sequence tokens of the model's config."""
     stop_strings: list[str] = []
@@ -45,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     the `token_texts` of the model."""
     ignore_eos: bool = False
     top_k: int = 0
-    """Draw from so many of the likeliest tokens, and those as likely as the last; 0: from all."""
+    """Draw from this many of the likeliest tokens, and those as likely as the last; 0: from all."""
     top_p: float = 1.0
     """Draw from the likeliest tokens that have this share of the probability together."""
     min_p: float = 0.0
@@ -54,9 +55,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Divides the positive logits of tokens in the prompt or the sample, multiplies the negative
     ones."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that the sample has."""
+    """Subtracted from the logit of each token that the sample has."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit as often as the sample has it."""
+    """Subtracted from a token's logit once for each time that the sample has the token."""
     bad_words: list[list[int]] = []
     """Runs of tokens that a sample never completes."""
     top_logprobs: int = 0
@@ -68,10 +69,10 @@ class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int = 0
     """Sample k of this prompt draws its token i from (seed, k, i) and nothing else."""
     sample: int = 0
-    """The k of the first sample that is asked for."""
+    """The number k of the first sample that is asked for."""
     num_generated: int = 0
-    """How many of the last `tokens` are an earlier answer's: the samples go on behind them, with
-    the draws, the stops and the `max_tokens` of one that was never interrupted."""
+    """The number of the last `tokens` that come from an earlier answer. The samples continue after
+    them, with the draws, the stops and the `max_tokens` of a sample that was never interrupted."""
 
 
 class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,9 +80,9 @@ class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
 
     tokens: Int32s
     targets: Int32s
-    """The tokens that each position is to predict: (T · num_targets,), position after position."""
+    """The tokens that each position predicts: (T · num_targets,), position after position."""
     weights: Float32s | None = None
-    """One for each target."""
+    """One weight for each target."""
     logprobs: Float32s | None = None
     advantages: Float32s | None = None
     num_targets: int = 1
@@ -96,7 +97,7 @@ class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
-    """0: gradients are not clipped."""
+    """The norm to which gradients are clipped; 0: they are not clipped."""
 
 
 class NamedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -108,9 +109,9 @@ class NamedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int = 0
     """The `seq` of the `publish_weights`; 0: a checkpoint is named."""
     job: str = ""
-    """The policy's job; empty: that of the operation."""
+    """The policy's job; empty: the operation's job."""
     checkpoint: str = ""
-    """The name of a checkpoint. Where it is gone when the operation runs, that is NOT_FOUND."""
+    """The name of a checkpoint; NOT_FOUND where the checkpoint is gone when the operation runs."""
 
 
 class Generate(Message, frozen=True):
@@ -120,13 +121,13 @@ class Generate(Message, frozen=True):
     sampling: SamplingParams
     num_samples: int = 1
     prompt_logprobs: bool = False
-    """Whether to answer the prompts' own log-probabilities too."""
+    """Whether the result has the prompts' own log-probabilities, too."""
     prompt_top_logprobs: int = 0
     """The number of likeliest tokens at each position of the prompts whose log-probabilities are
     answered; needs `prompt_logprobs`."""
     stream: bool = False
-    """Whether new tokens are told in `Progress` while they are drawn. It costs messages, and
-    changes no token."""
+    """Whether `Progress` carries new tokens while they are drawn. It costs messages, and changes no
+    token."""
     weights: NamedWeights | None = None
     """The weights to draw with, in place of the deployment's own, which stay as they are. Those of
     an adapter need a deployment with an adapter and `max_adapters`, others one without an
@@ -138,7 +139,7 @@ class Forward(Message, frozen=True):
 
     batch: list[Datum]
     weights: NamedWeights | None = None
-    """As of `generate`."""
+    """The weights to read, as in `generate`."""
 
 
 class Loss(StrEnum):
@@ -157,17 +158,18 @@ class ForwardBackward(Message, frozen=True):
     clip_low: float = 0.8
     clip_high: float = 1.2
     logprobs: bool = False
-    """Whether to answer the targets' log-probabilities too, as `forward` does, of the weights that
-    the gradients are of. It costs a forward pass and changes no gradient."""
+    """Whether the result has the targets' log-probabilities, too, as that of `forward` has, by the
+    weights of the gradients. It costs a forward pass and changes no gradient."""
     beta: float = 0.05
-    """How strongly `dro` keeps the policy near the sampler's."""
+    """The strength with which `dro` keeps the policy near the sampler's."""
 
 
 class OptimStep(Message, frozen=True):
     """Mutating. One AdamW step on the accumulated gradients, which it then zeroes.
 
-    Where a `forward_backward` since the last step was not completed it fails, and the gradients are
-    zeroed, unless `allow_partial`: a step on a part of the batch is not what was meant.
+    Where a `forward_backward` since the last step was not completed, the step fails and the
+    gradients are zeroed, unless `allow_partial` is set: a step on a part of the batch is rarely
+    what was meant.
     """
 
     adam: AdamParams
@@ -177,8 +179,8 @@ class OptimStep(Message, frozen=True):
 class SaveState(Message, frozen=True):
     """Reading. Writes a checkpoint under the tenant's root.
 
-    With a `controller_blob` it becomes the job's last checkpoint: what `session.attach` answers
-    with, and what the job falls back to where its state is lost.
+    With a `controller_blob` it becomes the job's last checkpoint: `session.attach` answers with it,
+    and the job falls back to it where its state is lost.
     """
 
     name: str
@@ -194,7 +196,7 @@ class SaveState(Message, frozen=True):
     """How long the checkpoint is kept, in seconds from when it is durable; 0: until it is deleted.
     The job's last checkpoint, and what belongs to it, stays longer."""
     overwrite: bool = False
-    """Whether to replace a checkpoint of the same name; else that is refused."""
+    """Whether to replace a checkpoint of the same name; otherwise a taken name is refused."""
 
 
 class DeleteCheckpoint(Message, frozen=True):
@@ -214,17 +216,18 @@ class LoadState(Message, frozen=True):
     source: str = ""
     """The `<job>/<deployment>` that saved it, of the same model; empty: this deployment."""
     optimizer: bool = True
-    """Whether to load gradients and the optimizer's state too, where the checkpoint has them; else
-    they start afresh."""
+    """Whether to load gradients and the optimizer's state, too, where the checkpoint has them;
+    otherwise they start afresh."""
 
 
 class PublishWeights(Message, frozen=True):
     """Mutating. Cuts an immutable weights version, named by this deployment and this `seq`."""
 
     ttl_s: float = 0.0
-    """How long the version can be named in the `weights` of an operation once newer ones are
-    published: so many seconds from its publish, and again from the end of each operation that has
-    named it. 0: not beyond that. While such an operation is open the version stays in any case."""
+    """Seconds for which the version can still be named in the `weights` of an operation once newer
+    ones are published, counted from its publish, and again from the end of each operation that has
+    named it. 0: it cannot be named then. While such an operation is open, the version stays in any
+    case."""
 
 
 class SyncWeights(Message, frozen=True):
@@ -236,9 +239,9 @@ class SyncWeights(Message, frozen=True):
     version: int
     """The `seq` of the `publish_weights`."""
     keeps_kv: bool = False
-    """Whether samples that a cancel has stopped go on with the keys and values that they have, of
-    the weights before, as far as the deployment's `prefix_cache` has them. Else these are computed
-    anew, with the new weights."""
+    """Whether samples that a cancel has stopped continue with the keys and values of the weights
+    before, as far as the deployment's `prefix_cache` has them. Otherwise these are computed anew,
+    with the new weights."""
 
 
 Args = (
@@ -270,12 +273,12 @@ class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message that a controller publishes on `pl.v1.op.<tenant>.<job>.<deployment>.<seq>`."""
 
     id: str
-    """Chosen by the client, unique: tells a resend from another session's operation."""
+    """The id that the client chose, unique: it tells a resend from another session's operation."""
     session: int
     args: Args
     after: list[After] = []
     timeout_s: float = 0.0
-    """The operation ends EXPIRED if it has no permit so long after it was queued; 0: it waits."""
+    """Seconds from queueing after which an operation without a permit ends EXPIRED; 0: it waits."""
 
 
 class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -284,13 +287,13 @@ class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: Int32s
     logprobs: Float32s
     stop_reason: str
-    """`stop`, `length`, or `partial`: a cancel that keeps what there is ended it, and it can go on,
-    see `Prompt.num_generated`."""
+    """`stop`, `length`, or `partial`: a cancel that keeps partial samples ended it, and it can be
+    continued, see `Prompt.num_generated`."""
     top_tokens: Int32s = []
     """The `top_logprobs` likeliest tokens of each position, likeliest first; the positions follow
     one another: (T · top_logprobs,)."""
     top_logprobs: Float32s = []
-    """Their log-probabilities."""
+    """The log-probabilities of the `top_tokens`."""
 
 
 class GenerateResult(Message, frozen=True):
@@ -302,11 +305,11 @@ class GenerateResult(Message, frozen=True):
     """One (T · K,) array a prompt, where the K = `prompt_top_logprobs` likeliest tokens at each
     position are asked for, likeliest first. At the first, which nothing precedes, they are 0."""
     prompt_top_logprobs: list[Float32s] = []
-    """Their log-probabilities; 0 at the first position."""
+    """The log-probabilities of the `prompt_top_tokens`; 0 at the first position."""
     metrics: dict[str, float] = {}
-    """Of the backend `sampler` where the deployment has a `prefix_cache`: `prefilled_tokens:sum`,
-    the tokens of the prompts that were run through the model before the first new one, and
-    `reused_tokens:sum`, those that the cache had."""
+    """Filled by the backend `sampler` where the deployment has a `prefix_cache`.
+    `prefilled_tokens:sum`: the tokens of the prompts that the model ran before the first new one.
+    `reused_tokens:sum`: those that the cache had."""
 
 
 class ForwardResult(Message, frozen=True):
@@ -332,12 +335,12 @@ class SaveStateResult(Message, frozen=True):
     weights_sha256: str
     """Digest over (name, dtype, shape, little-endian bytes) of every weight, sorted by name."""
     checkpoints: dict[str, str] = {}
-    """Deployment → checkpoint, this one's too, if the operation carried a controller's blob."""
+    """Deployment → checkpoint, its own included, if the operation carried a controller's blob."""
 
 
 class DeleteCheckpointResult(Message, frozen=True):
     num_bytes: int
-    """Bytes of files that were removed; 0: there was no such checkpoint any more."""
+    """The bytes of the files that were removed; 0: there was no such checkpoint any more."""
 
 
 class LoadStateResult(Message, frozen=True):
@@ -369,7 +372,7 @@ Result = (
 
 
 def result_kind(result: Result) -> str:
-    """The kind of the operation that this is the result of."""
+    """The kind of the operation that has such a result."""
     return snake(type(result).__name__).removesuffix("_result")
 
 
@@ -389,8 +392,8 @@ class Outcome(StrEnum):
 class DrawnTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """New tokens of one sample, (T,) of them, which its `Sequence` in the result has at `offset`.
 
-    The same tokens may be told more than once: an operation that is run again after a loss begins
-    at offset 0. Some may not be told at all. `contract.streaming` is what makes one sequence of it.
+    The same tokens may come more than once: an operation that runs again after a loss begins at
+    offset 0. Some may not come at all. `contract.streaming` makes one sequence of them.
     """
 
     prompt: int
@@ -398,7 +401,7 @@ class DrawnTokens(msgspec.Struct, frozen=True, omit_defaults=True):
     sample: int
     """Place among the prompt's samples in the result."""
     offset: int
-    """How many tokens of the `Sequence` come before these."""
+    """The number of tokens of the `Sequence` that come before these."""
     tokens: Int32s
     logprobs: Float32s
     top_tokens: Int32s = []
@@ -407,7 +410,7 @@ class DrawnTokens(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """WPG leader → controller, on `pl.v1.out.<key>.progress`: how far a long operation is.
+    """WPG leader → controller, on `pl.v1.out.<key>.progress`: the progress of a long operation.
 
     Not stored, and nothing is decided on it. In the content type of the operation.
     """
@@ -415,15 +418,16 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     key: OperationKey
     num_done: int
     num_total: int
-    """Tokens at most; the operation may end before."""
+    """The most tokens of the operation, which may end with fewer."""
     drawn: list[DrawnTokens] = []
-    """New tokens, where a `generate` asks for a `stream`: of one sample in their order."""
+    """New tokens, where a `generate` asks for a `stream`; those of one sample are in order."""
     weights_seq: int = 0
-    """The `seq` of the deployment's last mutating operation before it, whose weights drew them."""
+    """The `seq` of the deployment's last mutating operation before this one, whose weights drew the
+    tokens."""
 
 
 class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An operation's one outcome, on `pl.v1.done.…`; the first stored decides."""
+    """The one outcome of an operation, on `pl.v1.done.…`; the first that is stored counts."""
 
     id: str
     outcome: Outcome

@@ -60,7 +60,7 @@ _NODE_API = {
 
 @dataclass(frozen=True)
 class Channel:
-    """A family of subjects and what is sent on it."""
+    """A family of subjects, and the messages on it."""
 
     name: str
     address: str
@@ -185,7 +185,8 @@ def json_schema() -> dict[str, Any]:
 
 
 def asyncapi() -> dict[str, Any]:
-    """AsyncAPI 3.0 of every subject. The mesh publishes what it calls `send`."""
+    """The AsyncAPI 3.0 document of every subject. A message that the mesh publishes is an action
+    `send`."""
     described = channels()
     return {
         "asyncapi": "3.0.0",
@@ -254,7 +255,10 @@ def render(document: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Raises: SystemExit: it only says how it is called."""
+    """Write the documents to the directory that the command line names.
+
+    Raises: SystemExit: the command line is wrong.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m phaseloom.common.contract.schema",
         description="Write the message contract as JSON Schema and AsyncAPI.",

@@ -108,10 +108,10 @@ class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Batching(StrEnum):
     OPERATION = "operation"
-    """Each operation is a batch of its own: its result depends on nothing else in flight."""
+    """Each operation is a batch of its own: its result depends on nothing else that runs."""
     SHARED = "shared"
-    """Operations in flight are decoded together: faster, and the last bits of a result may depend
-    on what else was."""
+    """Operations that run at the same time are decoded together. That is faster, and the last bits
+    of a result may depend on the others."""
 
 
 class OptimizerOn(StrEnum):
@@ -134,28 +134,29 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     for benches)."""
     model: ModelSpec
     trainable: bool = False
-    """Keeps gradients and optimizer state beside the weights."""
+    """Whether it keeps gradients and optimizer state beside the weights."""
     seed: int = 0
-    """Every operation seeds from (this, its seq)."""
+    """The seed of the deployment: every operation draws from (this, its seq)."""
     batching: Batching = Batching.OPERATION
     layout: Layout = Layout()
     num_nodes: int = 1
-    """Number of nodes of the pool over which the ranks are spread evenly."""
+    """The number of nodes of the pool over which the ranks are spread evenly."""
     host_bytes: int = 0
-    """Working set in the host memory of each of its nodes; 0: not declared."""
+    """The working set in the host memory of each of its nodes, in bytes; 0: not declared."""
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE
     scratch_bytes: int = 0
-    """Device memory of each rank for what its runtime needs and nobody moves: the KV cache of
-    `vllm`, the prefix cache of `sampler`. Given back when the deployment leaves the device. 0: the
-    backend's choice."""
+    """Bytes of each rank's device memory that its runtime needs and nobody moves: the KV cache of
+    `vllm`, the prefix cache of `sampler`. They are given back when the deployment leaves the
+    device. 0: the backend's choice."""
     prefix_cache: bool = False
     """Whether a `generate` starts from the keys and values that earlier ones have computed for the
     beginning of its prompts, with the same weights, instead of computing them again. The tokens are
     the same; the last bits of log-probabilities may depend on what ran before."""
     tail_share: float = 0.2
-    """Share of a call's samples that is its long tail: once no more are left on any replica, they
-    may be gathered on fewer replicas, so that another job's work begins on the devices of the
-    others. Only where batches are shared, on one node, by replicas of one rank. 0: never."""
+    """The share of a call's samples that is its long tail. Once no more than that are left on any
+    replica, they may be gathered on fewer replicas, so that another job's work begins on the
+    devices of the others. Only where batches are shared, on one node, by replicas of one rank. 0:
+    never."""
     max_adapters: int = 0
     """The number of versions of other adapters on its base that each rank of a `sampler` with an
     adapter has room for on its device, beside its own. Each takes as much scratch memory as the
@@ -179,57 +180,60 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     ordering: str
     """Policy that chooses which ready operation a device runs next."""
     idle_grace_s: float
-    """How long a device is kept for a job that has nothing ready while another waits."""
+    """Seconds for which a device is kept for a job that has nothing ready while another waits."""
     quantum_s: float
-    """For how long a job's ready operations go before another's on the device that it holds; then
-    the others' go first. 0: the ordering policy alone decides."""
+    """Seconds for which the ready operations of a job go before those of another on a device that
+    the job holds; after that the others' go first. 0: the ordering policy alone decides."""
     seal_every: int
-    """Mutating operations between two seals of a trainable deployment; 0: never."""
+    """The number of mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int
-    """How many losses of a WPG at one operation are survived: the next one fails it."""
+    """The number of losses of a WPG at one operation that are survived: the next one fails the
+    operation."""
     max_reading: int
-    """Reading operations of one activation that run at once."""
+    """The most reading operations of one activation that run at once."""
     phase_hold_s: float
-    """For how long at most a phase that the controller declared keeps a device that others wait
-    for, after its last operation there; 0: not at all."""
+    """The most seconds for which a declared phase keeps a device that others wait for, after its
+    last operation there; 0: it keeps none."""
     speculative_switch_in: bool
-    """Whether activations are opened on idle devices before the operation that is predicted."""
+    """Whether activations are opened on idle devices before the operation that is predicted
+    comes."""
     seal_bytes: int = 128 * 2**20
-    """Payloads of mutating operations since the last seal that call for the next one."""
+    """The bytes of mutating operations' payloads since the last seal after which a seal is made."""
     seal_age_s: float = 600.0
-    """A seal that is older is made again where anything has changed since."""
+    """The age of a seal in seconds after which it is made again, if anything has changed since."""
     max_open_operations: int = 10_000
-    """Operations of one deployment without an outcome; more are refused."""
+    """The most operations of one deployment without an outcome; more are refused."""
     outcome_retention_s: float = 86_400.0
-    """How long outcomes are kept that no rebuild needs, and the name of an ended job."""
+    """Seconds for which outcomes that no rebuild needs, and the name of an ended job, are kept."""
     max_group_jobs: int = 5
-    """Jobs in one node group."""
+    """The most jobs in one node group."""
     duty_limit: float = 0.5
-    """Share of its cycle that a member of a group may be predicted to wait, at most."""
+    """The largest share of its cycle that a member of a group may be predicted to wait."""
     switch_s: float = 0.0
     """Seconds planned for the switch before each phase of a shared group, by policies that promise
     an SLO."""
     node_grace_s: float = 30.0
-    """A node that is away for longer loses what can be rebuilt elsewhere, if it can move."""
+    """Seconds for which a node may be away before its deployments are rebuilt elsewhere, where they
+    can."""
     node_gone_s: float = 1800.0
-    """A node that is away for longer counts as gone for good: jobs that need what it alone had fall
-    back or fail. 0: only an operator can say so (`phaseloom drain NODE --gone`)."""
+    """Seconds after which a node that is away counts as gone for good: jobs that need what it alone
+    had fall back or fail. 0: only an operator can say so (`phaseloom drain NODE --gone`)."""
     multiplexing: str = "off"
     """Policy that chooses what runs beside what on a device of several compute units, and with
     which shares of them."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node can do by one backend. agent → scheduler."""
+    """The abilities of a backend on a node. agent → scheduler."""
 
     kinds: tuple[str, ...]
-    """Kinds of operations."""
+    """The kinds of operations that it runs."""
     axes: tuple[str, ...] = ("dp",)
-    """Axes of a layout over which it spreads a model."""
+    """The axes of a layout over which it spreads a model."""
     model_types: tuple[str, ...] = ()
-    """Values of `model_type` in a model's config; empty: any, or none at all."""
+    """The values of `model_type` in a model's config; empty: any, or none at all."""
     dtypes: tuple[str, ...] = ()
-    """Dtypes of weights; empty: any."""
+    """The dtypes of weights; empty: any."""
     joins: bool = False
     """Whether requests join a `generate` that runs, where batches are shared."""
     prefix_cache: bool = False
@@ -239,7 +243,7 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     divides: bool = False
     """Whether its results are the same bits with any share of a device's compute units."""
     most_units: int = 0
-    """The compute units of its device that a rank keeps busy at most; 0: all that there are."""
+    """The most compute units of its device that a rank keeps busy; 0: all."""
 
     @property
     def trains(self) -> bool:
@@ -248,10 +252,10 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class DeviceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_bytes: int
-    """Budget for managed state: weights, gradients, optimizer."""
+    """The budget for managed state in bytes: weights, gradients, optimizer."""
     units: int = 1
-    """Compute units that operations side by side may divide among them: the cores of an emulated
-    device. 1: the device is not shared in space."""
+    """The compute units that operations side by side may divide among them: the cores of an
+    emulated device. 1: the device is not shared in space."""
 
 
 class Residency(StrEnum):
@@ -291,7 +295,7 @@ class Cycle(msgspec.Struct, frozen=True):
 
     @property
     def worst_period_s(self) -> float:
-        """The period where each segment takes its worst time, one after the other."""
+        """The period if each segment takes its worst time, one after the other."""
         excess_s = sum(max(0.0, s.worst_s - s.duration_s) for s in self.segments if s.worst_s)
         return self.period_s + excess_s
 
@@ -309,15 +313,16 @@ class Durability(StrEnum):
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     slo: float = 0.0
-    """Slowdown over running alone that the job tolerates, at least 1; 0: best effort."""
+    """The slowdown over running alone that the job tolerates, at least 1; 0: best effort."""
     deployments: list[DeploymentSpec] = []
     cycle: Cycle | None = None
     """The cycle as an earlier run measured it, or as the owner estimates it. None: the job is
     profiled first."""
     duration_s: float = 0.0
-    """How long it would run alone; 0: not known. Only reservations for other jobs go by it."""
+    """The time that the job would run alone, in seconds; 0: not known. Only reservations for other
+    jobs depend on it."""
     may_wait: bool = True
-    """Whether it waits for a place that is not there now, or is refused."""
+    """Whether the job waits for a place; otherwise it is refused where there is none now."""
     durability: Durability = Durability.NODE
     """The durability of its deployments' seals."""
 

@@ -255,16 +255,17 @@ class VersionState(msgspec.Struct, frozen=True):
     in_host: bool
     on_nvme: bool
     num_users: int
-    """Reads and writes under way; ranks that have the version mapped are not counted."""
+    """The number of reads and writes under way; ranks that have the version mapped are not
+    counted."""
 
 
 class DiskMethod(StrEnum):
-    """How bytes go between host memory and a disk."""
+    """The way of bytes between host memory and a disk."""
 
     KVIKIO = "kvikio"
     """Through NVIDIA's library: no daemon of this version takes this way."""
     DIRECT = "direct"
-    """Past the page cache."""
+    """Direct I/O, past the page cache."""
     BUFFERED = "buffered"
 
 
@@ -296,9 +297,10 @@ class StatusReport(Message, frozen=True):
     """The state of each committed version, in the order of `versions`."""
     shared_copies: list[SharedCopyState] = msgspec.field(default_factory=list)
     owned_bytes: int = 0
-    """Host copies and versions in host memory and on NVMe, shared bytes counted at each owner."""
+    """The bytes of host copies and versions in host memory and on NVMe, with shared bytes counted
+    once for each owner."""
     held_bytes: int = 0
-    """The same, shared bytes counted once."""
+    """The same bytes as `owned_bytes`, with shared bytes counted once."""
 
 
 class KeepHandles(Message, frozen=True):

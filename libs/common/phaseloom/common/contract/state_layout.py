@@ -1,4 +1,4 @@
-"""How a rank's state is described to the state manager of its node.
+"""The description of a rank's state for the state manager of its node.
 
 A rank's state is one host extent: first a copy of its device heap, byte for byte, then the state
 that is never on a device. `TensorSlot`s say which tensor lies where. Digests are those of
@@ -15,12 +15,13 @@ EXTENT_ALIGNMENT_BYTES = 4096
 
 
 def host_start(heap_bytes: int) -> int:
-    """Offset in a rank's extent of the state that is in host memory only."""
+    """The offset, in a rank's extent, of the state that is in host memory only, in bytes."""
     return -(-heap_bytes // EXTENT_ALIGNMENT_BYTES) * EXTENT_ALIGNMENT_BYTES
 
 
 def extent_bytes(heap_bytes: int, host_bytes: int) -> int:
-    """Bytes of a rank's extent: the copy of its heap, and the state that is in host memory only."""
+    """The size of a rank's extent in bytes: the copy of its heap, and the state that is in host
+    memory only."""
     return host_start(heap_bytes) + host_bytes if host_bytes else heap_bytes
 
 
@@ -29,7 +30,7 @@ class Role(StrEnum):
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer"
     MANIFEST = "manifest"
-    """No tensor, but the `VersionParts` of a weights version that is written in parts."""
+    """Not a tensor: the `VersionParts` of a weights version that is written in parts."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -42,7 +43,7 @@ class TensorSlot(msgspec.Struct, frozen=True, omit_defaults=True):
     """The numpy name, such as `float32`."""
     shape: list[int]
     offset: int
-    """Bytes, a multiple of 64."""
+    """The offset in bytes, a multiple of 64."""
     num_bytes: int
     global_shape: list[int] = []
     """The shape of the whole tensor; empty where this is all of it."""

@@ -160,7 +160,7 @@ class OpenSlices(Message, frozen=True):
     """The sources of all parts; a part on this node has some too, in case its memory is bad."""
     ticket: Ticket | None = None
     permit: CommandId | None = None
-    """As `OpenVersion.permit`."""
+    """As in `OpenVersion`."""
 
 
 class HoldVersion(Message, frozen=True):
@@ -180,7 +180,8 @@ class TakeSnapshot(Message, frozen=True):
     A node's first rank sends it between two operations. Answer: SnapshotTaken; then the ranks may
     go on.
 
-    Raises: ALREADY_EXISTS: another operation's. RESOURCE_EXHAUSTED, with the numbers.
+    Raises: ALREADY_EXISTS: the checkpoint is another operation's. RESOURCE_EXHAUSTED, with the
+            numbers.
     """
 
     operation: str
@@ -236,13 +237,13 @@ class ReadCheckpoint(Message, frozen=True):
 
     name: str
     source: str = ""
-    """As of `LoadState`."""
+    """As in `LoadState`."""
     optimizer: bool = True
-    """As of `LoadState`."""
+    """As in `LoadState`."""
     load: str = ""
-    """Names the load. The same again, as in a rebuild, reads what it read at first, whatever has
-    become of the checkpoint; that is kept for a deployment's two newest loads. Empty: it is not
-    kept."""
+    """The name of the load. The same load again, as in a rebuild, reads the same bytes, whatever
+    has become of the checkpoint; the bytes are kept for the two newest loads of a deployment.
+    Empty: they are not kept."""
 
 
 class CheckpointRead(Message, frozen=True):
@@ -257,7 +258,7 @@ class OpenSaved(Message, frozen=True):
 
     name: str
     source: str
-    """As of `LoadState`."""
+    """As in `LoadState`."""
 
 
 class SavedOpened(Message, frozen=True):
@@ -303,7 +304,7 @@ class PruneCheckpoints(Message, frozen=True):
     """
 
     keep: int
-    """The newest so many stay."""
+    """The number of newest checkpoints that stay."""
     needed: list[str]
     """The names of checkpoints that stay in any case."""
 
@@ -319,7 +320,7 @@ class RemoveCheckpoint(Message, frozen=True):
 
 class CheckpointRemoved(Message, frozen=True):
     num_bytes: int
-    """Bytes of its files; 0: there was none."""
+    """The bytes of its files; 0: there was no such checkpoint."""
 
 
 class VersionExtent(Message, frozen=True):

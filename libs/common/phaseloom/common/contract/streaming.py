@@ -1,9 +1,10 @@
-"""New tokens of a `generate` while it runs, from messages that may repeat tokens or miss some.
+"""The tokens of a `generate` while it runs, from messages that may repeat tokens or miss some.
 
-The rule: a consumer counts the tokens that it has of each (prompt, sample), and takes of a message
-what goes on exactly there. What it has already it drops, since the same seeds draw the same tokens
-again after a loss; what leaves a gap it drops, too. When the operation has ended, the rest comes
-from the result, which is the truth. So each position is seen once, in order. Pure.
+The rule: a consumer counts the tokens that it has of each (prompt, sample), and takes from a
+message the tokens that follow exactly there. It drops tokens that it has already, since the same
+seeds draw the same tokens again after a loss; it drops tokens that would leave a gap, too. When the
+operation has ended, the rest comes from the result, which is the truth. So each position is seen
+once, in order. Pure.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from phaseloom.common.contract.operations import DrawnTokens, GenerateResult, Se
 V = TypeVar("V", list[int] | bytes, list[float] | bytes)
 
 MAX_DRAWN_BYTES = 512 * 1024
-"""Most bytes of tokens in one message as MessagePack; JSON takes at most five times as many."""
+"""The most bytes of tokens in one message as MessagePack; JSON takes at most five times as many."""
 _OVERHEAD_BYTES = 64
 _VALUE_BYTES = 8
-"""Of a token and its log-probability."""
+"""The bytes of a token and of its log-probability."""
 
 
 class Streamed:
@@ -31,7 +32,7 @@ class Streamed:
         self._tokens: dict[tuple[int, int], list[int]] = {}
 
     def take(self, drawn: DrawnTokens) -> DrawnTokens | None:
-        """The part of a message's tokens that goes on behind those there are; None: no part."""
+        """The tokens of a message that follow those that the consumer has; None: there are none."""
         had = self._tokens.setdefault((drawn.prompt, drawn.sample), [])
         skip = len(had) - drawn.offset
         if not 0 <= skip < length(drawn.tokens):
@@ -41,7 +42,8 @@ class Streamed:
         return new
 
     def rest(self, result: GenerateResult) -> Iterator[tuple[DrawnTokens, Sequence]]:
-        """What is missing of each sample of the result, maybe nothing, and the whole sample.
+        """For each sample of the result, the tokens that are still missing, maybe none, and the
+        whole sample.
 
         Raises: ResourceError: ABORTED: the result has other tokens than those that were streamed.
         """
@@ -68,7 +70,7 @@ class Streamed:
 
 
 def part_of(drawn: DrawnTokens, start: int, stop: int) -> DrawnTokens:
-    """Some of these tokens, from `start` up to `stop`."""
+    """The tokens from `start` up to `stop`."""
     num_top = length(drawn.top_tokens) // max(1, length(drawn.tokens))
     return DrawnTokens(
         drawn.prompt,
@@ -82,7 +84,7 @@ def part_of(drawn: DrawnTokens, start: int, stop: int) -> DrawnTokens:
 
 
 def as_lists(drawn: DrawnTokens) -> DrawnTokens:
-    """The same with lists instead of packed arrays."""
+    """The same tokens, with lists instead of packed arrays."""
     return DrawnTokens(
         drawn.prompt,
         drawn.sample,

@@ -1,4 +1,4 @@
-"""Subjects and streams: what is kept where, who writes it and who reads it.
+"""Subjects and streams: which messages are kept where, who writes them and who reads them.
 
 The table here is the one `Bus.provision` creates, and the list of who may publish what.
 """
@@ -36,13 +36,14 @@ class Bucket(StrEnum):
     VIEW = "view"
     """scheduler → people, router. Projections: job status by `<tenant>.<job>`."""
     LEASES = "leases"
-    """agent, scheduler, gateway. Who is alive; the revision fences the holder."""
+    """agent, scheduler, gateway. The leases by which one sees who is alive; the revision fences the
+    holder."""
     SEALS = "seals"
     """agents. The commit record of each deployment's newest seal: a `SealRecord`."""
     SESSIONS = "sessions"
     """router. The newest session number of each job."""
     SNAPSHOTS = "snapshots"
-    """scheduler. Its own state at a sequence of the decision log."""
+    """scheduler. The scheduler's own state at a sequence of the decision log."""
     PROFILES = "profiles"
     """profiler → people. The newest phase trace of each job, by `<tenant>.<job>`."""
     CHECKPOINTS = "checkpoints"
@@ -50,7 +51,7 @@ class Bucket(StrEnum):
     MODELS = "models"
     """operator → scheduler. The registered models by name: a `RegisteredModel`."""
     GATEWAY = "gateway"
-    """gateway. What it must know after a restart: models, samplers and checkpoints by name."""
+    """gateway. Its records for after a restart: models, samplers and checkpoints by name."""
 
 
 def ops_stream(tenant: str) -> str:
@@ -106,7 +107,7 @@ def event_subject(source: str) -> str:
 
 
 def report_subject(job: JobKey | str) -> str:
-    """The subject of a job's reports. `>`: of all jobs'."""
+    """The subject of a job's reports. `>` in place of a job: of all jobs' reports."""
     return f"{PREFIX}.report.{job}"
 
 
@@ -154,8 +155,8 @@ def log_subject(event: events.Event) -> str:
 
 
 DEDUP_WINDOW_S = 600.0
-"""The server drops repeats for so long: longer than any redelivery (ack_wait × max_deliver) of a
-message that causes another."""
+"""Seconds within which the server drops repeats: longer than any redelivery (ack_wait ×
+max_deliver) of a message that causes another."""
 
 
 def mesh_streams() -> list[StreamConfig]:
@@ -217,7 +218,8 @@ def mesh_streams() -> list[StreamConfig]:
 
 
 def tenant_stream(tenant: str, max_bytes: int) -> StreamConfig:
-    """A tenant's operations, its write-ahead log: full means refused, never dropped."""
+    """The stream of a tenant's operations, which is its write-ahead log: a full one refuses, and
+    drops nothing."""
     return StreamConfig(
         name=ops_stream(tenant),
         subjects=[f"{PREFIX}.op.{tenant}.>"],

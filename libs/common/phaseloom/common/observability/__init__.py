@@ -1,1 +1,1 @@
-"""Traces, metrics and logs, and what can be read off the decision log by those who only look on."""
+"""Traces, metrics and logs, and folds of the decision log for observers, who decide nothing."""

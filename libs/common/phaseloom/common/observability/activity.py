@@ -1,8 +1,8 @@
 """The activity of the devices, from the decision log: executions, switches and open operations.
 
-It is a fold for those who only look on: metrics, `phaseloom top` and the console. Its memory is
-bounded by what is open. A log may begin in the middle: a deployment that is not known yet has the
-pool `unknown` and no place.
+It is a fold for observers: metrics, `phaseloom top` and the console. Its memory is bounded by what
+is open. A log may begin in the middle: a deployment that is not known yet has the pool `unknown`
+and no place.
 
 An operation *waits* from when it is ready (queued, its predecessors and everything in `after` done)
 to its start. A switch is *hidden* as long as no ready operation waits for its devices. Operations
@@ -31,7 +31,8 @@ from phaseloom.common.observability.readiness import Readiness
 UNKNOWN_POOL = "unknown"
 NOT_READY = float("inf")
 _MAX_BUSY = 64
-"""Number of newest stretches of a device's work that are kept: later reports may overlap them."""
+"""The number of newest stretches of a device's work that are kept: later reports may overlap
+them."""
 
 Device = tuple[str, int]
 """(node, index)"""
@@ -46,7 +47,7 @@ class Execution:
     pool: str
     outcome: Outcome
     queued_s: float
-    """When the log took it; `ready_s` where the log begins behind that."""
+    """The time at which the log took it; `ready_s` where the log begins after that."""
     ready_s: float
     start_s: float
     end_s: float
@@ -84,16 +85,14 @@ Observation = Execution | Switch
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first of a deployment's operations that are ready and have no outcome.
-
-    It runs, or is the next to run.
-    """
+    """The first of a deployment's operations that are ready and have no outcome; it runs, or runs
+    next."""
 
     key: OperationKey
     kind: str
     ready_s: float
     num_ready: int
-    """The operations of the deployment that are ready, this one too."""
+    """The number of ready operations of the deployment, this one included."""
 
 
 @dataclass(slots=True)
@@ -201,13 +200,14 @@ class Activity:
         return heads
 
     def devices_of(self, key: DeploymentKey) -> tuple[Device, ...]:
-        """The devices that a deployment's WPG is on; none where the log has not told of it."""
+        """The devices of a deployment's WPG; empty: the log has not said where it is."""
         return self._places.get(key, ())
 
     # --- operations -----------------------------------------------------------------------------
 
     def _place(self, event: events.WpgStarted) -> None:
-        """A WPG on several nodes has an entry of each; a new incarnation begins anew."""
+        """Note where a WPG is. Each of its nodes has an entry of its own, and a new incarnation
+        begins anew."""
         key = event.deployment
         here = tuple((event.node, device) for device in event.devices or [0])
         is_same = self._incarnations.get(key) == event.incarnation

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_JOBS = 100
-"""Most jobs that have a series of their own: those with the largest values. The sum of all other
-jobs goes by the name `other`."""
+"""The most jobs that have a series of their own: those with the largest values. The sum of all
+other jobs has the name `other`."""
 _OTHERS = JobKey("other", "other")
 _REQUEST_TIMEOUT_S = 5.0
 _REFRESH_TIMEOUT_S = 1.0
@@ -85,7 +85,8 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """A service, which has its metrics made: `name` without the project's, labels by spaces."""
+    """A maker of a service's metrics: `name` without the project's prefix, labels divided by
+    spaces."""
 
     service: str
 
@@ -302,7 +303,7 @@ UNFORESEEN = _statemgr.counter(
 )
 
 _SHORT = (STEP_DURATION, VALIDATION_DURATION)
-"""The histograms of what takes microseconds."""
+"""The histograms of durations in microseconds."""
 TABLE: tuple[Metric, ...] = tuple(m for m in vars().copy().values() if isinstance(m, Metric))
 
 
@@ -352,7 +353,7 @@ def observe(metric: Metric, read: Callable[[], Iterable[Reading]]) -> None:
 
 
 def before_scrape(refresh: Refresh) -> None:
-    """Have a function called before every scrape, to bring up to date what gauges read.
+    """Register a function that is called before every scrape, to bring up to date what gauges read.
 
     It may ask the server, for instance.
     """
@@ -362,7 +363,8 @@ def before_scrape(refresh: Refresh) -> None:
 
 
 def per_job(values: Mapping[JobKey, float]) -> list[Reading]:
-    """Readings by tenant and job: those of the `MAX_JOBS` largest, and the sum of the others."""
+    """Readings by tenant and job: one for each of the `MAX_JOBS` largest values, and the sum of the
+    others."""
     jobs = sorted(values, key=lambda job: (-values[job], job))
     readings: list[Reading] = [(values[job], _job_labels(job)) for job in jobs[:MAX_JOBS]]
     if len(jobs) > MAX_JOBS:

@@ -24,12 +24,13 @@ from phaseloom.common.contract.kinds import MUTATING_KINDS, READING_KINDS
 @dataclass(slots=True)
 class _Deployment:
     done_to: int = 0
-    """Every seq up to here is done."""
+    """All operations up to this seq are done."""
     done_above: set[int] = field(default_factory=set)
     open_kinds: dict[int, str] = field(default_factory=dict)
     """Seq → kind of each operation that is queued and not done."""
     read_to: int = 0
-    """Every seq up to here is done or a reading operation: a reading one waits for none of them."""
+    """All operations up to this seq are done, or are reading ones, for which a reading one does not
+    wait."""
 
     def is_done(self, seq: int) -> bool:
         return seq <= self.done_to or seq in self.done_above

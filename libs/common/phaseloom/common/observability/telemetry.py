@@ -47,7 +47,8 @@ _TRACEPARENT_LENGTH = 55
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True):
-    """Where spans go. Without either target nothing is recorded for traces that begin here."""
+    """The targets of spans. Without either target nothing is recorded for traces that begin
+    here."""
 
     spans_dir: str = ""
     """Directory for `<service>-<pid>.jsonl`, one span a line; empty: no file."""
@@ -150,7 +151,7 @@ def _extracted(headers: Mapping[str, str]) -> Context | None:
 
 
 def span_context(context: Context) -> SpanContext:
-    """The span that a context is in, as links name it."""
+    """The span of a context, in the form that links need."""
     return trace.get_current_span(context).get_span_context()
 
 

@@ -1,4 +1,4 @@
-"""Small files of which there is always a whole one: settings, credentials, keys.
+"""Small files that are always whole: settings, credentials, keys.
 
 Each is on disk before it has its name, so that neither a killed process nor a power cut leaves a
 part of it.

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """A service was told to stop before it had begun to serve, as while it still connected."""
+    """A service was told to stop before it served, for instance while it was connecting."""
 
 
 class LogFormat(StrEnum):
@@ -79,7 +79,7 @@ def run(service: str, serve: Serve) -> NoReturn:
 def die_with_parent() -> None:
     """Have this process die with its parent, if the parent asked for that.
 
-    The processes that this one starts are asked to die with it, in any case.
+    The processes that this one starts are always asked to die with it.
     """
     parent_pid = config.load(ProcessConfig, "").die_with_parent
     if parent_pid:
@@ -88,10 +88,10 @@ def die_with_parent() -> None:
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks until they have ended.
+    """Cancel tasks, again and again, until they have ended.
 
-    To cancel once is not enough: on Python 3.11 a request to NATS that is answered at the moment of
-    its cancellation swallows the cancellation.
+    Cancelling once is not enough: on Python 3.11 a request to NATS that is answered at the moment
+    of its cancellation swallows the cancellation.
     """
     pending: set[asyncio.Task[Any]] = {task for task in tasks if not task.done()}
     while pending:

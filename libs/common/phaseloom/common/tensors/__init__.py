@@ -1,1 +1,1 @@
-"""How tensors are laid out, cut over ranks, hashed and named; nothing here imports torch."""
+"""Layouts of tensors, their cutting over ranks, hashing and naming; nothing here imports torch."""

@@ -20,7 +20,7 @@ import xxhash
 BLOCK_BYTES = 8 * 1024 * 1024
 CHECKSUM_BYTES = 8
 _MAX_THREADS = 4
-"""Most threads that work on memory at a time; more do not move memory faster."""
+"""The most threads that work on memory at a time; more of them do not move memory faster."""
 
 T = TypeVar("T")
 
@@ -42,13 +42,13 @@ def digest_of(memory: memoryview) -> str:
 
 
 def digest_in_threads(memory: memoryview) -> str:
-    """The digest, computed by several threads, while somebody waits for it."""
+    """The digest, computed by several threads: for callers whom somebody waits for."""
     checksums = each_part(len(memory), BLOCK_BYTES, lambda at, end: checksum(memory[at:end]))
     return combined(b"".join(checksums))
 
 
 def num_threads() -> int:
-    """How many threads may work on memory at a time in this process."""
+    """The number of threads that may work on memory at a time in this process."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 

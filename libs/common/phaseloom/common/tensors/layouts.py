@@ -75,7 +75,8 @@ def rank_of(layout: Layout, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 
 
 
 def speakers(layout: Layout) -> list[int]:
-    """For each replica the rank whose results count: one of the last stage, where logits are."""
+    """For each replica, the rank whose results count: a rank of the last stage, which has the
+    logits."""
     return [rank_of(layout, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
 
 
@@ -87,12 +88,13 @@ def _stage_ranks(layout: Layout) -> int:
 
 
 def split(args: A, layout: Layout, rank: int) -> A:
-    """The part of an operation that this rank does; one without data goes to all ranks alike."""
+    """The part of an operation that this rank runs; an operation without data goes to all ranks
+    whole."""
     return split_shared([args], layout, rank)[0]
 
 
 def split_shared(requests: Sequence[A], layout: Layout, rank: int) -> list[A]:
-    """The part that this rank does of each of several operations of one kind that run together."""
+    """The part that this rank runs of each of several operations of one kind that run together."""
     part = coordinates(rank, layout).dp
     return kind_for(requests[0]).cut(requests, layout.dp, part)
 

@@ -1,8 +1,8 @@
 """A model's directory in the Hugging Face layout, read for its registration.
 
-What is registered is the config, the safetensors that it needs and the small files that belong to
-it; anything else in the directory, and code above all, is left alone. The operator's command line
-and the mesh's supervisor register; agents verify against what was registered.
+A registration has the config, the safetensors that it needs and the small files that belong to it;
+anything else in the directory, and code above all, is left alone. The operator's command line and
+the mesh's supervisor register; agents verify against the registration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COMPANIONS = (
     *("vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
     *("LICENSE*", "NOTICE*", "README.md"),
 )
-"""Names of the files that are registered beside config and weights, and copied into checkpoints."""
+"""The names of files that are registered beside config and weights, and copied into checkpoints."""
 
 
 def is_companion(name: str) -> bool:

@@ -176,17 +176,19 @@ class _Home:
     """The part from which every node takes each slice of some tensors that the parts cut alike."""
 
     slices: list[tuple[Box, dict[str, int]]]
-    """Slices that every part holds whole or not at all: of each tensor's, the part."""
+    """(a slice that every part holds whole or not at all, the part that it comes from by
+    tensor)."""
 
     def parts_of(self, box: Box) -> dict[str, int]:
-        """By tensor, the part from which a slice comes that lies inside one of these."""
+        """The part from which a slice comes, by tensor. Args: box: the slice, inside one of
+        `slices`."""
         return next(parts for each, parts in self.slices if each.covers(box))
 
 
 def _homes(
     tensors: Mapping[str, Tensor], sources: Mapping[str, _Held]
 ) -> dict[tuple[Tensor, _Held], _Home]:
-    """From which part each byte comes, for all targets: the least loaded one that has it.
+    """The part from which each byte comes, for all targets: the least loaded one that has the byte.
 
     The largest slices are assigned first, so that small ones even the loads out.
     """
@@ -272,7 +274,7 @@ def assign(
 
 
 def _filled(count: int, size: int, loads: list[int]) -> list[int]:
-    """How many of `count` items of this size each part gets, the least loaded part first.
+    """The number of `count` items of this size that each part gets, the least loaded part first.
 
     Args: loads: the load of each part before.
     """
@@ -303,27 +305,27 @@ class Rows(NamedTuple):
     """
 
     source: int
-    """The offset of the first run where it comes from, in bytes."""
+    """The offset of the first run in the source, in bytes."""
     target: int
-    """Its offset where it goes to."""
+    """The offset of the first run in the target, in bytes."""
     num_bytes: int
     """The length of each run."""
     num_rows: int = 1
     source_stride: int = 0
-    """The bytes from the start of one run to that of the next; of no use for a single run."""
+    """The bytes from the start of one run to that of the next; without meaning for a single run."""
     target_stride: int = 0
 
     def moved(self, source: int, target: int) -> Rows:
-        """The same rows, so many bytes further on either side."""
+        """The same rows, moved by so many bytes in source and target."""
         return self._replace(source=self.source + source, target=self.target + target)
 
     def some(self, first: int, num_rows: int) -> Rows:
-        """So many of the rows, from this one on."""
+        """A number of the rows, from the row `first` on."""
         there, here = first * self.source_stride, first * self.target_stride
         return self.moved(there, here)._replace(num_rows=num_rows)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Each run as (offset where it comes from, offset where it goes to, length)."""
+        """Each run as (offset in the source, offset in the target, length)."""
         for row in range(self.num_rows):
             there, here = row * self.source_stride, row * self.target_stride
             yield self.source + there, self.target + here, self.num_bytes
@@ -332,10 +334,10 @@ class Rows(NamedTuple):
 def byte_rows(
     size: Index, item_bytes: int, there: tuple[Index, Index], here: tuple[Index, Index]
 ) -> Iterator[Rows]:
-    """The longest runs of a slice's bytes that are adjacent on both sides.
+    """The longest runs of a slice's bytes that are adjacent in sender and receiver.
 
     Args: size: the slice's size along each dim.
-          there: where the slice starts in the sender's tensor, and that tensor's shape.
+          there: (start of the slice in the sender's tensor, that tensor's shape).
           here: the same for the receiver's tensor.
     """
     dim, length = _adjacent(size, item_bytes, there[1], here[1])
@@ -361,8 +363,10 @@ def box_runs(
 
 
 def _adjacent(size: Sequence[int], item_bytes: int, *shapes: Sequence[int]) -> tuple[int, int]:
-    """The number of outer dims over which a slice's runs are spread in tensors of these shapes, and
-    the bytes of each run."""
+    """The shape of a slice's runs in tensors of these shapes.
+
+    Returns: the number of outer dims over which the runs are spread, and the bytes of each run.
+    """
     length, dim = item_bytes, len(size)
     while dim and all(size[dim - 1] == shape[dim - 1] for shape in shapes):
         dim -= 1

@@ -22,7 +22,8 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 
 ALIGNMENT_BYTES = 64
 MAX_TENSORS = 2**18
-"""Most tensors of one rank: decoding a table that a hostile rank sends must not exhaust memory."""
+"""The most tensors of one rank: decoding a table that a hostile rank sends must not exhaust
+memory."""
 _MAX_DIMS = 64
 _ALIGNED = bytes(range(0, 256, ALIGNMENT_BYTES))
 """Every value of the lowest byte of an aligned offset."""
@@ -84,7 +85,7 @@ class TensorTable:
 
     @classmethod
     def read(cls, packed: bytes | msgspec.Raw) -> TensorTable:
-        """The table that was packed so.
+        """The table with these packed bytes.
 
         Raises: CallerError: the bytes are no table.
         """
@@ -128,10 +129,10 @@ class TensorTable:
 
     @cached_property
     def end(self) -> int | None:
-        """Bytes up to the end of the last tensor; None where the table is not valid.
+        """The offset at which the last tensor ends, in bytes; None: the table is not valid.
 
-        It is not where a name occurs twice, or a tensor is not aligned, lies below zero or overlaps
-        another. Going through the tensors one by one then tells which.
+        A table is not valid where a name occurs twice, or a tensor is not aligned, lies below zero
+        or overlaps another. A pass through the tensors one by one then finds which.
 
         Cost: O(n log n) in tensors, once.
         """

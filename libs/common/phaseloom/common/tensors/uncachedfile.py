@@ -9,14 +9,15 @@ from pathlib import Path
 from types import TracebackType
 
 _ALIGNMENT_BYTES = mmap.PAGESIZE
-"""Offsets, lengths and addresses of direct reads are multiples of it."""
+"""The unit of offsets, lengths and addresses of direct reads."""
 
 
 class UncachedFile:
-    """A file that is read direct where its file system can do that, and else as any file."""
+    """A file that is read directly where its file system can do that, else through the page
+    cache."""
 
     def __init__(self, path: Path) -> None:
-        """Raises: OSError: it cannot be opened."""
+        """Open a file. Raises: OSError: it cannot be opened."""
         self._path = path
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -36,8 +37,10 @@ class UncachedFile:
         os.close(self._fd)
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """These bytes, until the next read. Raises: OSError: they cannot be read, or the file ends
-        before them."""
+        """Read bytes; the view is valid until the next read.
+
+        Raises: OSError: they cannot be read, or the file ends before them.
+        """
         start = offset // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         stop = -(-(offset + num_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if stop - start > len(self._buffer):

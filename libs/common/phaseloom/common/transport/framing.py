@@ -40,18 +40,18 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_FDS = 8
-"""Most file descriptors beside one frame."""
+"""The most file descriptors beside one frame."""
 MAX_IN_FLIGHT = 1024
-"""Most requests of one peer that are handled at once; a peer that sends more is cut off."""
+"""The most requests of one peer that are handled at once; a peer that sends more is cut off."""
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
-"""Most bytes that a peer may leave unread; a peer that leaves more is cut off."""
+"""The most bytes that a peer may leave unread; a peer that leaves more is cut off."""
 MAX_PEERS = 256
-"""Most connections of one server at once; more of them wait in the listen queue."""
+"""The most connections of one server at once; more of them wait in the listen queue."""
 MAX_PATH_BYTES = 107
-"""Most bytes in the path of a Unix socket (Linux)."""
+"""The most bytes in the path of a Unix socket (Linux)."""
 
 _READ_BYTES = 64 * 1024
-"""Bytes read at once. For larger buffers malloc would go to the system every time."""
+"""The bytes read at once. For larger buffers malloc would go to the system every time."""
 _CUT_OFF = int(socket.MSG_CTRUNC)  # as a flag of the enumeration it costs a microsecond
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
@@ -108,7 +108,8 @@ class Peer(Generic[Body]):
         sock.setblocking(False)
         self.handler = handler
         self.max_fds = max_fds
-        """Most descriptors that the other end may send at once; if it sends more it is cut off."""
+        """The most descriptors that the other end may send at once; if it sends more it is cut
+        off."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[str] = self._loop.create_future()

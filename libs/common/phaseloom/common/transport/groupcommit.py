@@ -17,7 +17,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_ITEMS = 128
-"""Most items that are stored at once, which bounds the size of a message."""
+"""The most items that are stored at once, which bounds the size of a message."""
 
 
 class _Group(Generic[T, R]):

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPT_S = 2.0
-"""Time after which an attempt is given up: the server may have died with the request, and then
-never answers it."""
+"""Seconds after which an attempt is given up: the server may have died with the request, and then
+never answers."""
 _PAUSE_S = 0.1
 _SERVER_ERROR = 500
 

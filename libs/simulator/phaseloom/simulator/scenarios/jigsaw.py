@@ -60,7 +60,7 @@ MIXED = {"GSM8K": _GSM8K, "MATH": _MATH}
 
 
 class Setting(NamedTuple):
-    """What all cases of a scenario are given."""
+    """The parameters that all cases of a scenario share."""
 
     policies: Sequence[str]
     slowdowns: Path | None
@@ -73,7 +73,10 @@ class Setting(NamedTuple):
 
 
 def _table(path: Path | None) -> SlowdownTable:
-    """Raises: CallerError: the table lacks a kind of sub-stage, or cannot be read."""
+    """The table of slowdowns in a file; None: the paper's.
+
+    Raises: CallerError: the table lacks a kind of sub-stage, or cannot be read.
+    """
     path = path or PAPER_TABLE
     return slowdown.read(path, needed=(*pipelines.DECODE, "reference", "train"))
 
@@ -258,8 +261,8 @@ def _mixed(setting: Setting, job: Workload) -> list[Record]:
 
 
 MIGRATIONS = ("stay", "literal", "corrected", "balanced")
-"""Tails stay; are gathered where the printed ΔT is above 0; where the corrected one is; where it is
-with the other job's batches balanced."""
+"""The rules for a long tail: it stays; it is gathered where the printed ΔT is above 0; where the
+corrected ΔT is; where that is, with the other job's batches balanced."""
 _TAIL_ROWS = 4
 """The rows of a worker from which on its rollout counts as a long tail."""
 _TAIL_SHARE = 0.25
@@ -329,8 +332,10 @@ def _scenario(
     *,
     column: str = "over_serial",
 ) -> Scenario:
-    """Args:   cases: (workload, function, its arguments after the workload's name).
-    column: the figure that the picture shows.
+    """A scenario of spatial sharing.
+
+    Args: cases: (workload, function, its arguments after the workload's name).
+          column: the figure that the picture shows.
     """
 
     def run(options: Options) -> Report:

@@ -32,7 +32,8 @@ _RUNS = (
     ("one job, whole minutes", 1, True, True),
     ("two jobs, swaps charged, whole minutes", 2, True, True),
 )
-"""Name, jobs, whether swaps are charged, whether minutes at a phase's edge count whole."""
+"""(name, number of jobs, whether swaps are charged, whether minutes at a phase's edge count
+whole)."""
 
 
 def _case(

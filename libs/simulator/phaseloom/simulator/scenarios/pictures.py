@@ -35,7 +35,8 @@ DOTS_PER_INCH = 130
 def canvas(
     path: Path, num_panels: int, *, width: float = 5.0, height: float = 3.6, across: bool = True
 ) -> Iterator[list[Axes]]:
-    """Draw panels beside (or above) one another, and save them to `path` at the end.
+    """Panels beside (or above) one another to draw on; they are saved to `path` at the end of the
+    block.
 
     Raises: CallerError: matplotlib is not installed.
     """

@@ -29,19 +29,19 @@ class Case:
 
 
 Advance = Callable[[str, int, int], None]
-"""Called with the name of the run that has just ended, or what a long one is at, the number of
-ended runs, and that of all; it draws the progress bar."""
+"""Called with the name of the run that has just ended, or the progress of a long one, the number of
+ended runs, and the number of all; it draws the progress bar."""
 
 
 class Bound(StrEnum):
     """The yardstick of a cost. The search for an optimum takes minutes where jobs are many."""
 
     NONE = "none"
-    """Nothing."""
+    """There is no yardstick."""
     SOLO = "solo"
     """The cheapest regrouping of jobs that each stay for as long as they would alone."""
     REGROUPING = "regrouping"
-    """That, and the cheapest regrouping of the jobs that were present in the run."""
+    """As `SOLO`, and also the cheapest regrouping of the jobs that were present in the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,13 @@ class Scenario(NamedTuple):
 # --- processes -----------------------------------------------------------------------------------
 
 _TELL_S = 5.0
-"""Time between two words of a long run on how far it is."""
+"""Seconds between two messages of a long run about its progress."""
 
 
 class Telling:
-    """Says how far a run is: at most once in a few seconds, since there may be thousands of calls.
+    """Reports the progress of a run, at most once in `_TELL_S`: there may be thousands of calls.
 
-    It is heard by the caller of `Options.run_cases`, also from the processes of the runs.
+    The caller of `Options.run_cases` gets the reports, also those of other processes.
     """
 
     told: ClassVar[Callable[[str], None]] = staticmethod(lambda what: None)

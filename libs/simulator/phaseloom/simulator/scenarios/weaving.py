@@ -93,9 +93,9 @@ def over_optimal(
 ) -> tuple[float, float]:
     """The cost of a run over the bound for the jobs that were present in it.
 
-    Raises:  TooLarge.
-    Returns: the ratio, which is never less than that over the optimum, and the most that it can be
-        too high, relative to itself; 0: it is exactly the ratio over the optimum.
+    Returns: the ratio, and the most that it can be too high, relative to itself; 0: it is exactly
+             the ratio over the optimum. It is never less than that.
+    Raises:  TooLarge: the search for the optimum takes more tries than are allowed.
     """
     of_name = {job.name: job for job in jobs}
     spans = [

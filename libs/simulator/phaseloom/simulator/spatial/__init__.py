@@ -1,4 +1,4 @@
-"""What sharing a device in space could gain: a study of two jobs on one worker (JigsawRL §4).
+"""A study of two jobs that share one worker in space: the gain that is possible (JigsawRL §4).
 
 A job's iterations are cut into sub-stages (`substages`), drawn after published shares of time
 (`pipelines`). A table says how much slower a sub-stage is with part of a device and beside another

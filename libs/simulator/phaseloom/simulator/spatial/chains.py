@@ -39,12 +39,12 @@ Chain = Sequence[Stage]
 
 
 class Place(NamedTuple):
-    """Where a job is in its chain."""
+    """The place of a job in its chain."""
 
     at: int
     """The index of the stage."""
     left_s: float
-    """What is left of the stage, at full speed."""
+    """The rest of the stage, in seconds at full speed."""
     has_begun: bool
     """Whether the operation of the stage has begun."""
 
@@ -83,7 +83,7 @@ class Pair:
         return first, second
 
     def remaining_s(self, state: State) -> tuple[float, float]:
-        """What is left of each job at full speed."""
+        """The rest of each job's chain, in seconds at full speed."""
         first, second = (
             place.left_s + rest[min(place.at + 1, len(rest) - 1)]
             for place, rest in zip(state, self._rest_s, strict=True)
@@ -91,7 +91,7 @@ class Pair:
         return first, second
 
     def options(self, state: State) -> list[Rates]:
-        """All that may be done now: side by side under each split, or one of the two alone."""
+        """All choices at a state: side by side under each split, or one of the two alone."""
         first, second = self.stages(state)
         if first is None or second is None:
             return [(float(first is not None), float(second is not None))]
@@ -132,7 +132,8 @@ def _moved(chain: Chain, place: Place, work_s: float) -> Place:
 
 
 class Progress(NamedTuple):
-    """What a policy may know beside the present state: how far each has come, and in which time."""
+    """The facts that a policy may know beside the present state: how far each job has come, and in
+    which time."""
 
     done_s: tuple[float, float]
     time_s: float
@@ -174,12 +175,13 @@ def rollouts(pair: Pair, state: State, progress: Progress) -> Rates:
 
 
 def greedy(pair: Pair, state: State, progress: Progress) -> Rates:
-    """Whatever gets most done just now."""
+    """The choice that gets most done just now."""
     return max(pair.options(state), key=sum)
 
 
 def fair(pair: Pair, state: State, progress: Progress) -> Rates:
-    """What gets most done just now among what keeps the jobs level, or brings them nearer."""
+    """The choice that gets most done just now, among those that keep the jobs level or bring them
+    nearer."""
     first_s, second_s = progress.done_s
     now = abs(first_s - second_s)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Tail(NamedTuple):
-    """A worker's rest of a rollout, and what runs beside it."""
+    """A worker's rest of a rollout, and the work that runs beside it."""
 
     seconds: float
     slowdown: float
@@ -28,7 +28,7 @@ class Gathered(NamedTuple):
     target: int
     """The worker that goes on."""
     other_slowdown: float
-    """The slowdown of what runs beside the gathered tail."""
+    """The slowdown of the work that runs beside the gathered tail."""
     slowdown: float = 1.0
     """The slowdown of the gathered tail itself; the paper leaves it out."""
 
@@ -53,7 +53,7 @@ def _moves_s(tails: Sequence[Tail], gathered: Gathered) -> float:
 
 
 def _others_s(tails: Sequence[Tail], gathered: Gathered) -> float:
-    """When the last of what runs beside is through."""
+    """The time at which the last of the work beside the tails is done."""
     alone = [tail.other_s for i, tail in enumerate(tails) if i != gathered.target]
     return max(gathered.other_slowdown * tails[gathered.target].other_s, *alone)
 

@@ -1,4 +1,4 @@
-"""The least time in which two chains can be run on one worker: what no policy can beat.
+"""The least time in which two chains can be run on one worker: no policy can beat it.
 
 Dynamic programming over how far each chain is, in cells of equal work. Unlike a policy it may stop
 what has begun at any cell, so it bounds every schedule. Cost: O(cells²) a pair.
@@ -13,7 +13,7 @@ from phaseloom.simulator.spatial.slowdown import WAIT
 
 
 def least_makespan_s(pair: Pair, cells: int = 300) -> float:
-    """Args: cells: the number of cells of the longer chain; more are more exact."""
+    """The least time in which both chains of a pair can be run."""
     cell_s = max(pair.total_s) / cells
     firsts, seconds = _cells(pair.first, cell_s), _cells(pair.second, cell_s)
 

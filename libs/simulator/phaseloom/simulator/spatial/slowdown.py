@@ -27,7 +27,7 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class SlowdownTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
-    """Where the numbers are from, for people."""
+    """The source of the numbers, for people."""
     kinds: dict[str, Kind]
     splits: tuple[float, ...] = (0.25, 0.5, 0.75)
     """The shares that the first of two sub-stages may have; the second has the rest."""
@@ -63,7 +63,9 @@ class SlowdownTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(path: Path, needed: Iterable[str] = ()) -> SlowdownTable:
-    """Args:   needed: the kinds that the table must have.
+    """Read a table of slowdowns from a file.
+
+    Args:   needed: the kinds that the table must have.
     Raises: CallerError: the file cannot be read, or holds no such table.
     """
     try:

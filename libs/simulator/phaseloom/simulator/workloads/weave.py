@@ -122,7 +122,7 @@ def draw_job(
 ) -> SimJob:
     """A job of Table 6, of any size.
 
-    Args:   those of `generate`.
+    Args:   profile, nodes, slo, switching: as in `generate`.
     Raises: CallerError: there is no such profile, or no such variant of nodes.
     """
     if profile not in PROFILES or nodes not in NODES:

@@ -1,1 +1,1 @@
-"""What the console makes of the decision log, without I/O: a bounded view, and messages of it."""
+"""The console's view of the decision log and the messages to its pages, without I/O."""

@@ -1,6 +1,6 @@
-"""Which events of the decision log are told to people as decisions, and in which words.
+"""The events of the decision log that people see as decisions, and their words.
 
-Context switches are not among them: a page has them with all their figures in its timeline.
+Context switches are not among them: a page shows those in its timeline, with all their figures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phaseloom.console.core.wire import Decision
 def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
     time_s: float, event: events.Event
 ) -> Decision | None:
-    """The decision that an event tells of; None: it is one of the many that only go on."""
+    """The decision that an event stands for; None: the event is not shown as a decision."""
     match event:
         case events.JobSubmitted(job=job):
             parts = ", ".join(f"{spec.name} on {spec.pool}" for spec in event.spec.deployments)
@@ -66,7 +66,7 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
 
 
 def moves_of(time_s: float, event: events.ReplanComputed) -> list[Decision]:
-    """A repacking may move several jobs."""
+    """The decisions that a repacking stands for: one for each job that it moves."""
     return [
         Decision(time_s, f"moves to {move.group or 'a new group'}", move.why, str(move.job))
         for move in event.moves

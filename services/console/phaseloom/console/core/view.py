@@ -30,12 +30,13 @@ from phaseloom.console.core.wire import TICK_S, Decision
 HISTORY = 100_000
 NUM_DECISIONS = 1000
 NUM_REPORTS = 4000
-"""Reports that are kept of each job."""
+"""The number of reports that are kept of each job."""
 
 _SLOW_S = 1.0
-"""Jobs and nodes are told that often."""
+"""Seconds between two updates of jobs and nodes to a page."""
 _SILENCE_S = 5.0
-"""A page is told something after so long, though nothing is new: it sees that the link holds."""
+"""Seconds after which a page gets an update although nothing is new, so that it sees the link
+hold."""
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class _Counts:
 
 
 class _Newest(deque[T]):
-    """The newest of a sequence, and how many there have been."""
+    """The newest items of a sequence, and the number that there have ever been."""
 
     def __init__(self, length: int) -> None:
         super().__init__(maxlen=length)
@@ -80,7 +81,7 @@ class _Newest(deque[T]):
         self.num_ever += 1
 
     def since(self, number: int) -> Iterable[T]:
-        """Those after the first `number` ever, as far as they are kept."""
+        """The items after the first `number` ever, as far as they are kept."""
         return islice(self, max(0, len(self) - (self.num_ever - number)), None)
 
 
@@ -106,7 +107,7 @@ class View:
     # --- what comes in --------------------------------------------------------------------------
 
     def step(self, time_s: float, event: events.Event) -> None:
-        """Take the next event of the decision log, of its own even where it came with others."""
+        """Take the next event of the decision log; the events of one entry come one by one."""
         self.origin_s = self.origin_s or time_s
         hidden_s = 0.0
         for observation in self._activity.step(time_s, event):
@@ -138,7 +139,7 @@ class View:
             self.decided(decision)
 
     def status(self, time_s: float, job: JobKey, status: JobStatus | None) -> None:
-        """Take a job's changed status; None: it is forgotten."""
+        """Take the changed status of a job; None: the job is forgotten."""
         before = self._jobs.get(job)
         if status is None:
             for kept in (self._jobs, self._cycles, self._counts):
@@ -153,19 +154,19 @@ class View:
             self.decided(Decision(time_s, status.state, why, str(job), is_trouble=True))
 
     def cycle(self, job: JobKey, trace: events.PhaseTrace | None) -> None:
-        """Take what the profiler has learned of a job; None: it is forgotten."""
+        """Take the cycle of a job as the profiler has learned it; None: it is forgotten."""
         if trace is None:
             self._cycles.pop(job, None)
         else:
             self._cycles[job] = trace
 
     def decided(self, decision: Decision) -> None:
-        """Take something that people are told."""
+        """Take a decision, for people to read."""
         self._told.put(decision)
         self._decisions.append(decision)
 
     def reported(self, job: JobKey, report: JobReport) -> None:
-        """Take what a controller has measured."""
+        """Take a report of a job's controller."""
         row = wire.ReportRow(str(job), report.step, report.values)
         self._told.put(row)
         self._reports.setdefault(row.job, deque(maxlen=NUM_REPORTS)).append(row)
@@ -185,12 +186,11 @@ class View:
     def update(
         self, now_s: float, *, since: int | None = None, tenant: str = "", with_jobs: bool = True
     ) -> wire.Update:
-        """Everything, or what has come since an earlier update.
+        """The whole view, or what has come since an earlier update.
 
-        Args: since: the `cursor` of the earlier update; None, and one from before what is kept,
-                  give everything.
-              tenant: only what is this tenant's; empty: of all.
-              with_jobs: whether jobs and nodes are told too.
+        Args: since: the `cursor` of the earlier update. None, or one that is older than what is
+              kept, gives the whole view. tenant: only rows of this tenant; empty: of all tenants.
+              with_jobs: whether jobs and nodes are included.
         """
         oldest = self._told.num_ever - len(self._told)
         is_whole = since is None or not oldest <= since <= self._told.num_ever
@@ -227,7 +227,7 @@ class View:
         )
 
     def jobs(self, tenant: str = "") -> list[wire.JobRow]:
-        """The jobs of a tenant, or of all."""
+        """The jobs of a tenant; empty: of all tenants."""
         depths = self._activity.depth()
         return [
             _job_row(
@@ -258,10 +258,10 @@ class View:
 
 @dataclass(slots=True)
 class Listener:
-    """What one page has been told, and so what is news to it.
+    """The state of one page: what it has been told, and so which update comes next.
 
-    Args: tenant: whose page it is; empty: an operator's.
-          since: the `cursor` of what it has been told; None: nothing.
+    Args: tenant: the tenant whose page it is; empty: an operator's. since: the `cursor` of the last
+          update that the page has; None: it has none.
     """
 
     view: View
@@ -269,12 +269,13 @@ class Listener:
     since: int | None
     _heads: list[wire.HeadRow] | None = None
     _slow: object = None
-    """The jobs and nodes that it was told last."""
+    """The jobs and nodes of the last update."""
     _slow_s: float = 0.0
     _told_s: float = 0.0
 
     def news(self, now_s: float) -> wire.Update | None:
-        """The next update; None: nothing is new, and the last one is not long ago."""
+        """The next update for the page; None: nothing is new, and the last update is not long
+        ago."""
         asks_slow = now_s - self._slow_s >= _SLOW_S
         update = self.view.update(now_s, since=self.since, tenant=self.tenant, with_jobs=asks_slow)
         has_slow = update.jobs is not None

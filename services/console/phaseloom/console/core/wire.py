@@ -1,4 +1,4 @@
-"""What the console tells a page: console → browser, as JSON.
+"""The messages of the console to a page: console → browser, as JSON.
 
 An `Update` is the whole view, or what has come since the one before. Its rows name deployments,
 kinds and devices by their place in the lists that the same update brings. Times in rows are whole
@@ -13,7 +13,7 @@ TICK_S = 1e-4
 
 
 class OperationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """An operation that has run."""
+    """One execution of an operation."""
 
     deployment: int
     kind: int
@@ -25,13 +25,14 @@ class OperationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     devices: list[int]
     num_tokens: int = 0
     outcome: str = ""
-    """Empty: completed."""
+    """The outcome of the operation; empty: COMPLETED."""
     is_replay: bool = False
-    """Whether it was run again after a loss; its first outcome stands."""
+    """Whether the operation was run again after a loss; its first outcome stands."""
 
 
 class ActivationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A deployment got its devices, by a context switch where bytes had to move."""
+    """An activation: a deployment has got its devices, by a context switch where bytes had to
+    move."""
 
     deployment: int
     start: int
@@ -48,7 +49,7 @@ class ActivationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
 
 
 class HeadRow(msgspec.Struct, frozen=True, array_like=True):
-    """The ready operation of a deployment that runs, or that is next to run."""
+    """The ready operation of a deployment that runs, or that runs next."""
 
     deployment: int
     kind: int
@@ -62,16 +63,16 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     """Something that was decided or has happened, with its reason, in words."""
 
     time_s: float
-    """Unix seconds, as the log has it."""
+    """The time of the event in the log, in Unix seconds."""
     what: str
     why: str = ""
     job: str = ""
-    """`<tenant>.<job>`; empty: it is about the mesh."""
+    """The job, as `<tenant>.<job>`; empty: the decision is about the mesh."""
     is_trouble: bool = False
 
 
 class ReportRow(msgspec.Struct, frozen=True, array_like=True):
-    """What a job's controller has measured at a step."""
+    """The figures that a job's controller has measured at a step."""
 
     job: str
     """`<tenant>.<job>`"""
@@ -83,7 +84,7 @@ class NodeRow(msgspec.Struct, frozen=True, omit_defaults=True):
     node: str
     pool: str
     devices: list[int]
-    """The memory budget of each device, bytes."""
+    """The memory budget of each device, in bytes."""
     host_memory_bytes: int
     is_up: bool = True
 
@@ -123,9 +124,9 @@ class JobRow(msgspec.Struct, frozen=True, omit_defaults=True):
     num_done: int = 0
     num_failed: int = 0
     device_s: float = 0.0
-    """Seconds in which its operations had a device, each device counted."""
+    """Seconds for which the job's operations had a device, summed over devices."""
     period_s: float = 0.0
-    """The length of the job's cycle, as learned; 0: none is known yet."""
+    """The learned length of the job's cycle, in seconds; 0: no cycle is known yet."""
     worst_period_s: float = 0.0
     drift: float = 0.0
     segments: list[SegmentRow] = []
@@ -133,13 +134,13 @@ class JobRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     cursor: int
-    """Where the next update of the same view begins."""
+    """The place in the view at which the next update begins."""
     now_s: float
-    """The console's clock when it was made, Unix seconds."""
+    """The console's clock when the update was made, in Unix seconds."""
     origin_s: float
     """The zero of the rows' times, Unix seconds."""
     is_whole: bool = False
-    """Whether it replaces what was told before."""
+    """Whether the update replaces all earlier ones."""
     deployments: list[str] = []
     """`<tenant>.<job>.<deployment>`"""
     kinds: list[str] = []
@@ -157,16 +158,16 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who looks at the page. The answer to `/api/me`."""
+    """The person or program that looks at the page; the answer to `/api/me`."""
 
     tenant: str = ""
-    """Empty: an operator, who sees every tenant's."""
+    """The caller's tenant; empty: an operator, who sees all tenants."""
     can_act: bool = False
     """Whether the caller may cancel jobs and drain nodes."""
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """A whole run, as `phaseloom replay` puts it into a page."""
+    """A whole run, as `phaseloom replay` embeds it in a page."""
 
     title: str
     update: Update

@@ -1,1 +1,2 @@
-"""What the gateway decides without I/O: messages of the Tinker API as operations of the mesh."""
+"""The decisions of the gateway, without I/O: messages of the Tinker API as operations of the
+mesh."""

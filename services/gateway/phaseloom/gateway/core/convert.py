@@ -1,4 +1,4 @@
-"""Between the Tinker API's messages and the mesh's operations. Pure.
+"""Conversions between the Tinker API's messages and the mesh's operations. Pure.
 
 Positions, losses and sums are the same on both sides: position i predicts target i, a loss is a
 plain sum over tokens, gradients add up until a step.
@@ -43,13 +43,13 @@ _SETTINGS = {
 _ARRAYS = {"weights", "logprobs", "advantages"}
 _OUTPUT = "ArrayRecord"
 _MASKED = -99_999.0
-"""The SDK's log-probability where there is none."""
+"""The log-probability that the SDK has at a position without one."""
 MAX_VALUES = 2**24
-"""The most values of a tensor, far above what a request can have otherwise."""
+"""The most values of a tensor: far more than a request has room for."""
 
 
 def read_request(content: bytes) -> Any:
-    """A `ForwardBackwardRequest`. Raises: CallerError: it is none."""
+    """The `ForwardBackwardRequest` in a body. Raises: CallerError: the body is no such message."""
     request = wire.ForwardBackwardRequest()
     try:
         request.ParseFromString(content)
@@ -84,7 +84,10 @@ def trained(request: Any) -> Forward | ForwardBackward:
 
 
 def _check_same_shape(batch: Sequence[Datum]) -> None:
-    """Raises: CallerError: the datums have so different targets that one array cannot answer."""
+    """Check that the targets of all datums have the same shape, because one array holds the answer.
+
+    Raises: CallerError: a datum's targets have another shape.
+    """
     for index, datum in enumerate(batch):
         if datum.num_targets != batch[0].num_targets:
             raise CallerError(
@@ -151,7 +154,7 @@ def _text(chunk: Any, field: str) -> bytes:
 
 
 def _array(tensor: Any, field: str) -> npt.NDArray[Any]:
-    """A tensor's values: (T,), or (T, K) for K targets a position."""
+    """The values of a tensor: (T,) for one target a position, or (T, K) for K of them."""
     if tensor.dtype not in wire.DTYPES:
         raise CallerError(
             "only float32, int32 and int64 tensors can be given", field=field, remedy="convert it"
@@ -178,7 +181,8 @@ def _array(tensor: Any, field: str) -> npt.NDArray[Any]:
 
 
 def _densified(sparse: Any, shape: Sequence[int], dtype: str) -> npt.NDArray[Any]:
-    """The values of compressed sparse rows. Raises: ValueError, IndexError: they are none."""
+    """The values of a matrix in compressed sparse rows. Raises: ValueError, IndexError: it is no
+    such matrix."""
     rows, columns = shape
     values = np.frombuffer(sparse.values, dtype)
     ends = np.frombuffer(sparse.crow_indices, "<i8")
@@ -215,8 +219,10 @@ def trained_output(
 
 
 def forward_loss(request: Any, result: ForwardResult) -> dict[str, float]:
-    """The loss of a batch whose log-probabilities are known, where it is a sum of weights times
-    these; the SDK's `forward` has it, the mesh's has not."""
+    """The loss of a batch as the SDK's `forward` has it: the weighted sum of the log-probabilities.
+
+    The mesh's `forward` has no loss. Returns: `loss:sum`; empty for any loss but the cross entropy.
+    """
     if request.loss_fn != Loss.CROSS_ENTROPY:
         return {}
     total = 0.0
@@ -237,8 +243,9 @@ def sampled_output(
 ) -> bytes:
     """A `SampleResponse`; the log-probabilities are the model's own, at temperature 1.
 
-    Args: num_top, num_prompt_top: how many likeliest tokens are told of each token that was drawn,
-              and of each of the prompt. last_n: of the prompt's last ones only.
+    Args: num_top: likeliest tokens that are answered at each token drawn. num_prompt_top: likeliest
+          tokens that are answered at each token of the prompt. last_n: only so many of the prompt's
+          last tokens have log-probabilities.
     """
     output = wire.SampleResponse()
     for sequence in result.sequences[0]:
@@ -266,7 +273,7 @@ def sampled_output(
 
 
 def _topk(tokens: Int32s, logprobs: Float32s, num_top: int) -> Any:
-    """A `TopkLogprobs`; None where it was not asked for."""
+    """The `TopkLogprobs` of some positions; None where `num_top` is 0."""
     if not num_top:
         return None
     ids = pack_int32s(int32s(tokens))
@@ -279,7 +286,10 @@ def _topk(tokens: Int32s, logprobs: Float32s, num_top: int) -> Any:
 
 
 def adam(params: Mapping[str, float]) -> AdamParams:
-    """The SDK's defaults where it leaves something out."""
+    """The AdamW parameters of an `optim_step`, with the SDK's defaults for those that are left out.
+
+    Raises: CallerError: there is no such parameter.
+    """
     params = {name: value for name, value in params.items() if value is not None}
     known = AdamParams.__struct_fields__
     if unknown := sorted(params.keys() - set(known)):
@@ -293,7 +303,7 @@ def adam(params: Mapping[str, float]) -> AdamParams:
 
 
 def sampling(params: Mapping[str, Any], prompt_tokens: int, context: int) -> SamplingParams:
-    """How to sample, from the SDK's `SamplingParams`.
+    """The mesh's sampling parameters, from the SDK's `SamplingParams`.
 
     Args:   context: the most tokens of prompt and sample together.
     Raises: CallerError: the prompt leaves no room.
@@ -318,7 +328,7 @@ def sampling(params: Mapping[str, Any], prompt_tokens: int, context: int) -> Sam
 
 
 def prompt_tokens(prompt: Mapping[str, Any]) -> list[int]:
-    """The tokens of an SDK's `ModelInput`. Raises: CallerError: it has other than text."""
+    """The tokens of an SDK's `ModelInput`. Raises: CallerError: it has chunks that are not text."""
     tokens: list[int] = []
     for index, chunk in enumerate(prompt.get("chunks", [])):
         if chunk.get("type") != "encoded_text":

@@ -1,8 +1,8 @@
-"""The text of a sample, told in parts while its tokens are drawn.
+"""The text of a sample, given in parts while its tokens are drawn.
 
-The parts join to the text that all tokens give at once. Two things are kept back until it is clear
-what they are: a character whose bytes have not all come, and what may be the beginning of a stop
-string. Nothing of a stop string, nor what stands behind it, is told.
+The parts joined are the text of all tokens. Text is held back in two cases, until more tokens come:
+where the last character lacks some of its bytes, and where the end may be the beginning of a stop
+string. A stop string, and all that follows it, is never given.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"
-"""What a tokenizer writes for bytes that are no character, or not one yet."""
+"""The character that a tokenizer writes for bytes that are no character, or not yet a whole one."""
 
 
 class TextParts:
-    """The new text of one sample."""
+    """The text of one sample, as far as it is certain; a new part comes with each `take`."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
-        """Args: decode: makes text of tokens."""
+        """Args: decode: makes text of tokens. stops: the stop strings; empty ones do not count."""
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
         self._told: list[int] = []
-        """The last tokens whose text is known. What stands before a token may change its text: a
-        space, for one."""
+        """The newest tokens whose text was given. They are decoded again with the next ones,
+        because the text of a token depends on those before it: a space, for one."""
         self._open: list[int] = []
-        """The tokens behind them."""
+        """The tokens after `_told`, whose text was not given yet."""
         self._held = ""
         """Text that may be the beginning of a stop string."""
         self._is_stopped = False
 
     def take(self, tokens: Sequence[int], *, is_last: bool) -> str:
-        """The text that is certain with these tokens. Args: is_last: no more tokens come."""
+        """The text that has become certain with these tokens. Args: is_last: whether no more tokens
+        come."""
         if self._is_stopped:
             return ""
         self._open += tokens
@@ -55,6 +56,7 @@ class TextParts:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the text's end are the beginning of a stop string."""
+    """The length of the longest end of the text with which the stop string begins; 0: there is
+    none."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -132,4 +132,4 @@ DTYPES = {0: "<f4", 1: "<f4", 2: "<i8", 3: "<i4"}
 """The tensor dtypes that are read, by their number; bfloat16 (4) is not."""
 FLOAT32 = 1
 STOP, LENGTH = 0, 1
-"""Why a sequence ended."""
+"""The reasons why a sequence ended."""

@@ -23,7 +23,8 @@ class Agenda:
         """A heap of (due time, sequence of the entry, job). An entry not in `_waiting` is stale."""
         self._waiting: dict[JobKey, int] = {}
         self._paid_to_s = float("-inf")
-        """Each look moves this time on by `SPACING_S`. It may run ahead of the clock by a burst."""
+        """The time up to which looks are paid for: each look moves it on by `SPACING_S`. It may be
+        ahead of the clock by a burst."""
 
     def __contains__(self, job: JobKey) -> bool:
         return job in self._waiting

@@ -60,7 +60,8 @@ UNKNOWN_GAP_S = -1.0
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """A trace to append. Its `msg_id` names its cause, so that the bus stores a repeat once."""
+    """A trace to append. Its `msg_id` names the cause, so that the bus stores a repeated trace
+    once."""
 
     msg_id: str
     trace: PhaseTrace
@@ -70,7 +71,8 @@ class Emission:
 class _Kind:
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     worst_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """The estimated duration of each operation, had it used all tokens that it was allowed."""
+    """The estimated duration of each operation if it had used all tokens that it was allowed, in
+    seconds."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     count: int = 0
 
@@ -299,10 +301,8 @@ def _excess_s(cycle: Cycle, estimates: Iterable[KindEstimate]) -> float:
 
 
 def _num_optim_steps(cycle: Cycle) -> int:
-    """The number of optimizer steps in a usual turn.
-
-    It is at least 1, since a loop that trains nothing has no other end of an iteration either.
-    """
+    """The number of optimizer steps in a usual turn, at least 1: a loop that trains nothing has no
+    other end of an iteration."""
     steps = (num for (_, _, kind), num in cycle.num_operations.items() if kind == "optim_step")
     return max(1, round(sum(steps)))
 

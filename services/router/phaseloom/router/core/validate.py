@@ -164,7 +164,7 @@ def check_session(session: int, newest: int) -> None:
 
 
 def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
-    """The header of a sound operation."""
+    """The header of a sound operation, for the decision log."""
     args = operation.args
     return QueuedOperation(
         key=key,
@@ -181,7 +181,7 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
 
 
 def _version(key: OperationKey, args: Args) -> VersionKey | None:
-    """The weights version that an operation brings, or reads."""
+    """The weights version that an operation installs or reads."""
     match args:
         case SyncWeights(policy=name, version=seq):
             return VersionKey(DeploymentKey(key.tenant, key.job, name), seq)
@@ -195,7 +195,7 @@ def _version(key: OperationKey, args: Args) -> VersionKey | None:
 
 
 def _payer(key: OperationKey, args: Args) -> str:
-    """The other job whose weights an operation reads; empty: there is none."""
+    """The other job whose weights an operation reads; empty: it reads its own deployment's."""
     match args:
         case Generate(weights=NamedWeights(job=job)) | Forward(weights=NamedWeights(job=job)):
             return job if job != key.job else ""
@@ -207,7 +207,7 @@ def refused(
 ) -> QueuedOperation:
     """The header of a bad operation, with as much of its identity as can be read.
 
-    It is small, whatever the payload: an error may quote the value that it complains about.
+    The header is small, whatever the payload: an error may quote the value at fault.
     """
     identity = identify(payload, content_type)
     return QueuedOperation(

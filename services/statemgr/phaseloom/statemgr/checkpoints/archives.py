@@ -92,8 +92,11 @@ class Archives:
         self._open: dict[str, _Archive] = {}
 
     async def open(self, request: OpenArchive) -> ArchiveOpened:
-        """Raises: CallerError: NOT_FOUND; a bad name. ResourceError: RESOURCE_EXHAUSTED: too many
-        are open; UNAVAILABLE: the disk fails."""
+        """Open a checkpoint's files as one tar file.
+
+        Raises: CallerError: NOT_FOUND; a bad name. ResourceError: RESOURCE_EXHAUSTED: too many
+                archives are open; UNAVAILABLE: the disk fails.
+        """
         if len(self._open) >= MAX_OPEN:
             raise ResourceError(
                 f"{len(self._open)} archives are open",
@@ -111,8 +114,11 @@ class Archives:
         return ArchiveOpened(id, archive.num_bytes)
 
     async def read(self, request: ReadArchivePart) -> ArchiveRead:
-        """Raises: CallerError: NOT_FOUND: the tenant has no such archive open here, or the offset
-        is outside it. ResourceError: the disk fails."""
+        """Read a part of an open archive.
+
+        Raises: CallerError: NOT_FOUND: the tenant has no such archive open here, or the offset is
+                outside it. ResourceError: the disk fails.
+        """
         archive = self._open.get(request.archive)
         if archive is None or archive.tenant != request.tenant:
             raise CallerError(

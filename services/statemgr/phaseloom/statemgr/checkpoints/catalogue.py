@@ -1,4 +1,4 @@
-"""Which checkpoints there are, what they are, and how long they are kept."""
+"""The list of checkpoints, their descriptions, and the times for which they are kept."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 
 class Catalogue:
-    """Answers what is asked of the checkpoints under the root, whichever node wrote them."""
+    """Answers requests about the checkpoints under the root, whichever node wrote them."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
     async def find(self, request: FindCheckpoints) -> CheckpointsFound:
-        """Raises: CallerError: a bad name."""
+        """Find a tenant's checkpoints. Raises: CallerError: a bad name."""
         return CheckpointsFound(await asyncio.to_thread(self._find, request))
 
     def _find(self, request: FindCheckpoints) -> list[SavedCheckpoint]:
@@ -55,7 +55,7 @@ class Catalogue:
         return found
 
     async def describe(self, request: DescribeCheckpoint) -> CheckpointsFound:
-        """Raises: CallerError: NOT_FOUND; a bad name."""
+        """Describe a checkpoint, with its files. Raises: CallerError: NOT_FOUND; a bad name."""
         return CheckpointsFound([await asyncio.to_thread(self._describe, request)])
 
     def _describe(self, request: DescribeCheckpoint) -> SavedCheckpoint:
@@ -67,13 +67,17 @@ class Catalogue:
         return described
 
     async def set_expiry(self, request: SetExpiry) -> CheckpointsFound:
-        """Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk fails."""
+        """Keep a checkpoint for `ttl_s` seconds from now.
+
+        Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk fails.
+        """
         key, name = request.deployment, request.name
         await asyncio.to_thread(self._checkpoints.set_expiry, key, name, request.ttl_s)
         return await self.describe(DescribeCheckpoint(key, name))
 
     async def erase(self, request: EraseCheckpoint) -> CheckpointErased:
-        """Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk fails."""
+        """Remove a checkpoint. Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk
+        fails."""
         key, name = request.deployment, request.name
         try:
             num_bytes = await asyncio.to_thread(
@@ -93,7 +97,7 @@ class Catalogue:
 
 
 def files_of(directory: Path) -> Iterator[Path]:
-    """The files of a checkpoint, sorted; nothing that lies elsewhere. Raises: OSError."""
+    """The files of a checkpoint, sorted, without links to files elsewhere. Raises: OSError."""
     for place, directories, names in os.walk(directory, onerror=_raise):
         directories.sort()
         for name in sorted(names):
@@ -108,13 +112,13 @@ def _raise(error: OSError) -> None:
 
 
 def saved_s(directory: Path) -> float:
-    """When a checkpoint became durable, in Unix seconds. Raises: OSError."""
+    """The time at which a checkpoint became durable, in Unix seconds. Raises: OSError."""
     marker = directory / MARKER_FILE
     return (marker if marker.is_file() else directory).stat().st_mtime
 
 
 def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint | None:
-    """What a checkpoint is; None: it is none, or not any more. Blocking."""
+    """The description of a checkpoint; None: the directory is none, or not any more. Blocking."""
     job, deployment, name = directory.parts[-3:]
     try:
         files = {

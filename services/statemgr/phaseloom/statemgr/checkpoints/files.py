@@ -42,10 +42,10 @@ from phaseloom.statemgr.disk.files import sync_directory
 log = logging.getLogger(__name__)
 
 EXPIRY_FILE = "expires"
-"""When a checkpoint's time to live is over, in Unix seconds; it is kept where there is no such
-file."""
+"""The file with the time at which a checkpoint expires, in Unix seconds; without it the checkpoint
+is kept."""
 _REPLACED, _GONE = "replaced", "gone"
-"""Why a directory has no name any more."""
+"""The reasons why a directory has no name any more."""
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
 
 
@@ -93,7 +93,7 @@ class Checkpoints:
         return None
 
     def begin(self, key: DeploymentKey, name: str) -> Path:
-        """Make an empty draft, and remove an earlier one."""
+        """Make an empty draft; an earlier draft is removed."""
         draft = self._draft(key, name)
         with writing():
             shutil.rmtree(draft, ignore_errors=True)
@@ -111,8 +111,9 @@ class Checkpoints:
     ) -> None:
         """Give a draft the name of its checkpoint. The files are on disk already, each fsynced.
 
-        Args:   ttl_s, overwrite: as of `SaveState`. The checkpoint before has its name again where
-                the daemon is killed before this one has it.
+        If the daemon is killed before the new checkpoint has its name, the one before gets it back.
+
+        Args:   ttl_s, overwrite: as in `SaveState`.
         Raises: CallerError: ALREADY_EXISTS: a checkpoint has the name. ResourceError: the disk is
                 full, or fails.
         """
@@ -153,10 +154,11 @@ class Checkpoints:
         return 1 + max((marker.number for _, marker in await self._markers(key)), default=0)
 
     async def prune(self, key: DeploymentKey, keep: int, needed: set[str]) -> list[str]:
-        """Remove old checkpoints: of those that may go, the newest `keep` stay, and so do those
+        """Remove old checkpoints. Of those that may go, the newest `keep` stay, and so do those
         that are needed.
 
-        Returns: the names that were removed. Raises: OSError.
+        Returns: the names that were removed.
+        Raises:  OSError.
         """
         gone = superseded(await self._markers(key), keep, needed)
         for name in gone:
@@ -184,7 +186,7 @@ class Checkpoints:
         return num_bytes
 
     def set_expiry(self, key: DeploymentKey, name: str, ttl_s: float) -> None:
-        """Keep a checkpoint for so long from now; 0: until it is deleted.
+        """Keep a checkpoint for `ttl_s` seconds from now; 0: until it is deleted.
 
         Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk is full, or fails.
         """
@@ -238,7 +240,7 @@ class Checkpoints:
 
     def sweep(self) -> None:
         """Remove the drafts that an earlier daemon of this node left. A checkpoint that it was
-        replacing has its name again, unless the other one has it."""
+        replacing gets its name back, unless the new one has the name."""
         if self.root is None:
             return
         for draft in self.root.glob(f"*/*/*/.*.{self.node}.draft"):
@@ -251,7 +253,8 @@ class Checkpoints:
             shutil.rmtree(draft, ignore_errors=True)
 
     def _draft(self, key: DeploymentKey, name: str, why: str = "") -> Path:
-        """A directory that has no name yet, or none any more. Args: why: it has none any more."""
+        """The path of a directory without a name. Args: why: why it has no name any more; empty: it
+        has none yet."""
         told = f"{name}.{why}" if why else name
         return self.directory(key, name).with_name(f".{told}.{self.node}.draft")
 
@@ -285,7 +288,7 @@ async def _readable_marker(directory: Path) -> Marker | None:
 
 
 def expiry_of(directory: Path) -> float | None:
-    """When a checkpoint's time to live is over, in Unix seconds; None: it is kept."""
+    """The time at which a checkpoint expires, in Unix seconds; None: it is kept."""
     try:
         return float((directory / EXPIRY_FILE).read_text())
     except FileNotFoundError:

@@ -278,7 +278,7 @@ class SavedState:
         return slots
 
     def adapter_config(self) -> str:
-        """What an adapter's tensors do not say of it. Raises: ResourceError: DATA_LOSS."""
+        """The content of an adapter's `adapter_config.json`. Raises: ResourceError: DATA_LOSS."""
         return self._small(self._directory / ADAPTER_CONFIG_FILE).decode(errors="replace")
 
     def read(self, slots: Iterable[TensorSlot], start: int, memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Pins: what a deployment has loaded can be read by it again, whatever becomes of the checkpoint.
+"""Pins: a deployment can read again what it has loaded, whatever becomes of the checkpoint.
 
 A rebuild may have to run a `load_state` again, to the same bits, after the checkpoint was deleted,
 overwritten or has expired. So each load links the checkpoint's files in a directory of its own,
@@ -31,20 +31,22 @@ _LOAD_DIGITS = 16
 
 class Pin(NamedTuple):
     directory: Path
-    """Where the files can be read."""
+    """The directory with the files to read."""
     is_new: bool
-    """Whether this load has just pinned them."""
+    """Whether this load has just pinned the files."""
 
 
 def pin(
     checkpoints: Checkpoints, own: DeploymentKey, saved: DeploymentKey, name: str, load: str
 ) -> Pin:
-    """Pin a checkpoint for a load. The same load again has the files that it had.
+    """Pin a checkpoint for a load. The same load again gets the same files.
 
-    Where links cannot be made, by the file system or since the files are links themselves, the
-    checkpoint is read where it is.
+    Where links cannot be made, because of the file system or because the files are links
+    themselves, the checkpoint is read where it is.
 
-    Args:   own: the deployment that loads. saved: the one that saved. load: names the load.
+    Args:   own: the deployment that loads.
+            saved: the deployment that saved.
+            load: the name of the load.
     Raises: CallerError: NOT_FOUND; a bad name.
     """
     directory = checkpoints.directory(saved, name)

@@ -47,7 +47,7 @@ from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, FileSums
 from phaseloom.statemgr.disk.disk import BlockFile, Cancelled, Disk
 
 MODEL, ADAPTER, TRAINING = "model", "adapter_model", "training"
-"""The beginnings of files' names."""
+"""The beginnings of the names of files with tensors."""
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 CHUNK_BYTES = 8 * BLOCK_BYTES
 """The size of a chunk, which is read or written at once."""
@@ -106,7 +106,7 @@ def write_state(
 
 
 def _contents(companions: ModelDirectory | None) -> Iterator[tuple[str, bytes]]:
-    """The files to copy, each verified.
+    """The names and contents of the files to copy, each verified.
 
     Raises: CallerError: NOT_FOUND: one is not there. ResourceError: DATA_LOSS: one has changed.
     """
@@ -208,8 +208,8 @@ class _Writer:
 def _weights_sha256(
     weights: list[WholeTensor], memories: list[memoryview], cancelled: threading.Event
 ) -> str:
-    """The SHA-256 over (name, dtype, shape, bytes) of each tensor, sorted by name, which is the
-    same as a worker computes."""
+    """The SHA-256 over (name, dtype, shape, bytes) of each tensor, sorted by name, as a worker
+    computes it."""
     digest = hashlib.sha256()
     for tensor in weights:
         shape = ",".join(str(size) for size in tensor.shape)

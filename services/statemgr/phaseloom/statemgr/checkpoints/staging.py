@@ -47,11 +47,11 @@ class Staging:
     async def room(
         self, sizes: Iterable[tuple[int, str]], wpg: Wpg | None = None
     ) -> AsyncIterator[list[int]]:
-        """A list with an extent for each state. On leaving, the extents that are still in the list
-        are given up.
+        """A list with an extent for each state. Extents that are still in the list when the block
+        ends are freed.
 
-        Args: sizes: the bytes of each state, and the name of its memory in a refusal. wpg: the
-              incarnation whose states they are, which finds parked memory again.
+        Args: sizes: the bytes of each state, and the name of its memory in a refusal.
+              wpg: the incarnation that the states belong to, whose parked memory is reused.
         """
         pool = "" if wpg is None else pool_of(wpg)
         extents: list[int] = []

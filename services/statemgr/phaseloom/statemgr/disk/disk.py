@@ -211,7 +211,7 @@ _NUM_CHECKING = 2
 
 
 class Cancelled(ResourceError):
-    """Nobody wants this move any more."""
+    """A move ends early because nobody wants it any more."""
 
     def __init__(self) -> None:
         super().__init__("the move was cancelled", code=Code.ABORTED)

@@ -1,4 +1,4 @@
-"""Layouts that ranks send of their memory: decoded once, and refused where they are bad, before
+"""Layouts of memory as ranks send them: each is decoded once, and a bad one is refused before
 anything happens."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rounded(num_bytes: int) -> int:
 
 
 def exhausted(needed_bytes: int, used_bytes: int, budget_bytes: int) -> dict[str, int]:
-    """The numbers of a refusal for want of memory."""
+    """The numbers for the details of a refusal for lack of memory."""
     return {"needed_bytes": needed_bytes, "used_bytes": used_bytes, "budget_bytes": budget_bytes}
 
 

@@ -1,1 +1,2 @@
-"""Trust between state managers: certificates say who may talk, tickets who may have which files."""
+"""Trust between state managers: certificates say who may talk, tickets which files a node may
+have."""

@@ -54,7 +54,8 @@ class Gate:
     def _check(
         self, ticket: Ticket | FilesTicket, key: DeploymentKey, node: str, why: str, remedy: str
     ) -> None:
-        """Check what all tickets have in common. Args: why: why a genuine one is refused, if so."""
+        """Check the common part of all tickets. Args: why: the reason why a genuine ticket is
+        refused; empty: there is none."""
         newest = self._newest.get((type(ticket), key), 0)
         if not is_genuine(ticket, self._secret):
             why = f"the ticket of node {node!r} is not signed by this mesh's scheduler"

@@ -312,14 +312,15 @@ class Residency:
         displaces: list[DeploymentKey],
         ranks: list[int] | None = None,
     ) -> SwitchPlan:
-        """Plan a switch, which is decided before anything is moved.
+        """Plan a switch, before anything is moved.
 
-        What is displaced leaves the devices of the newcomer; its ranks on others stay.
+        Deployments that are displaced leave the devices of the newcomer; their ranks on other
+        devices stay.
 
-        Args:   ranks: of all the deployment's, those to load; None or empty: all.
+        Args:   ranks: the ranks of the deployment to load; None or empty: all.
         Raises: ResourceError: ABORTED: the epoch or incarnation is stale; RESOURCE_EXHAUSTED, with
-                the numbers: it does not fit on a device; UNAVAILABLE: a rank is gone.
-                CallerError: the deployment cannot be switched now.
+                the numbers: it does not fit on a device; UNAVAILABLE: a rank is gone. CallerError:
+                the deployment cannot be switched now.
         """
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)

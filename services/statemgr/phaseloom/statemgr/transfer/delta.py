@@ -28,12 +28,12 @@ _BLOCK = 256
 """Elements in one block: a place in it is one byte."""
 _ELEMENT_BYTES = 2
 _SAMPLED_EVERY = 32
-"""Of so many blocks one is looked at first: whether most of its elements have changed."""
+"""One block in this many is compared first, to see whether most elements have changed."""
 _MIN_SAMPLES = 16
-"""Fewer blocks than this are no sample."""
+"""The least number of compared blocks that count as a sample."""
 _STRATEGY = zlib.Z_HUFFMAN_ONLY
-"""Deflate saves what is in the frequent XORs. It would find few repeats, and take a third more time
-to look for them."""
+"""The strategy of Deflate that only uses how frequent each byte is. There are few repeats in the
+XORs, and to look for them takes a third more time."""
 
 
 class DeltaError(Exception):
@@ -60,7 +60,7 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
     if _num_changed(old, new) > limit_bytes:
         return None
     is_changed = old != new
-    # A place is a byte.
+    # Each changed element takes a byte at least: its place.
     if np.count_nonzero(is_changed) > limit_bytes:
         return None
     changed = np.flatnonzero(is_changed)
@@ -75,8 +75,8 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
 
 
 def _num_changed(old: NDArray[np.uint16], new: NDArray[np.uint16]) -> int:
-    """About how many elements have changed: one block in so many is looked at. 0 where there are
-    too few blocks to tell."""
+    """The estimated number of changed elements, from a sample of the blocks; 0: there are too few
+    blocks."""
     import numpy as np
 
     each = _SAMPLED_EVERY * _BLOCK
@@ -134,7 +134,7 @@ def _elements(memory: memoryview) -> NDArray[np.uint16]:
 
 
 def _inflated(delta: memoryview, most: int) -> tuple[bytes, bytes]:
-    """What the delta begins with, inflated, and what follows that."""
+    """The deflated beginning of a delta, inflated, and the bytes that follow it."""
     inflating = zlib.decompressobj()
     try:
         body = inflating.decompress(delta, most + 1)

@@ -1,4 +1,5 @@
-"""Served that a state manager serves to others: parts in its memory, and slices on their way."""
+"""The content that a state manager serves to other nodes: parts in its memory, and slices that it
+fetches or has fetched."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _FEW_BYTES = 64 * 1024
 
 
 class Found(Protocol):
-    """A box of the served content."""
+    """A box of the served content, which was found."""
 
     @property
     def num_bytes(self) -> int:

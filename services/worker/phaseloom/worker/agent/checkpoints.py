@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 5.0
 
 
 async def serve_checkpoints(bus: Bus, node: NodeId, state: AgentStateClient) -> None:
-    """Answer routers, side by side, until cancelled."""
+    """Answer the requests of routers, side by side, until cancelled."""
 
     async def answer(request: NodeCheckpointRequest) -> NodeCheckpointReply:
         if isinstance(request, EraseCheckpoint):
@@ -53,9 +53,11 @@ async def serve_checkpoints(bus: Bus, node: NodeId, state: AgentStateClient) -> 
 async def remove_expired(
     bus: Bus, state: AgentStateClient, look_every_s: float = _LOOK_EVERY_S
 ) -> None:
-    """Remove checkpoints whose time to live is over, until cancelled. One that its job falls back
-    to stays until it does not. Nodes that have one checkpoint root all look: the first one that
-    takes the name away removes the checkpoint."""
+    """Remove checkpoints whose time to live is over, until cancelled.
+
+    A checkpoint that its job may fall back to stays until it is not needed. Nodes that have one
+    checkpoint root all look: the first one that takes the name away removes the checkpoint.
+    """
     while True:
         try:
             for expired in (await state.expired_checkpoints()).checkpoints:
@@ -76,7 +78,10 @@ async def _remove_expired(bus: Bus, state: AgentStateClient, key: DeploymentKey,
 
 
 async def _check_not_needed(bus: Bus, key: DeploymentKey, name: str) -> None:
-    """Raises: CallerError: FAILED_PRECONDITION: the job falls back to it."""
+    """Check that a checkpoint may be removed.
+
+    Raises: CallerError: FAILED_PRECONDITION: the job may fall back to it.
+    """
     last = await last_checkpoint(bus, key.job_key)
     is_last = last is not None and last.checkpoints.get(key.deployment) == name
     if is_last and not await has_ended(bus, key.job_key):

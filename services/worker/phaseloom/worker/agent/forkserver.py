@@ -29,15 +29,15 @@ _STDIN: Final = 0
 
 
 class RankProcess:
-    """A rank, which is a child of the fork server, known by a descriptor that outlives its pid."""
+    """The process of a rank, a child of the fork server. Its descriptor outlives its pid."""
 
     def __init__(self, pid: int, sentinel: int) -> None:
         self.pid = pid
         self.sentinel = sentinel
-        """Pid descriptor, readable once the process is dead."""
+        """The pid descriptor, which is readable once the process is dead."""
 
     def kill(self) -> None:
-        """Kill it; does nothing where it is dead or was closed."""
+        """Kill the process. Nothing happens where it is dead or the descriptor was closed."""
         if self.sentinel >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.sentinel, signal.SIGKILL)
@@ -48,13 +48,16 @@ class RankProcess:
 
 
 class ForkServer:
-    """The agent's side: starts the server, and again where it has died."""
+    """The agent's side of a fork server, which it starts, and starts again where the server has
+    died."""
 
     def __init__(self, python: str, backends: Sequence[str]) -> None:
-        """Start it; it begins to import at once. Call it in a thread that lives as long as the
-        process.
+        """Start the server, which begins to import at once.
 
-        Args: backends: names of those whose runtimes it imports; none: ranks import them.
+        Call it in a thread that lives as long as the process.
+
+        Args: backends: the backends whose runtimes the server imports; empty: each rank imports its
+              own.
         """
         self._command = [python, "-m", __name__, *backends]
         self._lock = threading.Lock()
@@ -76,13 +79,13 @@ class ForkServer:
             self._why = str(error)
 
     def restart_if_dead(self) -> None:
-        """Start it again where it has died. In the thread that made it."""
+        """Start the server again if it has died. Call it in the thread that made this object."""
         if self._is_lost or self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
 
     def fork(self, config_json: str) -> RankProcess:
-        """Fork a rank; waits until the server has imported. Any thread.
+        """Fork a rank, once the server has imported. Any thread may call it.
 
         Raises: ResourceError: the server does not run.
         """
@@ -99,7 +102,7 @@ class ForkServer:
         return RankProcess(pid, fds[0])
 
     def close(self) -> None:
-        """End it; its ranks live on."""
+        """End the server; its ranks live on."""
         self._socket.close()
         if self._process is not None:
             self._process.kill()
@@ -115,7 +118,7 @@ class ForkServer:
 
 
 def main(backends: Sequence[str]) -> None:
-    """The server: fork a rank for each configuration until the agent is gone."""
+    """Run as the server: fork a rank for each configuration until the agent is gone."""
     lifecycle.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Ranks and whatever they start must not hold the agent's socket, nor read from it.
@@ -136,7 +139,7 @@ def _configs(agent: socket.socket) -> Iterator[str]:
 
 
 def _receive(agent: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes; fewer where the agent is gone."""
+    """Receive `num_bytes` bytes; fewer where the agent is gone."""
     data = bytearray()
     while len(data) < num_bytes and (more := agent.recv(num_bytes - len(data))):
         data += more

@@ -34,23 +34,22 @@ _IMPORT_FLAG = "--import"
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """The packages that an interpreter has for some backends."""
+    """The result of probing an interpreter for some backends."""
 
     code: str
-    """Digest of the sources of Phaseloom there, as `code_digest`."""
+    """The `code_digest` of the Phaseloom that the interpreter has."""
     versions: dict[str, str]
-    """Version of each distribution of the backends' runtimes."""
+    """The version of each distribution of the backends' runtimes."""
     missing: dict[str, str]
-    """Backend → why it does not run there."""
+    """Backend → the reason why it does not run there."""
 
 
 class Interpreters:
     """A node's interpreters, each with its fork server, which begins to import at once."""
 
     def __init__(self, interpreters: Mapping[str, str], *, preload: bool) -> None:
-        """Args: interpreters: backend → Python, of those that do not run in this one.
-        preload: whether runtimes are imported before the first rank needs them.
-        """
+        """Args: interpreters: backend → Python, for the backends that do not run in this one.
+        preload: whether runtimes are imported before the first rank needs them."""
         self._python_of = {name: interpreters.get(name, sys.executable) for name in BACKENDS}
         for name in interpreters.keys() - BACKENDS.keys():
             log.error("interpreters: there is no backend %r", name)
@@ -68,8 +67,8 @@ class Interpreters:
         return [n for n in names if python != sys.executable or not missing_modules(n)]
 
     def backends(self) -> list[str]:
-        """Backends that run here, sorted; what keeps another one that is configured is logged.
-        Blocks for up to a second."""
+        """The backends that run here, sorted. A configured backend that does not is logged with the
+        reason. Blocks for up to a second."""
         found = []
         for python, names in self._backends_in.items():
             if python == sys.executable:
@@ -89,8 +88,8 @@ class Interpreters:
         return sorted(found)
 
     async def fork(self, backend: str, config_json: str) -> RankProcess:
-        """Start a rank in its backend's interpreter. Raises: ResourceError: it cannot be started,
-        and the remedy."""
+        """Start a rank in its backend's interpreter. Raises: ResourceError: it cannot be
+        started."""
         server = self._servers[self._python_of.get(backend, sys.executable)]
         server.restart_if_dead()
         # The first one waits for the server's imports.
@@ -103,9 +102,10 @@ class Interpreters:
 
 
 def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Probe:
-    """Ask another interpreter what it has. Args: imports: import the runtimes, which takes seconds.
+    """Probe another interpreter for some backends.
 
-    Raises: ResourceError: it does not run, or has no Phaseloom.
+    Args:   imports: whether to import the runtimes, which takes seconds.
+    Raises: ResourceError: the interpreter does not run, or has no Phaseloom.
     """
     flags = [_IMPORT_FLAG] if imports else []
     command = [python, "-m", __spec__.name if __spec__ else __name__, *flags, *backends]
@@ -125,7 +125,7 @@ def probe(python: str, backends: Sequence[str], *, imports: bool = False) -> Pro
 
 
 def code_digest() -> str:
-    """Digest of the sources that agent and ranks have in common."""
+    """The digest of the sources that agent and ranks have in common."""
     digest = hashlib.sha256()
     for package in (phaseloom.common, phaseloom.worker):
         root = Path(package.__path__[0])

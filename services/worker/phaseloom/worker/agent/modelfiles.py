@@ -27,7 +27,7 @@ class ModelFiles:
     async def verify(self, name: str, directory: ModelDirectory) -> None:
         """Check that the files of a model are on this node as they were registered.
 
-        Args:   name: the model's.
+        Args:   name: the model's name.
         Raises: CallerError: NOT_FOUND: the directory or a file is not here. ResourceError:
                 DATA_LOSS: a file has changed; UNAVAILABLE: the disk fails.
         """

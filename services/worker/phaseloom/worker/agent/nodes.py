@@ -1,4 +1,4 @@
-"""A WPG over several nodes: what its agents ask of one another, by request and reply on the bus.
+"""Requests between the agents of a WPG that is on several nodes, over the bus.
 
 The leader's agent has the other nodes' ranks take part in each call, calls the roll when one fails,
 and passes cancels on. The other agents ask it where the ranks meet. Every request may be repeated:
@@ -56,13 +56,13 @@ log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 4 * 1024 * 1024
 MAX_SHARE_BYTES = 1024 * 1024
-"""Limit of a share without its payloads."""
+"""The most bytes of a share without its payloads."""
 MAX_RESULT_BYTES = 12 * 1024 * 1024
-"""Limit of the results of one node's ranks: they must fit into a frame to the leader."""
+"""The most bytes of the results of one node's ranks: they must fit into a frame to the leader."""
 HOLD_S = 1.0
-"""An agent keeps a request whose answer is not there yet for at most this time."""
+"""The most seconds for which an agent keeps a request whose answer is not there yet."""
 SILENCE_S = 10.0
-"""A node that does not answer the roll for this time has lost its part. Longer than a node lease
+"""Seconds of silence at a roll call after which a node has lost its part. Longer than a node lease
 lasts, and than a restart of the NATS server takes."""
 _ANSWER_TIMEOUT_S = 4.0
 _PAUSE_S = 0.1
@@ -76,10 +76,10 @@ class IncarnationEnded(ResourceError):
 
 
 class OtherNodes:
-    """The other agents of a WPG, as one of its agents asks them.
+    """The other agents of a WPG, for one of its agents.
 
-    Args:   nodes: their nodes, by rank.
-            is_over: whether this node's own ranks of the incarnation are killed.
+    Args: nodes: the nodes of the WPG, by rank.
+          is_over: whether this node's own ranks of the incarnation are killed.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class OtherNodes:
         self._open: set[int] = set()
 
     async def find_store(self, leader: NodeId) -> str:
-        """Address of the store where the ranks meet. Raises: IncarnationEnded."""
+        """The address of the store where the ranks meet. Raises: IncarnationEnded."""
         found = await self._ask(leader, FindStore(self._deployment, self._incarnation))
         assert isinstance(found, StoreFound), found
         return found.address
 
     async def take_part(self, share: RunShare) -> SharesOfOthers:
-        """Results of the other nodes' ranks, by rank.
+        """Have the other nodes' ranks run a share. Returns: their results, by rank.
 
         Raises: IncarnationEnded. PhaseloomError: a rank's part failed.
         """
@@ -143,7 +143,8 @@ class OtherNodes:
                 return done.results
 
     async def call_roll(self) -> None:
-        """Return once all ranks on the other nodes are alive for sure. Raises: IncarnationEnded."""
+        """Return once all ranks on the other nodes are known to be alive. Raises:
+        IncarnationEnded."""
         roll = CallRoll(self._deployment, self._incarnation)
         await _all(self._ask(node, roll, SILENCE_S) for node in self._nodes)
 
@@ -158,7 +159,7 @@ class OtherNodes:
         """Repeat a request until the node has answered it.
 
         Raises: IncarnationEnded: it is over here or there, or nothing was heard for `silence_s`.
-                PhaseloomError: what the request failed with.
+                PhaseloomError: the request failed.
         """
         heard_s = time.monotonic()
         while not self._is_over():
@@ -183,7 +184,7 @@ class OtherNodes:
         )
 
     async def _ask_once(self, node: NodeId, body: NodeRequest) -> NodeReply | None:
-        """The node's reply, or None where nobody answers: the node may be restarting."""
+        """The node's reply; None: nobody answers, for instance because the node restarts."""
         try:
             message = await self._bus.client.request(
                 wpg_subject(node),
@@ -199,7 +200,8 @@ class OtherNodes:
 
 
 class Parts:
-    """Shares that the leader, on another node, has asked of this node's ranks in one incarnation.
+    """The shares that the leader, on another node, has asked of this node's ranks in one
+    incarnation.
 
     Each share begins once, however often it is asked for.
     """
@@ -212,7 +214,7 @@ class Parts:
     async def take(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
-        """The part's answer, as much of it as is there."""
+        """The answer to a share, as much of it as is there."""
         self._num_ended = max(self._num_ended, request.num_ended)
         for number in [number for number in self._parts if number <= self._num_ended]:
             del self._parts[number]
@@ -248,9 +250,9 @@ async def _outcome(run: Work[SharesDone]) -> NodeReply | bytes:
 
 
 async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
-    """The share with its operations' payloads, which agents leave out between nodes.
+    """The share with the payloads of its operations, which agents leave out between nodes.
 
-    Raises: ResourceError: DATA_LOSS, a payload is not in its stream.
+    Raises: ResourceError: DATA_LOSS: a payload is not in its stream.
     """
     keys = [each.operation for each in share.operations]
     stream = ops_stream(keys[0].tenant)
@@ -268,7 +270,7 @@ async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
 async def serve_nodes(
     bus: Bus, node: NodeId, answer: Callable[[NodeRequest], Awaitable[NodeReply]]
 ) -> None:
-    """Answer other nodes' agents, side by side, until cancelled."""
+    """Answer the requests of other nodes' agents, side by side, until cancelled."""
 
     async def reply(message: Msg) -> NodeReply:
         try:
@@ -280,7 +282,8 @@ async def serve_nodes(
 
 
 async def _all(works: Any) -> list[Any]:
-    """Results in the order of `works`. Raises: the first failure; the others are cancelled."""
+    """The results in the order of `works`. Raises: the first failure; the others are cancelled
+    then."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

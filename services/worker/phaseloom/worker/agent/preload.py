@@ -29,8 +29,8 @@ _LAZY: Final = {
         "vllm.model_executor.models.qwen3",
     ),
 }
-"""Modules that a backend's runtime imports only once it is used; those of Qwen3 stand for those
-that architectures have in common."""
+"""Modules that a backend's runtime imports only once it is used. Those of Qwen3 stand for the
+modules that architectures have in common."""
 
 
 def preload(backends: Sequence[str]) -> None:

@@ -1,11 +1,11 @@
 """The processes of a node's ranks: most ranks have their own, those of adapters may share one.
 
-Ranks that train or sample adapters on one device alone share a process where tenant, backend, base
-and device are the same: the runtime and the device's context are there once, however many jobs
-there are. Each of its ranks is started and ended by itself. One that does not end in time takes the
-process along, and whatever kills the process kills all of them: each WPG recovers by itself. A
-deployment that was at work twice when its process died gets one of its own afterwards, so that an
-operation that kills its process does not take others along again and again.
+Ranks that train or sample adapters, each alone on one device, share a process where tenant,
+backend, base and device are the same: runtime and device context exist once, however many jobs
+there are. Each of these ranks is started and ended by itself. A rank that does not end in time is
+killed with its process, which kills the other ranks, too; each WPG recovers by itself. A deployment
+that was at work twice when its process died gets a process of its own afterwards, so that an
+operation that kills its process does not harm others again and again.
 
 A shared process is forked with its first rank and ends after its last.
 """
@@ -32,26 +32,27 @@ from phaseloom.worker.rank.wire import EndRank, HostConfig, HostRank, RankConfig
 log = logging.getLogger(__name__)
 
 MAX_FALLS = 2
-"""Deaths of shared processes in which a deployment may be at work before it has one of its own."""
+"""The number of deaths of shared processes while a deployment was at work after which it gets a
+process of its own."""
 END_S = 30.0
-"""How long a hosted rank may take to end: the call that its device runs is waited for."""
+"""Seconds for a hosted rank to end: the call that its device runs is waited for."""
 
 
 class LivingRank(Protocol):
-    """A rank, from its start to its end."""
+    """A rank that was started and may have ended."""
 
     ended: asyncio.Future[None]
-    """Done when it is dead, and has nothing of the node any more."""
+    """Done when the rank is dead and holds nothing of the node any more."""
     was_at_work: bool
-    """Whether its connection ended while it ran an operation; its WPG notes it."""
+    """Whether the rank's connection ended while it ran an operation; its WPG notes it."""
 
     def kill(self) -> None:
-        """End it as soon as possible. Idempotent."""
+        """End the rank as soon as possible. Idempotent."""
         ...
 
 
 class _Process:
-    """A process, which is the rank itself where it has one alone."""
+    """A process of ranks; where a rank has a process alone, the rank itself."""
 
     def __init__(self, process: RankProcess) -> None:
         loop = asyncio.get_running_loop()
@@ -76,16 +77,16 @@ class _SharedProcess:
         self.process = process
         self.num_ranks = 0
         self.up: asyncio.Future[Peer[RankMessage]] = asyncio.get_running_loop().create_future()
-        """Its connection, once it has come; cancelled where it has died before."""
+        """The process's connection, once it is there; cancelled where the process died before."""
         process.ended.add_done_callback(lambda _: self.up.cancel())
 
     @property
     def is_open(self) -> bool:
-        """Whether another rank may come."""
+        """Whether the process takes another rank."""
         return self.num_ranks > 0 and not self.process.ended.done()
 
     def leave(self) -> None:
-        """Note that a rank has ended; after the last one the process ends."""
+        """Note that a rank has ended; the process ends after its last one."""
         self.num_ranks -= 1
         if self.num_ranks:
             return
@@ -102,7 +103,7 @@ class _HostedRank:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.was_at_work = False
         self.fell = False
-        """Whether it died with its process."""
+        """Whether the rank died with its process."""
         self._shared = shared
         self._config = config
         self._killed = asyncio.Event()
@@ -111,7 +112,7 @@ class _HostedRank:
         self._killed.set()
 
     async def live(self) -> None:
-        """Host it to its end."""
+        """Host the rank until its end."""
         shared = self._shared
         killed: asyncio.Future[Any] = asyncio.ensure_future(self._killed.wait())
         try:
@@ -131,7 +132,10 @@ class _HostedRank:
             self.ended.set_result(None)
 
     async def _live_with(self, peer: Peer[RankMessage], killed: asyncio.Future[Any]) -> None:
-        """Raises: ResourceError: the process is gone. TimeoutError: the rank does not end."""
+        """Host the rank in a connected process until its end.
+
+        Raises: ResourceError: the process is gone. TimeoutError: the rank does not end.
+        """
         hosted: asyncio.Future[Any] = asyncio.ensure_future(peer.call(HostRank(self._config)))
         try:
             await asyncio.wait([hosted, killed], return_when=asyncio.FIRST_COMPLETED)
@@ -145,19 +149,20 @@ class _HostedRank:
 
 class Processes:
     def __init__(self, interpreters: Interpreters, tasks: asyncio.TaskGroup) -> None:
-        """Start without a process. Args: tasks: outlive every rank."""
+        """Start without a process. Args: tasks: a task group that outlives every rank."""
         self._interpreters = interpreters
         self._tasks = tasks
         self._shared: dict[Hashable, _SharedProcess] = {}
-        """The newest shared process for ranks that have this in common (`_shared_by`)."""
+        """The newest shared process for each kind of rank (`_shared_by`)."""
         self._awaited: dict[str, _SharedProcess] = {}
         """Shared processes that have yet to connect, by their tokens."""
         self._fallen: defaultdict[DeploymentKey, list[_HostedRank]] = defaultdict(list)
-        """Hosted ranks that fell with their processes, since their deployment last ended here."""
+        """For each deployment, its hosted ranks that died with their processes, since it last ended
+        here by itself."""
         self._forking = asyncio.Lock()
 
     async def start(self, config: RankConfig) -> LivingRank:
-        """Start a rank. Raises: ResourceError: no process can be started, and the remedy."""
+        """Start a rank. Raises: ResourceError: no process can be started."""
         shared_by = _shared_by(config)
         num_falls = sum(rank.was_at_work for rank in self._fallen.get(config.deployment, ()))
         if shared_by is None or num_falls >= MAX_FALLS:
@@ -172,7 +177,8 @@ class Processes:
         return rank
 
     def connected(self, token: str, peer: Peer[RankMessage]) -> bool:
-        """Note the connection of a process that is to host ranks. False: it is none of these."""
+        """Note the connection of a process that is to host ranks. Returns: False: the token is of
+        no such process."""
         shared = self._awaited.pop(token, None)
         if shared is None or shared.up.done():
             return False
@@ -184,7 +190,7 @@ class Processes:
         return _Process(await self._interpreters.fork(backend, config_json))
 
     async def _fork_shared(self, config: RankConfig) -> _SharedProcess:
-        """Fork a process for ranks like this one."""
+        """Fork a shared process for a rank of this kind."""
         backend = config.spec.backend
         name = f"{config.deployment.tenant}.{backend}"
         host = HostConfig(secrets.token_hex(16), name, config.agent_socket)
@@ -201,7 +207,8 @@ class Processes:
 
 
 def _shared_by(config: RankConfig) -> Hashable:
-    """What ranks that share a process have in common; None: the rank has one of its own."""
+    """The properties that ranks of one shared process have in common; None: the rank gets a process
+    alone."""
     spec = config.spec
     if (
         spec.backend not in SHARING

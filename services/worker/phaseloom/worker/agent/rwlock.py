@@ -15,7 +15,8 @@ class FairReadWriteLock:
         self._num_readers = 0
         self._has_writer = False
         self._waiting: deque[tuple[bool, asyncio.Future[None]]] = deque()
-        """Whether each is a writer, and what tells it that it has the lock."""
+        """The waiting ones in order, each as (whether it is a writer, the future that gives it the
+        lock)."""
 
     @property
     def is_unused(self) -> bool:

@@ -24,14 +24,14 @@ class SealRecords:
         self._bus = bus
 
     async def newest(self, key: DeploymentKey) -> int:
-        """seq of the newest committed seal; 0 where there is none."""
+        """The seq of the deployment's newest committed seal; 0: there is none."""
         record, _ = await self.read(key)
         return record.newest
 
     async def commit(self, part: SealCommitted, num_parts: int) -> None:
-        """Add one node's part of a seal; the last part commits it. Idempotent.
+        """Add one node's part of a seal; the last part commits the seal. Idempotent.
 
-        Raises: ResourceError: ABORTED, another seal's record was written meanwhile.
+        Raises: ResourceError: ABORTED: another seal's record was written meanwhile.
         """
         key = part.deployment
         may_begin = True
@@ -55,7 +55,7 @@ class SealRecords:
                 may_begin = num_parts > 1
 
     async def read(self, key: DeploymentKey) -> tuple[SealRecord, int]:
-        """The record and its revision; a record with seq 0 where there is none."""
+        """The record of a deployment and its revision; without a record, one whose seq is 0."""
         stored = await until_done(
             lambda: self._bus.kv_get(Bucket.SEALS, str(key)), "read a seal's record"
         )

@@ -1,4 +1,4 @@
-"""The agent's shell: takes this node's commands, drives its WPGs and its state manager.
+"""The agent's shell: it takes this node's commands, and drives its WPGs and its state manager.
 
 Commands that move state on a device are done one at a time, in the order they came. So are the
 commands of one deployment, except permits of reading operations, which run side by side. A command
@@ -103,7 +103,7 @@ from phaseloom.worker.rank.wire import (
 log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 10.0
-"""A command in hand is extended this often: a third of the server's ack_wait."""
+"""Seconds between two extensions of a command in hand: a third of the server's ack_wait."""
 _EARLY_PAUSE_S = 0.02
 _STOP_S = 3.0
 
@@ -121,7 +121,7 @@ class Agent:
         tasks: asyncio.TaskGroup,
         mark: LogMark | None = None,
     ) -> None:
-        """Args: mark: told how far the decision log has come, as the commands say."""
+        """Args: mark: hears of how far the decision log has come, which the commands say."""
         self._settings = settings
         self._revision = revision
         self._bus = bus
@@ -138,11 +138,11 @@ class Agent:
         self._locks: defaultdict[DeploymentKey, FairReadWriteLock] = defaultdict(FairReadWriteLock)
         self._state_lock = asyncio.Lock()
         self._sealing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
-        """Held until a deployment's seal is written. One lock for each deployment: a seal that
-        waits for another node must not hold up other deployments."""
+        """Held until a deployment's seal is written. Each deployment has its own lock, because a
+        seal that waits for another node must not hold up other deployments."""
         self._in_hand: dict[int, Msg] = {}
         self._stops: list[StopWpg] = []
-        """Stop commands that are under way."""
+        """The stop commands that are under way."""
         self._is_stopping = False
 
     def register_metrics(self) -> None:
@@ -151,14 +151,14 @@ class Agent:
         metrics.observe(metrics.WORKER_COMMANDS, lambda: [(len(self._in_hand), here)])
 
     async def stop(self) -> None:
-        """Leave the mesh: the ranks end, and nothing is reported lost."""
+        """End the ranks and leave the mesh; nothing is reported as lost."""
         self._is_stopping = True
         await asyncio.gather(*(wpg.stop(_STOP_S) for wpg in self._wpgs.values()))
 
     # --- ranks ----------------------------------------------------------------------------------
 
     async def rank_session(self, peer: Peer[RankMessage]) -> None:
-        """A connection on the agent's socket: the first call must present a token."""
+        """Serve a connection on the agent's socket; its first call must present a token."""
 
         async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
             close_fds(fds)
@@ -208,7 +208,7 @@ class Agent:
     # --- commands -------------------------------------------------------------------------------
 
     def take(self, message: Msg) -> None:
-        """Handler of the permits consumer, in the order of arrival."""
+        """Take a message of the permits consumer; messages come in the order of arrival."""
         try:
             command: Command = decode(message.data, Command)
         except PhaseloomError as error:
@@ -229,7 +229,7 @@ class Agent:
         self._tasks.create_task(self._handle(message, fresh))
 
     def _take_fresh(self, command: Command) -> Command | None:
-        """The command without what was taken before; None where nothing is left."""
+        """The command without the parts that were taken before; None: nothing is left."""
         if isinstance(command, Permits):
             traceparents = command.traceparents or [""] * len(command.permits)
             traced = zip(command.permits, traceparents, strict=True)
@@ -351,15 +351,18 @@ class Agent:
         )
 
     async def _verify_model(self, command: StartWpg) -> None:
-        """Verify the files of a registered model, where the ranks start from them. Raises: as
-        `ModelFiles.verify`."""
+        """Verify the files of a registered model, if the ranks start from them.
+
+        Raises: as `ModelFiles.verify`.
+        """
         model = command.spec.model
         is_filled = bool(command.seal_seq or command.checkpoint) and model.adapter is None
         if model.pinned is not None and not is_filled:
             await self._models.verify(model.registered, model.pinned)
 
     def _is_to_stop(self, command: StartWpg) -> bool:
-        """Whether a stop command for these ranks is under way already: they must not start then."""
+        """Whether a stop command for these ranks is under way already, so that they must not
+        start."""
         return any(
             stop.deployment == command.deployment and stop.incarnation >= command.incarnation
             for stop in self._stops
@@ -454,7 +457,7 @@ class Agent:
             await self._state.switch_out(command.deployment, command.incarnation, command.epoch)
 
     async def _permit(self, command: Permits) -> bool:
-        """Run the permits; False where their activation has not been opened here yet."""
+        """Run the permits. Returns: False: their activation has not been opened here yet."""
         first = command.permits[0]
         key = first.operation.deployment_key
         lock = self._locks[key]
@@ -489,8 +492,8 @@ class Agent:
         return True
 
     async def _cancel(self, command: CancelOperation) -> None:
-        """Pass a cancel to the ranks without waiting for any lock: what holds the lock may be what
-        is to be stopped."""
+        """Pass a cancel to the ranks without waiting for any lock: the operation to stop may hold
+        the lock."""
         key = command.operation.deployment_key
         wpg = self._wpgs.get(key)
         if wpg is None or wpg.incarnation != command.incarnation:
@@ -502,8 +505,8 @@ class Agent:
             log.info("%s is not cancelled: %s", command.operation, error)
 
     async def _adjust(self, command: AdjustClaims) -> None:
-        """Change the share of ranks that run, without waiting for any lock: what holds the lock is
-        what is to give up units."""
+        """Change the compute share of running ranks without waiting for any lock: the operation
+        that is to give up units holds it."""
         key = command.deployment
         wpg = self._wpgs.get(key)
         if wpg is None or wpg.incarnation != command.incarnation:
@@ -521,7 +524,7 @@ class Agent:
     # --- other nodes ----------------------------------------------------------------------------
 
     async def answer_node(self, request: NodeRequest) -> NodeReply:
-        """Answer an agent that has other ranks of a WPG of this node."""
+        """Answer the agent of another node that has ranks of the same WPG."""
         key, incarnation = _incarnation_of(request)
         wpg = self._wpgs.get(key)
         if isinstance(request, FindStore):
@@ -546,10 +549,10 @@ class Agent:
         return Present()
 
     async def _take_part(self, wpg: Wpg, share: RunShare) -> SharesDone:
-        """Have this node's ranks do their share of a call whose leader is on another node.
+        """Have this node's ranks run their share of a call whose leader is on another node.
 
         The share takes the deployment's lock here as the operation does on the leader's node.
-        Raises: IncarnationEnded; PhaseloomError.
+        Raises: IncarnationEnded; PhaseloomError: a rank failed.
         """
         permit, lock = share.permit, self._locks[wpg.deployment]
         if permit.kind == "save_state" and not share.prepares:
@@ -572,7 +575,7 @@ class Agent:
     # --- copies ---------------------------------------------------------------------------------
 
     async def _mirror(self, command: MirrorState) -> None:
-        """Fetch a copy of another node's state, so that its deployment can go on here."""
+        """Fetch a copy of another node's state, so that its deployment can continue here."""
         key, error = command.deployment, None
         request = FetchState(
             key,
@@ -624,7 +627,7 @@ class Agent:
         return self._sealing.setdefault(policy, asyncio.Lock())
 
     async def _release(self, versions: list[VersionKey]) -> None:
-        """Drop versions once no seal under way can still have to write them."""
+        """Drop versions, once no seal that is under way can still have to write them."""
         async with asyncio.TaskGroup() as tasks:
             for policy in {version.policy for version in versions}:
                 tasks.create_task(self._release_of(policy, versions))
@@ -690,7 +693,8 @@ async def _run(wpg: Wpg, given: RunPermits) -> None:
 
 
 def _answers(wpg: Wpg, peer: Peer[RankMessage]) -> Handler[RankMessage]:
-    """Answer what a leader may ask of its agent, once it has proved who it is."""
+    """The handler of the requests that a leader may send its agent, once it has proved who it
+    is."""
 
     async def answer(body: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
         close_fds(fds)

@@ -1,4 +1,4 @@
-"""The agent's client of its node's state manager: its orders, and the handles that it keeps.
+"""The agent's client of its node's state manager: it sends orders, and keeps the daemon's handles.
 
 The client outlives the daemon: see `StateLink`.
 """
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentStateClient:
-    """Orders to the node's state manager. Every call raises what the answer says.
+    """Sends orders to the node's state manager. Every call raises the error that the answer brings.
 
     The client keeps the daemon's memory handles and hands them over to the next daemon.
     """
@@ -74,7 +74,7 @@ class AgentStateClient:
     async def connect(
         cls, path: str | Path, secret: str, *, reconnect_s: float = RECONNECT_S
     ) -> AgentStateClient:
-        """Connect and say who this is.
+        """Connect and prove to be the agent.
 
         Raises: ResourceError: nobody listens. CallerError: PERMISSION_DENIED.
         """
@@ -129,9 +129,10 @@ class AgentStateClient:
         rank_offset: int = 0,
         num_ranks: int = 0,
     ) -> None:
-        """Announce this node's ranks of one incarnation, in order; fences older incarnations.
+        """Announce this node's ranks of one incarnation, in order; older incarnations are fenced.
 
-        Raises: ResourceError: ABORTED, fenced. CallerError: tokens or devices that cannot be.
+        Raises: ResourceError: ABORTED: the incarnation is fenced. CallerError: a token or device is
+                not valid.
         """
         message = RegisterWpg(
             tokens, deployment, incarnation, devices, seal_seq, rank_offset, num_ranks
@@ -148,9 +149,10 @@ class AgentStateClient:
         ranks: list[int] | None = None,
         traceparent: str = "",
     ) -> Switched:
-        """Offload what is displaced and load this deployment.
+        """Offload the displaced deployments and load this one.
 
-        Raises: ResourceError: no room, stale, or undone after a failure.
+        Raises: ResourceError: there is no room, the order is stale, or the switch failed and was
+                undone.
         """
         message = SwitchIn(deployment, incarnation, epoch, displaces, ranks or [], traceparent)
         return await self._link.ask(message, Switched)
@@ -159,7 +161,7 @@ class AgentStateClient:
         return await self._link.ask(SwitchOut(deployment, incarnation, epoch), Switched)
 
     async def prepare_seal(self, deployment: DeploymentKey, incarnation: int, seq: int) -> None:
-        """Copy the state for a seal, between operations; on return the deployment may run on."""
+        """Copy the state for a seal, between operations; the deployment may run on afterwards."""
         await self._link.ask(PrepareSeal(deployment, incarnation, seq), Done)
 
     async def write_seal(
@@ -174,7 +176,8 @@ class AgentStateClient:
         replicas: dict[NodeId, str] | None = None,
         ticket: FilesTicket | None = None,
     ) -> Sealed:
-        """Write a prepared seal. Args: committed: seq of the newest committed seal, kept."""
+        """Write a prepared seal. Args: committed: the seq of the newest committed seal, which
+        stays."""
         message = WriteSeal(
             deployment,
             incarnation,
@@ -188,7 +191,7 @@ class AgentStateClient:
         return await self._link.ask(message, Sealed)
 
     async def fetch_state(self, request: FetchState) -> None:
-        """Fetch another node's state. Raises: ResourceError: what could not be fetched, and why."""
+        """Fetch another node's state. Raises: ResourceError: something cannot be fetched."""
         await self._link.ask(request, Done)
 
     async def drop_wpg(
@@ -200,14 +203,15 @@ class AgentStateClient:
     async def prefetch(
         self, deployment: DeploymentKey, incarnation: int, in_s: float | None
     ) -> None:
-        """Say when the deployment is predicted to be used next; None: no more prediction."""
+        """Tell when the deployment is predicted to be used next; None withdraws the prediction."""
         await self._link.ask(Prefetch(deployment, incarnation, in_s), Done)
 
     async def drop_versions(self, versions: list[VersionKey]) -> None:
         await self._link.ask(DropVersions(versions), Done)
 
     async def checkpoints(self, request: NodeCheckpointRequest) -> NodeCheckpointReply:
-        """Pass on what is asked of the node's checkpoints. Raises: what the answer says."""
+        """Pass a request about the node's checkpoints on. Raises: the error that the answer
+        brings."""
         answer, fds = await self._link.call(request)
         close_fds(fds)
         assert isinstance(
@@ -223,7 +227,7 @@ class AgentStateClient:
 
 
 async def serve_state(bus: Bus, node: NodeId, state: AgentStateClient) -> None:
-    """Tell over the bus, to whoever asks, what this node's state manager holds.
+    """Answer requests on the bus for the report of this node's state manager.
 
     Requests are answered one after another until the bus is closed.
     """

@@ -1,4 +1,4 @@
-"""A WPG's ranks on this node, in one incarnation.
+"""The ranks of a WPG on this node, in one incarnation.
 
 A rank is in a process that was forked from a server with its backend's runtime imported already
 (`processes`). It proves who it is by the token of its spawn, and it ends when its connection to the
@@ -62,7 +62,7 @@ _DIED = ErrorInfo(Code.UNAVAILABLE, "the worker process died")
 
 
 class _Rank:
-    """One rank: known by its token before it has started, by its connection afterwards."""
+    """One rank, known by its token before it has started, and by its connection afterwards."""
 
     def __init__(self, config: RankConfig) -> None:
         self.config = config
@@ -91,12 +91,13 @@ class Wpg:
         self.devices = command.devices
         self.rank_offset = command.rank_offset
         self.epoch = 0
-        """Epoch of the activation opened last."""
+        """The epoch of the activation that was opened last."""
         self.refused_epoch = 0
         self.last_span: SpanContext | None = None
-        """Span of the operation permitted last: a switch that displaces this WPG links to it."""
+        """The span of the operation that was permitted last: a switch that displaces this WPG links
+        to it."""
         self.reason = _DIED
-        """Why the incarnation ended, as far as is known."""
+        """The reason why the incarnation ended, as far as it is known."""
         loop = asyncio.get_running_loop()
         self._up: asyncio.Future[None] = loop.create_future()
         self._is_killed = False
@@ -109,7 +110,7 @@ class Wpg:
         ]
         self._host = settings.rank_host
         self._listener: socket.socket | None = None
-        """Socket of the store where the ranks of all nodes meet; on rank 0's node only."""
+        """The socket of the store where the ranks of all nodes meet; on rank 0's node only."""
         self._nodes = command.nodes
         others = [node for node in command.nodes if node != settings.node]
         self._others = OtherNodes(
@@ -117,17 +118,18 @@ class Wpg:
         )
         self._parts = Parts(tasks)
         self._sealed = 0
-        """Seals that were asked for up to this seq are prepared on this node, or never will be."""
+        """The newest seq up to which all seals that were asked for are prepared on this node, or
+        never will be."""
         self._has_sealed = asyncio.Event()
 
     @property
     def tokens(self) -> list[str]:
-        """Tokens of this node's ranks, in order."""
+        """The tokens of this node's ranks, in order."""
         return [rank.config.token for rank in self._ranks]
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks on all nodes."""
+        """The number of ranks on all nodes."""
         return self._ranks[0].config.num_ranks
 
     @property
@@ -141,17 +143,17 @@ class Wpg:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of managed state on each of its devices, once it is up."""
+        """The bytes of managed state on each of its devices, once the WPG is up."""
         return max(rank.up.state_bytes for rank in self._ranks if rank.up)
 
     @property
     def applied(self) -> int:
-        """seq of the last mutating operation in its state, once it is up."""
+        """The seq of the last mutating operation in its state, once the WPG is up."""
         assert self._ranks[0].up is not None
         return self._ranks[0].up.applied
 
     def open_store(self) -> None:
-        """On rank 0's node, where there are others, listen for their ranks. Call it before `start`.
+        """Listen for the ranks of other nodes, on rank 0's node. Call it before `start`.
 
         Raises: ResourceError: this node has no such address.
         """
@@ -167,7 +169,7 @@ class Wpg:
             ) from error
 
     async def start(self, processes: Processes) -> None:
-        """Start the ranks; where one cannot be started, the incarnation ends."""
+        """Start the ranks; if one cannot be started, the incarnation ends."""
         for rank in self._ranks:
             if not self._is_killed:
                 try:
@@ -182,7 +184,7 @@ class Wpg:
                 rank.kill()
 
     def abandon(self) -> None:
-        """End the incarnation without having started it: call it instead of `start`."""
+        """End an incarnation that was not started; called instead of `start`."""
         self._is_killed = True
         for _ in self._ranks:
             self._leave()
@@ -206,7 +208,8 @@ class Wpg:
         await asyncio.shield(self._dead)
 
     async def stop(self, timeout_s: float) -> None:
-        """Close the ranks' connections, on which they exit; kill those that do not."""
+        """Close the ranks' connections, on which they exit, and kill the ranks that do not exit in
+        time."""
         await asyncio.gather(*(rank.peer.close() for rank in self._ranks if rank.peer is not None))
         try:
             await asyncio.wait_for(self.ended(), timeout_s)
@@ -215,7 +218,7 @@ class Wpg:
             await self.ended()
 
     async def up(self, timeout_s: float) -> None:
-        """Wait until all ranks are up. Raises: PhaseloomError: why they did not come up."""
+        """Wait until all ranks are up. Raises: PhaseloomError: a rank did not come up."""
         try:
             await asyncio.wait_for(asyncio.shield(self._up), timeout_s)
         except TimeoutError:
@@ -257,14 +260,15 @@ class Wpg:
 
     @property
     def store_address(self) -> str:
-        """Address of the store where the ranks meet; empty where it is on another node, or not yet
-        open."""
+        """The address of the store where the ranks meet; empty: it is on another node, or not open
+        yet."""
         if self._listener is None:
             return ""
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
     async def meet(self, token: str) -> tuple[MeetAt, list[int]]:
-        """Address of the store where the ranks meet; empty: on another node, or not open yet."""
+        """The address of the store where the ranks meet, for the rank with this token; empty: it is
+        on another node, or not open yet."""
         if self._listener is None:
             return MeetAt(await self._others.find_store(self._nodes[0])), []
         is_first = self._ranks[0].config.token == token
@@ -273,7 +277,7 @@ class Wpg:
     async def take(
         self, request: TakePart, run: Callable[[RunShare], Work[SharesDone]]
     ) -> NodeReply:
-        """Have this node's ranks do a share that the leader, on another node, asks for."""
+        """Have this node's ranks run a share that the leader, on another node, asks for."""
         return await self._parts.take(request, run)
 
     def note_sealed(self, seq: int) -> None:
@@ -300,7 +304,8 @@ class Wpg:
     # --- one operation --------------------------------------------------------------------------
 
     async def run(self, permits: RunPermits) -> None:
-        """Return once every outcome is stored. Raises: PhaseloomError: the WPG cannot go on."""
+        """Run permits; returns once every outcome is stored. Raises: PhaseloomError: the WPG cannot
+        go on."""
         leader, living = self._ranks[0].peer, self._ranks[0].living
         assert leader is not None
         assert living is not None
@@ -323,7 +328,7 @@ class Wpg:
             del self._freed[first]
 
     def devices_freed(self, first: CommandId) -> None:
-        """Note the leader's word that the permits of this batch need no devices any more."""
+        """Note that the permits of this batch need no devices any more, as the leader says."""
         freed = self._freed.get(first)
         if freed is not None and not freed.done():
             freed.set_result(None)
@@ -334,9 +339,9 @@ class Wpg:
         await self._others.cancel(operation, keeps_partial=keeps_partial)
 
     async def adjust(self, units: list[int], command: CommandId) -> None:
-        """Have the leader use these compute units, and return once it does.
+        """Have the leader use these compute units; returns once it does.
 
-        Raises: PhaseloomError: it is gone.
+        Raises: PhaseloomError: the leader is gone.
         """
         peer = self._ranks[0].peer
         if peer is None:
@@ -350,12 +355,12 @@ class Wpg:
         await asyncio.gather(*(peer.call(cancel) for peer in peers))
 
     async def share(self, share: RunShare) -> SharesDone:
-        """Have every rank but the leader do its part. Raises: PhaseloomError: one has failed."""
+        """Have every rank but the leader run its part. Raises: PhaseloomError: one has failed."""
         here, others = await self._all(self.share_here(share), self._others.take_part(share))
         return SharesDone([*here.results, *others])
 
     async def share_here(self, share: RunShare) -> SharesDone:
-        """Have this node's ranks but the leader do their part.
+        """Have this node's ranks but the leader run their part.
 
         Raises: IncarnationEnded: a rank has died. PhaseloomError: one has failed.
         """
@@ -363,7 +368,7 @@ class Wpg:
         return SharesDone([a.results for a in answers if isinstance(a, ShareDone)])
 
     async def tell_leader(self, told: TailReached | TokensDrawn) -> None:
-        """Pass a rank's word on to the leader, which is on this node."""
+        """Pass a message of another rank on to the leader, which is on this node."""
         leader = self._ranks[0].peer
         assert leader is not None
         await leader.call(told)
@@ -384,9 +389,9 @@ class Wpg:
         await self._ask_ranks(RollCall())
 
     async def _all(self, here: Work[T], others: Work[Rest]) -> tuple[T, Rest]:
-        """Results of this node and of the others, for the leader.
+        """The results of this node and of the others, for the leader.
 
-        Never returns where a rank has died: the whole WPG dies with it, the leader too.
+        It never returns where a rank has died: the whole WPG dies then, and the leader with it.
         """
         works = asyncio.ensure_future(here), asyncio.ensure_future(others)
         try:
@@ -401,7 +406,7 @@ class Wpg:
     async def _ask_ranks(self, body: RankMessage, only: Sequence[int] = ()) -> list[RankMessage]:
         """Ask every rank on this node but the leader.
 
-        Args:   only: ask only these of them; none: all.
+        Args:   only: ask only these ranks; empty: all.
         Raises: IncarnationEnded: a rank has died, and by now all are dead. PhaseloomError: one has
                 failed.
         """
@@ -451,7 +456,8 @@ def _rank_configs(
 
 
 def _store_directory(command: StartWpg, settings: WorkerConfig) -> Path | None:
-    """Directory of the store for this incarnation alone: ranks of another must never meet there."""
+    """The directory of the store for this incarnation alone: ranks of another must never meet
+    there."""
     if command.nodes or len(command.devices) == 1:
         return None
     return Path(

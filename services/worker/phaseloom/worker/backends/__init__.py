@@ -28,12 +28,11 @@ RUNTIMES: Final[dict[str, tuple[str, ...]]] = {
     "megatron": ("torch", "transformers", "megatron"),
     "vllm": ("torch", "transformers", "vllm"),
 }
-"""name → the top-level modules that its runtime consists of; a backend that is not here needs
-none."""
+"""name → the top-level modules of its runtime; a backend that is not here needs none."""
 
 SHARING: Final = frozenset({"fsdp", "sampler"})
-"""Backends several of which may be in one process, each alone on its device thread, if each has one
-rank: they change nothing that a process has once, but while they are built."""
+"""Backends of which several may be in one process, each alone on its device thread, if each has one
+rank: except while they are built, they change nothing that belongs to the process."""
 
 
 def missing_modules(name: str) -> list[str]:

@@ -24,15 +24,17 @@ from phaseloom.worker.state.heap import align
 
 
 class AdapterCache:
-    """See the module. All calls come from the device thread."""
+    """A cache of versions of other adapters; see the module. All calls come from the device
+    thread."""
 
     def __init__(
         self, model: nn.Module, slots: Sequence[TensorSlot], scratch: torch.Tensor
     ) -> None:
         """Start empty.
 
-        Args: slots: of a version of the deployment's own adapter.
-              scratch: a place for each version to be kept, one behind the other; there may be none.
+        Args: slots: the tensors of a version of the deployment's own adapter.
+              scratch: memory with a place for each version to be kept, one behind the other; maybe
+                  none.
         """
         self._own = {slot.name: slot for slot in slots}
         self._num_bytes = place_bytes(slots)
@@ -44,7 +46,7 @@ class AdapterCache:
         ]
         self._free = [*range(count)]
         self._kept: OrderedDict[str, tuple[int, Layers]] = OrderedDict()
-        """Place and matrices by version, the one used longest ago first."""
+        """The place and the matrices of each version, the one used longest ago first."""
 
     @property
     def num_places(self) -> int:
@@ -64,7 +66,7 @@ class AdapterCache:
         check_version(version, [*self._own.values()])
 
     def hold(self, version: AdapterVersion, others: Collection[str]) -> Layers:
-        """The matrices of a version, brought to the device if they are not there.
+        """The matrices of a version, which is copied to the device unless it is there.
 
         Args: others: versions that must stay, fewer than there are places.
         """
@@ -87,9 +89,10 @@ class AdapterCache:
 
     @contextmanager
     def rows(self, versions: Sequence[AdapterVersion | None]) -> Iterator[None]:
-        """Within this, each row of a pass has the adapter of this version, None: the model's own.
+        """Run passes, within the block, whose rows have the adapters of these versions.
 
-        Args: versions: one a row, and no more different ones than there are places.
+        Args: versions: one for each row; None: the model's own adapter. No more different ones than
+              there are places.
         """
         by_name = {each.name: each for each in versions if each is not None}
         held = {name: self.hold(each, by_name) for name, each in by_name.items()}
@@ -105,8 +108,8 @@ class AdapterCache:
 
     @contextmanager
     def alone(self, version: AdapterVersion | None) -> Iterator[None]:
-        """Within this, all rows of passes have the adapter of this version, which takes no
-        place."""
+        """Run passes, within the block, all of whose rows have the adapter of this version, which
+        takes no place."""
         if version is None:
             yield
             return
@@ -115,7 +118,7 @@ class AdapterCache:
             yield
 
     def forget(self) -> None:
-        """Drop all, as the memory was given back."""
+        """Drop all versions, because the memory was given back."""
         self._kept.clear()
         self._free = [*range(self.num_places)]
 
@@ -166,7 +169,8 @@ def _rank_of(own: Sequence[TensorSlot]) -> int:
 
 
 def place_bytes(slots: Sequence[TensorSlot]) -> int:
-    """Bytes of a version's place. Args: slots: of a version of the deployment's own adapter."""
+    """The size of a version's place in bytes. Args: slots: the tensors of a version of the
+    deployment's own adapter."""
     return align(max(slot.offset + slot.num_bytes for slot in slots))
 
 

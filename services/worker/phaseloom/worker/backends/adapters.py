@@ -21,12 +21,12 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import Adapter, ModelSpec
 
 _PREFIX = "base_model.model."
-"""Before a parameter's name, in the names of `peft`."""
+"""The beginning of a parameter's name in `peft`'s files."""
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """An adapter's part of one layer."""
+    """An adapter's matrices for one layer."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -43,19 +43,19 @@ Layers = Mapping[str, Matrices]
 
 @dataclass
 class RowAdapters:
-    """Which rows of the next pass have which adapter; all layers of a model have one in common.
+    """The adapters of the rows of the next pass; all layers of a model share one.
 
     The base's part of a layer is computed for all rows at once, as if there were no adapters, then
-    each adapter's for its own rows.
+    each adapter's part for its own rows.
     """
 
     groups: Sequence[tuple[torch.Tensor | None, Layers | None]] = field(default_factory=list)
-    """The rows, None: all of them, and their adapter, None: the model's own. Empty: all rows have
-    the model's own."""
+    """(rows, adapter) pairs. Rows None: all rows; adapter None: the model's own. Empty: all rows
+    have the model's own."""
 
     @contextmanager
     def of(self, groups: Sequence[tuple[torch.Tensor | None, Layers | None]]) -> Iterator[None]:
-        """Within this, passes have these groups."""
+        """Use these groups in passes within the block."""
         self.groups = groups
         try:
             yield
@@ -68,7 +68,7 @@ class LowRank(nn.Module):
     W·x + b + (alpha / rank)·B·A·x."""
 
     def __init__(self, name: str, base: nn.Linear, adapter: Adapter, rows: RowAdapters) -> None:
-        """Args: name: the layer's, in the model."""
+        """Args: name: the name of the layer in the model."""
         super().__init__()
         self.name, self.rows = name, rows
         # The same parameters, so that who shares them with another layer goes on to do so.
@@ -133,7 +133,7 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def rows_of(model: nn.Module) -> RowAdapters:
-    """Where an adapted model is told the adapters of rows."""
+    """The `RowAdapters` that an adapted model's layers share."""
     return next(module.rows for module in model.modules() if isinstance(module, LowRank))
 
 
@@ -144,13 +144,13 @@ def file_name(layer: str, part: str) -> str:
 
 def layer_and_part(name: str) -> tuple[str, str]:
     """The layer, and `lora_A` or `lora_B`, of a tensor by its name in files; the part is empty
-    where the tensor is no adapter's."""
+    where the tensor belongs to no adapter."""
     layer, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
     return (layer, part) if part in ("lora_A", "lora_B") else (name, "")
 
 
 def adapter_config(spec: ModelSpec) -> dict[str, Any]:
-    """What `adapter_config.json` has beside an adapter's weights."""
+    """The content of `adapter_config.json` beside an adapter's weights."""
     adapter = spec.adapter
     assert adapter is not None
     return {

@@ -1,9 +1,9 @@
-"""The architectures that packing, scoring and decoding can do, and what they differ in.
+"""The architectures that packing, scoring and decoding support, and their differences.
 
-A model's logits are its head's of its body's hidden states, scaled and capped as its config says.
-A body attends to all earlier positions, or in some layers to those of a window. Whatever an
-architecture does differently (recurrent state, chunks, a cache of its own) keeps it out of
-`MODEL_TYPES`. Each one in it is tested against `transformers`.
+A model's logits are computed by its head from the hidden states of its body, scaled and capped as
+its config says. A body attends to all earlier positions, or in some layers to those of a window. An
+architecture that does anything else differently (recurrent state, chunks, a cache of its own) is
+not in `MODEL_TYPES`. Each one that is there is tested against `transformers`.
 
 Shapes: B rows, T query columns, S key columns, N positions asked for, H hidden, V vocabulary.
 """
@@ -25,7 +25,7 @@ Masks = torch.Tensor | dict[str, torch.Tensor]
 
 
 def check_model_type(model_type: object) -> None:
-    """Raises: CallerError: no backend can do models of this type."""
+    """Check that our backends support models of this type. Raises: CallerError: they do not."""
     if model_type not in MODEL_TYPES:
         raise CallerError(
             f"models of type {model_type!r} are not supported",
@@ -35,7 +35,8 @@ def check_model_type(model_type: object) -> None:
 
 
 def check_attention(config: PreTrainedConfig) -> None:
-    """Raises: CallerError: some layers attend in a way that no backend can do."""
+    """Check that our backends support the attention of all layers. Raises: CallerError: they do
+    not."""
     odd = sorted({*_layer_types(config)} - {FULL, SLIDING})
     if odd:
         raise CallerError(
@@ -73,10 +74,10 @@ def attention_masks(
     distance_BTS: torch.Tensor,
     dtype: torch.dtype,
 ) -> Masks:
-    """The masks that a body takes for what each query may see.
+    """The masks that a body takes, from the positions that each query may see.
 
-    Args: visible_BTS: causality included.
-          distance_BTS: positions from each key to the query that sees it.
+    Args: visible_BTS: the mask of visible positions, causality included. distance_BTS: positions
+          from each key to the query that sees it.
     """
     types = {*_layer_types(config)}
     window = getattr(config, "sliding_window", None)
@@ -88,7 +89,7 @@ def attention_masks(
 
 
 def logits(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """The logits (N, V) of a body's hidden states."""
+    """The logits (N, V) of a body's hidden states (N, H)."""
     whole: Any = model
     logits_NV: torch.Tensor = whole.get_output_embeddings()(hidden_NH)
     config = model.config
@@ -108,7 +109,7 @@ def _layer_types(config: PreTrainedConfig) -> list[str]:
 
 
 def _rope_types(parameters: dict[str, Any]) -> set[object]:
-    """The types of a rope, or of one for each type of layer."""
+    """The types of a rope, or of the ropes of all types of layers."""
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     return {each.get("rope_type") for each in nested or [parameters]}
 

@@ -11,9 +11,9 @@ called on all ranks of the WPG alike, in the same order, each with its own share
 raises `GroupBroken` where another rank does not take part. The `check_…` methods are given the
 whole operation, before it is split.
 
-A backend does an operation of a kind that it names in `kinds` by two methods named after the kind,
-`check_<kind>(args)` and `<kind>(args)`. The protocol lists today's kinds; a kind that only one
-backend can do need not be in it. Kinds that move state are done without the backend.
+A backend runs an operation of a kind in its `kinds` by two methods named after the kind,
+`check_<kind>(args)` and `<kind>(args)`. The protocol lists today's kinds; a kind of only one
+backend need not be in it. Kinds that move state are run without the backend.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class RankGroup:
     rank: int = 0
     world_size: int = 1
     store_path: str = ""
-    """Path of a file that does not exist yet, where the ranks of this incarnation find each other.
-    Unused where there is one rank, or where `store_address` is given."""
+    """The path of a file that does not exist yet, where the ranks of this incarnation find each
+    other. Unused where there is one rank, or where `store_address` is given."""
     store_address: str = ""
-    """host:port of a TCP store, for ranks on several nodes."""
+    """The host:port of a TCP store, for ranks on several nodes."""
     store_fd: int = -1
     """On rank 0: the listening socket of that store, which rank 0 serves."""
     store_prefix: str = ""
-    """Prefix of this incarnation's names in that store, which keeps others that come
-    there apart."""
+    """The prefix of this incarnation's names in that store, which keeps other incarnations
+    apart."""
     timeout_s: float = 300.0
-    """A collective that some rank does not join within this time fails on the others."""
+    """Seconds after which a collective that some rank does not join fails on the others."""
     device_kind: DeviceKind = DeviceKind.EMULATED
     node_directory: str = ""
-    """Directory of this node for what its ranks share, where adapters run."""
+    """The directory of this node for files that its ranks share, where adapters run."""
     num_units: int = 1
-    """Compute units of the rank's device. Where there are several, the rank may have any part of
+    """The compute units of the rank's device. If there are several, the rank may have any part of
     them, and its results must be the same bits with each."""
 
 
@@ -73,22 +73,21 @@ ALONE = RankGroup()
 class GroupBroken(ResourceError):
     """A collective failed because another rank is gone, or did not join in time.
 
-    The WPG is lost, whatever kind the operation was; nothing says that the operation was at fault.
+    The WPG is lost, whatever kind the operation was; the operation may not be at fault.
     """
 
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """Weights of an adapter, which never change, on the base of the deployment that is to generate
-    with them."""
+    """Weights of an adapter, which never change, for generation on the base of the deployment."""
 
     name: str
-    """Names these weights and no others."""
+    """A name that stands for these weights and no others."""
     adapter: Adapter
     slots: Sequence[TensorSlot]
-    """Its tensors, by the names of files."""
+    """The tensors, by their names in files."""
     memory: memoryview
-    """Where they lie, in host memory."""
+    """The host memory in which the tensors lie."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,19 +105,21 @@ Version = AdapterVersion | WholeVersion
 
 
 class Watch(Protocol):
-    """The view of those who wait for requests that are generated together.
+    """The view that a `generate` call has of those who wait for its requests.
 
-    It is asked between two tokens, in the device thread, so its methods must be quick. `i` is the
+    The call asks between two tokens, in the device thread, so the methods must be quick. `i` is the
     request's place in the call.
     """
 
     def joined(self) -> Sequence[Generate]:
-        """Take the checked requests that came since the last time: they are to be decoded with
-        the others as soon as there is room, and have the next places."""
+        """Take the checked requests that came since the last time.
+
+        They are decoded with the others as soon as there is room, and have the next places.
+        """
         ...
 
     def adapter(self, i: int) -> AdapterVersion | None:
-        """What the request is to be generated with; None: the deployment's own weights."""
+        """The adapter version to generate the request with; None: the deployment's own weights."""
         ...
 
     def is_cancelled(self, i: int) -> bool:
@@ -126,60 +127,62 @@ class Watch(Protocol):
         ...
 
     def is_stopped(self, i: int) -> bool:
-        """Whether the request is to end with the tokens that it has, its open samples as
+        """Whether the request ends now with the tokens that it has, its open samples as
         `partial`."""
         ...
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """Tell new tokens so far, and at most; a request may end before."""
+        """Report a request's new tokens so far, and the most that there may be; it may end
+        before."""
         ...
 
     def wants_tokens(self, i: int) -> bool:
-        """Whether the request's new tokens are to be told now; asked of those with `stream`."""
+        """Whether to report the request's new tokens now; asked for requests with `stream`."""
         ...
 
     def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
-        """Tell the tokens that were drawn for a request since the last time, by its prompts'
+        """Report the tokens that were drawn for a request since the last time, by its prompts'
         places."""
         ...
 
     def still_open(self, i: int, num_samples: int) -> None:
-        """Tell how many samples of a request have not ended, whenever some have."""
+        """Report how many samples of a request have not ended, whenever some have."""
         ...
 
     def ended(self, i: int, result: GenerateResult | None) -> None:
-        """Hand over a request's result as soon as it is whole; None: the request was cancelled."""
+        """Report a request's result as soon as it is whole; None: the request was cancelled."""
         ...
 
 
 class Backend(Protocol):
     kinds: frozenset[str]
-    """Operation kinds that it can do; any other is refused at admission."""
+    """The kinds of operations that it runs; any other kind is refused at admission."""
     slots: list[TensorSlot]
-    """Tensors of this rank's heap: weights first, contiguous, sorted by name. A slot that holds a
+    """The tensors of this rank's heap: weights first, contiguous, sorted by name. The slot of a
     part of a tensor has that part's shape, and says which part it is."""
     host_bytes: int
-    """Bytes of state that it works on in host memory, never on its device; their slots lie behind
+    """The bytes of its state that are in host memory, never on its device; their slots lie behind
     the heap's end. 0: none."""
     version_slots: list[TensorSlot]
-    """Tensors of a weights version: whole tensors from offset 0 at 64-byte offsets, sorted by name,
-    the same for every layout and backend. Its size is the last one's end, rounded up to the next
-    64. Where ranks hold different weights each writes a part of its own instead."""
+    """The tensors of a weights version: whole tensors from offset 0 at 64-byte offsets, sorted by
+    name, the same for every layout and backend. The version's size is the last one's end, rounded
+    up to the next 64. Where ranks hold different weights, each writes a part of its own instead."""
     holdings: Sequence[Holding]
     """The slice of these tensors that each rank holds, in the order of ranks."""
 
     config: dict[str, Any]
-    """The model's config, as `config.json` has it beside its weights."""
+    """The model's config, with the content of `config.json` beside its weights."""
 
     def use_host_memory(self, buffer: memoryview) -> None:
-        """Use this memory for `host_bytes`: zeroes, or a seal's content.
+        """Use this memory for the state of `host_bytes` bytes. It holds zeroes, or a seal's
+        content.
 
-        Called once, before any operation, where there are host bytes.
+        Called once, before any operation, if there are host bytes.
         """
         ...
 
     def check_generate(self, args: Generate) -> None:
-        """Check a `generate`; touches no state. Raises: CallerError: what could not be done."""
+        """Check a `generate`; touches no state. Raises: CallerError: it cannot be run."""
         ...
 
     def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
@@ -192,16 +195,15 @@ class Backend(Protocol):
         ...
 
     def check_forward(self, args: Forward) -> None:
-        """Check a `forward`; touches no state. Raises: CallerError: what could not be done."""
+        """Check a `forward`; touches no state. Raises: CallerError: it cannot be run."""
         ...
 
     def forward(self, args: Forward) -> ForwardResult:
-        """Log-probabilities of the share's targets. Collective."""
+        """Compute the log-probabilities of the share's targets. Collective."""
         ...
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
-        """Check a `forward_backward`; touches no state. Raises: CallerError: what could not be
-        done."""
+        """Check a `forward_backward`; touches no state. Raises: CallerError: it cannot be run."""
         ...
 
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
@@ -212,12 +214,14 @@ class Backend(Protocol):
         ...
 
     def check_optim_step(self, args: OptimStep) -> None:
-        """Check an `optim_step`; touches no state. Raises: CallerError: what could not be done."""
+        """Check an `optim_step`; touches no state. Raises: CallerError: it cannot be run."""
         ...
 
     def optim_step(self, args: OptimStep) -> OptimStepResult:
-        """Take a step and zero the gradients. Collective. Raises: CallerError, with nothing
-        changed."""
+        """Take a step and zero the gradients. Collective.
+
+        Raises: CallerError: the step cannot be taken; nothing has changed.
+        """
         ...
 
     def zero_gradients(self) -> None:
@@ -225,11 +229,13 @@ class Backend(Protocol):
         ...
 
     def weights_sha256(self) -> str:
-        """SHA-256 of the whole weights, the same on all ranks and for every layout. Collective."""
+        """The SHA-256 of the whole weights, the same on all ranks and for every layout.
+        Collective."""
         ...
 
     def weights_changed(self) -> None:
-        """Drop what was derived from the weights: the heap's bytes were replaced (load, sync)."""
+        """Drop everything that was derived from the weights: the heap's bytes were replaced (load,
+        sync)."""
         ...
 
     def close(self) -> None: ...
@@ -240,8 +246,10 @@ class KeepsKv(Protocol):
     """A backend whose prefix cache can outlast an update of the weights."""
 
     def weights_updated(self) -> None:
-        """Keep, where others call `weights_changed`, the keys and values of the weights before, for
-        the samples that the update has stopped: the heap's bytes were replaced by a sync."""
+        """Keep the keys and values of the weights before, for samples that the update has stopped.
+
+        It is called in place of `weights_changed`, after a sync has replaced the heap's bytes.
+        """
         ...
 
 
@@ -258,15 +266,15 @@ class ReadsOthers(Protocol):
 
 @runtime_checkable
 class TakesAdapters(Protocol):
-    """A backend that reads with versions of other adapters, in place of its own."""
+    """A backend that computes with versions of other adapters in place of its own."""
 
     def adapter_slots(self, adapter: Adapter) -> list[TensorSlot]:
-        """The tensors of a version of an adapter on this deployment's base, which has no rank and
-        no targets that the deployment's own has not."""
+        """The tensors of a version of an adapter on this deployment's base. The adapter's rank and
+        targets are within those of the deployment's own."""
         ...
 
     def check_adapter(self, version: AdapterVersion) -> None:
-        """Check that requests may be run with a version. Raises: CallerError: why not."""
+        """Check that operations can be run with a version. Raises: CallerError: they cannot."""
         ...
 
 
@@ -275,7 +283,7 @@ class MixesAdapters(TakesAdapters, Protocol):
     """A backend that decodes rows of several adapters in one batch, as `Watch.adapter` says."""
 
     def forward_with(self, args: Forward, version: AdapterVersion) -> ForwardResult:
-        """Like `forward`, with a version."""
+        """Run `forward` with a version of an adapter."""
         ...
 
 
@@ -293,32 +301,33 @@ class Divides(Protocol):
     """A backend whose work can go on with another share of its device's compute units."""
 
     at_boundary: Callable[[], None]
-    """Called in the device thread between two steps of an operation. The share may change then."""
+    """Called in the device thread between two steps of an operation; the share may change then."""
 
     def use_threads(self, count: int) -> None:
-        """Work with so many threads from now on. In the device thread, at a boundary."""
+        """Work with this number of threads from now on. Called in the device thread, at a
+        boundary."""
         ...
 
 
 def nothing() -> None:
-    """What a rank that has its device for itself does at a boundary."""
+    """Do nothing: the function for boundaries of a rank that has its device alone."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory of one rank."""
+    """The device memory that one rank needs."""
 
     heap_bytes: int
-    """Of its state, alignment included."""
+    """The bytes of its state, alignment included."""
     scratch_bytes: int = 0
-    """Beside the heap, for what nobody moves: its content is undefined whenever the heap's bytes
-    were replaced (`Backend.weights_changed`)."""
+    """The bytes beside the heap that nobody moves; their content is undefined whenever the heap's
+    bytes were replaced (`Backend.weights_changed`)."""
 
 
 class BackendFactory(Protocol):
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
-        """Device memory that this rank needs. Raises: as the constructor."""
+        """The device memory that this rank needs. Raises: as the constructor."""
         ...
 
     def __call__(

@@ -24,16 +24,16 @@ from phaseloom.common.contract.operations import Datum, Forward, ForwardBackward
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 FieldOf = Callable[[int], str]
-"""Path of an array's field, from its place in the request."""
+"""Makes the path of an array's field from the array's place in the request."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sample i has the positions `starts[i]` to `starts[i + 1]`.
+    """Samples of an operation; sample i has the positions `starts[i]` to `starts[i + 1]`.
 
-    `coefficient`: weights or advantages. It and `q` are zeroes where there is no loss. Where a
+    `coefficient` has weights or advantages. It and `q` are zeroes where there is no loss. Where a
     sample has several targets a position, targets and coefficient are (N, K), with K of the sample
-    that has most; targets that another one lacks are 0, with a coefficient of 0.
+    that has most; missing targets of other samples are 0, with a coefficient of 0.
     """
 
     starts: Ints
@@ -42,9 +42,9 @@ class Batch:
     q_N: Floats
     coefficient_N: Floats
     is_used_N: npt.NDArray[np.bool_]
-    """Which positions count in the loss."""
+    """Whether each position counts in the loss."""
     num_targets_S: Ints
-    """The targets that each position of a sample has."""
+    """The number of targets of each position of a sample."""
 
     @property
     def lengths_S(self) -> Ints:
@@ -52,7 +52,7 @@ class Batch:
 
 
 def joined_ints(values: Sequence[Int32s], field: FieldOf) -> Ints:
-    """All arrays end to end. Raises: CallerError: one is not of int32."""
+    """All arrays as one. Raises: CallerError: an array is not of int32."""
     try:
         return _joined(values, "<i4", field).astype(np.int64)
     except OverflowError:
@@ -63,7 +63,7 @@ def joined_ints(values: Sequence[Int32s], field: FieldOf) -> Ints:
 
 
 def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
-    """All arrays end to end. Raises: CallerError: one is not of finite float32."""
+    """All arrays as one. Raises: CallerError: an array is not of finite float32."""
     with np.errstate(over="ignore"):
         joined_N = _joined(values, "<f4", field).astype(np.float32)
     finite_N = np.isfinite(joined_N)
@@ -77,9 +77,9 @@ def joined_floats(values: Sequence[Float32s], field: FieldOf) -> Floats:
 
 
 def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], field: FieldOf) -> None:
-    """Check token ids. Args: tokens_N: `values` joined.
+    """Check token ids. Args: tokens_N: `values` as one array.
 
-    Raises: CallerError: a token id outside [0, vocab_size).
+    Raises: CallerError: a token id is outside [0, vocab_size).
     """
     bad_N = (tokens_N < 0) | (tokens_N >= vocab_size)
     if bad_N.any():
@@ -91,7 +91,7 @@ def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], fiel
 
 
 def check_some(data: Sequence[Datum]) -> None:
-    """Check that an operation has data; only a rank's share of one may be empty.
+    """Check that an operation has data; only a rank's share of an operation may be empty.
 
     Raises: CallerError: it has none.
     """
@@ -100,12 +100,12 @@ def check_some(data: Sequence[Datum]) -> None:
 
 
 def forward_batch(args: Forward, vocab_size: int) -> Batch:
-    """A `forward`'s data as one batch. Raises: CallerError: naming the field that is at fault."""
+    """The data of a `forward` as one batch. Raises: CallerError: names the field at fault."""
     return _tokens_and_targets(args.batch, vocab_size)
 
 
 def asked_logprobs(args: ForwardBackward) -> Forward | None:
-    """The `forward` whose answer a `forward_backward` has too. Returns: None: it was not asked."""
+    """The `forward` whose result a `forward_backward` wants, too; None: it wants none."""
     if not args.logprobs:
         return None
     return Forward([without_loss(datum) for datum in args.batch])
@@ -116,7 +116,7 @@ def without_loss(datum: Datum) -> Datum:
 
 
 def check_one_target(data: Sequence[Datum]) -> None:
-    """For a backend that takes one target a position. Raises: CallerError: a datum has several."""
+    """Check that each position has one target. Raises: CallerError: a datum has several."""
     for i, datum in enumerate(data):
         if datum.num_targets != 1:
             raise CallerError(
@@ -128,7 +128,8 @@ def check_one_target(data: Sequence[Datum]) -> None:
 
 
 def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
-    """A `forward_backward`'s data. Raises: CallerError: naming the field that is at fault."""
+    """The data of a `forward_backward` as one batch. Raises: CallerError: names the field at
+    fault."""
     if args.loss in (Loss.PPO, Loss.CISPO) and not 0 <= args.clip_low <= args.clip_high:
         raise CallerError(
             f"[{args.clip_low}, {args.clip_high}] is no range of ratios",
@@ -156,7 +157,10 @@ def loss_batch(args: ForwardBackward, vocab_size: int) -> Batch:
 
 
 def _check_unused(args: ForwardBackward) -> None:
-    """Refuse a factor that the loss does not use: it was meant to do something."""
+    """Check that no factor is given that the loss does not use.
+
+    Raises: CallerError: one is, so the caller expects an effect that it would not have.
+    """
     unused, used = ("weights", "advantages")
     if args.loss is Loss.CROSS_ENTROPY:
         unused, used = used, unused
@@ -191,7 +195,7 @@ def _joined(
 
 
 def _owner(values: Sequence[Int32s] | Sequence[Float32s], bad_N: npt.NDArray[np.bool_]) -> int:
-    """Index of the array that the first bad value is in."""
+    """The index of the array that has the first bad value."""
     ends = np.cumsum([length(array) for array in values])
     return int(np.searchsorted(ends, bad_N.argmax(), side="right"))
 

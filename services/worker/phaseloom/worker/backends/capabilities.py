@@ -1,6 +1,6 @@
-"""What each backend can do, as a node declares it: no runtime is imported for it.
+"""The capabilities of each backend, as a node declares them; no runtime is imported for that.
 
-A job is refused at submission where no node of a pool can do what it asks for. Sizes that do not
+A job is refused at submission where no node of a pool can run what it asks for. Sizes that do not
 fit an architecture or a layout are found when the model is built.
 """
 
@@ -65,7 +65,8 @@ _IN_VLLM: Final = (
     "qwen3",
     "stablelm",
 )
-"""Types that vLLM has models of its own for, and whose weights it keeps as the files have them."""
+"""The types that vLLM has models of its own for, and whose weights it keeps as the files have
+them."""
 
 CAPABILITIES: Final = {
     "fsdp": Capabilities(
@@ -103,11 +104,11 @@ CAPABILITIES: Final = {
         divides=True,
     ),
 }
-"""By the names of `BACKENDS`."""
+"""The capabilities by backend, with the names of `BACKENDS`."""
 
 
 def kinds_of(spec: DeploymentSpec) -> frozenset[str]:
-    """The kinds that a deployment can do: those of its backend, without training where it is not
+    """The kinds that a deployment runs: those of its backend, without training where it is not
     trainable."""
     left_out = () if spec.trainable else ("forward_backward", "optim_step")
     return frozenset(CAPABILITIES[spec.backend].kinds) - {*left_out}

@@ -27,19 +27,19 @@ from phaseloom.worker.backends.architectures import (
 )
 
 LLAMA_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures built of the same modules, under the same names, as Llama."""
+"""The architectures built of the same modules, under the same names, as Llama."""
 
 
 class Cache(Protocol):
     """Keys and values of the rows of a batch."""
 
     padding_B: torch.Tensor
-    """Columns of padding on the left of each row."""
+    """The columns of padding on the left of each row."""
     columns: int
-    """Columns in use."""
+    """The number of columns in use."""
 
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer, of the columns in use (B, K, S, D); views."""
+        """The keys and values of each layer, (B, K, S, D), of the columns in use, as views."""
         ...
 
     def rows(self, index_R: torch.Tensor) -> Self:
@@ -47,7 +47,7 @@ class Cache(Protocol):
         ...
 
     def joined(self, other: Self, room: int) -> Self:
-        """These rows and then the other cache's, copied, with room for so many more columns.
+        """These rows and then the other cache's, copied, with room for `room` more columns.
 
         Rows are aligned at their last column; columns that are padding in all rows are left out.
         """
@@ -72,19 +72,19 @@ class Decoder(Protocol[CacheT]):
         """Run left-padded prompts.
 
         Args: padding_B: columns of padding on the left of each row.
-              capacity: columns that the cache will hold, T included.
+              capacity: the columns that the cache will hold, T included.
         """
         ...
 
     def resume(
         self, tokens_BT: torch.Tensor, kv_LCBKSD: torch.Tensor, padding_B: torch.Tensor, room: int
     ) -> Prefill[CacheT]:
-        """Run the rest of prompts, behind keys and values that were computed before.
+        """Run the rest of prompts, whose first tokens' keys and values are known.
 
-        Args: tokens_BT: equally many of each prompt, without padding.
-              kv_LCBKSD: keys and values (C = 2) of the tokens before them in each of the L layers,
-                  left-padded; finite where they are padding.
-              room: columns that the cache will hold behind these tokens.
+        Args: tokens_BT: equally many tokens of each prompt, without padding. kv_LCBKSD: keys and
+                  values (C = 2) of the tokens before them in each of the L layers, left-padded;
+                  finite where they are padding.
+              room: the columns that the cache will hold behind these tokens.
         """
         ...
 
@@ -180,7 +180,7 @@ class LlamaDecoder:
         return Prefill(self._run(tokens_BT, cache, _causal(cache, length)), cache)
 
     def _empty(self, padding_B: torch.Tensor, capacity: int) -> LlamaCache:
-        """A cache for so many columns, with none in use."""
+        """A cache with room for `capacity` columns, none of them in use."""
         num_rows, device = padding_B.numel(), padding_B.device
         shape = (num_rows, self._num_kv_heads, capacity, self._head_size)
         columns_S = torch.arange(capacity, device=device)
@@ -341,12 +341,12 @@ class BodyDecoder:
 
 @dataclass(frozen=True)
 class _Alignment:
-    """How the columns of two caches lie beside one another when their last ones do."""
+    """The alignment of the columns of two caches at their last ones."""
 
     used: tuple[int, int]
-    """Columns of each that are not padding in all its rows."""
+    """The columns of each cache that are not padding in all its rows."""
     starts: tuple[int, int]
-    """The first of them."""
+    """The first used column of each cache."""
     columns: int
     padding_B: torch.Tensor
 

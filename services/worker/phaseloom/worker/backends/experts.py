@@ -24,11 +24,11 @@ _FUSED = {
     ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
     ".mlp.experts.down_proj": ("down_proj",),
 }
-"""End of a fused tensor's name → the projections of an expert, along its dim 1."""
+"""The end of a fused tensor's name → the projections of an expert, along its dim 1."""
 
 
 def file_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """The tensors of files, by name, from a model's parameters."""
+    """The shapes of the tensors of files, by name, from those of a model's parameters."""
     return {part: size for name, shape in shapes.items() for part, size in _parts(name, shape)}
 
 
@@ -61,7 +61,8 @@ def file_slots(slots: Mapping[str, TensorSlot]) -> list[TensorSlot]:
 def _parts(name: str, shape: Sequence[int], first: int = 0) -> list[tuple[str, Sequence[int]]]:
     """The tensors of files that a parameter is made of, in the order in which they lie in it.
 
-    Args: shape: of the parameter, or of a rank's slice of it, whose first expert is `first`.
+    Args: shape: the shape of the parameter, or of a rank's slice of it, whose first expert is
+          `first`.
     """
     end = next((end for end in _FUSED if name.endswith(end)), None)
     if end is None:

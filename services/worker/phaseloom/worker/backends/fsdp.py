@@ -95,12 +95,13 @@ Views = Mapping[str, torch.Tensor]
 """Tensors by parameter."""
 
 DIVISIBLE_COLUMNS = 64
-"""On a device of several units a pass has a multiple of so many columns: how a row of odd length is
-divided among vector registers depends on how many threads work on it, and the last bits with it."""
+"""On a device of several units, the columns of a pass are a multiple of this: how a row of odd
+length is divided among vector registers depends on the number of threads, and so do its last
+bits."""
 
 NORM_BLOCK = 4096
-"""Elements that are summed at once for the norm, on a device of several units: whatever the number
-of threads, the same sums are added up in the same order."""
+"""On a device of several units, the number of elements that are summed at once for the norm: the
+same sums are added up in the same order, whatever the number of threads."""
 
 
 class FsdpBackend(Member):
@@ -201,7 +202,8 @@ class FsdpBackend(Member):
 
     @collective
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        """Add gradients. Raises: CallerError: loss or gradients are not finite, and are spoilt."""
+        """Add gradients. Raises: CallerError: loss or gradients are not finite; the gradients are
+        spoilt."""
         training = self._trained()
         loss = 0.0
         num_tokens = 0
@@ -223,7 +225,7 @@ class FsdpBackend(Member):
 
     @collective
     def optim_step(self, args: OptimStep) -> OptimStepResult:
-        """Take a step. Raises: CallerError, with nothing changed."""
+        """Take a step. Raises: CallerError: the step cannot be taken; nothing has changed."""
         training = self._trained()
         check_adam(args.adam)
         norm = self._grad_norm(training.gradients)
@@ -242,8 +244,10 @@ class FsdpBackend(Member):
         )
 
     def weights_changed(self) -> None:
-        """Make masters of weights that came without any: a version's, a checkpoint's. Nothing else
-        is derived from the weights, which FSDP2 shards again after every pass."""
+        """Make masters of weights that came without any, as those of a version or a checkpoint.
+
+        Nothing else is derived from the weights, which FSDP2 shards again after every pass.
+        """
         if self._base is not None:
             self._base.refill()
         with torch.no_grad():
@@ -276,7 +280,7 @@ class FsdpBackend(Member):
         return self._training
 
     def _padded(self, region: Region) -> dict[str, torch.Tensor]:
-        """The rank's shards with their padding, as large on all ranks."""
+        """The rank's shards of a region with their padding, which are as large on all ranks."""
         return {
             name: self._tensors.view(slot, shard(self._shapes[name], self._ranks).padded_shape)
             for name, slot in region.slots.items()
@@ -303,7 +307,7 @@ class FsdpBackend(Member):
         return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
     def _gradients(self) -> Views:
-        """The heap's gradients by parameter; none where nothing is trained."""
+        """The heap's gradients by parameter; empty: nothing is trained."""
         layout = self._layout.training
         return self._tensors.views(layout.gradients) if layout else {}
 
@@ -315,7 +319,7 @@ class FsdpBackend(Member):
         return loss.item()
 
     def _grad_norm(self, gradients: torch.Tensor) -> float:
-        """Norm over all ranks; each holds a shard, so squares add up. Collective."""
+        """The norm over all ranks; each holds a shard, so squares add up. Collective."""
         if self._ranks.num_units > 1:
             square = _blockwise_square(gradients)
         else:
@@ -326,7 +330,7 @@ class FsdpBackend(Member):
 
 
 def _blockwise_square(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares, the same bits for any number of threads."""
+    """The sum of squares, the same bits for any number of threads."""
     whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
     # A reduction of rows gives each row to one thread; the sum over the rows is in float64, on one.
     sums = flat[:whole].view(-1, NORM_BLOCK).square().sum(dim=1).double()
@@ -353,7 +357,7 @@ def _does_not_generate() -> CallerError:
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer layers, which `transformers` knows by their class names."""
+    """The transformer layers, found by the class names that `transformers` lists."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -364,7 +368,7 @@ def _shard(
     mesh: DeviceMesh,
     precision: MixedPrecisionPolicy,
 ) -> None:
-    """Shard each layer, and the root with the rest; the weights of an adapter's base stay whole on
+    """Shard each layer, and the root with the rest. The weights of an adapter's base stay whole on
     every rank."""
     own = {*own_parameters(root.model).values()}
     base = {*root.parameters()} - own
@@ -383,7 +387,7 @@ def _shard(
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Buffers, as rotary frequencies, stay what they are."""
+    """Round the parameters to a dtype. Buffers, such as rotary frequencies, stay as they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -391,8 +395,8 @@ def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def _use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> None:
     """Make whole parameters views into the heap, and have their gradients added up there.
 
-    Args: drawn: takes the parameters' values: the weights, or the masters that they are rounded
-              from, which the caller does.
+    Args: drawn: gets the parameters' values: the weights or, if there are any, the masters, from
+              which the caller rounds the weights.
           used: the weights that the model computes with.
           gradients: empty where nothing is trained.
     """
@@ -409,7 +413,7 @@ def _use_heap(model: nn.Module, drawn: Views, used: Views, gradients: Views) -> 
 
 
 def _adding_to(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """A hook that adds a pass's gradient, of the weights' dtype, to this one."""
+    """A hook that adds the gradient of a pass, in the dtype of the weights, to this one."""
 
     def add(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -444,8 +448,8 @@ def _preset_gradients(model: nn.Module, gradients: Views, mesh: DeviceMesh) -> N
 def _move_parameters(scorer: scoring.Scorer, views: Views, padded: Views) -> None:
     """Make every local shard a view into the heap, then let FSDP2 rebuild what it derives.
 
-    FSDP2 gathers from shards with their padding; it takes a tensor that has it as it is, and would
-    copy one that lacks it out of the heap.
+    FSDP2 gathers from padded shards. It uses a padded tensor in place, and would copy a tensor
+    without padding out of the heap.
     """
     parameters = own_parameters(scorer.model)
     for name, parameter in parameters.items():

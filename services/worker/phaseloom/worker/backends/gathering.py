@@ -19,11 +19,11 @@ def whole_tensors(
     own: Mapping[str, torch.Tensor],
     rank: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in host memory, by name, on rank 0; nothing on any other. Collective.
+    """Whole tensors in host memory, by name, on rank 0; nothing on any other rank. Collective.
 
     Args: slots: the whole tensors, in the order in which they come.
-          holdings: the slice of each that every rank holds; where several hold one, the first of
-            them sends it.
+          holdings: the slice of each tensor that every rank holds; where several hold one, the
+              first of them sends it.
           own: this rank's slices.
     """
     for slot in slots:

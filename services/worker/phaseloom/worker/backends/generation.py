@@ -26,15 +26,15 @@ from phaseloom.worker.backends.stoptext import StopText
 
 @dataclass(frozen=True)
 class Start:
-    """Where the samples of a prompt begin."""
+    """The beginning of the samples of a prompt."""
 
     seed: int
     sample: int
-    """Number of the first sample."""
+    """The number of the first sample."""
     prompt: list[int]
     """The prompt's tokens, without those generated earlier."""
     generated: list[int]
-    """Tokens of an earlier answer, behind which the samples go on."""
+    """The tokens of an earlier answer, which the samples continue."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Sampling:
     """The parameters of one request of the call."""
 
     request: int
-    """Index of the request in the call."""
+    """The index of the request in the call."""
     first_prompt: int
-    """Index in the request of its first prompt in this batch."""
+    """The index, in the request, of its first prompt in this batch."""
     starts: list[Start]
-    """Where its prompts in this batch begin, one behind the other."""
+    """The beginnings of its prompts in this batch, in order."""
     num_samples: int
     max_tokens: int
-    """Most new tokens of a sample, those generated earlier included."""
+    """The most new tokens of a sample, those generated earlier included."""
     params: SamplingParams
     stop_token_ids: list[int]
     """All tokens that end a sample."""
     stop_texts: Seq[StopText | None]
-    """What finds the stop strings of each row."""
+    """The finder of stop strings for each row; None: the request has none."""
 
     @property
     def num_rows(self) -> int:
@@ -67,7 +67,7 @@ class Sampling:
         return [limit for limit in limits for _ in range(self.num_samples)]
 
     def draws(self, num_positions: int) -> torch.Tensor:
-        """Uniform draws for the new tokens of each row (rows, num_positions) float64."""
+        """Uniform draws for the new tokens of each row: (rows, num_positions) float64."""
         seeds = [start.seed for start in self.starts]
         samples = [start.sample for start in self.starts]
         positions = [len(start.generated) for start in self.starts]
@@ -79,16 +79,16 @@ class EndedRow(NamedTuple):
     """A row that has ended, while it is still in the decoder's batch."""
 
     place: int
-    """In the batch."""
+    """The row's place in the batch."""
     row: int
-    """Among the rows asked for."""
+    """The row's place among the rows asked for."""
     tokens: list[int]
     """Its tokens from the prompt's first on, without the last one drawn, which the decoder has not
     seen."""
 
 
 class Rows:
-    """Tokens drawn so far, rows in the order of requests, prompts and samples."""
+    """The tokens drawn so far; rows are in the order of requests, prompts and samples."""
 
     def __init__(self, asked: Seq[Sampling], vocab_size: int) -> None:
         self._asked = asked
@@ -122,17 +122,17 @@ class Rows:
         self._stop_reason_R = ["length"] * num_rows
         self._rows_B = torch.arange(num_rows)
         self._is_taken_R = torch.zeros(num_rows, dtype=torch.bool)
-        """Rows that `take_ended_rows` has given, or is not to give."""
+        """Whether `take_ended_rows` has given the row, or must not give it."""
         self._live_B = torch.ones(num_rows, dtype=torch.bool)
         self._position = 0
         self._is_open = [True] * len(asked)
         self._num_taken = [0] * len(asked)
-        """New tokens of each row of a request that `take_drawn` has given, or all that it has."""
+        """The number of new tokens of each row of a request that `take_drawn` has given."""
         self.last_B = torch.empty(0, dtype=torch.int64)
 
     @property
     def num_rows(self) -> int:
-        """Rows that are still in the decoder's batch."""
+        """The number of rows that are still in the decoder's batch."""
         return self._live_B.numel()
 
     @property
@@ -141,11 +141,11 @@ class Rows:
 
     @property
     def room(self) -> int:
-        """New tokens that a row may still get, at most."""
+        """The most new tokens that a row may still get."""
         return self._tokens_RI.shape[1] - self._position
 
     def num_live(self) -> list[tuple[int, int]]:
-        """(request, number of its rows that are not done) of each request that has some."""
+        """(request, number of its rows that are not done) for each request that has such rows."""
         pairs = zip(self._asked, self._live_counts(), strict=True)
         return [(each.request, count) for each, count in pairs if count]
 
@@ -162,7 +162,7 @@ class Rows:
         self._end(stopped_B, "partial")
 
     def take_ended(self) -> list[tuple[Sampling, list[list[Sequence]]]]:
-        """The requests all of whose rows have ended since the last time, with their sequences by
+        """The requests whose rows have all ended since the last time, each with its sequences by
         [prompt][sample]."""
         counts = self._live_counts()
         ended = []
@@ -173,7 +173,8 @@ class Rows:
         return ended
 
     def take_drawn(self, request: int) -> list[DrawnTokens]:
-        """The tokens that the rows of a request, if there are any, have got since the last time."""
+        """The tokens that the rows of a request have got since the last time; empty: it has no rows
+        here."""
         if all(each.request != request for each in self._asked):
             return []
         i = self._index(request)
@@ -199,8 +200,10 @@ class Rows:
         return drawn
 
     def take_ended_rows(self) -> list[EndedRow]:
-        """The rows that have ended since the last time, but for those of cancelled requests. To be
-        called after each token, before `drop_finished`."""
+        """The rows that have ended since the last time, without those of cancelled requests.
+
+        Call it after each token, before `drop_finished`.
+        """
         ended_B = ~(self._live_B | self._is_taken_R[self._rows_B])
         self._is_taken_R[self._rows_B[ended_B]] = True
         indices = ended_B.nonzero().flatten()
@@ -250,7 +253,7 @@ class Rows:
         return next(i for i, each in enumerate(self._asked) if each.request == request)
 
     def _live_counts(self) -> list[int]:
-        """Rows of each request that are not done."""
+        """The number of rows of each request that are not done."""
         if len(self._asked) == 1:
             return [self.num_live_rows]
         live = self._of_R[self._rows_B].numpy()[self._live_B.numpy()]
@@ -258,14 +261,14 @@ class Rows:
         return counts
 
     def _sequences(self, i: int) -> list[list[Sequence]]:
-        """Sequences of a request, as asked, by [prompt][sample]."""
+        """The sequences of a request, by [prompt][sample]."""
         each = self._asked[i]
         first = self._first_row(i)
         rows = iter(range(first, first + each.num_rows))
         return [[self._sequence(next(rows)) for _ in range(each.num_samples)] for _ in each.starts]
 
     def _sequence(self, row: int, start: int = 0, stop: int | None = None) -> Sequence:
-        """The tokens of a row from `start` up to `stop`, which is its end where none is given."""
+        """The tokens of a row from `start` up to `stop`; without `stop`, up to its end."""
         new = slice(start, self._length_R[row] if stop is None else stop)
         sequence = Sequence(
             tokens=self._tokens_RI[row, new].tobytes(),
@@ -318,7 +321,7 @@ class Rows:
     def _end_a_text(
         self, rows: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
-        """Mask of the rows whose text has one of their stop strings now."""
+        """The mask of the rows whose text has one of their stop strings now."""
         ends = np.zeros(rows.size, dtype=np.bool_)
         for i, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
             text = self._texts.get(row)
@@ -327,7 +330,7 @@ class Rows:
 
 
 def _shaping(each: Sampling, vocab_size: int) -> Shaping | None:
-    """None: the temperature alone shapes what is drawn from."""
+    """The `Shaping` of a request; None: only the temperature shapes its distribution."""
     if is_plain(each.params):
         return None
     starts = [start for start in each.starts for _ in range(each.num_samples)]

@@ -1,4 +1,4 @@
-"""What the backends that generate and do not train have in common: what they check and refuse."""
+"""The checks and refusals that backends without training have in common."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class InferenceBackend:
         self._max_positions = int(config.max_position_embeddings)
 
     def use_host_memory(self, buffer: memoryview) -> None:
-        """Nothing: no state of it lives in host memory."""
+        """Do nothing: such a backend has no state in host memory."""
 
     def check_generate(self, args: Generate) -> None:
         if not args.prompts:
@@ -80,21 +80,22 @@ class InferenceBackend:
         raise self._does_not_train("optim_step")
 
     def zero_gradients(self) -> None:
-        """Nothing: there are no gradients."""
+        """Do nothing: there are no gradients."""
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """The text of each token; see `token_bytes` for what it raises."""
+        """The text of each token, as bytes. Raises: as `token_bytes`."""
         return token_bytes(self._spec, self.vocab_size)
 
     def _stop_text(self, sampling: SamplingParams, generated: Sequence[int]) -> StopText | None:
-        """What finds the stop strings of one sample. Args: generated: its tokens so far."""
+        """The finder of the stop strings of one sample. Args: generated: the sample's tokens so
+        far."""
         if not sampling.stop_strings:
             return None
         return StopText(sampling.stop_strings, self._token_bytes, generated)
 
     def _stops(self, sampling: SamplingParams) -> list[int]:
-        """Tokens that end a sample."""
+        """The tokens that end a sample."""
         return [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
 
     def _check_lengths(self, prompts: list[Prompt], max_tokens: int) -> None:
@@ -129,7 +130,8 @@ class InferenceBackend:
 
 
 def check_spec(spec: DeploymentSpec, ranks: RankGroup) -> None:
-    """Check that a backend that only generates can do this. Raises: CallerError."""
+    """Check that a backend that only generates can run the deployment. Raises: CallerError: it
+    cannot."""
     check_layout(spec, ranks)
     if spec.trainable:
         raise CallerError(
@@ -165,7 +167,8 @@ def prompt_field(i: int) -> str:
 
 
 def end_tokens(config: PreTrainedConfig, vocab_size: int) -> list[int]:
-    """The end-of-sequence tokens that the model can say; a config may name one, several or none."""
+    """The end-of-sequence tokens that the model can draw; a config may name one, several or
+    none."""
     named = config.eos_token_id
     ids = [named] if isinstance(named, int) else named or []
     return [token for token in ids if 0 <= token < vocab_size]

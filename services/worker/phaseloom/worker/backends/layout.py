@@ -1,4 +1,4 @@
-"""Where every managed tensor lies: weights, gradients, masters, AdamW's moments and step counter.
+"""The places of all managed tensors: weights, gradients, masters, AdamW's moments and step counter.
 
 On the device lies the heap; the optimizer's part may live in host memory instead, behind the heap's
 copy in the host extent. Offsets are of that extent, whose beginning is as the heap.
@@ -7,9 +7,8 @@ One layout rule for all backends: regions follow one another, each holds the par
 offsets in one order. That order is by name, unless a runtime fuses parameters (see `megatron`). So
 the weights region has the same bytes in a policy, a sampler and, unless there are experts (see
 `experts`), a weights version, and each region doubles as one flat tensor for elementwise work; the
-padding between tensors is zero and stays zero. Over several ranks each heap
-holds the rank's shards, with room for the padding that makes them as large on every rank. Pure; no
-torch.
+padding between tensors is zero and stays zero. Over several ranks each heap holds the rank's
+shards, with room for the padding that makes them as large on every rank. Pure; no torch.
 
 Weights are float32 or bfloat16; whatever else training keeps is float32. Weights in bfloat16 have
 *masters*: the weights in float32, which the optimizer updates and the weights are rounded from.
@@ -35,9 +34,9 @@ FLOAT32, BFLOAT16 = "float32", "bfloat16"
 FLOAT32_BYTES = 4
 
 MASTER = ".master"
-"""End of the name of a master's slot, behind its parameter's."""
+"""The end of the name of a master's slot, behind its parameter's."""
 STEP = "step"
-"""Name of the slot that counts optimizer steps."""
+"""The name of the slot that counts optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,17 @@ class Region:
 
     @property
     def files(self) -> list[TensorSlot]:
-        """The tensors in it, as files name them, sorted by name; see `experts`."""
+        """The region's tensors, by the names and in the order of files; see `experts`."""
         return file_slots(self.slots)
 
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """Regions as long as one another, with each tensor at the same place in all of them."""
+    """The regions of training state, which are equally long and have each tensor at the same
+    place."""
 
     masters: Region | None
-    """None: the weights are float32, and their own masters."""
+    """The masters; None: the weights are float32, and their own masters."""
     gradients: Region
     exp_avg: Region
     exp_avg_sq: Region
@@ -70,7 +70,7 @@ class TrainingLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes from offset 0 to the end of the last slot."""
+        """The bytes from offset 0 to the end of the last slot."""
         return align(self.step.offset + FLOAT32_BYTES)
 
     @property
@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def heap_bytes(self) -> int:
-        """Bytes on the device."""
+        """The bytes on the device."""
         if self.training is None:
             return self.weights.stop
         if self.training.is_on_host:
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory alone, from `host_start` of the heap on."""
+        """The bytes in host memory alone, from `host_start` of the heap on."""
         if self.training is None or not self.training.is_on_host:
             return 0
         return self.training.num_bytes - host_start(self.heap_bytes)
@@ -123,13 +123,13 @@ class Shard:
     shape: list[int]
     padded_shape: list[int]
     global_shape: list[int] = field(default_factory=list)
-    """Shape of the parameter; empty where this slice is all of it."""
+    """The shape of the parameter; empty: this slice is all of it."""
     start: list[int] = field(default_factory=list)
-    """Place of the slice's first element in the parameter."""
+    """The place of the slice's first element in the parameter."""
 
     @property
     def rows(self) -> range:
-        """The rows of the parameter that the slice has something of."""
+        """The rows of the parameter that the slice has elements of."""
         first = self.start[0] if self.start else 0
         return range(first, first + self.shape[0])
 
@@ -151,10 +151,10 @@ _KEEPS_ADAPTERS = frozenset({"sampler", "vllm"})
 
 
 def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
-    """Check that the deployment's backend can do its layout.
+    """Check that the deployment's backend supports its layout.
 
-    Raises: CallerError: FAILED_PRECONDITION, an axis over which the backend does not spread a
-            model, or a choice about training where nothing is trained.
+    Raises: CallerError: FAILED_PRECONDITION: the backend does not spread a model over an axis, or a
+            choice about training is made where nothing is trained.
     """
     layouts.check_layout(spec.layout)
     if spec.optimizer_on is OptimizerOn.HOST and not spec.trainable:
@@ -219,7 +219,7 @@ def plan(
 ) -> Layout:
     """Lay out a rank's shards of parameters, and their training state if `trainable`.
 
-    Args:   shapes: of the whole parameters. dtype: of the weights.
+    Args:   shapes: the shapes of the whole parameters. dtype: the dtype of the weights.
     Raises: CallerError: FAILED_PRECONDITION: experts of an odd size.
     """
     shards = {name: shard(shapes[name], ranks) for name in sorted(shapes)}

@@ -70,8 +70,8 @@ def weights_dtype(spec: ModelSpec) -> str:
 
 
 def config_dict(model: PreTrainedModel, spec: ModelSpec) -> dict[str, Any]:
-    """The config that lies beside the deployment's weights in files: the model's, as `config.json`
-    has it, or the adapter's."""
+    """The config for the file beside the deployment's weights: the model's `config.json`, or the
+    adapter's config."""
     if spec.adapter is not None:
         return adapter_config(spec)
     return {**model.config.to_dict(), "dtype": weights_dtype(spec)}
@@ -146,7 +146,7 @@ class HeapTensors:
     def __init__(self, heap: DeviceMemory) -> None:
         self._bytes = as_tensor(heap)
         self.device = self._bytes.device
-        """Device of the heap."""
+        """The device of the heap."""
         self._host_start = host_start(heap.num_bytes)
         self._host = torch.empty(0, dtype=torch.uint8)
 
@@ -155,7 +155,8 @@ class HeapTensors:
         self._host = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def view(self, slot: TensorSlot, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """Tensor over a slot. Args: shape: of more rows than the slot has, for its padding."""
+        """The tensor over a slot. Args: shape: a shape of more rows than the slot has, for its
+        padding."""
         shape = slot.shape if shape is None else shape
         dtype = TORCH_DTYPES[slot.dtype]
         stop = slot.offset + math.prod(shape) * dtype.itemsize

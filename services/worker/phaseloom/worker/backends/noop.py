@@ -55,7 +55,7 @@ class NoopBackend:
     """`Backend` whose state never changes."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
-        """Start on an emulated device. Raises: CallerError: FAILED_PRECONDITION, it is not
+        """Start on an emulated device. Raises: CallerError: FAILED_PRECONDITION: the device is not
         emulated."""
         if not isinstance(heap, Heap):
             raise CallerError(
@@ -81,14 +81,14 @@ class NoopBackend:
         return Memory(_layout(spec).heap_bytes)
 
     def use_host_memory(self, buffer: memoryview) -> None:
-        """Nothing: no state of it lives in host memory."""
+        """Do nothing: no state lives in host memory."""
 
     def check_generate(self, args: Generate) -> None:
         """Accept everything: nothing is computed."""
 
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
-        """Answer every prompt with the one token 0, cut off by length, or with as many as are
-        drawn, where the config says how decoding takes its time."""
+        """Answer every prompt with the one token 0, cut off by length. Where the config says how
+        decoding takes its time, answer with as many tokens as are drawn."""
         if self._decoding is not None:
             decode(self._decoding, requests, watch, self.at_boundary)
             return
@@ -134,7 +134,7 @@ class NoopBackend:
         return OptimStepResult({"grad_norm:mean": 0.0})
 
     def zero_gradients(self) -> None:
-        """Nothing: there are no gradients."""
+        """Do nothing: there are no gradients."""
 
     def weights_sha256(self) -> str:
         return weights_sha256(
@@ -142,10 +142,10 @@ class NoopBackend:
         )
 
     def weights_changed(self) -> None:
-        """Nothing: nothing is derived from the weights."""
+        """Do nothing: nothing is derived from the weights."""
 
     def close(self) -> None:
-        """Nothing: there is no process group."""
+        """Do nothing: there is no process group."""
 
     def _array(self, slot: TensorSlot) -> np.ndarray[Any, Any]:
         import numpy as np  # not for each of hundreds of ranks that compute nothing
@@ -154,7 +154,7 @@ class NoopBackend:
         return flat.reshape(slot.shape)
 
     def use_threads(self, count: int) -> None:
-        """Nothing: it computes nothing."""
+        """Do nothing: it computes nothing."""
 
     def _take(self, kind: str) -> None:
         ends_s = time.monotonic() + self._seconds.get(kind, 0.0)

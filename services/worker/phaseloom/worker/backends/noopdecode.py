@@ -42,7 +42,7 @@ class Decoding(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Row:
     left: int
-    """New tokens until it ends."""
+    """The number of new tokens until the row ends."""
     is_at_limit: bool
     done: int = 0
     num_told: int = 0
@@ -109,7 +109,7 @@ def _row(decoding: Decoding, prompt: Prompt, sample: int, limit: int) -> _Row:
 
 
 def _drawn(args: Generate, rows: list[_Row]) -> list[DrawnTokens]:
-    """The tokens that its rows have got since the last time."""
+    """The tokens that a request's rows have got since the last time."""
     drawn = []
     for k, row in enumerate(rows):
         start, row.num_told = row.num_told, row.done

@@ -14,7 +14,7 @@ import torch
 from torch.optim.adamw import adamw
 
 PIECE = 16 * 1024 * 1024
-"""Elements of a piece; a length that leaves all of a vector register's lanes in use."""
+"""The elements of a piece; at this length all lanes of a vector register are in use."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Moments:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
-    """Number of steps taken, one float32."""
+    """The number of steps taken, one float32."""
 
 
 def take_step(
@@ -41,7 +41,7 @@ def take_step(
 ) -> None:
     """Update weights and moments in place, where the moments are.
 
-    Safe on return for whatever is launched on the default stream then.
+    On return, work that is launched on the default stream sees the new weights.
     """
     if weights.device == moments.exp_avg.device:
         _step(weights, gradients, moments, adam)
@@ -56,7 +56,7 @@ def take_step_in_pieces(
     adam: Hyperparameters,
     piece: int = PIECE,
 ) -> None:
-    """Run `take_step` through host memory. Args: piece: elements, a multiple of 64."""
+    """Run `take_step` through host memory. Args: piece: elements of a piece, a multiple of 64."""
     is_pinned = weights.is_cuda
     size = min(piece, weights.numel())
     staged = torch.empty(2, size, dtype=weights.dtype, pin_memory=is_pinned)

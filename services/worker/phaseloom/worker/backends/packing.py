@@ -22,13 +22,13 @@ import numpy.typing as npt
 from phaseloom.worker.backends.batch import Batch, Floats, Ints
 
 ROW_TOKENS = 256
-"""Longest row that another branch is added to: attention computes all pairs within a row."""
+"""The longest row to which another branch is added: attention computes all pairs within a row."""
 
 PASS_TOKENS = 4096
-"""Most tokens in a pass, padding included: bounds activation memory. One row may exceed it."""
+"""The most tokens in a pass, padding included: bounds activation memory. One row may exceed it."""
 
 PASS_OVERHEAD_TOKENS = 96
-"""Cost of one more pass, in tokens of padding: measured on a 0.8 M model on a CPU thread."""
+"""The cost of one more pass, in tokens of padding: measured on a 0.8 M model on a CPU thread."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward of the model, and which of its positions predict which targets."""
+    """One forward pass of the model, with the positions whose targets it predicts."""
 
     tokens_BT: Ints
     positions_BT: Ints
     branches_BT: Ints
-    """Branch of each token: 0 the prefix, then 1, 2, …; -1 padding."""
+    """The branch of each token: 0 the prefix, then 1, 2, …; -1 padding."""
     index_N: Ints
-    """Index of each position asked for: row × T + column."""
+    """The index of each position asked for: row × T + column."""
     source_N: Ints
-    """Index of each position asked for in the batch's arrays."""
+    """The index of each position asked for in the batch's arrays."""
     targets_N: Ints
     q_N: Floats
     coefficient_N: Floats
 
     @property
     def visible_BTT(self) -> npt.NDArray[np.bool_] | None:
-        """Mask of what position i may see at j; None where that is plain causal attention."""
+        """The mask of the positions j that position i may see; None: plain causal attention."""
         if not (self.branches_BT > 0).any():
             return None
         of_i_BT1, of_j_B1T = self.branches_BT[:, :, None], self.branches_BT[:, None, :]
@@ -68,7 +68,8 @@ class Pass:
 
 
 def idle_pass() -> Pass:
-    """A pass over one token whose output nobody uses: no loss, and gradients of exactly zero."""
+    """A pass over one token whose output nobody uses: it has no loss, and its gradients are exactly
+    zero."""
     token_BT = np.zeros((1, 1), dtype=np.int64)
     none_N = np.zeros(0, dtype=np.int64)
     zero_N = np.zeros(0, dtype=np.float32)
@@ -78,8 +79,8 @@ def idle_pass() -> Pass:
 def passes(batch: Batch, *, only_used: bool, columns: int = 1) -> Iterator[Pass]:
     """Pack a batch.
 
-    Args: only_used: ask only for positions that count in the loss.
-          columns: a pass has a multiple of so many columns.
+    Args: only_used: whether to ask only for positions that count in the loss.
+          columns: the columns of a pass are a multiple of this.
     """
     for rows in _grouped(_rows(batch)):
         packed = _pack(rows, batch, only_used=only_used, columns=columns)
@@ -88,8 +89,8 @@ def passes(batch: Batch, *, only_used: bool, columns: int = 1) -> Iterator[Pass]
 
 
 def _rows(batch: Batch) -> list[Row]:
-    """Rows of the batch. Greedy: a sample joins the row before it where that costs no
-    more tokens."""
+    """The rows of the batch. Greedy: a sample joins the row before it where that costs no more
+    tokens."""
     starts: list[int] = batch.starts.tolist()
     rows: list[Row] = []
     for i, (start, stop) in enumerate(pairwise(starts)):
@@ -106,7 +107,7 @@ def _rows(batch: Batch) -> list[Row]:
 
 
 def _joined(row: Row, i: int, prefix_T: Ints, tokens_T: Ints) -> Row | None:
-    """The row with sample i in it; None where that costs tokens or makes the row too long."""
+    """The row with sample i in it; None: that would cost tokens or make the row too long."""
     prefix = _common_prefix(prefix_T, tokens_T)
     count = len(row.members)
     length = row.length + (row.prefix - prefix) * (count - 1) + tokens_T.size - prefix

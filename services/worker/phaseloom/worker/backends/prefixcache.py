@@ -30,7 +30,7 @@ from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 BLOCK_TOKENS = 16
 
 _SEQUENCES = 8
-"""Sequences of full length that there is room for, about, where a deployment does not say."""
+"""The number of sequences of full length, about, that a deployment has room for by default."""
 
 Tokens = tuple[int, ...]
 
@@ -41,7 +41,7 @@ class KvShape(NamedTuple):
     num_layers: int
     num_heads: int
     size: int
-    """Of a head."""
+    """The dimensions of a head."""
     dtype: torch.dtype
 
     @property
@@ -50,27 +50,27 @@ class KvShape(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The tokens at the beginning of a prompt whose keys and values are kept."""
+    """The beginning of a prompt whose keys and values are kept."""
 
     origin: int
-    """The state of the weights that the oldest of the keys and values are of."""
+    """The state of the weights that the oldest of the keys and values belong to."""
     num_tokens: int = 0
     blocks: Sequence[int] = ()
-    """Indices of the blocks that hold them; the last may hold more."""
+    """The indices of the blocks that hold them; the last block may hold more."""
 
 
 @dataclass(eq=False)
 class _Block:
     parent: _Block | None
     tokens: Tokens
-    """Its own tokens: `BLOCK_TOKENS` of them, or fewer in a block without children."""
+    """The block's own tokens: `BLOCK_TOKENS` of them, or fewer in a block without children."""
     index: int = -1
-    """Its place in the memory; -1: a root, which has none."""
+    """The block's place in the memory; -1: a root, which has none."""
     children: dict[Tokens, _Block] = field(default_factory=dict)
 
 
 class PrefixCache:
-    """See the module. All calls come from the device thread."""
+    """A cache of keys and values; see the module. All calls come from the device thread."""
 
     def __init__(self, scratch: torch.Tensor, shape: KvShape) -> None:
         """Start empty. Raises: CallerError: the memory is too small for a block."""
@@ -90,9 +90,10 @@ class PrefixCache:
         self._now = 0
         """The present state of the weights."""
         self._roots: dict[int, _Block] = {}
-        """By origin, oldest first. Those below 0 are of other adapters' versions."""
+        """The roots by origin, oldest first. Origins below 0 are those of other adapters'
+        versions."""
         self._versions: dict[str, int] = {}
-        """Origins of other adapters' versions, which never change."""
+        """The origins of other adapters' versions, which never change."""
         self._used: OrderedDict[_Block, None] = OrderedDict()
         """All blocks, the one used longest ago first. A block comes before its parent, so the
         first has no children."""
@@ -101,27 +102,28 @@ class PrefixCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values are kept."""
+        """The number of tokens whose keys and values are kept."""
         return sum(len(block.tokens) for block in self._used)
 
     def forget(self) -> None:
-        """Drop all of it, as the weights have changed or the memory was given back."""
+        """Drop everything, because the weights have changed or the memory was given back."""
         self._free += [block.index for block in self._used]
         self._used.clear()
         self._now += 1
         self._roots = {self._now: _Block(None, ())}
 
     def weights_updated(self) -> None:
-        """Keep what there is for the samples that the update has stopped."""
+        """Keep all keys and values for samples that the update has stopped."""
         self._now += 1
         self._roots = {origin: root for origin, root in self._roots.items() if root.children}
         self._roots[self._now] = _Block(None, ())
 
     def find(self, tokens: Sequence[int], num_generated: int, version: str = "") -> Prefix:
-        """What is kept of a prompt, without its last token, which must be run for its logits.
+        """The kept beginning of a prompt. Its last token is never part of it: it must be run for
+        its logits.
 
-        Args: num_generated: how many of the last tokens are an earlier answer's.
-              version: of another adapter, where the prompt is run with one.
+        Args: num_generated: the number of the prompt's last tokens that are an earlier answer's.
+              version: the version of another adapter, where the prompt is run with one.
         """
         wanted = tuple(tokens[:-1])
         if version:
@@ -153,7 +155,8 @@ class PrefixCache:
     def keep(self, tokens: Sequence[int], origin: int, cache: Cache, row: int) -> None:
         """Keep the keys and values of a row, as far as there is room.
 
-        Args: tokens: of all columns of the row. origin: as of the prefix that it began with.
+        Args: tokens: the tokens of all columns of the row. origin: that of the prefix that it began
+              with.
         """
         path, first = self._placed(tuple(tokens), origin)
         new = path[first:]
@@ -173,8 +176,8 @@ class PrefixCache:
         self._kv_NLCKTD.index_copy_(0, index_N, blocks)
 
     def _placed(self, tokens: Tokens, origin: int) -> tuple[list[_Block], int]:
-        """The blocks of these tokens, and how many of them have their content already; fewer than
-        all where there is no room."""
+        """The blocks of these tokens, and how many of the tokens have their content already; the
+        blocks are fewer where there is no room for all."""
         path, block = list[_Block](), self._roots[origin]
         chunks = [tokens[i : i + BLOCK_TOKENS] for i in range(0, len(tokens), BLOCK_TOKENS)]
         for chunk in chunks:
@@ -203,8 +206,10 @@ class PrefixCache:
         return path, num_kept
 
     def _has_room_beside(self, path: Sequence[_Block]) -> bool:
-        """Make room for a block, at the cost of the one used longest ago if need be. False: all
-        blocks are on the path, whose were used just now."""
+        """Make room for a block; if need be the block used longest ago goes.
+
+        Returns: False: all blocks are on the path, whose blocks were used just now.
+        """
         if self._free:
             return True
         if len(self._used) == len(path):
@@ -223,7 +228,7 @@ class PrefixCache:
 
 
 def _matched(root: _Block, tokens: Tokens) -> tuple[int, list[_Block]]:
-    """How many of the first tokens are in a tree, and in which blocks."""
+    """The number of the first tokens that are in a tree, and the blocks that have them."""
     block, path = root, list[_Block]()
     for start in range(0, len(tokens), BLOCK_TOKENS):
         chunk = tokens[start : start + BLOCK_TOKENS]
@@ -240,13 +245,13 @@ def _matched(root: _Block, tokens: Tokens) -> tuple[int, list[_Block]]:
 
 
 def _common(ours: Tokens, theirs: Tokens) -> int:
-    """How many of the first tokens are the same."""
+    """The number of first tokens that are the same."""
     pairs = enumerate(zip(ours, theirs, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
 
 
 def _child_with(block: _Block, chunk: Tokens) -> _Block | None:
-    """The child that has these tokens, or begins with them where they are fewer than a block's."""
+    """The child that has these tokens or, where they are fewer than a block's, begins with them."""
     if len(chunk) == BLOCK_TOKENS or chunk in block.children:
         return block.children.get(chunk)
     begun = (c for c in block.children.values() if c.tokens[: len(chunk)] == chunk)
@@ -254,7 +259,7 @@ def _child_with(block: _Block, chunk: Tokens) -> _Block | None:
 
 
 def _child_within(block: _Block, chunk: Tokens) -> _Block | None:
-    """The child whose tokens these begin with."""
+    """The child whose tokens are the beginning of these."""
     begun = (c for c in block.children.values() if chunk[: len(c.tokens)] == c.tokens)
     return next(begun, None)
 

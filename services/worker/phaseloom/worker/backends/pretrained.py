@@ -35,9 +35,10 @@ _SUFFIX = ".safetensors"
 _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes of files that can be read, by their names in safetensors."""
 _TIED: Final = {"lm_head.weight": "model.embed_tokens.weight"}
-"""Head → embedding: with tied embeddings a file may have either or both, a model the second."""
+"""Head → embedding. With tied embeddings a file may have either or both; a model has the
+embedding."""
 _DERIVED = ".rotary_emb.inv_freq"
-"""The end of the names of buffers that old files have and models compute."""
+"""The end of the names of buffers that old files have and that models compute."""
 
 
 def fill(
@@ -67,7 +68,7 @@ def fill_memory(
     """Fill weights, and their masters, that lie in this memory.
 
     Args:   memory: uint8. slots: the tensors in it.
-            names: those of all the model's weights, where the memory has not all of them.
+            names: the names of all the model's weights, where the memory does not have all.
             ties_embeddings: whether the model's head is its embedding.
     Raises: CallerError: the files are of another model: a tensor is missing, has another shape or a
             dtype that cannot be read, or belongs to no parameter. ResourceError: DATA_LOSS: a file
@@ -97,13 +98,13 @@ class _Source:
 
     file: UncachedFile
     at: int
-    """Where its bytes begin in the file."""
+    """The offset of its bytes in the file."""
     shape: list[int]
     dtype: str
-    """By its name in safetensors."""
+    """The dtype, by its name in safetensors."""
 
     def read(self, wanted: tuple[slice, ...]) -> torch.Tensor:
-        """A slice of it. Whole rows are read, whatever is wanted of them."""
+        """Read a slice of the tensor. Whole rows are read, whatever part of them is wanted."""
         dtype = _DTYPES[self.dtype]
         if not wanted:
             return torch.frombuffer(self.file.read(self.at, dtype.itemsize), dtype=dtype).view(())
@@ -116,7 +117,7 @@ class _Source:
 
 
 def _open(directory: ModelDirectory, stack: ExitStack) -> dict[str, _Source]:
-    """The tensors in the model's files, by name; nothing of them is read yet."""
+    """The tensors in the model's files, by name; their bytes are not read yet."""
     sources: dict[str, _Source] = {}
     for each in directory.files:
         if not each.name.endswith(_SUFFIX):
@@ -196,7 +197,7 @@ def _read(slot: TensorSlot, source: _Source, memory: torch.Tensor) -> None:
 
 
 def _pieces(slot: TensorSlot, item_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """Slices that cover a slot; whole rows of the tensor for one are not much more than
+    """Slices that cover a slot; the whole rows of the tensor for one are not much more than
     `_PIECE_BYTES`."""
     if not slot.shape:
         yield ()

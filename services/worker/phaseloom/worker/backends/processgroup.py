@@ -29,10 +29,10 @@ M = TypeVar("M", bound=Member)
 
 
 def collective(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Tell a broken group from an operation's own errors.
+    """Distinguish the error of a broken group from an operation's own errors.
 
     The first error of a broken group names gloo or NCCL; those that follow may not, and none has a
-    class.
+    class of its own.
     """
 
     @functools.wraps(method)
@@ -51,13 +51,13 @@ def collective(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M
 def join_process_group(
     ranks: RankGroup, device_type: str, joined: ExitStack, replica: RankGroup | None = None
 ) -> None:
-    """Make the process's group if there is none yet; `joined` ends what this makes.
+    """Make the process's group if there is none yet. `joined` ends everything that is made here.
 
     A store in a file needs no port that could collide; ranks on several nodes have a port that is
     open already.
 
-    Args:   replica: the place among the ranks that the group is of, where they are not all, with
-                their name as `store_prefix`.
+    Args:   replica: where the group is of a part of the ranks: the place among them, and their name
+            as `store_prefix`.
     Raises: GroupBroken: the other ranks did not come.
     """
     group = replica or ranks

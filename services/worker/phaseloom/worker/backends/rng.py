@@ -29,9 +29,9 @@ def uniform(
 ) -> npt.NDArray[np.float64]:
     """Draws in [0, 1), multiples of 2^-32, of the shape to which the arguments broadcast.
 
-    32 bits, so that draw × total < total holds exactly in float64 when inverting a CDF.
+    They have 32 bits, so that draw × total < total holds exactly in float64 when inverting a CDF.
 
-    Args: seeds: of [0, 2^64), see `wrapped`.
+    Args: seeds: in [0, 2^64), see `wrapped`.
     """
     state = _mix(np.asarray(seeds, dtype=np.uint64) + _GOLDEN)
     state = _mix((state ^ np.asarray(samples, dtype=np.uint64)) + _GOLDEN)
@@ -53,7 +53,7 @@ def uniforms(
 ) -> npt.NDArray[np.float64]:
     """Draws of whole sequences, as `uniform`: (len(seeds), num_samples, num_positions).
 
-    Args: first_samples, first_positions: where the counters begin, for each seed or for all.
+    Args: first_samples, first_positions: the first value of each counter, for each seed or for all.
     """
     samples_PK = _counted(first_samples, num_samples)
     positions_PI = _counted(first_positions, num_positions)

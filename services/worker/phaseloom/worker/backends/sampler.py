@@ -1,10 +1,10 @@
 """Sampling backend: generates with a KV cache and gives log-probabilities; weights only.
 
 A token is drawn by inverting the CDF at a uniform that is a function of (prompt seed, sample,
-position), see `rng`. Requests that come in one call are decoded as one batch, those that join it
-between two tokens too, as far as memory allows; each ends when its own samples are done. One that
-comes alone is a batch of its own, and its result the same bits always.
-Every rank of a WPG holds the whole weights and generates for its own prompts: no collectives.
+position), see `rng`. Requests of one call are decoded as one batch, and so are requests that join
+it between two tokens, as far as memory allows; each ends when its own samples are done. A request
+that comes alone is a batch of its own, and its result is always the same bits. Every rank of a WPG
+holds the whole weights and generates for its own prompts: no collectives.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ from phaseloom.worker.backends.sharedbase import SharedBase, base_scratch_bytes
 from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 
 WAVE_TOKENS = 65536
-"""Most cache columns (rows × capacity) decoded at a time: bounds the KV cache."""
+"""The most cache columns (rows × capacity) decoded at a time: bounds the KV cache."""
 
 KEEP_ROWS = 0.75
-"""Finished rows are dropped from the batch once fewer than this share of its rows are live."""
+"""Finished rows are dropped from the batch once less than this share of its rows is live."""
 
 
 class SamplerBackend(InferenceBackend):
@@ -122,7 +122,7 @@ class SamplerBackend(InferenceBackend):
         return Memory(_layout(spec).heap_bytes, scratch_bytes)
 
     def check_adapter(self, version: AdapterVersion) -> None:
-        """Check that requests may be generated with a version. Raises: CallerError: why not."""
+        """Check that requests can be generated with a version. Raises: CallerError: they cannot."""
         if self._adapters is None:
             raise CallerError(
                 "this deployment has no adapter, so it cannot take another's place",
@@ -197,11 +197,11 @@ class SamplerBackend(InferenceBackend):
         torch.set_num_threads(1)
 
     def close(self) -> None:
-        """Nothing: there is no process group and no thread."""
+        """Do nothing: there is no process group and no thread."""
 
     def _begin(self, call: _Call, batch: _Batch, wave: list[_Prompt]) -> None:
-        """Prefill every prompt of the wave once and draw the first token of all its samples, which
-        the batch then goes on with."""
+        """Prefill every prompt of the wave once, draw the first token of all its samples, and add
+        them to the batch."""
         asked = self._sampling(call, wave)
         rows = Rows(asked, self.vocab_size)
         prefixes = self._found(call, wave)
@@ -216,7 +216,7 @@ class SamplerBackend(InferenceBackend):
         self._keep_ended(batch)
 
     def _found(self, call: _Call, wave: list[_Prompt]) -> list[Prefix]:
-        """What the prefix cache has of each prompt of the wave."""
+        """The kept beginning of each prompt of the wave, from the prefix cache."""
         cache = self._prefixes
         if cache is None:
             return [Prefix(0)] * len(wave)
@@ -233,7 +233,7 @@ class SamplerBackend(InferenceBackend):
         return found
 
     def _prefill(self, wave: list[_Prompt], prefixes: list[Prefix], room: int) -> Prefill[Any]:
-        """Run what is new of each prompt: together where equally many tokens are, or all.
+        """Run the new part of each prompt: together where equally many tokens are new, or all.
 
         Args: room: columns for new tokens.
         """
@@ -258,12 +258,12 @@ class SamplerBackend(InferenceBackend):
     def _prefill_alike(
         self, wave: list[_Prompt], prefixes: list[Prefix], room: int
     ) -> Prefill[Any]:
-        """Run prompts of which nothing is kept, or all but equally many tokens."""
+        """Run prompts of which nothing is kept, or of which equally many tokens are new."""
         with self._with([prompt.adapter for prompt in wave]):
             return self._prefill_with(wave, prefixes, room)
 
     def _with(self, adapters: Seq[AdapterVersion | None]) -> AbstractContextManager[None]:
-        """Within this, passes run with the adapters of their rows."""
+        """Run passes, within the block, with the adapters of their rows."""
         if self._adapters is None or not any(adapters):
             return nullcontext()
         return self._adapters.rows(adapters)
@@ -309,7 +309,8 @@ class SamplerBackend(InferenceBackend):
         self._keep_ended(batch)
 
     def _sampling(self, call: _Call, wave: list[_Prompt]) -> list[Sampling]:
-        """Parameters of each request of the wave; a request's prompts follow one another."""
+        """The parameters of each request of the wave; the prompts of a request follow one
+        another."""
         asked: list[Sampling] = []
         for request in dict.fromkeys(prompt.request for prompt in wave):
             prompts = [prompt for prompt in wave if prompt.request == request]
@@ -334,7 +335,7 @@ class SamplerBackend(InferenceBackend):
         return asked
 
     def _scored_prompts(self, args: Generate) -> GenerateResult:
-        """Log-probabilities of each prompt, as `forward` gives them, behind a 0 for its first
+        """The log-probabilities of each prompt, as `forward` gives them, after a 0 for its first
         token: a result without sequences."""
         if not args.prompt_logprobs:
             return GenerateResult([])
@@ -360,13 +361,13 @@ class _Prompt:
 
     request: int
     index: int
-    """Its place among the request's prompts."""
+    """The place of the prompt in the request."""
     tokens_T: Ints
     start: Start
     max_tokens: int
-    """New tokens that a sample of it may still get."""
+    """The new tokens that a sample of it may still get."""
     adapter: AdapterVersion | None
-    """None: the deployment's own weights."""
+    """The adapter version to draw with; None: the deployment's own weights."""
 
 
 class _Batch:
@@ -379,7 +380,7 @@ class _Batch:
     def __init__(self) -> None:
         self.waves: list[Rows] = []
         self.origins: list[list[int]] = []
-        """`Prefix.origin` of each row asked for, by wave."""
+        """The `Prefix.origin` of each row asked for, by wave."""
         self.adapters: list[list[AdapterVersion | None]] = []
         """The adapter of each row that is still there, by wave; None: the deployment's own."""
         self._cache: Cache | None = None
@@ -399,12 +400,12 @@ class _Batch:
 
     @property
     def room(self) -> int:
-        """New tokens that a row may still get, at most."""
+        """The most new tokens that a row may still get."""
         return max((rows.room for rows in self.waves), default=0)
 
     @property
     def versions(self) -> set[str]:
-        """The adapters' versions that rows need, beside the deployment's own."""
+        """The adapter versions that rows need, beside the deployment's own."""
         return {each.name for wave in self.adapters for each in wave if each is not None}
 
     def add(
@@ -421,7 +422,7 @@ class _Batch:
         self._cache = cache if is_first else self.cache.joined(cache, self.room)
 
     def drop_finished(self) -> None:
-        """Leave out rows that are done, once they are many or all of a wave."""
+        """Drop rows that are done, once they are many or all of a wave."""
         live = [rows.num_live_rows for rows in self.waves]
         if all(live) and sum(live) >= KEEP_ROWS * sum(self.num_rows_by_wave):
             return
@@ -445,27 +446,28 @@ class _Batch:
 class _Request:
     args: Generate
     scored: GenerateResult
-    """What is answered about its prompts; it has no sequences yet."""
+    """The result about its prompts; it has no sequences yet."""
     num_total: int
-    """New tokens that its samples may get, at most."""
+    """The most new tokens of its samples."""
     num_open: int
-    """Samples that have not ended."""
+    """The number of samples that have not ended."""
     num_done: int = 0
     sequences: dict[int, list[Sequence]] = field(default_factory=dict)
-    """Sequences of its prompts whose samples have ended, by the prompt's place."""
+    """The sequences of the prompts whose samples have all ended, by the prompt's place."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class _Call:
-    """The requests of one call: what waits for its turn, and what was drawn for each so far."""
+    """The requests of one call: the prompts that wait for their turn, and the tokens drawn so
+    far."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._requests: list[_Request] = []
         self._over: set[int] = set()
-        """Requests that have ended, or were cancelled."""
+        """The requests that have ended, or were cancelled."""
         self._streams: set[int] = set()
-        """Requests that stream and have not ended."""
+        """The requests that stream and have not ended."""
         self._waiting: deque[_Prompt] = deque()
 
     @property
@@ -477,7 +479,7 @@ class _Call:
 
     @property
     def next_adapter(self) -> AdapterVersion | None:
-        """What the request that is added next is generated with."""
+        """The adapter version of the request that is added next."""
         return self._watch.adapter(len(self._requests))
 
     def add(self, args: Generate, scored: GenerateResult, adapter: AdapterVersion | None) -> None:
@@ -501,10 +503,10 @@ class _Call:
             metrics[name] = metrics.get(name, 0.0) + num
 
     def next_wave(self, batch: _Batch, num_adapters: int) -> list[_Prompt]:
-        """Prompts to begin with now, beside what decodes already, with so many versions of other
-        adapters at most.
+        """The prompts to begin with now, beside those that decode already, with at most
+        `num_adapters` versions of other adapters.
 
-        Those that wait begin when all of them fit, or when half of the memory is free: each wave
+        Waiting prompts begin when all of them fit, or when half of the memory is free: each wave
         that joins others costs a copy of the cache.
         """
         self._end_unwanted()
@@ -532,8 +534,8 @@ class _Call:
         return wave
 
     def accept(self, rows: Rows, logits_BV: torch.Tensor) -> None:
-        """Draw a token in every row; tell how far that is, and end what is done or not wanted any
-        more."""
+        """Draw a token in every row, report the progress, and end the requests that are done or not
+        wanted any more."""
         drawn = rows.num_live()
         rows.accept(logits_BV)
         live = dict(rows.num_live())
@@ -556,14 +558,14 @@ class _Call:
             self._keep(asked.request, asked.first_prompt, sequences)
 
     def tell_drawn(self, batch: _Batch) -> None:
-        """Tell the new tokens of requests that stream, of all their rows at once."""
+        """Report the new tokens of requests that stream, of all their rows at once."""
         for i in [i for i in self._streams if self._watch.wants_tokens(i)]:
             drawn = [each for rows in batch.waves for each in rows.take_drawn(i)]
             if drawn:
                 self._watch.drawn(i, drawn)
 
     def _end_unwanted(self) -> None:
-        """End prompts that wait and are not wanted any more."""
+        """End prompts that wait and that nobody wants any more."""
         for prompt in list(self._waiting):
             i = prompt.request
             if i not in self._over and self._watch.is_cancelled(i):
@@ -576,7 +578,8 @@ class _Call:
                 self._keep(i, prompt.index, [[none] * self.args(prompt).num_samples])
 
     def _keep(self, i: int, first: int, sequences: list[list[Sequence]]) -> None:
-        """Keep the sequences of prompts of a request, and hand its result over with the last."""
+        """Keep the sequences of prompts of a request; with the last prompt, report the request's
+        result."""
         request = self._requests[i]
         request.sequences |= dict(enumerate(sequences, first))
         if len(request.sequences) == len(request.args.prompts):
@@ -618,7 +621,7 @@ def _left_pad(tokens: list[Ints]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _adapter_bytes(spec: DeploymentSpec) -> int:
-    """Scratch memory of each rank for versions of other adapters."""
+    """The scratch memory of each rank for versions of other adapters, in bytes."""
     if not spec.max_adapters or spec.model.adapter is None:
         return 0
     return spec.max_adapters * place_bytes(_layout(spec).slots)

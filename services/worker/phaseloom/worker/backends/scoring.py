@@ -24,13 +24,13 @@ class Scorer(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Args: dtype: of the weights, while the model runs."""
+        """Args: dtype: the dtype of the weights while the model runs."""
         super().__init__()
         self.model = model
         self._dtype = dtype
 
     def forward(self, packed: Pass) -> torch.Tensor:
-        """(N,) log-probabilities of the targets; (N, K) where positions have several."""
+        """The log-probabilities of the targets: (N,), or (N, K) where positions have several."""
         return _of_targets(self.logits(packed), packed)
 
     def logits(self, packed: Pass) -> torch.Tensor:
@@ -68,9 +68,10 @@ def _of_targets(logits_NV: torch.Tensor, packed: Pass) -> torch.Tensor:
 
 
 def logprobs(scorer: Scorer, batch: Batch, packed: Iterable[Pass] | None = None) -> list[bytes]:
-    """(T · K,) little-endian float32 log-probabilities of each sample's targets, K a position.
+    """The log-probabilities of each sample's targets, (T · K,) little-endian float32, K targets a
+    position.
 
-    Args: packed: the batch's passes, where more of them are to be run than it has itself.
+    Args: packed: the batch's passes, where more of them must be run than it has itself.
     """
     lp_N = np.empty(batch.targets_N.shape, dtype="<f4")
     for each in passes(batch, only_used=False) if packed is None else packed:
@@ -89,15 +90,15 @@ class Scores:
     """Log-probabilities of one sample, little-endian."""
 
     logprobs: bytes
-    """(T,) float32, of its targets."""
+    """The log-probabilities of its targets, (T,) float32."""
     top_tokens: bytes
-    """(T, K) int32, the likeliest tokens at each position, likeliest first."""
+    """The likeliest tokens at each position, likeliest first, (T, K) int32."""
     top_logprobs: bytes
-    """(T, K) float32."""
+    """The log-probabilities of `top_tokens`, (T, K) float32."""
 
 
 def scores(scorer: Scorer, batch: Batch, num_top: int) -> list[Scores]:
-    """Log-probabilities of each sample's targets, and of the K = `num_top` likeliest tokens."""
+    """The log-probabilities of each sample's targets, and of the K = `num_top` likeliest tokens."""
     lp_N = np.empty(batch.tokens_N.size, dtype="<f4")
     tokens_NK = np.empty((lp_N.size, num_top), dtype="<i4")
     lp_NK = np.empty((lp_N.size, num_top), dtype="<f4")

@@ -1,8 +1,8 @@
-"""How the parameters of a request shape the distribution that its tokens are drawn from.
+"""The shaping of the distribution that a token is drawn from, by the parameters of a request.
 
 The steps and their order are vLLM's: bad words and penalties change the logits; then the likeliest
-token is taken, or the temperature divides them, and min-p, top-k and top-p leave tokens out. What a
-row's distribution is depends on its own tokens alone. Log-probabilities in results are the model's
+token is taken, or the temperature divides them, and min-p, top-k and top-p leave tokens out. The
+distribution of a row depends on its own tokens alone. Log-probabilities in results are the model's
 own, before any of this.
 
 Shapes: R rows of a request, B ≤ R of them still in the decoder's batch, V vocabulary.
@@ -24,7 +24,10 @@ def is_plain(params: SamplingParams) -> bool:
 
 
 def check_bad_words(params: SamplingParams, vocab_size: int) -> None:
-    """Raises: CallerError: a token id outside the vocabulary, or bad words that may leave none."""
+    """Check the bad words of a request.
+
+    Raises: CallerError: a token id is outside the vocabulary, or the bad words may leave no token.
+    """
     for i, word in enumerate(params.bad_words):
         for token in word:
             if not 0 <= token < vocab_size:
@@ -42,7 +45,7 @@ def check_bad_words(params: SamplingParams, vocab_size: int) -> None:
 
 
 class Shaping:
-    """The tokens of a request's rows so far, as far as its parameters look at them."""
+    """The tokens of a request's rows so far, as far as its parameters depend on them."""
 
     def __init__(
         self,
@@ -51,7 +54,8 @@ class Shaping:
         generated: Seq[Seq[int]],
         vocab_size: int,
     ) -> None:
-        """Args: prompts: of each row. generated: the tokens that each row has got already."""
+        """Args: prompts: the prompt of each row. generated: the tokens that each row has got
+        already."""
         self._params = params
         self._is_penalised = _penalises(params)
         num_rows = len(prompts)
@@ -74,7 +78,7 @@ class Shaping:
     def draw(
         self, rows_B: torch.Tensor, logits_BV: torch.Tensor, draws_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens (B,) at these uniforms and the model's log-probabilities of them."""
+        """The tokens (B,) at these uniforms and the model's log-probabilities of them."""
         raw_BV = logits_BV.float()
         logprobs_BV = torch.log_softmax(raw_BV, dim=-1)
         shaped_BV = self._shaped(rows_B, raw_BV)

@@ -34,7 +34,7 @@ from phaseloom.worker.backends.model import TORCH_DTYPES, parameter_shapes, weig
 from phaseloom.worker.state.devicememory import DeviceMemory, scratch_tensor
 
 DIRECTORY = "bases"
-"""Where bases are in a node's runtime directory."""
+"""The directory of bases in a node's runtime directory."""
 
 
 class BaseMemory:
@@ -50,20 +50,20 @@ class BaseMemory:
         *,
         scratch_start: int = 0,
     ) -> None:
-        """Map the node's weights, which are made if they are not there.
+        """Map the node's copy of the weights, which is made unless it is there.
 
-        Args:   scratch_start: where their copy begins in the scratch memory of a device.
-        Raises: as `pretrained.fill_memory`; ResourceError: no room for them.
+        Args:   scratch_start: the offset of the device's copy in its scratch memory.
+        Raises: as `pretrained.fill_memory`; ResourceError: there is no room for the weights.
         """
         self._here = _mapped(spec, slots, num_bytes, ranks)
         self.tensor = self._here
-        """uint8; read-only unless a device has a copy."""
+        """The weights, uint8; read-only unless a device has a copy."""
         if ranks.device_kind is DeviceKind.CUDA:
             self.tensor = scratch_tensor(heap)[scratch_start : scratch_start + num_bytes]
         self.refill()
 
     def refill(self) -> None:
-        """Copy the weights to the device again, where it has a copy of its own."""
+        """Copy the weights to the device again, if it has a copy of its own."""
         if self.tensor is not self._here:
             self.tensor.copy_(self._here)
 
@@ -86,7 +86,7 @@ class SharedBase:
 
 
 def base_scratch_bytes(spec: ModelSpec, ranks: RankGroup) -> int:
-    """Bytes of scratch memory that a rank needs for a base; 0 where there is no adapter."""
+    """The bytes of scratch memory that a rank needs for a base; 0: there is no adapter."""
     if spec.adapter is None or ranks.device_kind is not DeviceKind.CUDA:
         return 0
     return _layout(spec).heap_bytes
@@ -100,7 +100,7 @@ def _layout(spec: ModelSpec) -> Layout:
 def _mapped(
     spec: ModelSpec, slots: Sequence[TensorSlot], num_bytes: int, ranks: RankGroup
 ) -> torch.Tensor:
-    """The node's copy of a base, uint8, read-only; it is made if it is not there."""
+    """The node's copy of a base, uint8, read-only, which is made unless it is there."""
     directory = Path(ranks.node_directory, DIRECTORY)
     directory.mkdir(exist_ok=True)
     path = directory / _digest(spec, slots)

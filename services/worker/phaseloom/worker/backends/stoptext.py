@@ -1,9 +1,9 @@
 """Stop strings in the text of new tokens, and the bytes of each token's text.
 
 A token may be a part of a character, so a sample's text is compared as UTF-8 bytes. They come from
-the deployment's `token_texts`, or from the `tokenizer.json` of a registered model: of its forms,
-tokens of bytes (GPT-2, Llama 3, Qwen) and of characters with `▁` for a space (Llama 2, Gemma) are
-read. Special tokens have the text that they are written as.
+the deployment's `token_texts`, or from the `tokenizer.json` of a registered model. Two of its forms
+are read: tokens of bytes (GPT-2, Llama 3, Qwen), and tokens of characters with `▁` for a space
+(Llama 2, Gemma). Special tokens have the text that they are written as.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPACE: Final = "\u2581"
 
 
 class StopText:
-    """The end of a sample's new text, as long as a stop string may need."""
+    """The end of a sample's new text, as much of it as a stop string may need."""
 
     def __init__(
         self, stops: Sequence[str], token_bytes: Sequence[bytes], generated: Sequence[int]
@@ -48,8 +48,8 @@ class StopText:
 def token_bytes(spec: ModelSpec, vocab_size: int) -> list[bytes]:
     """The UTF-8 bytes of each of the model's tokens; empty where a token has no text.
 
-    Raises: CallerError: FAILED_PRECONDITION: nothing tells the texts, or the tokenizer's form is
-            none that is read. ResourceError: DATA_LOSS: the tokenizer's file cannot be read.
+    Raises: CallerError: FAILED_PRECONDITION: the texts are not known, or the tokenizer's form
+            cannot be read. ResourceError: DATA_LOSS: the tokenizer's file cannot be read.
     """
     if spec.token_texts:
         return [text.encode() for text in spec.token_texts]
@@ -105,7 +105,7 @@ def _pieces(vocab: dict[str, int] | list[tuple[str, float]]) -> Iterator[tuple[i
 
 
 _BYTES: Final = {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
-"""The character that stands for each byte in a tokenizer of bytes → the byte."""
+"""The character that stands for a byte in a tokenizer of bytes → the byte."""
 
 
 def _unescaped(piece: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What backends that train have in common: masters, AdamW over flat regions, checks."""
+"""Parts that training backends have in common: masters, AdamW over flat regions, checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Masters:
             weight.copy_(master)
 
     def fill(self) -> None:
-        """Make masters of weights that came without any: all of them are zero then."""
+        """Make masters of weights that came without any: all masters are zero then."""
         if not any(master.any() for master in self.masters):
             for weight, master in zip(self.weights, self.masters, strict=True):
                 master.copy_(weight)
@@ -50,11 +50,11 @@ class Training:
     """The flat float32 regions that the optimizer works on, padding included (it stays zero)."""
 
     weights: torch.Tensor
-    """The masters, where the weights are not float32."""
+    """The masters or, where the weights are float32, the weights."""
     gradients: torch.Tensor
     masters: Masters
     moments: Moments | None = None
-    """None until the host memory that they live in is there (`Backend.use_host_memory`)."""
+    """The moments; None: their host memory is not there yet (`Backend.use_host_memory`)."""
 
     @staticmethod
     def of(
@@ -73,7 +73,8 @@ class Training:
         self.moments = Moments(flat(layout.exp_avg), flat(layout.exp_avg_sq), step)
 
     def take_step(self, adam: AdamParams, norm: float) -> None:
-        """Take a step and zero the gradients. Args: norm: of all ranks' gradients together."""
+        """Take a step and zero the gradients. Args: norm: the norm of all ranks' gradients
+        together."""
         assert self.moments is not None
         if 0 < adam.grad_clip_norm < norm:
             self.gradients.mul_(adam.grad_clip_norm / norm)
@@ -87,7 +88,7 @@ class Training:
 
 
 def check_adam(adam: AdamParams) -> None:
-    """Raises: CallerError: a hyperparameter is out of range."""
+    """Check AdamW's hyperparameters. Raises: CallerError: one is out of range."""
     limits = {"beta1": 1.0, "beta2": 1.0}
     for name in adam.__struct_fields__:
         value = getattr(adam, name)

@@ -1,1 +1,2 @@
-"""Pure rules: which permits an agent takes, and what of a weights version a rank reads."""
+"""Pure rules: the permits that an agent takes, and the parts of a weights version that a rank
+reads."""

@@ -1,4 +1,4 @@
-"""Whether a command is still meant, by the incarnations and epochs that it names; pure.
+"""Judgement of a command, by the incarnations and epochs that it names: is it still meant? Pure.
 
 A node's commands may come twice (redelivered, or from two schedulers that both lead) and late (for
 an earlier agent of the node, an incarnation that was replaced, an activation that was closed). Late
@@ -20,13 +20,14 @@ REMEMBERED_CANCELS = 1_000
 class Verdict(Enum):
     TAKE = auto()
     STALE = auto()
-    """Meant for an agent, incarnation or epoch that is over, or taken already."""
+    """The command is meant for an agent, incarnation or epoch that is over, or was taken
+    already."""
     EARLY = auto()
     """The permit's activation has not been opened here yet."""
 
 
 class TakenCommands:
-    """Ids of the newest commands that took effect under this agent."""
+    """The ids of the newest commands that took effect under this agent."""
 
     def __init__(self) -> None:
         self._taken: OrderedDict[tuple[int, int], None] = OrderedDict()
@@ -45,8 +46,8 @@ class TakenCommands:
 
 
 class Cancelled:
-    """Operations that were cancelled last, whether they run or are yet to come: a cancel may
-    overtake its permit. May be asked from any thread."""
+    """The operations that were cancelled last, whether they run or are yet to come: a cancel may
+    overtake its permit. Any thread may ask."""
 
     def __init__(self) -> None:
         self._keeps_partial: OrderedDict[OperationKey, bool] = OrderedDict()
@@ -56,16 +57,18 @@ class Cancelled:
         return self._has_all or key in self._keeps_partial
 
     def keeps_partial(self, key: OperationKey) -> bool:
-        """Whether the operation was cancelled, and what it has by then is wanted."""
+        """Whether the operation was cancelled, and completes with the tokens that it has by
+        then."""
         return self._keeps_partial.get(key, False)
 
     def add_all(self) -> None:
-        """Count every operation as cancelled from now on: nobody waits for any."""
+        """Count every operation as cancelled from now on, because nobody waits for any."""
         self._keeps_partial.clear()
         self._has_all = True
 
     def add(self, key: OperationKey, *, keeps_partial: bool = False) -> None:
-        """Note a cancel. One that wants nothing outweighs one that wants what there is."""
+        """Note a cancel. A cancel that wants no result outweighs one that wants a partial
+        result."""
         wants = keeps_partial and self._keeps_partial.get(key, True)
         self._keeps_partial[key] = wants
         while len(self._keeps_partial) > REMEMBERED_CANCELS:
@@ -77,8 +80,8 @@ def judge_permit(
 ) -> Verdict:
     """Judge a permit by the newest activations of its deployment on this node.
 
-    Args:   own_epoch: of the newest activation opened here.
-            refused_epoch: of the newest activation refused here.
+    Args: own_epoch: the epoch of the newest activation opened here.
+          refused_epoch: the epoch of the newest activation refused here.
     """
     if incarnation != own_incarnation or epoch == refused_epoch:
         return Verdict.STALE

@@ -32,23 +32,23 @@ from phaseloom.common.tensors.tensortable import TensorTable
 
 _ALIGNMENT_BYTES = 64
 _NEARLY_ALL = 0.9
-"""Share of a part's bytes above which it is fetched whole: others can then have it from this node.
-"""
+"""The share of a part's bytes above which it is fetched whole, so that other nodes can have it from
+this one."""
 
 
 Runs = list[Rows]
-"""From where in the source to where in the heap bytes go: these, and none between them."""
+"""The byte ranges to copy, from the source to the heap; nothing between them is copied."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A rank that is to get weights, and the ranks beside it on its node."""
+    """A rank that gets weights, and the ranks beside it on its node."""
 
     holdings: Sequence[Holding]
-    """What each rank of its deployment holds."""
+    """The slices that each rank of its deployment holds."""
     rank: int
     here: Collection[int]
-    """All ranks of its deployment that are on its node."""
+    """The ranks of its deployment that are on its node."""
     tensors: Mapping[str, Tensor]
     """The whole tensors of the model."""
     slots: Sequence[TensorSlot]
@@ -62,7 +62,7 @@ class Reader:
 @dataclass(frozen=True)
 class Needs:
     whole_parts: Mapping[str, list[Fetch]]
-    """Parts that are fetched whole, and the tensor slices of each that are used."""
+    """The parts that are fetched whole, and the tensor slices of each that are used."""
     slices: list[Slice]
     fetches: list[Fetch]
     """The fetch that each tensor slice serves, in the order of `slices`."""
@@ -104,9 +104,9 @@ def fetches_of_whole(reader: Reader) -> list[Fetch]:
 
 
 def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[Fetch], reader: Reader) -> Runs:
-    """Byte runs that this rank copies out of a part.
+    """The byte runs that this rank copies out of a part.
 
-    Args:   tensors: as they lie in the part.
+    Args:   tensors: the tensors as they lie in the part.
     Raises: CallerError: FAILED_PRECONDITION: they are of another model.
     """
     there = {slot.name: slot for slot in tensors}
@@ -124,7 +124,8 @@ def from_part(tensors: Sequence[TensorSlot], wanted: Sequence[Fetch], reader: Re
 
 
 def from_slices(slices: Sequence[Slice], wanted: Sequence[Fetch], reader: Reader) -> Runs:
-    """Byte runs that this rank copies out of the memory into which tensor slices were fetched."""
+    """The byte runs that this rank copies out of the memory into which tensor slices were
+    fetched."""
     places = {id(fetch): each for fetch, each in zip(wanted, slices, strict=True)}
     heap = _heap(reader)
     runs: Runs = []
@@ -143,7 +144,7 @@ def _uses(wanted: Sequence[Fetch], rank: int) -> Iterator[tuple[Fetch, Use]]:
 def _runs(
     fetch: Fetch, use: Use, there: TensorSlot, start: tuple[int, ...], here: TensorSlot
 ) -> Runs:
-    """Byte runs of one use of a fetch.
+    """The byte runs of one use of a fetch.
 
     Raises: CallerError: FAILED_PRECONDITION: the tensor slice is not inside either tensor.
     """

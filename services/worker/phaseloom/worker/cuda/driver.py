@@ -1,11 +1,11 @@
-"""The few calls of the CUDA driver that device memory needs, each checked, by ctypes.
+"""The calls of the CUDA driver that device memory needs, each checked, by ctypes.
 
 Torch's own allocator can neither give memory back and keep its address nor hand it to another
 process as a descriptor; the driver's virtual memory calls can. Streams and events are made here
 too, so that everything but the view as a tensor works, and is tested, without torch.
 
-Names, types and values are those of `cuda.h` (CUDA 13.0); functions that have a `_v2` are called
-by that name, which the header's macros hide. Never `load` in a process that forks afterwards.
+Names, types and values are those of `cuda.h` (CUDA 13.0); functions that have a `_v2` are called by
+that name, which the header's macros hide. Never `load` in a process that forks afterwards.
 Source: CUDA Driver API, "Virtual Memory Management" and "Memory Management".
 """
 
@@ -27,7 +27,7 @@ DEFAULT_STREAM = 0
 """The legacy default stream, which is torch's too."""
 
 _Pointer = ctypes.c_uint64
-"""CUdeviceptr; a handle of physical memory has the same type."""
+"""The type CUdeviceptr; a handle of physical memory has the same type."""
 
 _PINNED_ALLOCATION = 1
 _POSIX_DESCRIPTOR = 1
@@ -45,8 +45,8 @@ _STUB_LIBRARY = 34
 _OUT_OF_MEMORY = 2
 
 QUIET_CHECK = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-"""Environment variable, and its value, where processes fork. With it torch tells whether there is a
-GPU without starting the driver, which no child could use once it runs in the parent."""
+"""An environment variable and its value, for processes that fork. With it torch tells whether there
+is a GPU without starting the driver, which no child could use once it runs in the parent."""
 
 
 class Location(ctypes.Structure):
@@ -121,7 +121,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
-"""Argument types by name. Every function returns a CUresult, an int."""
+"""The argument types of each function. Every function returns a CUresult, an int."""
 
 
 class CudaError(RuntimeError):
@@ -148,7 +148,7 @@ class Driver(Protocol):
 
     device: int
     granularity_bytes: int
-    """Sizes of physical memory are multiples of this."""
+    """The unit of sizes of physical memory."""
     can_share: bool
     """Whether physical memory can go to another process."""
 
@@ -373,9 +373,10 @@ class LibCuda:
         return granularity.value
 
     def _exports(self) -> bool:
-        """Whether memory can be exported. Tried, because a sandbox may refuse what the device can.
+        """Whether memory can be exported. It is tried, because a sandbox may refuse what the device
+        can do.
 
-        A full device leaves no room to try, and is believed.
+        A full device leaves no room to try; then the device's word is taken.
         """
         try:
             handle = self.create(self.granularity_bytes)
@@ -417,7 +418,7 @@ class LibCuda:
 
 
 def load(device: int = 0) -> LibCuda:
-    """The machine's driver. Raises: CudaUnavailable, saying why; CudaError."""
+    """The machine's driver. Raises: CudaUnavailable: there is none that can be used; CudaError."""
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError as error:

@@ -33,7 +33,8 @@ class DeviceRange:
     """Addresses that stay while the memory behind them comes and goes."""
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
-        """Reserve addresses. Raises: CudaError: no addresses are left. ValueError."""
+        """Reserve addresses. Raises: CudaError: no addresses are left. ValueError: the size is
+        negative."""
         if num_bytes < 0:
             raise ValueError(f"{num_bytes} bytes")
         granularity = driver.granularity_bytes
@@ -57,7 +58,7 @@ class DeviceRange:
     def adopt(self, fd: int) -> None:
         """Put memory there that another range of this size has exported; `fd` stays the caller's.
 
-        Raises: CudaError: it is of another device, or smaller than this range.
+        Raises: CudaError: the memory is of another device, or smaller than this range.
         """
         self._map(self._driver.import_(fd))
 
@@ -74,7 +75,7 @@ class DeviceRange:
         return self._driver.export(self._handle)
 
     def vacate(self) -> None:
-        """Give the memory back; nothing to do where there is none."""
+        """Give the memory back, if there is any."""
         if self._handle is None:
             return
         self._driver.synchronize_all()
@@ -83,7 +84,7 @@ class DeviceRange:
         self._driver.release(handle)
 
     def close(self) -> None:
-        """Give the addresses back too: nothing may use them any more."""
+        """Give the addresses back, too: nothing may use them any more."""
         self.vacate()
         self._driver.unreserve(self.address, self.mapped_bytes)
 
@@ -127,12 +128,13 @@ class CudaHeap:
     """
 
     def __init__(self, num_bytes: int, driver: Driver, scratch_bytes: int = 0) -> None:
-        """Allocate and clear. Raises: CudaError: the device has not so much free."""
+        """Allocate and clear the memory. Raises: CudaError: the device does not have so much
+        free."""
         self.num_bytes = num_bytes
         self.scratch_bytes = scratch_bytes
         self.unpinned_because = "nothing was given to pin"
-        """Why copies go through the driver's own buffers, which is slower; empty where
-        they do not."""
+        """The reason why copies go through the driver's own buffers, which is slower; empty: they
+        do not."""
         self._driver = driver
         self._pinned: PinnedMemory | None = None
         self._tensor: torch.Tensor | None = None
@@ -148,7 +150,7 @@ class CudaHeap:
 
     @property
     def address(self) -> int:
-        """Address of the heap, the same for as long as the heap lives."""
+        """The address of the heap, the same for as long as the heap lives."""
         return self._range.address
 
     @property
@@ -164,8 +166,8 @@ class CudaHeap:
         return self._pinned is not None
 
     def tensor(self) -> torch.Tensor:
-        """Tensor over its bytes, always at the same address. Use it only while the
-        memory is there."""
+        """A tensor over the heap's bytes, always at the same address. Use it only while the memory
+        is there."""
         if self._tensor is None:
             from phaseloom.worker.cuda.tensors import memory_tensor
 
@@ -173,7 +175,7 @@ class CudaHeap:
         return self._tensor
 
     def scratch_tensor(self) -> torch.Tensor:
-        """Tensor over the scratch memory, always at the same address."""
+        """A tensor over the scratch memory, always at the same address."""
         from phaseloom.worker.cuda.tensors import memory_tensor
 
         assert self._scratch is not None, "there is no scratch memory"
@@ -184,7 +186,8 @@ class CudaHeap:
         return [self._range, *([self._scratch] if self._scratch else [])]
 
     def _populate(self) -> None:
-        """Take the memory that is not there. Raises: CudaError: none is taken then."""
+        """Take the memory that is missing. Raises: CudaError: the device has no more; none is taken
+        then."""
         missing = [each for each in self._ranges if not each.is_populated]
         try:
             for each in missing:
@@ -195,7 +198,8 @@ class CudaHeap:
             raise
 
     def pin(self, memory: memoryview) -> None:
-        """Let copies go to and from this mapping; they work too where it cannot be pinned."""
+        """Let copies go to and from this mapping directly; where it cannot be pinned they work,
+        too."""
         self.unpin()
         try:
             self._pinned = PinnedMemory(self._driver, memory)
@@ -216,9 +220,9 @@ class CudaHeap:
         self.copy_parts_out([(0, 0, self.num_bytes)], target)
 
     def copy_parts_out(self, parts: Sequence[Part], target: memoryview) -> None:
-        """Copy out some of the heap as everything launched so far leaves it; complete on return.
+        """Copy some of the heap as everything launched so far leaves it; complete on return.
 
-        Args: parts: offsets here and in `target`.
+        Args: parts: offsets in the heap and in `target`.
         """
         check_parts(parts, self.num_bytes, target.nbytes)
         self._driver.synchronize_all()
@@ -230,15 +234,15 @@ class CudaHeap:
     def copy_parts_in(self, source: memoryview, parts: Sequence[Part]) -> None:
         """Copy over some of the heap, which has its memory. `source` is free on return.
 
-        Args: parts: offsets in `source` and here.
+        Args: parts: offsets in `source` and in the heap.
         """
         self._begin_parts(source, parts)
         self.finish()
 
     def copy_in(self, source: memoryview) -> None:
-        """Replace the whole heap; takes memory where it was released. `source` is free on return.
+        """Replace the whole heap; takes memory if it was released. `source` is free on return.
 
-        Raises: CudaError: the device has no memory left; nothing is taken then.
+        Raises: CudaError: the device has no memory left; none is taken then.
         """
         self.begin_copy_in(source)
         self.finish()
@@ -257,17 +261,17 @@ class CudaHeap:
         self._driver.synchronize(self._stream)
 
     def copy_from(self, source: DeviceRange, parts: Sequence[Part]) -> None:
-        """Copy over some of the heap from other device memory, maybe another process's; done on
+        """Copy over some of the heap from other device memory, maybe another process's; complete on
         return."""
         check_parts(parts, source.num_bytes, self.num_bytes)
         self._move(source.address, self.address, parts)
 
     def share(self, num_bytes: int, parts: Sequence[Part]) -> int:
-        """Copy some of the heap to fresh device memory, zeroes elsewhere, for `take` in any
+        """Copy some of the heap to fresh device memory, with zeroes elsewhere, for `take` in any
         process.
 
-        Args:    parts: offsets here and there.
-        Returns: a descriptor of it, which alone keeps it; the caller closes it.
+        Args:    parts: offsets in the heap and in the fresh memory.
+        Returns: a descriptor, which alone keeps the memory; the caller closes it.
         Raises:  CudaUnavailable: this device's memory cannot be shared. CudaError.
         """
         check_parts(parts, self.num_bytes, num_bytes)
@@ -281,11 +285,12 @@ class CudaHeap:
             shared.close()
 
     def take(self, fd: int, num_bytes: int, parts: Sequence[Part]) -> None:
-        """Copy what another process shared over some of the heap; `fd` stays the caller's.
+        """Copy over some of the heap the memory that another process shared; `fd` stays the
+        caller's.
 
-        Args:   num_bytes: as the other process said.
-                parts: offsets there and here.
-        Raises: CudaError: it is of another device, or smaller; nothing has changed.
+        Args:   num_bytes: the size that the other process said.
+                parts: offsets in the shared memory and in the heap.
+        Raises: CudaError: the memory is of another device, or smaller; nothing has changed.
         """
         shared = DeviceRange(self._driver, num_bytes)
         try:
@@ -297,8 +302,7 @@ class CudaHeap:
     def release(self) -> None:
         """Give the memory back: nothing may use it until `copy_in`.
 
-        Also gives back what torch keeps of the device for its own later use, which others count
-        too.
+        Memory that torch keeps for its own later use is given back, too: others count it.
         """
         for each in self._ranges:
             each.vacate()
@@ -308,7 +312,7 @@ class CudaHeap:
             return_cached_memory()
 
     def resident_bytes(self) -> int:
-        """Bytes of device memory taken now, in whole granules."""
+        """The bytes of device memory that are taken now, in whole granules."""
         return sum(each.mapped_bytes for each in self._ranges if each.is_populated)
 
     def close(self) -> None:
@@ -318,8 +322,8 @@ class CudaHeap:
         self._driver.destroy_stream(self._stream)
 
     def _move(self, source: int, target: int, parts: Sequence[Part]) -> None:
-        """Copy within device memory, ordered between earlier and later work of the
-        default stream."""
+        """Copy within device memory, ordered between earlier and later work of the default
+        stream."""
         self._driver.order(DEFAULT_STREAM, self._stream)
         for start, to, num_bytes in parts:
             self._driver.copy_within(target + to, source + start, num_bytes, self._stream)
@@ -345,7 +349,8 @@ class CudaHeap:
 
 
 def check_parts(parts: Sequence[Part], source_bytes: int, target_bytes: int) -> None:
-    """Check parts before a copy. Raises: ValueError: one is out of bounds; copy nothing then."""
+    """Check the parts of a copy. Raises: ValueError: one is out of bounds, so nothing may be
+    copied."""
     for start, to, num_bytes in parts:
         is_inside = min(start, to, num_bytes) >= 0
         if not is_inside or start + num_bytes > source_bytes or to + num_bytes > target_bytes:
@@ -355,5 +360,5 @@ def check_parts(parts: Sequence[Part], source_bytes: int, target_bytes: int) -> 
 
 
 def host_address(memory: memoryview) -> int:
-    """Address of host memory. Args: memory: writable, contiguous, not empty."""
+    """The address of host memory. Args: memory: writable, contiguous, not empty."""
     return ctypes.addressof((ctypes.c_char * memory.nbytes).from_buffer(memory))

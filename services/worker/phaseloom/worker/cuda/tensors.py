@@ -43,7 +43,7 @@ class _ManagedTensor(ctypes.Structure):
 
 
 class _Described(ctypes.Structure):
-    """One block of C memory, so that `free` is the whole of its deleter."""
+    """One block of C memory, whose deleter is simply `free`."""
 
     _fields_ = (
         ("managed", _ManagedTensor),
@@ -61,9 +61,9 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Tensor:
-    """Tensor over the bytes at an address, which the caller must keep valid.
+    """A tensor over the bytes at an address, which the caller must keep valid.
 
-    Args: device: number of the CUDA device; None: host memory.
+    Args: device: the number of the CUDA device; None: host memory.
     """
     block = _libc.malloc(ctypes.sizeof(_Described))
     if not block:
@@ -89,5 +89,5 @@ def memory_tensor(address: int, num_bytes: int, device: int | None) -> torch.Ten
 
 
 def return_cached_memory() -> None:
-    """Give back to the devices what torch keeps of them and no tensor uses."""
+    """Give back the device memory that torch keeps and no tensor uses."""
     torch.cuda.empty_cache()

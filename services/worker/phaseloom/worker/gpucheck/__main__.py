@@ -40,7 +40,8 @@ DEFAULT_SIZES_MIB = "64,1024,3072,16384"
 NOTHING_RAN = 2
 DEFAULT_LIMIT_S = 150.0
 KILLED_WITHIN_S = 10.0
-"""Longest wait for a killed process: what hangs in the driver may not end when it is killed."""
+"""The longest wait for a killed process: one that hangs in the driver may not end when it is
+killed."""
 
 
 class Verdict(StrEnum):
@@ -113,9 +114,10 @@ def run_proof(name: str, prove: Callable[[], Found]) -> Outcome:
 
 
 def run_isolated(name: str, command: Sequence[str], limit_s: float) -> Outcome:
-    """The outcome that a process writes; its death, or its silence for so long, is one too.
+    """The outcome that a process writes. If it dies, or is silent for `limit_s`, that is the
+    outcome.
 
-    Args: command: a file's name is put behind it, where the outcome will be.
+    Args: command: the process; the name of a file for the outcome is appended.
     """
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
@@ -135,7 +137,7 @@ def run_isolated(name: str, command: Sequence[str], limit_s: float) -> Outcome:
 
 
 def _read_outcome(written: Path) -> Outcome:
-    """Outcome that a process wrote. Raises: OSError, ValueError, KeyError: it is missing or not
+    """The outcome that a process wrote. Raises: OSError, ValueError, KeyError: it is missing or not
     whole."""
     values = json.loads(written.read_text())
     return Outcome(**{**values, "verdict": Verdict(values["verdict"])})
@@ -153,7 +155,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown table of the verdicts, then of every figure."""
+    """A Markdown table of the verdicts, then one of every figure."""
     lines = ["| proof | | seconds | found |", "| --- | --- | --- | --- |"]
     lines += [
         f"| {each.name} | {each.verdict} | {each.duration_s:.1f} | {each.detail} |"
@@ -216,7 +218,8 @@ def _command(options: argparse.Namespace, name: str) -> list[str]:
 
 
 def _found(device: int) -> tuple[Driver, dict[str, str]]:
-    """Driver and description of this machine. Raises: CudaUnavailable: what is missing."""
+    """The driver and a description of this machine. Raises: CudaUnavailable: something is
+    missing."""
     try:
         import torch
     except ImportError as error:

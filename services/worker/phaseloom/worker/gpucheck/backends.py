@@ -1,11 +1,11 @@
-"""The proofs that whole backends give the same results over switches, on memory of the GPU.
+"""Proofs that whole backends give the same results over switches, on memory of the GPU.
 
-What ranks run is run here: a small bfloat16 model trains by `fsdp` and by `megatron`, and is
-sampled by `sampler` and by `vllm`, once undisturbed and once with an offload and a load after every
-call. A backend whose runtime is not installed in this Python is skipped, by the name of what is
-missing. Our Megatron backend uses no layer of Transformer Engine, but where that is installed
-Megatron takes it for the routers of experts: `megatron` is proved with it, too, on a model that has
-some.
+The proofs run the code that ranks run: a small bfloat16 model trains by `fsdp` and by `megatron`,
+and is sampled by `sampler` and by `vllm`, once undisturbed and once with an offload and a load
+after every call. A backend whose runtime is not installed in this Python is skipped, by the name of
+the missing package. Our Megatron backend uses no layer of Transformer Engine, but where that is
+installed Megatron takes it for the routers of experts: `megatron` is proved with it, too, on a
+model that has some.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 512,
     "norm_topk_prob": True,
 }
-"""The same with experts in the place of each MLP."""
+"""The same model with experts in place of each MLP."""
 
 Disturb = Callable[[], None]
 
@@ -77,7 +77,7 @@ def backend_over_switches(
 
 
 def _require_installed(name: str, needs: str) -> None:
-    """Raises: Skipped: this Python lacks something that the backend needs, or this module."""
+    """Check that a backend's modules, and this one, are installed. Raises: Skipped: one is not."""
     try:
         from phaseloom.worker.backends import backend_factory, missing_modules
 
@@ -125,7 +125,7 @@ def spec(name: str, model: dict[str, Any] = MODEL) -> Any:
 def results(
     name: str, memory: DeviceMemory, disturb: Disturb, model: dict[str, Any] = MODEL
 ) -> list[object]:
-    """What the backend computes on this memory; `disturb` is called after every call of it."""
+    """The results of the backend on this memory; `disturb` is called after every call of it."""
     from phaseloom.worker.backends import backend_factory
 
     backend = backend_factory(name)(spec(name, model), memory)
@@ -166,7 +166,7 @@ def _generate(backend: Any, number: int) -> object:
 
 
 class _Ended:
-    """Whoever waits for the requests of a call, and cancels none."""
+    """A watch that waits for the requests of a call, and cancels none."""
 
     def __init__(self) -> None:
         self.results: list[object] = []
@@ -175,7 +175,7 @@ class _Ended:
         return ()
 
     def adapter(self, i: int) -> None:
-        """None: all are generated with the deployment's own weights."""
+        """None: all requests are generated with the deployment's own weights."""
 
     def is_cancelled(self, i: int) -> bool:
         return False
@@ -184,16 +184,16 @@ class _Ended:
         return False
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """Nothing: nobody asks."""
+        """Do nothing: nobody asks."""
 
     def wants_tokens(self, i: int) -> bool:
         return False
 
     def drawn(self, i: int, tokens: object) -> None:
-        """Nothing: nobody asks."""
+        """Do nothing: nobody asks."""
 
     def still_open(self, i: int, num_samples: int) -> None:
-        """Nothing: nobody asks."""
+        """Do nothing: nobody asks."""
 
     def ended(self, i: int, result: object) -> None:
         self.results.append(result)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 _FACTOR = -7046029254386353131
-"""Odd: no two words of a pattern are equal; 2⁶⁴ over the golden ratio, as a signed number."""
+"""An odd number, so that no two words of a pattern are equal: 2⁶⁴ over the golden ratio, signed."""
 _CHUNK_WORDS = 8 * 1024 * 1024
 
 
 def fill(memory: torch.Tensor, seed: int) -> None:
-    """Write the pattern of a seed. Args: memory: bytes, a multiple of 8 of them."""
+    """Write the pattern of a seed. Args: memory: a multiple of 8 bytes."""
     words = memory.view(torch.int64)
     for start in range(0, words.numel(), _CHUNK_WORDS):
         part = words[start : start + _CHUNK_WORDS]
@@ -18,7 +18,7 @@ def fill(memory: torch.Tensor, seed: int) -> None:
 
 
 def num_differing(memory: torch.Tensor, seed: int) -> int:
-    """Number of words that are not what `fill` wrote."""
+    """The number of words that differ from the pattern that `fill` wrote."""
     words = memory.view(torch.int64)
     count = 0
     for start in range(0, words.numel(), _CHUNK_WORDS):

@@ -29,7 +29,7 @@ def say(end: socket.socket, word: str) -> None:
 
 
 def hear(end: socket.socket) -> str:
-    """The other end's next word; empty where it is gone."""
+    """The other end's next word; empty: it is gone."""
     heard = b""
     while len(heard) < WORD_BYTES:
         more = end.recv(WORD_BYTES - len(heard))
@@ -40,7 +40,8 @@ def hear(end: socket.socket) -> str:
 
 
 def read(end: socket.socket, driver: Driver, num_bytes: int, seed: int) -> None:
-    """Find `seed` in the memory that comes, copy it device to device, leave `seed + 1` there."""
+    """Find the pattern of `seed` in the memory that comes, copy it on the device, and leave the
+    pattern of `seed + 1` there."""
     _, fds, _, _ = socket.recv_fds(end, 1, 1)
     shared = DeviceRange(driver, num_bytes)
     shared.adopt(fds[0])
@@ -58,7 +59,7 @@ def read(end: socket.socket, driver: Driver, num_bytes: int, seed: int) -> None:
 
 
 def make(end: socket.socket, driver: Driver, num_bytes: int, seed: int) -> None:
-    """Make memory in this process, with `seed` in it, for the other one."""
+    """Make memory in this process, with the pattern of `seed` in it, for the other process."""
     made = DeviceRange(driver, num_bytes)
     made.populate()
     fill(memory_tensor(made.address, num_bytes, driver.device), seed)
@@ -69,7 +70,7 @@ def make(end: socket.socket, driver: Driver, num_bytes: int, seed: int) -> None:
 
 
 def in_fork(sender: Connection, device: int, num_bytes: int) -> None:
-    """Offload and load a pattern; tell how many words differ then."""
+    """Offload and load a pattern, and send the number of words that differ then."""
     torch.cuda.set_device(device)
     heap = CudaHeap(num_bytes, load(device))
     extent = memoryview(mmap.mmap(-1, num_bytes))

@@ -35,15 +35,16 @@ TURNS = 5
 RACES = 40
 PEER_TIMEOUT_S = 60.0
 SETTLED_WITHIN_S = 10.0
-"""The driver may still clean up after a process that the system has ended already."""
+"""Seconds for the driver to clean up after a process that the system has ended already."""
 SLACK_BYTES = 64 * MiB
-"""Bytes that the driver itself may take or give back meanwhile."""
+"""The bytes that the driver itself may take or give back meanwhile."""
 PRELOADED = (
     "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",
     "phaseloom.worker.gpucheck.peer",
 )
-"""Modules that a rank's fork server has imported; those that are not installed are passed over."""
+"""The modules that a rank's fork server has imported; those that are not installed are passed
+over."""
 
 
 class Disproved(Exception):
@@ -56,7 +57,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """What a proof has seen."""
+    """The figures of a proof."""
 
     detail: str
     figures: dict[str, float] = field(default_factory=dict)
@@ -169,7 +170,7 @@ def _race(
     racing: list[torch.cuda.Stream],
     thread: ThreadPoolExecutor,
 ) -> None:
-    """Load one content over the other while streams are busy; look at once."""
+    """Load one content over the other while streams are busy, and look at once."""
     seed, memory = (turn + 1) % 2, heap.tensor()
     for stream in racing:
         with torch.cuda.stream(stream):
@@ -197,7 +198,8 @@ def _race(
 
 
 def _without_order(driver: Driver, heap: CudaHeap, extents: tuple[memoryview, memoryview]) -> int:
-    """Words that an unordered kernel reads too early: what the proof must not see."""
+    """The number of words that an unordered kernel reads too early, which the proof must not
+    see."""
     heap.copy_in(extents[0])
     torch.cuda.synchronize()
     stream = driver.create_stream()
@@ -287,7 +289,7 @@ def _outlive(driver: Driver, num_bytes: int) -> None:
 
 
 def _left(driver: Driver, before: int) -> int:
-    """Bytes that are taken now and were free before."""
+    """The bytes that are taken now and were free before."""
     deadline_s = time.monotonic() + SETTLED_WITHIN_S
     while (left := before - driver.free_bytes()) > SLACK_BYTES and time.monotonic() < deadline_s:
         time.sleep(0.1)
@@ -349,7 +351,8 @@ def optimizer(driver: Driver) -> Found:
 
 
 def optimizer_on_host(driver: Driver) -> Found:
-    """AdamW on moments in host memory gives the bits of one that is on the host altogether."""
+    """AdamW with its moments in host memory gives the bits of an AdamW that is in host memory
+    altogether."""
     size, adam = 40 * MiB, Hyperparameters(1e-3, 0.9, 0.95, 1e-8, 0.1)
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(2, size, generator=generator)
@@ -455,7 +458,7 @@ def with_heap(driver: Driver, num_bytes: int) -> Iterator[tuple[CudaHeap, memory
 
 @contextmanager
 def _extent(num_bytes: int) -> Iterator[memoryview]:
-    """Memory as the state manager's: a memfd, mapped and touched."""
+    """Memory as the state manager makes it: a memfd, mapped and touched."""
     fd = os.memfd_create("gpu-check", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, num_bytes)

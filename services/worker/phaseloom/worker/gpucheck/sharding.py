@@ -1,9 +1,9 @@
-"""The proofs that FSDP2 trains over NCCL on weights that lie in a heap, over switches, and that
-what NCCL keeps on the device meanwhile does not grow.
+"""Proofs about FSDP2 over NCCL: weights in a heap train the same over switches, and the memory that
+NCCL keeps on the device meanwhile does not grow.
 
-The first is done in the way of the `fsdp` backend: every parameter's shard is a view into the heap,
-and FSDP2 rebuilds what it derives from it. One rank only, because there may be only one device:
-with more, NCCL keeps more.
+The first works as the `fsdp` backend does: every parameter's shard is a view into the heap, and
+FSDP2 rebuilds the tensors that it derives from it. One rank only, because there may be only one
+device: with more, NCCL keeps more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from phaseloom.worker.gpucheck.proofs import (
 
 WIDTH, LAYERS, STEPS = 1024, 3, 4
 RATE = 10.0
-"""Learning rate: large, because the loss is a mean over many outputs and the weights are small."""
+"""The learning rate: large, because the loss is a mean over many outputs and the weights are
+small."""
 TIMEOUT_S = 60.0
 
 
@@ -51,7 +52,8 @@ def sharded_training(driver: Driver) -> Found:
 
 
 def nccl_residue(driver: Driver) -> Found:
-    """What NCCL keeps on the device while a rank's heap is off it does not grow with switches."""
+    """The memory that NCCL keeps on the device while a rank's heap is off it does not grow with
+    switches."""
     if not dist.is_available() or not dist.is_nccl_available():
         raise Skipped("this torch has no NCCL")
     before = driver.free_bytes()
@@ -98,7 +100,7 @@ def _group(device: int) -> Iterator[DeviceMesh]:
 
 
 def _trained(driver: Driver, mesh: DeviceMesh, *, is_disturbed: bool) -> torch.Tensor:
-    """Weights after some steps of plain gradient descent."""
+    """The weights after some steps of plain gradient descent."""
     generator = torch.Generator().manual_seed(7)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     for parameter in model.parameters():

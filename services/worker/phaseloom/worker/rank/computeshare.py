@@ -2,7 +2,7 @@
 
 A rank that shares its device in space is told which units it may use. It changes over at a
 boundary, between two decode steps or two passes of a model, because the threads of a step must all
-be done with it. Of what it is told the newest counts, by the ids of the scheduler's commands.
+be done with it. Of several changes the one with the newest command id counts.
 
 A rank on a device of one unit never touches its threads or its cores.
 """
@@ -24,7 +24,8 @@ _NEVER = CommandId(-1, 0)
 _LEAST_TOLD_S = 0.001
 
 Told = Callable[[float, float, Sequence[int]], None]
-"""Called in the device thread with (begin, end, units) of a time in which a rank used these."""
+"""Called in the device thread with (begin, end, units) of a time in which a rank used these
+units."""
 
 
 class ComputeShare:
@@ -34,8 +35,8 @@ class ComputeShare:
     def __init__(
         self, device: int, num_units: int, use: Callable[[int], None], told: Told | None = None
     ) -> None:
-        """Args: num_units: of the whole device. use: sets the number of threads that the backend
-        works with; called in the device thread. told: hears of shares that have ended."""
+        """Args: num_units: the units of the whole device. use: sets the number of threads that the
+        backend works with; called in the device thread. told: hears of shares that have ended."""
         self._num_units = num_units
         self._use = use
         self._told = told
@@ -45,18 +46,18 @@ class ComputeShare:
         self._newest = _NEVER
         self._used: tuple[int, ...] = ()
         self._since_s = 0.0
-        """When it began to use these units for what runs; 0: nothing runs."""
+        """The time at which the rank began to use these units for its work; 0: no work runs."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The units that the rank uses; none: it has not begun."""
+        """The units that the rank uses; empty: it has not begun."""
         return self._used
 
     def ask(self, units: Sequence[int], command: CommandId) -> None:
-        """Say which units the rank may use from its next boundary on; none: all of the device.
+        """Set the units that the rank may use from its next boundary on; empty: all of the device.
 
-        What an older command than the newest says is void.
+        A command that is older than the newest has no effect.
         """
         with self._lock:
             if command >= self._newest:
@@ -64,7 +65,7 @@ class ComputeShare:
                 self._wanted = tuple(units) or tuple(range(self._num_units))
 
     async def taken(self) -> None:
-        """Return once the rank has passed a boundary: it uses what it was asked to."""
+        """Return once the rank has passed a boundary, and so uses the units that were asked for."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[None] = loop.create_future()
         with self._lock:

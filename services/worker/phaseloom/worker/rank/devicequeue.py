@@ -51,10 +51,10 @@ from phaseloom.worker.rank.wire import (
 )
 
 MAX_SHARED_BYTES = 8 * 1024 * 1024
-"""Limit of the payloads that go into one call."""
+"""The most bytes of payloads that go into one call."""
 
 STREAM_S = 0.05
-"""Time between two messages with an operation's new tokens."""
+"""Seconds between two messages with an operation's new tokens."""
 
 TellDrawn = Callable[[OperationKey, list[DrawnTokens]], None]
 
@@ -75,14 +75,14 @@ class Call:
     started_unix_s: float = field(default_factory=time.time)
     duration_s: float = 0.0
     own_s: float = 0.0
-    """Its part of `duration_s`."""
+    """The part of `duration_s` that counts as this operation's."""
     has_shared: bool = False
-    """Whether others ran at the same time."""
+    """Whether other operations ran at the same time."""
     has_begun: bool = False
     _began_s: float = 0.0
     num_done: int = 0
     num_total: int = 0
-    """Most new tokens of a running `generate`; on several ranks those of the leader's share."""
+    """The most new tokens of a running `generate`; on several ranks those of the leader's share."""
 
     @property
     def kind(self) -> Kind[Any, Any]:
@@ -94,12 +94,12 @@ class Call:
 
     @property
     def share(self) -> float:
-        """The part of its duration that counts as its own."""
+        """The part of the operation's duration that counts as its own, 0 to 1."""
         return self.own_s / self.duration_s if self.has_shared and self.duration_s else 1.0
 
     @property
     def num_rows(self) -> int:
-        """The sequences that it works on."""
+        """The number of sequences that the operation works on."""
         args = self.operation.args
         return max(1, len(args.prompts) * args.num_samples) if isinstance(args, Generate) else 1
 
@@ -112,7 +112,8 @@ class Call:
         self.started_unix_s, self._began_s = time.time(), now_s
 
     def end(self, outcome: Result | Exception | None) -> None:
-        """End it, in the event loop: with a result, what it failed with, or None for a cancel."""
+        """End the call, in the event loop: with a result, the error that it failed with, or None
+        for a cancel."""
         if self.ended.done():
             return  # nobody waits any more
         if isinstance(outcome, Exception):
@@ -125,14 +126,17 @@ class Call:
 
 
 class Clocks:
-    """The clocks of the calls that run. Where several run at once the time counts in parts, at each
-    moment in proportion to their sequences, so that the parts add up to the time."""
+    """The clocks of the calls that run.
+
+    Where several run at once, the time is divided at each moment in proportion to their sequences,
+    so that the parts add up to the time.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Args: now: seconds, on a clock that only goes forward."""
+        """Args: now: gives seconds, on a clock that only goes forward."""
         self._now = now
         self._running: dict[Call, int] = {}
-        """Call → its sequences."""
+        """Each call that runs → the number of its sequences."""
         self._since_s = 0.0
 
     def begin(self, call: Call) -> None:
@@ -141,14 +145,14 @@ class Clocks:
         call.begin(now_s)
 
     def stop(self, call: Call) -> None:
-        """Harmless where it was stopped."""
+        """Stop a call's clock. Nothing happens where it was stopped before."""
         if call in self._running:
             self._deal_out(now_s := self._now())
             del self._running[call]
             call.stop_clock(now_s)
 
     def _deal_out(self, now_s: float) -> None:
-        """Count the time since a call has begun or ended."""
+        """Divide the time since a call has last begun or ended."""
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         num_rows = sum(self._running.values())
         for call, rows in self._running.items():
@@ -166,15 +170,16 @@ class DeviceQueue:
         self._running: list[Call] = []
         self._clocks = Clocks()
         self._joining: deque[Call] | None = None
-        """Calls that the running `generate` may take up, in the device thread; None: none may."""
+        """The calls that the running `generate` may take up, in the device thread; None: it may
+        take none."""
         self._reached: Reached | None = None
-        """Of the running call, where its tail is to be gathered."""
+        """The tail of the running call, where it is to be gathered."""
         self.gathered: asyncio.Queue[TailGathered] = asyncio.Queue()
-        """Tails that are being gathered, for the decision log."""
+        """The tails that are being gathered, for the decision log."""
         self.drawn: asyncio.Queue[tuple[Call, list[DrawnTokens]]] = asyncio.Queue()
-        """New tokens of operations that stream, for their controllers."""
+        """The new tokens of operations that stream, for their controllers."""
         self._rests: dict[OperationKey, Rest] = {}
-        """What runs of operations whose tail is gathered."""
+        """The rests, by operation, of the operations whose tail is gathered."""
         self._cancelled = Cancelled()
         self._loop = asyncio.get_running_loop()
 
@@ -183,9 +188,9 @@ class DeviceQueue:
         return self._running
 
     async def run(self, call: Call) -> Result | None:
-        """Run an operation of any kind but those that move state.
+        """Run an operation of any kind except those that move state.
 
-        Returns: its result, or None where it was cancelled.
+        Returns: its result; None: it was cancelled.
         Raises:  Refused: nothing happened. Anything else: it failed half-way.
         """
         if call.is_reading and call.key in self._cancelled:
@@ -214,7 +219,7 @@ class DeviceQueue:
                 call.ended.set_result(None)
 
     def give_up(self) -> None:
-        """Have a `generate` that runs stop between two tokens: nobody waits for it any more."""
+        """Stop a `generate` that runs between two tokens, because nobody waits for it any more."""
         self._cancelled.add_all()
 
     def is_cancelled(self, key: OperationKey) -> bool:
@@ -222,7 +227,7 @@ class DeviceQueue:
         return key in self._cancelled
 
     async def serve(self) -> None:
-        """Run the operations that come, for ever."""
+        """Run the operations that come, until cancelled."""
         while True:
             await self._has_waiting.wait()
             while self._waiting:
@@ -256,9 +261,9 @@ class DeviceQueue:
         return call_wide(one.version) == call_wide(other.version)
 
     def _is_in_a_row(self, call: Call) -> bool:
-        """Whether others of the same kind may follow the call in the device thread.
+        """Whether other calls of the same kind may follow this one in the device thread.
 
-        Handing over each alone takes longer than a short one runs.
+        Handing over each call alone takes longer than a short one runs.
         """
         return self._ranks.is_alone and call.is_reading and not call.kind.shares_calls
 
@@ -393,7 +398,7 @@ class DeviceQueue:
     async def _generate(self, calls: list[Call]) -> list[Result | Exception | None]:
         """Run `generate` operations together on several ranks.
 
-        Returns: a result, refusal or None for each: an operation that is wrong fails alone.
+        Returns: a result, a refusal or None for each: an operation that is wrong fails alone.
         """
         refused = await self._ranks.here(lambda: {call: self._refusal(call) for call in calls})
         good = [call for call in calls if refused[call] is None]
@@ -412,7 +417,7 @@ class DeviceQueue:
     ) -> list[Result | Exception | None]:
         """Run `generate` operations on all ranks that their permit names.
 
-        Args: tail_share: as of `RunShare`.
+        Args: tail_share: as in `RunShare`.
         """
         replicas = tuple(calls[0].permit.ranks)
         share = _share(calls, replicas=replicas, tail_share=tail_share)
@@ -464,8 +469,8 @@ class DeviceQueue:
     async def _generate_and_gather(
         self, calls: list[Call], watch: _LeaderWatch
     ) -> list[Result | Exception | None]:
-        """Run `generate` operations on all ranks until only their tail is left, and that on fewer:
-        see `tails`."""
+        """Run `generate` operations on all ranks until only their tail is left, and the tail on
+        fewer ranks: see `tails`."""
         spec = self._executor.settings.spec
         num_ranks = len(calls[0].permit.ranks) or self._ranks.num_ranks
         self._reached = reached = Reached(calls[0].key, num_ranks)
@@ -504,7 +509,7 @@ class DeviceQueue:
     async def _gathered(
         self, calls: list[Call], rests: list[Rest]
     ) -> list[Result | Exception | None]:
-        """Run what is left of operations on the ranks that their permit names."""
+        """Run the rest of operations on the ranks that their permit names."""
         permit = calls[0].permit
         replicas = tuple(sorted(permit.tail_on))
         freed = [rank for rank in range(self._ranks.num_ranks) if rank not in replicas]
@@ -534,7 +539,7 @@ class DeviceQueue:
         )
 
     def tail_reached(self, told: TailReached) -> None:
-        """Note a rank's word that of its share of the running call only the tail is left."""
+        """Note that a rank has only the tail of its share of the running call left."""
         if self._reached is not None and self._reached.operation == told.operation:
             self._reached.add(told.rank)
 
@@ -595,7 +600,8 @@ def _weights(calls: list[Call]) -> tuple[str, ...]:
 
 
 def _check_had(results: Iterable[ShareResult]) -> None:
-    """Raises: NotNow, Refused: a rank could not read what the operation names."""
+    """Check that all ranks could read the weights that the operation names. Raises: NotNow,
+    Refused: one could not."""
     for result in results:
         if isinstance(result, Failed):
             raise not_had(result.error)
@@ -604,7 +610,7 @@ def _check_had(results: Iterable[ShareResult]) -> None:
 def _share_of_rest(
     calls: list[Call], requests: list[Generate], replicas: tuple[int, ...]
 ) -> RunShare:
-    """The share of what is left of operations, in the form of operations of their own."""
+    """The share of the rest of operations, in the form of operations of their own."""
     payloads = [
         Payload(call.key, encode(replace(call.operation, args=rest)), MSGPACK)
         for call, rest in zip(calls, requests, strict=True)
@@ -641,13 +647,13 @@ class ShareWatch:
         self.versions: list[Version | None] = []
         """The weights that each request names; empty: none names any."""
         self.tail: Tail | None = None
-        """Where it is to be told that only the tail of this share is left."""
+        """Reports when only the tail of this share is left; None: nobody wants to know."""
         self._cancelled = cancelled
         self._operations = operations
         self._is_stopped = False
         self._tell_drawn = tell_drawn
         self._due_s: dict[int, float] = {}
-        """When new tokens of a request are to be told next, on the monotonic clock."""
+        """When the new tokens of a request are reported next, on the monotonic clock."""
 
     @property
     def first(self) -> OperationKey:
@@ -677,7 +683,7 @@ class ShareWatch:
         return self._is_stopped or self._cancelled.keeps_partial(self._operations[i])
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """Nothing: the leader tells the progress of its own share."""
+        """Do nothing: the leader reports the progress of its own share."""
 
     def wants_tokens(self, i: int) -> bool:
         now_s = time.monotonic()

@@ -49,11 +49,11 @@ class Refused(Exception):
 
 
 _AWAY = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
-"""Codes of a source of weights that is being restarted, or that the network hides."""
+"""The codes of a source of weights that is being restarted, or that the network hides."""
 
 
 class NotNow(Exception):
-    """Something that the operation needs cannot be reached; nothing was changed."""
+    """A resource that the operation needs is out of reach; nothing was changed."""
 
     def __init__(self, error: ErrorInfo) -> None:
         super().__init__(error.message)
@@ -61,7 +61,7 @@ class NotNow(Exception):
 
 
 def not_had(error: ErrorInfo) -> NotNow | Refused:
-    """What becomes of an operation whose weights cannot be had: nothing has changed."""
+    """The error for an operation whose weights cannot be had: nothing has changed."""
     return NotNow(error) if error.code in _AWAY else Refused(error)
 
 
@@ -70,7 +70,7 @@ class Executor:
     settings: RankConfig
     backend: Backend
     applied: int = 0
-    """seq of the last mutating operation in the heap."""
+    """The seq of the last mutating operation in the heap."""
     _keeps_kv: bool = False
     """Whether the sync that runs keeps the prefix cache."""
 
@@ -84,7 +84,7 @@ class Executor:
 
     @property
     def is_one_replica(self) -> bool:
-        """Whether all ranks do the whole of each operation, and have all of its result."""
+        """Whether all ranks run the whole of each operation, and have all of its result."""
         return self.settings.spec.layout.dp == 1
 
     # --- the leader's -----------------------------------------------------------------------------
@@ -121,14 +121,14 @@ class Executor:
     def run(self, args: Args, version: Version | None = None) -> Result:
         """Run a whole operation, of any kind but `generate` and those that move state.
 
-        Args:   version: as of `compute`.
+        Args:   version: as in `compute`.
         Raises: Refused. Anything else: it failed half-way.
         """
         self.check(args)
         return self.finish(args, [self.compute(args, version)])
 
     def finish(self, args: Args, shares: Sequence[Result]) -> Result:
-        """The operation's result, merged from those of all ranks in their order."""
+        """The operation's result, merged from the results of all ranks in their order."""
         if self.is_alone:
             return shares[0]
         return merge(kind_of(args), shares, self.settings.spec.layout)
@@ -141,7 +141,7 @@ class Executor:
 
     @contextmanager
     def syncing(self, args: SyncWeights) -> Iterator[None]:
-        """Within this, the weights are replaced by those of a `sync_weights`."""
+        """Replace the weights by those of a `sync_weights` within the block."""
         self._keeps_kv = args.keeps_kv and self._can_keep_kv
         try:
             yield
@@ -161,7 +161,7 @@ class Executor:
     ) -> Sequence[Generate]:
         """This rank's part of requests that run together.
 
-        Args: replicas: the ranks that take part, a replica each; none: all ranks.
+        Args: replicas: the ranks that take part, one for each replica; empty: all ranks.
         """
         if replicas:
             place = replicas.index(self.settings.rank)
@@ -173,7 +173,8 @@ class Executor:
     def first_prompts(
         self, requests: Sequence[Generate], replicas: Sequence[int] = ()
     ) -> list[int]:
-        """The place of the first prompt that `part` leaves each request. Args: as of `part`."""
+        """The place of the first prompt of each request that `part` gives this rank. Args: as in
+        `part`."""
         if replicas:
             place = replicas.index(self.settings.rank)
             runs = kind_for(requests[0]).runs(requests, len(replicas), place)
@@ -185,7 +186,7 @@ class Executor:
         """Run this rank's part of an operation that was checked.
 
         Args:   version: the weights that the operation names; None: the deployment's own.
-        Raises: it failed half-way.
+        Raises: the backend's error: the operation failed half-way.
         """
         if isinstance(args, LoadState):
             # The checkpoint is loaded by now: the digest shows what is in the heaps.

@@ -1,4 +1,4 @@
-"""A rank that is not the leader: it does its part of each call that the leader makes."""
+"""A rank that is not the leader: it runs its part of each call that the leader makes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from phaseloom.worker.state.client import RankStateClient
 
 
 class Sending:
-    """A rank's new tokens on their way to the leader, in their order.
+    """The new tokens of a rank on their way to the leader, in order.
 
     Ranks on other nodes than the leader send none: their tokens come with the result.
     """
@@ -66,7 +66,7 @@ class Sending:
             self._loop.call_soon_threadsafe(self._send, TokensDrawn(key, drawn))
 
     async def done(self) -> None:
-        """Return once all of them have come to the leader."""
+        """Return once all tokens have come to the leader."""
         if self._last is not None:
             await self._last
 
@@ -93,7 +93,7 @@ class Follower:
     _version: Version | None = None
     """Prepared for an operation that names weights which a whole call reads with."""
     _fetched: FetchedVersion | None = None
-    """Prepared for a `sync_weights`, until all ranks have what they need."""
+    """The version fetched for a `sync_weights`, until all ranks have fetched theirs."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
     _generating: ShareWatch | None = None
     _telling: asyncio.Future[None] | None = None
@@ -106,7 +106,8 @@ class Follower:
         self._cancelled.add(cancel.operation, keeps_partial=cancel.keeps_partial)
 
     async def run(self, share: RunShare) -> ShareDone:
-        """Do this rank's part of a call. Raises: what it failed with; the WPG cannot go on then."""
+        """Run this rank's part of a call. Raises: the error that it failed with; the WPG cannot go
+        on then."""
         started_s = time.time()
         operations: list[Operation] = [
             decode(o.payload, Operation, o.content_type) for o in share.operations
@@ -264,7 +265,7 @@ class Follower:
     async def _save(self, operation: str, args: SaveState, share: RunShare) -> None:
         """Have this node's state manager copy its ranks' state, or write the copy.
 
-        Raises: PhaseloomError.
+        Raises: PhaseloomError: it could not.
         """
         if not self.settings.is_first_here:
             return
@@ -278,7 +279,8 @@ class Follower:
             )
 
     async def _load(self, operation: str, args: LoadState) -> None:
-        """Have this node's state manager read the checkpoint. Raises: PhaseloomError."""
+        """Have this node's state manager read the checkpoint. Raises: PhaseloomError: it could
+        not."""
         if self.settings.is_first_here:
             await self.state.read_checkpoint(
                 args.name, args.source, optimizer=args.optimizer, load=operation
@@ -287,7 +289,7 @@ class Follower:
     async def _prepare(
         self, args: PublishWeights | SyncWeights, permit: Permit
     ) -> PartWritten | None:
-        """Do the first call's part, which changes nothing. Raises: PhaseloomError."""
+        """Run the first call's part, which changes nothing. Raises: PhaseloomError: it failed."""
         self._fetched = None
         if isinstance(args, PublishWeights):
             return PartWritten(await self.weights.write(self._published(permit)))

@@ -24,15 +24,15 @@ SharesOfOthers = list[list[ShareResult]]
 
 
 class Broken(Exception):
-    """A part of a call failed, so the ranks do not agree any more. The exception's
-    cause says why."""
+    """A part of a call failed, so the ranks do not agree any more. The exception's cause is the
+    failure."""
 
 
 class GroupLost(Exception):
-    """All ranks are alive and cannot reach one another, or what they need.
+    """All ranks are alive and cannot reach one another, or a resource that they need.
 
-    The call is not at fault: its outcome is left to the next incarnation. The exception's cause
-    says why.
+    The call is not at fault: its outcome is left to the next incarnation. The exception's cause is
+    the failure.
     """
 
 
@@ -63,13 +63,13 @@ class Ranks:
     async def everywhere(self, own: Callable[[], T], share: RunShare) -> tuple[T, SharesOfOthers]:
         """Run the leader's part of a call in its device thread, and the other ranks' parts of it.
 
-        Raises: where the leader is alone, what `own` raises; else Broken or GroupLost.
+        Raises: the error of `own`, where the leader is alone; else Broken or GroupLost.
         """
         return await self.together(self.here(own), share)
 
     async def together(self, own: Awaitable[T], share: RunShare) -> tuple[T, SharesOfOthers]:
-        """Like `everywhere`, for a leader's part that is more than one call in its
-        device thread."""
+        """Run a call as `everywhere` does, where the leader's part is several calls in its device
+        thread."""
         if self.is_alone:
             return await own, []
         here = asyncio.ensure_future(own)
@@ -92,6 +92,6 @@ class Ranks:
 
 
 def _end_of(failure: BaseException | None) -> Exception:
-    """The exception that the first failure of a call stands for."""
+    """The exception for a call, from its first failure."""
     is_away = isinstance(failure, ResourceError) and failure.info.code is Code.UNAVAILABLE
     return GroupLost() if is_away else Broken()

@@ -84,7 +84,7 @@ from phaseloom.worker.state.client import RankStateClient
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.5
-"""Time between two reports of how far a `generate` is."""
+"""Seconds between two reports of the progress of a `generate`."""
 
 _CANCELLED = ErrorInfo(Code.ABORTED, "it was cancelled")
 _PARTIAL = ErrorInfo(
@@ -97,11 +97,11 @@ _PARTIAL = ErrorInfo(
 
 @dataclass(slots=True)
 class _PermitBatch:
-    """Permits that came in one message."""
+    """The permits of one message."""
 
     first: CommandId
     on_devices: set[OperationKey]
-    """Operations that still need devices or state."""
+    """The operations that still need devices or state."""
     has_saves: bool
 
 
@@ -114,13 +114,13 @@ class Leader:
     ranks: Ranks
     queue: DeviceQueue
     _reading: set[OperationKey] = field(default_factory=set)
-    """Reading operations that run on the devices."""
+    """The reading operations that run on the devices."""
     _outcomes: Outcomes = field(init=False)
     _moving: StateOperations = field(init=False)
     _weights: WeightsReader = field(init=False)
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One `save_state` runs at a time: each takes as much host memory as the state, and the last
-    one must be what the job falls back to."""
+    """Held while a `save_state` runs. Only one runs at a time: each takes as much host memory as
+    the state, and the job must fall back to the last one."""
 
     def __post_init__(self) -> None:
         self._outcomes = Outcomes(self.settings, self.bus)
@@ -222,8 +222,8 @@ class Leader:
         self.queue.cancel(cancel.operation, keeps_partial=cancel.keeps_partial)
 
     async def adjust(self, adjust: AdjustShare) -> None:
-        """Return once the rank uses these compute units: at the next boundary of what runs, or at
-        once where nothing does."""
+        """Return once the rank uses these compute units: at the next boundary of its work or,
+        without work, at once."""
         self.ranks.share.ask(adjust.units, adjust.command)
         taken = asyncio.ensure_future(self.ranks.share.taken())
         # The call itself is a boundary, behind what runs, which usually has one before.
@@ -245,7 +245,8 @@ class Leader:
             )
 
     async def tell_progress(self) -> None:
-        """Publish how far each running `generate` is, for ever; no service decides by it."""
+        """Publish the progress of each running `generate`, until cancelled; no service decides by
+        it."""
         told: dict[OperationKey, int] = {}
         while True:
             await asyncio.sleep(_PROGRESS_S)
@@ -256,14 +257,14 @@ class Leader:
             told = {call.key: call.num_done for call in calls}
 
     async def tell_gathered(self) -> None:
-        """Append to the decision log, for ever, which tails are gathered on fewer ranks."""
+        """Append to the decision log which tails are gathered on fewer ranks, until cancelled."""
         while True:
             event = await self.queue.gathered.get()
             msg_id = f"gathered:{event.operations[0]}:{event.incarnation}:{event.epoch}"
             await until_done(partial(self.bus.append, event, msg_id=msg_id), "append")
 
     async def tell_drawn(self) -> None:
-        """Publish the new tokens of operations that stream, for ever."""
+        """Publish the new tokens of operations that stream, until cancelled."""
         while True:
             call, drawn = await self.queue.drawn.get()
             for message in messages(drawn):
@@ -390,8 +391,8 @@ class Leader:
         await until_done(lambda: self.bus.append(taken, msg_id=msg_id), "append")
 
     async def _note_free(self, operation: OperationKey, batch: _PermitBatch) -> None:
-        """Note that an operation needs no devices any more; tell the agent after the batch's last
-        one."""
+        """Note that an operation needs no devices any more; the agent is told after the batch's
+        last one."""
         if operation in batch.on_devices:
             batch.on_devices.remove(operation)
             if batch.has_saves and not batch.on_devices:
@@ -399,7 +400,7 @@ class Leader:
 
 
 def _is_to_run_again(permit: Permit, done: Completion) -> bool:
-    """Whether a rebuild must run it again: it took effect, or it dropped gradients."""
+    """Whether a rebuild must run the operation again: it took effect, or it dropped gradients."""
     return permit.replay and (done.outcome is Outcome.COMPLETED or permit.partial)
 
 

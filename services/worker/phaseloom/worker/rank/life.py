@@ -65,10 +65,10 @@ Answer = Callable[[RankMessage], Awaitable[RankMessage]]
 
 
 class Surroundings:
-    """What the ranks of a process have in common."""
+    """The things that the ranks of a process share."""
 
     def __init__(self, name: str) -> None:
-        """Args: name: of the process's connection to the bus."""
+        """Args: name: the name of the process's connection to the bus."""
         self.building = threading.Lock()
         """Held while a model is built: `transformers` replaces functions of torch meanwhile."""
         self._name = name
@@ -90,7 +90,7 @@ class Surroundings:
 
 
 class Rank:
-    """A rank: `run` it, and `end` it afterwards where its process goes on."""
+    """One rank. Call `run` and, where its process goes on, `end` afterwards."""
 
     def __init__(self, settings: RankConfig, surroundings: Surroundings) -> None:
         self._settings = settings
@@ -105,7 +105,7 @@ class Rank:
         self._heap: DeviceMemory | None = None
 
     async def run(self) -> None:
-        """Serve the agent until it, or the state manager, is gone, or the rank has failed."""
+        """Serve the agent until the agent or the state manager is gone, or the rank has failed."""
         settings = self._settings
         lifecycle.log_as(self._name)
         log.info("rank of incarnation %d starts, pid %d", settings.incarnation, os.getpid())
@@ -119,15 +119,15 @@ class Rank:
             await agent.call(RankFailed(settings.token, unforeseen(error)))
 
     async def stop(self) -> None:
-        """Speak no more with the agent, on which `run` ends; a `generate` that runs stops with its
-        next token."""
+        """End the conversation with the agent, so that `run` ends; a `generate` that runs stops
+        with its next token."""
         if self._agent is not None:
             await self._agent.close()
         if self._leader is not None:
             self._leader.queue.give_up()
 
     async def end(self) -> None:
-        """Give back all that the rank has, once `run` has ended and its device thread is idle."""
+        """Give everything back, once `run` has ended and the device thread is idle."""
         await self.stop()
         if self._state is not None:
             await self._state.close(self._free)
@@ -193,7 +193,8 @@ class Rank:
             await lifecycle.end(running)
 
     async def _build(self, ranks: Ranks, group: RankGroup) -> Executor:
-        """The backend on its heap, filled from the spec's seeds unless it is a registered model."""
+        """The backend on its heap, filled from the spec's seeds unless the model is a registered
+        one."""
         settings = self._settings
         factory, spec = backend_factory(settings.spec.backend), settings.spec
 
@@ -236,11 +237,13 @@ def _share_of(settings: RankConfig, backend: Backend) -> ComputeShare:
 
 
 def _no_threads(count: int) -> None:
-    """A backend that cannot divide its work is kept on the cores of its share all the same."""
+    """Do nothing: for a backend that cannot divide its work, which is kept on the cores of its
+    share all the same."""
 
 
 def _identity(model: ModelSpec) -> str:
-    """Digest of what determines a model's initial weights, however they are trained afterwards."""
+    """The digest of everything that determines a model's initial weights, however they are trained
+    later."""
     known: tuple[object, ...] = (model.config, model.init_seed)
     if model.pinned is not None:
         known = (model.config, [(file.name, file.blake3) for file in model.pinned.files])
@@ -250,7 +253,7 @@ def _identity(model: ModelSpec) -> str:
 
 
 async def _group(settings: RankConfig, agent: Peer[RankMessage]) -> RankGroup:
-    """This rank's place among its WPG's ranks, and where they meet.
+    """This rank's place among its WPG's ranks, and the place where they meet.
 
     Raises: PhaseloomError: the incarnation is over.
     """
@@ -285,8 +288,8 @@ async def _fill(
     state: RankStateClient,
     ranks: Ranks,
 ) -> None:
-    """Fill the state from the job's checkpoint, from the files of a registered model, or from the
-    seeds, as no seal was restored."""
+    """Fill the state, as no seal was restored: from the job's checkpoint, from the files of a
+    registered model, or from the seeds."""
     executor.applied = settings.applied
     if settings.checkpoint:
         await state.commit_checkpoint(settings.checkpoint, settings.applied)

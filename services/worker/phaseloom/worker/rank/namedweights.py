@@ -55,7 +55,7 @@ Found = TypeVar("Found", AdapterVersion, WholeVersion)
 
 
 class _PeftConfig(msgspec.Struct):
-    """What `adapter_config.json` says that the tensors do not."""
+    """The fields of `adapter_config.json` that do not follow from the tensors."""
 
     r: int
     lora_alpha: float
@@ -67,7 +67,7 @@ class _PeftConfig(msgspec.Struct):
 
 
 def named_in(args: Args) -> NamedWeights | None:
-    """The weights that an operation names."""
+    """The weights that an operation names; None: it names none."""
     return args.weights if isinstance(args, Generate | Forward) else None
 
 
@@ -88,8 +88,8 @@ class WeightsReader:
     async def read(self, args: Args, permit: Permit | None) -> Version | None:
         """The weights that an operation names, verified; None: it names none.
 
-        Args:   permit: the operation's; None where it names a checkpoint.
-        Raises: PhaseloomError: they cannot be had, or not be read with.
+        Args:   permit: the operation's permit; None where it names a checkpoint.
+        Raises: PhaseloomError: the weights cannot be had, or cannot be used here.
         """
         named = named_in(args)
         if named is None:
@@ -215,8 +215,8 @@ class WeightsReader:
     async def _whole(
         self, opened: Opened, permit: Permit, slots: list[TensorSlot]
     ) -> tuple[list[TensorSlot], memoryview]:
-        """A version's tensors and where they lie. One in parts is put together in memory of this
-        rank's own. Args: slots: of such a one."""
+        """The tensors of a version and the memory where they lie. A version in parts is assembled
+        in memory of this rank's own. Args: slots: the tensors of a version in parts."""
         if not opened.is_manifest:
             return opened.table.tensors, opened.memory
         assert permit.ticket is not None

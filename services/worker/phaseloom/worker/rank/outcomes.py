@@ -1,4 +1,4 @@
-"""How an operation's end is told: its outcome in DONE, first writer wins; its end in the log."""
+"""The end of an operation: its outcome goes to DONE, first writer wins, and its end to the log."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from phaseloom.worker.rank.wire import RankConfig
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 0.005
-"""An operation's end waits at most this time for those of others that run beside it."""
+"""The most seconds that the end of an operation waits for the ends of others that run beside it."""
 
 MAX_OUTCOME_BYTES = streams.MAX_PAYLOAD_BYTES - 65_536
-"""Limit of an outcome; the rest of a message is room for headers."""
+"""The most bytes of an outcome; the rest of a message is room for headers."""
 _TOO_LARGE = ErrorInfo(
     Code.RESOURCE_EXHAUSTED,
     "the result is too large for one message",
@@ -54,7 +54,7 @@ _TOO_LARGE = ErrorInfo(
 
 @dataclass(slots=True)
 class Ran:
-    """The result of running a permit, and how it ran."""
+    """The result of running a permit, with times and shares."""
 
     completion: Completion
     started_unix_s: float
@@ -62,10 +62,10 @@ class Ran:
     is_dirty: bool = False
     """Whether the state is now one that no operation made."""
     broken: Broken | None = None
-    """Set where the ranks cannot go on together."""
+    """The error where the ranks cannot go on together; None: they can."""
     num_tokens: int = 0
     share: float = 1.0
-    """As of `OperationFinished`."""
+    """As in `OperationFinished`."""
     saved: SaveState | None = None
     """The `save_state` that is durable now."""
 
@@ -81,7 +81,7 @@ class Outcomes:
     settings: RankConfig
     bus: Bus
     unended: set[OperationKey] = field(default_factory=set)
-    """Operations that are permitted, and about to end or to run for long."""
+    """The operations that are permitted and about to end, or to run for long."""
     _finished: GroupCommit[_Finished, None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,10 +102,11 @@ class Outcomes:
         ran: Ran,
         parent: Context,
     ) -> None:
-        """Store the outcome, unless there is one; then append it to the decision log.
+        """Store the outcome, unless there is one; then append the operation's end to the decision
+        log.
 
         Args: done: the outcome that is stored already, where the operation ran again. `ran` is
-                dirty then if it came to another outcome.
+              dirty then if the operation came to another outcome.
         """
         completion = ran.completion
         if done is None:
@@ -127,9 +128,10 @@ class Outcomes:
     async def _store(
         self, permit: Permit, completion: Completion, payload: Stored | None, parent: Context
     ) -> tuple[Completion, Completion | None]:
-        """Store an outcome, as a failure where it is too large for a message.
+        """Store an outcome; one that is too large for a message is stored as a failure.
 
-        Returns: the outcome to tell of, and another's where that was stored first.
+        Returns: this rank's outcome; and the outcome that another rank had stored before, which
+                 counts then.
         """
         content_type = content_type_for(payload)
         if content_type == JSON and completion.result is not None:
@@ -167,7 +169,7 @@ class Outcomes:
     ) -> None:
         """Append to the decision log that an operation has ended.
 
-        Args: ran: None where it ran under an earlier permit.
+        Args: ran: None: the operation ran under an earlier permit.
         """
         finished = OperationFinished(
             key=permit.operation,
@@ -199,7 +201,7 @@ class Outcomes:
         await until_done(lambda: self.bus.append(event, msg_id=msg_id), "append")
 
     async def notice(self, what: str, why: str, operation: OperationKey) -> None:
-        """Tell people; no service decides by it."""
+        """Publish a notice for people; no service decides by it."""
         try:
             await self.bus.notice("worker", what, why, str(operation))
         except nats.errors.Error as error:
@@ -220,13 +222,13 @@ class Outcomes:
 
 
 async def get_all(bus: Bus, stream: str, subjects: list[str]) -> list[Stored | None]:
-    """Messages stored under these subjects, in their order; None where there is none."""
+    """The messages stored under these subjects, in their order; None where a subject has none."""
     stored = await until_done(lambda: bus.get_all_stored(stream, subjects), f"read {stream}")
     return [stored.get(subject) for subject in subjects]
 
 
 def content_type_for(payload: Stored | None) -> str:
-    """Content type of an operation's outcome: that in which the operation came."""
+    """The content type of an operation's outcome: the one in which the operation came."""
     return content_type_of(payload.headers if payload else {CONTENT_TYPE: MSGPACK})
 
 

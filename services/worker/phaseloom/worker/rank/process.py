@@ -35,7 +35,7 @@ from phaseloom.worker.rank.wire import (
 log = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 0.0005
-"""How long the backend's Python code may keep the interpreter from the event loop."""
+"""Seconds for which the backend's Python code may keep the interpreter from the event loop."""
 
 
 def main(config_json: str) -> None:
@@ -65,13 +65,13 @@ def main(config_json: str) -> None:
 
 
 class Host:
-    """The ranks of a process that several share."""
+    """A process that several ranks share."""
 
     def __init__(self, settings: HostConfig, surroundings: Surroundings) -> None:
         self._settings = settings
         self._surroundings = surroundings
         self._running: dict[str, tuple[Rank, asyncio.Task[None]]] = {}
-        """Token → a rank and its `run`."""
+        """Token → a rank and the task of its `run`."""
 
     async def run(self) -> None:
         """Host ranks until the agent is gone."""

@@ -1,4 +1,5 @@
-"""The operations that move state: the leader's part, its ranks' and the state managers' in each."""
+"""The operations that move state: the parts of the leader, its ranks and the state managers in
+each."""
 
 from __future__ import annotations
 
@@ -65,10 +66,10 @@ class StateOperations:
     outcomes: Outcomes
     weights: RankWeights = field(init=False)
     _synced: SyncWeightsResult | None = None
-    """Result of the last `sync_weights`."""
+    """The result of the last `sync_weights`."""
     _fallback: str = ""
-    """This deployment's checkpoint in what the job fell back to before its last checkpoint: a
-    controller that attached just then may still load it."""
+    """This deployment's checkpoint in the job's last but one checkpoint: a controller that attached
+    just before the last one may still load it."""
 
     def __post_init__(self) -> None:
         self.weights = RankWeights(self.settings, self.state.versions, self.executor)
@@ -111,7 +112,7 @@ class StateOperations:
         return VersionCopy(mine.digest, mine.num_bytes, is_new=True)
 
     async def _prepared(self, own: Awaitable[T], call: Call) -> tuple[T, list[ShareResult]]:
-        """Results of the first call, in which all ranks prepare and nothing changes.
+        """The results of the first call, in which all ranks prepare and nothing changes.
 
         Raises: PhaseloomError: one of them could not prepare. Broken.
         """
@@ -128,7 +129,7 @@ class StateOperations:
             await own
 
     async def _answered(self, own: Awaitable[T], share: RunShare) -> tuple[T, list[ShareResult]]:
-        """Results of a call in which a rank may fail without harm to the others.
+        """The results of a call in which a rank may fail without harm to the others.
 
         Raises: PhaseloomError: one of them failed. Broken.
         """
@@ -181,8 +182,8 @@ class StateOperations:
         """Run a `save_state`: the state is copied while the devices wait, and written while they go
         on.
 
-        Of a WPG over several nodes each node's state manager does so, and the one of rank 0's node
-        makes one checkpoint of all.
+        Where a WPG is on several nodes, each node's state manager copies its part, and the one of
+        rank 0's node makes one checkpoint of all.
 
         Args:   free_devices: called between the copy and the writing.
         Raises: Refused: the state was read only. GroupLost: this incarnation is ending.
@@ -224,15 +225,19 @@ class StateOperations:
         return result
 
     async def _check_replaceable(self, key: OperationKey, name: str) -> None:
-        """Raises: CallerError: FAILED_PRECONDITION: the job may fall back to the checkpoint, and to
-        what its controller said then."""
+        """Check that a checkpoint may be replaced.
+
+        Raises: CallerError: FAILED_PRECONDITION: the job may fall back to it, and to the blob that
+                its controller saved with it.
+        """
         last = await self._last_checkpoint()
         is_own = last is not None and (last.deployment, str(last.seq)) == (key.deployment, key.slot)
         if not is_own and name in await self._needed():
             raise needed_error(name)
 
     async def prune(self, args: SaveState) -> None:
-        """Remove checkpoints that are not needed any more, once nobody can believe otherwise."""
+        """Remove checkpoints that are not needed any more, once nobody can believe that they
+        are."""
         try:
             needed = {args.name, *await self._needed()}
             await self.state.prune_checkpoints(args.keep, sorted(needed))
@@ -240,7 +245,8 @@ class StateOperations:
             log.warning("old checkpoints of %s stay: %s", self.settings.deployment, error)
 
     async def delete(self, args: DeleteCheckpoint) -> DeleteCheckpointResult:
-        """Run a `delete_checkpoint`. Raises: Refused: it is needed, or cannot be removed."""
+        """Run a `delete_checkpoint`. Raises: Refused: the checkpoint is needed, or cannot be
+        removed."""
         try:
             if args.name in await self._needed():
                 raise needed_error(args.name)
@@ -257,7 +263,7 @@ class StateOperations:
         return needed
 
     async def _last_checkpoint(self) -> Checkpoint | None:
-        """The job's last checkpoint; None where it has none."""
+        """The job's last checkpoint; None: it has none."""
         return await last_checkpoint(self.bus, self.settings.deployment.job_key)
 
     async def load(self, call: Call, args: LoadState) -> LoadStateResult:
@@ -299,8 +305,8 @@ class StateOperations:
 
 
 def _companions(model: ModelSpec) -> ModelDirectory | None:
-    """The files of a registered model that its checkpoints have too: tokenizer, generation config
-    and their like."""
+    """The files of a registered model that its checkpoints have, too, such as tokenizer and
+    generation config; None: there are none."""
     if model.pinned is None:
         return None
     files = [file for file in model.pinned.files if is_companion(file.name)]

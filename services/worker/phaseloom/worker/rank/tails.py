@@ -1,10 +1,10 @@
 """The long tail of `generate` operations over several replicas (WEAVE §4.3).
 
 When every replica has no more than the tail of its samples left, they all stop, and some of them go
-on with what is left of all: as prompts that continue the tokens there are, token for token. Keys
+on with the rest of all: with prompts that continue the tokens drawn so far, token for token. Keys
 and values are computed anew, so the last bits of log-probabilities may differ from those of a call
-that was not interrupted. The other replicas have nothing to do, and their devices can be used.
-Here is what each side counts and how results are put together; pure.
+that was not interrupted. The other replicas have nothing to do, and their devices can be used. This
+module counts on each side and puts the results together; pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phaseloom.common.contract.operations import DrawnTokens, Generate, Generate
 
 
 class Tail:
-    """Tells once when of this rank's share no more than the tail is left."""
+    """Reports once when no more than the tail of this rank's share is left."""
 
     def __init__(
         self, requests: Sequence[Generate], tail_share: float, tell: Callable[[], None]
@@ -35,7 +35,7 @@ class Tail:
         self._look()
 
     def still_open(self, i: int, num_samples: int) -> None:
-        """Note how many samples of a request have not ended."""
+        """Note the number of a request's samples that have not ended."""
         self._open[i] = num_samples
         self._look()
 
@@ -50,7 +50,7 @@ class Reached:
     """The ranks of a running call that have only their tails left, as its leader knows."""
 
     operation: OperationKey
-    """The call's first."""
+    """The first operation of the call."""
     num_ranks: int
     is_stopping: bool = False
     _ranks: set[int] = field(default_factory=set)
@@ -67,16 +67,16 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What is left of one `generate`, and what there is."""
+    """The rest of one `generate`, and its samples so far."""
 
     args: Generate
-    """Asks for one sample of each prompt, which continues an open one."""
+    """A request for one sample of each prompt, which continues an open sample."""
     had: GenerateResult
     places: list[tuple[int, int]]
-    """(prompt, sample) of each open one."""
+    """The (prompt, sample) of each open sample."""
 
     def completed(self, rest: GenerateResult) -> GenerateResult:
-        """The whole result, with the answer to `args`."""
+        """The whole result, once the rest's own result is there."""
         sequences = [[*group] for group in self.had.sequences]
         for (prompt, sample), (sequence,) in zip(self.places, rest.sequences, strict=True):
             sequences[prompt][sample] = extended(sequences[prompt][sample], sequence)
@@ -84,14 +84,14 @@ class Rest:
         return replace(self.had, sequences=sequences, metrics=metrics)
 
     def placed(self, drawn: DrawnTokens) -> DrawnTokens:
-        """Tokens that were drawn for `args`, as tokens of the whole."""
+        """Tokens that were drawn for `args`, with their places in the whole operation."""
         prompt, sample = self.places[drawn.prompt]
         had = length(self.had.sequences[prompt][sample].tokens)
         return replace(drawn, prompt=prompt, sample=sample, offset=had + drawn.offset)
 
 
 def rest_of(args: Generate, had: GenerateResult) -> Rest | None:
-    """What is left of a `generate` that was stopped; None: nothing."""
+    """The rest of a `generate` that was stopped; None: nothing is left."""
     places = [
         (prompt, sample)
         for prompt, group in enumerate(had.sequences)

@@ -36,14 +36,14 @@ from phaseloom.worker.state.layouts import packed, paired
 from phaseloom.worker.state.versions import Opened, RankVersions
 
 _PARTS_AT_ONCE = 4
-"""Parts fetched at a time; each comes over several streams."""
+"""The number of parts fetched at a time; each comes over several streams."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedVersion:
-    """The bytes that a rank needs of a version, verified, in host memory."""
+    """The bytes of a version that a rank needs, verified, in host memory."""
 
     version: VersionKey
     digest: str
@@ -54,18 +54,19 @@ class FetchedVersion:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a node fetches of versions in such parts, and what this rank copies of it."""
+    """The plan for versions in parts: the bytes that a node fetches and that this rank copies."""
 
     whole_parts: dict[str, Runs]
-    """What is copied of each part that is fetched whole."""
+    """The bytes to copy out of each part that is fetched whole."""
     slices: list[Slice]
-    """What is fetched of the other parts."""
+    """The slices to fetch of the other parts."""
     of_slices: Runs
-    """What is copied of the slices."""
+    """The bytes to copy out of the slices."""
 
     @classmethod
     def of(cls, manifest: VersionParts, reader: Reader) -> _Plan:
-        """Raises: CallerError: the manifest is of another model."""
+        """The plan for a manifest and a reader. Raises: CallerError: the manifest is of another
+        model."""
         needed = needs(manifest, reader)
         tables = {each.part: each.table for each in manifest.parts}
         whole = {
@@ -77,18 +78,19 @@ class _Plan:
 
 @dataclass
 class PartsReader:
-    """Reads versions in parts, for a rank that needs the same of all of them."""
+    """Reads versions in parts, for a rank that needs the same slices of all of them."""
 
     versions: RankVersions
     model: str
-    """The digest of the layout that a version has if written whole."""
+    """The digest of the layout that a version would have if written whole."""
     reader: Reader
     _planned: dict[tuple[bytes, ...], _Plan] = field(default_factory=dict)
-    """The plan for the last version, by the tables of its parts: it is the same for every version
-    of one policy."""
+    """The plan for the last version, by the tables of its parts, which are the same for every
+    version of one policy."""
 
     async def fetch(self, version: VersionKey, opened: Opened, permit: Permit) -> FetchedVersion:
-        """Fetch what the rank needs of a version. Args: opened: its manifest."""
+        """Fetch the bytes of a version that the rank needs. Args: opened: the version's
+        manifest."""
         manifest = decode_manifest(opened.memory, version)
         if manifest.tensors != self.model:
             raise of_another_model("its tensors are others")
@@ -119,7 +121,8 @@ class PartsReader:
     async def _part(
         self, version: VersionKey, part: VersionPart, sources: list[str], permit: Permit
     ) -> Opened:
-        """Open a part that is as the manifest says. Raises: PhaseloomError."""
+        """Open a part, and check that it is the one of the manifest. Raises: PhaseloomError: it is
+        not."""
         key = part_of(version, part.part)
         opened = await self.versions.open(
             key, sources, permit.ticket, part.digest, permit=permit.id
@@ -136,7 +139,7 @@ class RankWeights:
     versions: RankVersions
     executor: Executor
     _whole_runs: dict[bytes, Runs] = field(default_factory=dict)
-    """What is copied of the last version that was written whole, by its table."""
+    """The bytes to copy out of the last version that was written whole, by its table."""
 
     # --- publishing ------------------------------------------------------------------------------
 
@@ -146,9 +149,9 @@ class RankWeights:
         return len(self._parts) > 1
 
     async def write(self, version: VersionKey) -> VersionPart | None:
-        """Write this rank's part of a version, or the whole. Idempotent.
+        """Write this rank's part of a version, or the whole version. Idempotent.
 
-        Returns: what was written; None where another rank on this node writes it.
+        Returns: the part; None: another rank on this node writes it.
         Raises:  PhaseloomError: nothing is written; no host memory.
         """
         number = next(i for i, ranks in enumerate(self._parts) if self.settings.rank in ranks)
@@ -207,9 +210,9 @@ class RankWeights:
         return FetchedVersion(version, opened.described.digest, [], is_whole=True)
 
     async def fetch(self, version: VersionKey, permit: Permit) -> FetchedVersion:
-        """Fetch what this rank needs of a version, to be copied later.
+        """Fetch the bytes of a version that this rank needs, to be copied later.
 
-        Raises: PhaseloomError: it cannot be had.
+        Raises: PhaseloomError: they cannot be had.
         """
         opened = await self.versions.open(version, permit.sources, permit.ticket, permit=permit.id)
         if opened.is_manifest:
@@ -218,7 +221,7 @@ class RankWeights:
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=True)
 
     def _runs_of_whole(self, table: TensorTable) -> Runs:
-        """What this rank copies of a version that was written whole.
+        """The bytes that this rank copies out of a version that was written whole.
 
         Raises: CallerError: the version is of another model.
         """
@@ -229,8 +232,8 @@ class RankWeights:
         return self._whole_runs[table.packed]
 
     async def take(self, fetched: FetchedVersion) -> None:
-        """Replace this rank's weights. Raises: they may be neither the old nor the new
-        ones then."""
+        """Replace this rank's weights. Raises: an error after which they may be neither the old nor
+        the new."""
         await self.versions.scatter(fetched.pieces)
 
     @cached_property
@@ -245,7 +248,7 @@ class RankWeights:
 
 
 async def or_failed(work: Awaitable[T]) -> T | Failed:
-    """The result of `work`, or how it was refused."""
+    """The result of `work`; where it was refused, the refusal."""
     try:
         return await work
     except PhaseloomError as error:
@@ -253,7 +256,8 @@ async def or_failed(work: Awaitable[T]) -> T | Failed:
 
 
 async def _some_at_once(works: Sequence[Awaitable[T]]) -> list[T]:
-    """Results of all, a few at a time. Raises: the first failure, after all have ended."""
+    """The results of all works, a few at a time. Raises: the first failure, after all have
+    ended."""
     limit = asyncio.Semaphore(_PARTS_AT_ONCE)
 
     async def one(work: Awaitable[T]) -> T:

@@ -19,10 +19,10 @@ from phaseloom.common.contract.state_rank import Done, Failed
 
 
 class RankConfig(Message, frozen=True):
-    """Parameters of a rank, which has a process of its own or is hosted by one (`HostRank`)."""
+    """The parameters of a rank, which has a process of its own or is hosted by one (`HostRank`)."""
 
     token: str
-    """Secret of this spawn, bound to this rank of this deployment and incarnation."""
+    """The secret of this spawn, bound to this rank of this deployment and incarnation."""
     deployment: DeploymentKey
     incarnation: int
     spec: DeploymentSpec
@@ -34,18 +34,20 @@ class RankConfig(Message, frozen=True):
     rank: int = 0
     num_ranks: int = 1
     nodes: list[NodeId] = msgspec.field(default_factory=list)
-    """Nodes of the WPG, by rank, with as many ranks on each; empty where all are on this node."""
+    """The nodes of the WPG, by rank, with as many ranks on each; empty: all ranks are on this
+    node."""
     store_path: str = ""
-    """File where the ranks of this incarnation find each other; empty where there is one rank, or
-    where `MeetRanks` tells, on several nodes."""
+    """The file where the ranks of this incarnation find each other; empty: there is one rank, or
+    the ranks are on several nodes and meet by `MeetRanks`."""
     interface: str = ""
-    """Network interface for the ranks' own traffic; empty: the backend chooses."""
+    """The network interface for the ranks' own traffic; empty: the backend chooses."""
     checkpoint: str = ""
-    """Checkpoint to start from, where no seal is restored; empty: start from the spec's seeds."""
+    """The checkpoint to start from, where no seal is restored; empty: start from the spec's
+    seeds."""
     applied: int = 0
-    """seq that the checkpoint, or the fresh state, stands for."""
+    """The seq of the last mutating operation in the checkpoint or the fresh state."""
     num_units: int = 1
-    """Compute units of its device: the cores of an emulated one."""
+    """The compute units of its device: the cores of an emulated one."""
 
     @property
     def is_over_nodes(self) -> bool:
@@ -57,13 +59,13 @@ class RankConfig(Message, frozen=True):
 
     @property
     def is_first_here(self) -> bool:
-        """Whether it is the first of its node's ranks: it speaks for them with the
+        """Whether the rank is the first of its node, which speaks for the node's ranks with the
         state manager."""
         return self.rank % self.ranks_per_node == 0
 
     @property
     def is_near_leader(self) -> bool:
-        """Whether it is on the node of rank 0."""
+        """Whether the rank is on the node of rank 0."""
         return self.rank < self.ranks_per_node
 
     def node_of(self, rank: int) -> NodeId:
@@ -71,12 +73,12 @@ class RankConfig(Message, frozen=True):
 
 
 class HostConfig(Message, frozen=True):
-    """Parameters of a process that hosts several ranks."""
+    """The parameters of a process that hosts several ranks."""
 
     token: str
-    """Secret of this process."""
+    """The secret of this process."""
     name: str
-    """Its name in logs."""
+    """The process's name in logs."""
     agent_socket: str
 
 
@@ -96,8 +98,8 @@ class HostRank(Message, frozen=True):
 
 
 class EndRank(Message, frozen=True):
-    """agent → a process of several ranks: have a rank end. Harmless where it has. Answer: Done,
-    when it has stopped to speak with anyone; that of `HostRank` tells its end."""
+    """agent → a process of several ranks: end a rank. Harmless where it has ended. Answer: Done,
+    when the rank speaks with nobody any more; the answer to its `HostRank` tells its end."""
 
     token: str
 
@@ -114,7 +116,7 @@ class MeetRanks(Message, frozen=True):
 
 class MeetAt(Message, frozen=True):
     address: str
-    """host:port, used by this incarnation alone."""
+    """The host:port, used by this incarnation alone."""
 
 
 class RankUp(Message, frozen=True):
@@ -140,7 +142,7 @@ class RunPermits(Message, frozen=True):
 
     permits: list[Permit]
     traceparents: list[str]
-    """traceparent of each permit; empty: none of them is traced."""
+    """The traceparent of each permit; empty: none of them is traced."""
 
 
 class DevicesFreed(Message, frozen=True):
@@ -148,7 +150,7 @@ class DevicesFreed(Message, frozen=True):
     any more. Others may go on before it is answered. Answer: Done."""
 
     first: CommandId
-    """Id of the first permit of the `RunPermits`."""
+    """The id of the first permit of the `RunPermits`."""
 
 
 class CancelRun(Message, frozen=True):
@@ -157,7 +159,7 @@ class CancelRun(Message, frozen=True):
 
     operation: OperationKey
     keeps_partial: bool = False
-    """Whether a `generate` shall complete with the tokens that it has."""
+    """Whether a `generate` completes with the tokens that it has."""
 
 
 class AdjustShare(Message, frozen=True):
@@ -166,7 +168,7 @@ class AdjustShare(Message, frozen=True):
 
     units: list[int]
     command: CommandId
-    """The command that says so: an older one than the newest is void."""
+    """The command that sets the units; a command that is older than the newest has no effect."""
 
 
 class Payload(msgspec.Struct, frozen=True):
@@ -185,36 +187,37 @@ class RunShare(Message, frozen=True):
     """
 
     operations: list[Payload]
-    """One operation, or several `generate` that are decoded together."""
+    """One operation, or several `generate`s that are decoded together."""
     permit: Permit
-    """Permit of the first operation."""
+    """The permit of the first operation."""
     traceparent: str = ""
     zero_gradients: bool = False
-    """Drop the gradients instead of running an `optim_step` that is refused."""
+    """Whether to drop the gradients instead of running an `optim_step` that is refused."""
     prepares: bool = False
     """Whether this is the first of two calls, which changes nothing: a `publish_weights` writes
     this rank's part, a `sync_weights` fetches and verifies what it needs, a `generate` or `forward`
     reads the weights that it names. The second call follows if all ranks could."""
     manifest: VersionParts | None = None
-    """In the second call of a `publish_weights` in parts: all parts are committed."""
+    """The manifest, in the second call of a `publish_weights` in parts: all parts are committed."""
     replicas: tuple[int, ...] = ()
-    """Ranks of this call, a replica each, over which its `generate` are cut; empty: all ranks."""
+    """The ranks of this call, one for each replica, over which its `generate`s are cut; empty: all
+    ranks."""
     tail_share: float = 0.0
     """The share of its samples at which each rank sends a `TailReached`; 0: it sends none."""
     naming: tuple[Permit | None, ...] = ()
-    """The permits of those operations that name weights versions, in their places; empty: none
-    names any."""
+    """The permits of the operations that name weights versions, in their places; empty: none names
+    any."""
     weights: tuple[str, ...] = ()
     """The weights that the leader has read for each operation that names some, in their places;
     another rank takes part with the same ones only. Empty: none names any."""
 
 
 class TailReached(Message, frozen=True):
-    """rank → agent → leader: of this rank's share of a `generate` only the long tail is left.
+    """rank → agent → leader: only the long tail of this rank's share of a `generate` is left.
     Answer: Done."""
 
     operation: OperationKey
-    """The share's first operation."""
+    """The first operation of the share."""
     rank: int
 
 
@@ -224,7 +227,7 @@ class TokensDrawn(Message, frozen=True):
 
     operation: OperationKey
     drawn: list[DrawnTokens]
-    """By the places of the prompts in the operation that the share was cut from."""
+    """The tokens, by the places of the prompts in the operation that the share was cut from."""
 
 
 class StopShare(Message, frozen=True):
@@ -232,14 +235,14 @@ class StopShare(Message, frozen=True):
     has, its open samples as partial; harmless once it has ended. Answer: Done."""
 
     operation: OperationKey
-    """The share's first operation."""
+    """The first operation of the share."""
 
 
 class PartWritten(Message, frozen=True):
     """A rank's answer to the first call of a `publish_weights`."""
 
     part: VersionPart | None
-    """None where another rank writes what this one has."""
+    """The part that the rank has written; None: another rank writes the same slices."""
 
 
 ShareResult = Result | PartWritten | Failed | None
@@ -250,7 +253,7 @@ operation was cancelled, or the share has no result."""
 
 class ShareDone(Message, frozen=True):
     results: list[ShareResult]
-    """Result of each operation."""
+    """The result of each operation."""
 
 
 class SharesDone(Message, frozen=True):

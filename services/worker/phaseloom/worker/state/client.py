@@ -102,7 +102,8 @@ class RankStateClient:
     ) -> RankStateClient:
         """Join the state manager.
 
-        Args:   applied: seq of the last mutating operation in the heap, asked at each copy out.
+        Args:   applied: gives the seq of the last mutating operation in the heap; asked at each
+                    copy out.
                 on_loaded: called in the executor after the heap's bytes were replaced by a load.
                 executor: one thread, in which all copies run: the backend's, so that copies and
                     operations exclude each other. None: a thread of its own. Calls of this client
@@ -165,15 +166,14 @@ class RankStateClient:
         frozen: bool = False,
         model: str = "",
     ) -> int:
-        """Hand the heap over to the state manager; maps its extent.
+        """Hand the heap over to the state manager, and map its extent.
 
-        Args:    host_bytes: state that lives in `host_memory` alone.
+        Args:    host_bytes: the bytes of state that lives in `host_memory` alone.
                  frozen, model: see `RegisterHeap`.
-
-        Returns: the seq of the seal that the extent holds, which is loaded into the heap at the
-                first switch-in. 0: there is none; fill the heap and call `commit_initial`.
+        Returns: the seq of the seal in the extent, which is loaded into the heap at the first
+                 switch-in. 0: there is none; fill the heap and call `commit_initial`.
         Raises:  ResourceError: no room; DATA_LOSS: the seal's file is bad. CallerError:
-                FAILED_PRECONDITION, with the numbers: the seal is of another layout.
+                 FAILED_PRECONDITION, with the numbers: the seal is of another layout.
         """
         request = RegisterHeap(
             heap.num_bytes,
@@ -200,13 +200,13 @@ class RankStateClient:
 
     @property
     def host_memory(self) -> memoryview:
-        """See `HostCopies.host_memory`."""
+        """As `HostCopies.host_memory`."""
         return self._copies.host_memory
 
     async def commit_initial(self, applied: int = 0) -> None:
         """Copy the filled heap to the extent and release it: the deployment starts offloaded.
 
-        Args: applied: seq that this state stands for, where it came from a checkpoint.
+        Args: applied: the seq of the state, where it came from a checkpoint.
         """
         heap, extent = self._copies.registered()
         await self._run(lambda: self._copies.out(heap, extent))
@@ -214,7 +214,7 @@ class RankStateClient:
         await self._commit_initial(digest, applied)
 
     async def commit_checkpoint(self, name: str, applied: int) -> None:
-        """Have the extent filled from a checkpoint, whatever the heap holds; instead of
+        """Have the extent filled from a checkpoint, whatever the heap holds; called instead of
         `commit_initial`.
 
         Raises: as `read_checkpoint`.
@@ -252,9 +252,10 @@ class RankStateClient:
         ttl_s: float = 0.0,
         overwrite: bool = False,
     ) -> str:
-        """Write the checkpoint whose state was copied; return when it is durable.
+        """Write the checkpoint whose state was copied; returns when it is durable.
 
-        Args:    companions: files to copy beside the tensors. ttl_s, overwrite: as of `SaveState`.
+        Args:    companions: files to copy beside the tensors.
+                 ttl_s, overwrite: as in `SaveState`.
         Returns: the SHA-256 of its weights.
         Raises:  ResourceError: the disk is full, or fails; a companion is not as registered.
         """
@@ -268,10 +269,11 @@ class RankStateClient:
 
         Whatever is raised, nothing was changed, or the ranks are cut off.
 
-        Args:    source, optimizer: as of `LoadState`. load: as of `ReadCheckpoint`.
+        Args:    source, optimizer: as in `LoadState`.
+                 load: as in `ReadCheckpoint`.
         Returns: the SHA-256 of its weights; empty where the checkpoint does not say.
         Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: it is of another model. ResourceError:
-                DATA_LOSS; no host memory.
+                 DATA_LOSS; no host memory.
         """
         message = ReadCheckpoint(name, source, optimizer, load)
         return (await self._link.ask(message, CheckpointRead)).weights_sha256

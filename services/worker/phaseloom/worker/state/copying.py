@@ -28,18 +28,19 @@ from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
 _CHUNK_BYTES = 2 * 1024 * 1024
-"""Bytes that are still in the cache when they are copied after they were hashed."""
+"""So many bytes are still in the cache when they are copied after they were hashed."""
 _PART_BYTES = 64 * 1024 * 1024
-"""Bytes of one memmove: so many that it writes past the cache."""
+"""The bytes of one memmove: so many that it writes past the cache."""
 _BATCH_BYTES = 8 * 1024 * 1024
-"""Bytes of tensors that one thread copies before it looks for more: so few that all end together.
-"""
+"""The bytes of tensors that one thread copies before it looks for more: so few that all threads end
+together."""
 _MAX_MAPPED_VERSIONS = 3
-"""Mappings of this many versions are kept for reuse; each keeps its extent's memory alive."""
+"""The number of versions whose mappings are kept for reuse; each keeps its extent's memory
+alive."""
 
 
 _Tile = tuple[int, int, int | None]
-"""[start, end) of a target, and how far behind it the bytes lie in the source; None: zeroes."""
+"""[start, end) of a target, and the distance to the source's bytes; distance None: zeroes."""
 
 
 class Mapping:
@@ -69,13 +70,13 @@ class Mapping:
             make_huge(self.buffer)
 
     def close(self) -> None:
-        """Unmap it now if nothing refers to it; else it goes with its last reference."""
+        """Unmap the extent now, or with the last reference to it."""
         self.buffer.release()
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def try_close(self) -> bool:
-        """Unmap it now; False where something refers to it, and it stays."""
+        """Unmap the extent now. Returns: False: something refers to it, and it stays."""
         num_bytes = len(self.buffer)
         self.buffer.release()
         try:
@@ -87,14 +88,15 @@ class Mapping:
 
 
 class MappedVersions:
-    """Extents of the weights versions that were used last, each mapped once."""
+    """The extents of the weights versions that were used last, each mapped once."""
 
     def __init__(self) -> None:
         self._mappings: OrderedDict[tuple[int, int, bool], Mapping] = OrderedDict()
         self._keys: dict[Mapping, VersionKey] = {}
 
     def map(self, key: VersionKey, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
-        """Memory of the one extent that came, through its earlier mapping where there is one."""
+        """The memory of the extent whose descriptor came, through its earlier mapping if there is
+        one."""
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one version")
@@ -124,7 +126,7 @@ class MappedVersions:
         return older
 
     def unmap_unused(self) -> list[VersionKey]:
-        """Unmap what nothing refers to. Returns: the versions whose mappings stay."""
+        """Unmap the extents that nothing refers to. Returns: the versions whose mappings stay."""
         self._close(list(self._mappings))
         return list(self._keys.values())
 
@@ -179,7 +181,7 @@ def gather(target: memoryview, heap: memoryview, pairs: list[tuple[TensorSlot, T
 
     So equal weights have equal digests, whatever the extent held before.
 
-    Args:    pairs: slots of the heap, and places in the version, which follow one another.
+    Args:    pairs: slots of the heap, and their places in the version, which follow one another.
     Returns: the digest of the version.
     """
     heap_address, address = _address(heap), _address(target)
@@ -224,7 +226,7 @@ def _tiles(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterat
 
 
 def _within(tiles: list[_Tile], ends: list[int], at: int, until: int) -> Iterator[_Tile]:
-    """What of [at, until) each tile has. The tiles have these ends."""
+    """The part of [at, until) in each tile. The tiles have these ends."""
     for number in range(bisect_right(ends, at), len(tiles)):
         start, end, shift = tiles[number]
         if start >= until:
@@ -233,7 +235,7 @@ def _within(tiles: list[_Tile], ends: list[int], at: int, until: int) -> Iterato
 
 
 def clear(target: memoryview) -> None:
-    """Write zeroes over all of it."""
+    """Write zeroes over all of the target."""
     ctypes.memset(_address(target), 0, len(target))
 
 
@@ -244,7 +246,7 @@ def clear_gaps(target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]) -
 
 
 def _gaps(pairs: list[tuple[TensorSlot, TensorSlot]], num_bytes: int) -> Iterator[tuple[int, int]]:
-    """What no tensor of a version of this size has, as [start, end)."""
+    """The ranges [start, end) of a version of this size that no tensor has."""
     filled = 0
     for _, place in pairs:
         if place.offset > filled:

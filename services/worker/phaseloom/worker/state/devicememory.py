@@ -30,10 +30,12 @@ DeviceMemory = Heap | CudaHeap
 
 
 def allocate(kind: DeviceKind, device: int, num_bytes: int, scratch_bytes: int = 0) -> DeviceMemory:
-    """Zeroed memory on a device of this node. On a GPU, call it in the thread that will use it.
+    """Zeroed memory on a device of this node. On a GPU, call it in the thread that will use the
+    memory.
 
-    Args:   device: its number, which does not matter for an emulated device.
-            scratch_bytes: of memory beside it that is never copied; its content is undefined.
+    Args:   device: the number of the device, which does not matter for an emulated one.
+            scratch_bytes: the size of memory beside it that is never copied; its content is
+                undefined.
     Raises: ResourceError: this machine has no such device, or the device has no memory left.
     """
     if kind is DeviceKind.EMULATED:
@@ -64,7 +66,7 @@ def _use_device(device: int) -> None:
 
 
 def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
-    """Copy all of it to the beginning of the extent; the copy is complete on return."""
+    """Copy all of the memory to the beginning of the extent; the copy is complete on return."""
     target = extent[: memory.num_bytes]
     if isinstance(memory, Heap):
         copy(memory.buffer, target)
@@ -83,7 +85,7 @@ def first_bytes(memory: DeviceMemory, num_bytes: int) -> memoryview:
 
 
 def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
-    """Copy the beginning of the extent over all of it.
+    """Copy the beginning of the extent over all of the memory.
 
     Returns: the digest of the whole extent: the bytes copied and those behind them.
     """
@@ -99,7 +101,7 @@ def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
 def gather(
     memory: DeviceMemory, target: memoryview, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> str:
-    """See `copying.gather`."""
+    """As `copying.gather`, out of device memory."""
     if isinstance(memory, Heap):
         return copying.gather(target, memory.buffer, pairs)
     memory.copy_parts_out(list(runs(pairs)), target)
@@ -110,7 +112,7 @@ def gather(
 def scatter(
     source: memoryview, memory: DeviceMemory, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> None:
-    """See `copying.scatter`."""
+    """As `copying.scatter`, into device memory."""
     if isinstance(memory, Heap):
         copying.scatter(source, memory.buffer, pairs)
     else:
@@ -118,7 +120,7 @@ def scatter(
 
 
 def copy_rows(source: memoryview, memory: DeviceMemory, every: Sequence[Rows]) -> None:
-    """See `copying.copy_rows`."""
+    """As `copying.copy_rows`, into device memory."""
     if isinstance(memory, Heap):
         copying.copy_rows(source, memory.buffer, every)
     else:
@@ -145,7 +147,8 @@ def close(memory: DeviceMemory) -> None:
 
 
 def can_share(memory: DeviceMemory) -> bool:
-    """Whether it can give other processes on its device a part of itself without the host."""
+    """Whether the memory can be given in part to other processes on its device, without the
+    host."""
     return isinstance(memory, CudaHeap) and memory.can_share
 
 
@@ -154,7 +157,7 @@ def share(
 ) -> int | None:
     """Put these tensors at a version's offsets in device memory that other processes can map.
 
-    Returns: a descriptor of it; None where the device cannot, or has no room for it.
+    Returns: a descriptor of that memory; None: the device cannot share, or has no room.
     """
     assert isinstance(memory, CudaHeap)
     try:
@@ -167,7 +170,10 @@ def share(
 def take(
     memory: DeviceMemory, fd: int, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
 ) -> bool:
-    """Copy what `share` made over these tensors. False: it cannot be had; nothing has changed."""
+    """Copy the memory that `share` made over these tensors.
+
+    Returns: False: it cannot be had; nothing has changed.
+    """
     assert isinstance(memory, CudaHeap)
     try:
         memory.take(fd, num_bytes, list(runs(pairs)))
@@ -178,8 +184,8 @@ def take(
 
 
 def resident_bytes(memory: DeviceMemory) -> int:
-    """Bytes that are resident; all of them where that is not known: the copy is loaded
-    back then."""
+    """The bytes that are resident; all of them where that is not known: the copy is loaded back
+    then."""
     try:
         return memory.resident_bytes()
     except OSError:
@@ -187,12 +193,12 @@ def resident_bytes(memory: DeviceMemory) -> int:
 
 
 def is_pinning(memory: DeviceMemory) -> bool:
-    """Whether it pins its extent's pages, which cannot be given back until `unpin`."""
+    """Whether the memory pins its extent's pages, which cannot be given back until `unpin`."""
     return isinstance(memory, CudaHeap)
 
 
 def pin(memory: DeviceMemory, extent: memoryview) -> None:
-    """Let the device itself read and write the extent; does nothing where it can already."""
+    """Let the device itself read and write the extent; no-op where it can already."""
     if isinstance(memory, CudaHeap) and not memory.is_pinned:
         memory.pin(extent)
 
@@ -203,7 +209,8 @@ def unpin(memory: DeviceMemory) -> None:
 
 
 def as_tensor(memory: DeviceMemory) -> torch.Tensor:
-    """Tensor over its bytes; keeps neither their memory nor their content alive."""
+    """A tensor over the memory's bytes, which keeps neither their memory nor their content
+    alive."""
     import torch
 
     if isinstance(memory, Heap):
@@ -212,8 +219,8 @@ def as_tensor(memory: DeviceMemory) -> torch.Tensor:
 
 
 def scratch_tensor(memory: DeviceMemory) -> torch.Tensor:
-    """Tensor over its scratch memory, uint8, of undefined content whenever the memory comes back;
-    keeps neither memory nor content alive."""
+    """A tensor, uint8, over the scratch memory, whose content is undefined whenever the memory
+    comes back. It keeps neither memory nor content alive."""
     import torch
 
     if isinstance(memory, Heap):

@@ -14,20 +14,21 @@ PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT_BYTES = 64
 
 _LOWEST_BIT = bytes(byte & 1 for byte in range(256))
-"""The only bit that has a meaning in what mincore says of a page, for each value of a byte."""
+"""For each value of a byte that mincore writes for a page, its lowest bit, the only one with a
+meaning."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def align(offset_bytes: int) -> int:
-    """Next multiple of 64: bit-equal results need the same alignment in every process."""
+    """The next multiple of 64: bit-equal results need the same alignment in every process."""
     return (offset_bytes + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 class Heap:
     """Memory of `num_bytes`, zeroes until written, writable through `buffer` and never resized.
 
-    Scratch memory behind it (`scratch`) comes and goes with it and is never copied.
+    The scratch memory behind it (`scratch`) comes and goes with it and is never copied.
     """
 
     def __init__(self, num_bytes: int, scratch_bytes: int = 0) -> None:
@@ -50,7 +51,7 @@ class Heap:
     def release(self) -> None:
         """Give the memory back, scratch included; its content is zeroes afterwards.
 
-        Verify with `resident_bytes`.
+        `resident_bytes` verifies it.
         """
         self._map.madvise(mmap.MADV_DONTNEED)
 

@@ -32,21 +32,21 @@ from phaseloom.worker.state.devicememory import DeviceMemory
 
 class HostCopies:
     def __init__(self, applied: Callable[[], int], on_loaded: Callable[[], None]) -> None:
-        """Start without a heap. Args: as `RankStateClient.connect`."""
+        """Start without a heap. Args: as in `RankStateClient.connect`."""
         self._applied = applied
         self._on_loaded = on_loaded
         self.heap: DeviceMemory | None = None
         self.slots: list[TensorSlot] = []
         self.host_bytes = 0
-        """Bytes of state that lives in `host_memory` alone."""
+        """The bytes of state that lives in `host_memory` alone."""
         self.extent: Mapping | None = None
         self._source: tuple[tuple[int, int], Mapping] | None = None
-        """Extents that a frozen heap was loaded from last, by device and inode."""
+        """The extents that a frozen heap was loaded from last, by device and inode."""
         self.is_frozen = False
         self.is_filled = False
         self.is_resident = False
         self.copied: tuple[int, str] = (0, "")
-        """seq and digest of the host copy, as far as this rank knows."""
+        """The seq and digest of the host copy, as far as this rank knows."""
 
     def register(
         self,
@@ -61,13 +61,13 @@ class HostCopies:
         self.extent, self.is_frozen = extent, frozen
 
     def commit(self, applied: int, digest: str) -> None:
-        """Note that there is a host copy of this seq, with this digest where it is known."""
+        """Note that there is a host copy of this seq, with this digest if it is known."""
         self.copied = (applied, digest)
         self.is_filled = True
 
     @property
     def host_memory(self) -> memoryview:
-        """State that is never on the device; zeroes, or a seal's content, at first.
+        """The state that is never on the device; zeroes, or a seal's content, at first.
 
         Its address is the same for as long as this rank lives. Only an operation may write it.
         """
@@ -81,7 +81,7 @@ class HostCopies:
         return max(ends, default=0)
 
     def weights_replaced(self) -> None:
-        """Tell that the weights were replaced by a version.
+        """Note that the weights were replaced by a version.
 
         Training state, which belonged to the weights before, becomes zeroes, as after a checkpoint
         of weights alone: a rebuild may begin with this version.
@@ -119,7 +119,8 @@ class HostCopies:
             extent.close()
 
     def copy_staged(self, order: StageState | LoadStaged, fds: list[int]) -> Copied:
-        """Copy the state to, or from, memory of the order's own, mapped for this copy only."""
+        """Copy the state to, or from, the memory that came with the order, mapped for this copy
+        only."""
         heap = self.registered_heap()
         if len(fds) != 1:
             close_fds(fds)
@@ -152,7 +153,7 @@ class HostCopies:
     def _copy_in_frozen(self, heap: DeviceMemory, order: CopyIn, fds: list[int]) -> Copied:
         """Load a frozen heap from the extent that came with the order.
 
-        Raises: InternalError: none came, or a short one.
+        Raises: InternalError: no extent came, or a short one.
         """
         source = self._mapped(fds)[: heap.num_bytes]
         if len(source) != heap.num_bytes:
@@ -160,7 +161,7 @@ class HostCopies:
         return self._load(heap, order.digest, lambda: devicememory.copy_in(source, heap))
 
     def _mapped(self, fds: list[int]) -> memoryview:
-        """Map the host copy that `fds` names, and close them.
+        """Map the host copy of these descriptors, and close them.
 
         The mapping is kept for the next load, because mapping takes a third of the time that
         copying does; `drop_source` unmaps it.
@@ -183,7 +184,7 @@ class HostCopies:
             self._source = None
 
     def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
-        """Release a heap without a copy, where the host copy has all that the heap has."""
+        """Release a heap without a copy, where the host copy has everything."""
         started, applied = time.monotonic(), self._applied()
         if applied != order.whole_at:
             return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)

@@ -1,4 +1,4 @@
-"""The job's last checkpoint with a controller's blob: what the job falls back to must stay."""
+"""The job's last checkpoint with a controller's blob, which must stay: the job falls back to it."""
 
 from __future__ import annotations
 

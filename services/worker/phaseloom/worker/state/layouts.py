@@ -1,4 +1,4 @@
-"""Layouts of tensors in memory, and a cache of what follows from them.
+"""Layouts of tensors in memory, and a cache of values that follow from them.
 
 A deployment has the same few layouts in every step. With tens of thousands of tensors it takes tens
 of milliseconds to pack a table, to read one, and to find for each tensor of one layout its place in
@@ -19,14 +19,15 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.worker.state.heap import align
 
 _NUM_KEPT = 4
-"""Entries of each kind: what a rank registers, publishes and reads, and one more."""
+"""The number of entries of each kind: those that a rank registers, publishes and reads, and one
+more."""
 
 Value = TypeVar("Value")
 Pairs = list[tuple[TensorSlot, TensorSlot]]
 
 
 class _Newest(Generic[Value]):
-    """Values made last, by the slots, and the table, that they were made of.
+    """The values that were made last, by the slots and the table that they were made of.
 
     Slots are the same when they are the same objects: comparing them by value takes half as long as
     making most values again.
@@ -36,8 +37,10 @@ class _Newest(Generic[Value]):
         self._kept: list[tuple[list[TensorSlot], bytes, Value]] = []
 
     def get(self, slots: Sequence[TensorSlot], of: bytes, make: Callable[[], Value]) -> Value:
-        """The value kept for these slots, or a new one. Raises: what `make` does,
-        keeping nothing."""
+        """The value kept for these slots, or a new one.
+
+        Raises: as `make`; nothing is kept then.
+        """
         for entry in self._kept:
             if len(entry[0]) == len(slots) and all(map(is_, entry[0], slots)) and entry[1] == of:
                 return entry[2]
@@ -47,7 +50,7 @@ class _Newest(Generic[Value]):
 
 
 class Layouts:
-    """Values made of layouts. Nobody may change the lists that it returns."""
+    """Values made from layouts. Nobody may change the lists that it returns."""
 
     def __init__(self) -> None:
         self._tables: _Newest[TensorTable] = _Newest()
@@ -59,11 +62,11 @@ class Layouts:
         return self._tables.get(slots, b"", lambda: TensorTable.of(slots))
 
     def read(self, packed_tensors: bytes) -> TensorTable:
-        """A table from its packed form. Raises: CallerError: it is no table."""
+        """The table with these packed bytes. Raises: CallerError: they are no table."""
         return self._read.get((), packed_tensors, lambda: TensorTable.read(packed_tensors))
 
     def cut(self, slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], Pairs]:
-        """Places of these slots alone in a version, and each slot with its place."""
+        """The places of these slots alone in a version, and each slot with its place."""
 
         def make() -> tuple[list[TensorSlot], Pairs]:
             places, _ = packed(slots)
@@ -80,7 +83,7 @@ class Layouts:
 
 
 def packed(slots: Sequence[TensorSlot]) -> tuple[list[TensorSlot], int]:
-    """The same tensors one after another from offset 0, and the bytes that they take."""
+    """The same tensors one after another from offset 0, and the number of bytes that they take."""
     places = []
     end = 0
     for slot in slots:

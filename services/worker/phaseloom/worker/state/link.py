@@ -1,8 +1,9 @@
 """A connection to the state manager that outlives the daemon's process.
 
-When it ends it is made again: the daemon is restarted, and what it held is handed over to it. Calls
-under way wait for that and are asked again, since all of them are idempotent. Invariant: `closed`
-is done exactly when there will be no connection any more; every call fails then.
+When the connection ends it is made again: the daemon is restarted, and the state of the daemon
+before is handed over to it. Calls under way wait for that and are asked again, since all of them
+are idempotent. Invariant: `closed` is done exactly when there will be no connection any more; every
+call fails then.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from phaseloom.common.transport.framing import Handler, Peer, close_fds
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 30.0
-"""Longest time that a restart of the state manager may take, its handover included."""
+"""The most seconds that a restart of the state manager may take, its handover included."""
 _PAUSE_S = 0.05
 
 Kind = TypeVar("Kind")
 Greeting = Callable[[Peer[StateMessage]], Awaitable[None]]
-"""Coroutine that says who this is on a new connection; raises what the answer says."""
+"""A coroutine that introduces the client on a new connection. Raises: the error that the answer
+brings."""
 
 
 def _future() -> asyncio.Future[_Connection]:
@@ -43,8 +45,8 @@ class _Connection:
 
 
 class StateLink:
-    """A connection that is made again when it ends: `connect`, then `call`, and `close`
-    at the end."""
+    """A connection that is made again when it ends: call `connect`, then `call`, and `close` at the
+    end."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class StateLink:
     ) -> tuple[StateMessage, list[int]]:
         """Call the state manager, across restarts of it.
 
-        Raises: what the answer says. ResourceError: it is gone for good.
+        Raises: the error that the answer brings. ResourceError: the state manager is gone for good.
         """
         connection = self._connection
         while True:
@@ -87,7 +89,7 @@ class StateLink:
             connection = await asyncio.shield(connection.following)
 
     async def ask(self, body: StateMessage, kind: type[Kind]) -> Kind:
-        """Answer to a call that brings no descriptors."""
+        """The answer to a call that brings no descriptors. Raises: as `call`."""
         answer, fds = await self.call(body)
         close_fds(fds)
         return expect(answer, kind)
@@ -129,8 +131,7 @@ class StateLink:
             connection.following.set_result(self._connection)
 
     async def _reconnected(self) -> Peer[StateMessage]:
-        """Connect again. Raises: PhaseloomError: the state manager refuses to have this
-        one back."""
+        """Connect again. Raises: PhaseloomError: the state manager refuses this client."""
         while True:
             try:
                 return await self._connected()
@@ -157,7 +158,7 @@ class StateLink:
 
 
 class ConnectionLost(ResourceError):
-    """The connection cannot be used now: nobody listens, it ended, or was refused for now."""
+    """The connection cannot be used now: nobody listens, or it ended, or was refused for now."""
 
 
 def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
@@ -167,7 +168,7 @@ def expect(answer: StateMessage, kind: type[Kind]) -> Kind:
 
 
 async def ask(peer: Peer[StateMessage], body: StateMessage, kind: type[Kind]) -> Kind:
-    """Ask on one connection. Raises: what the answer says, or that the connection ended."""
+    """Ask on one connection. Raises: the error that the answer brings; ConnectionLost."""
     answer, fds = await peer.call(body)
     close_fds(fds)
     return expect(answer, kind)

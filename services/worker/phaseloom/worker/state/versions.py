@@ -55,22 +55,22 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VersionCopy:
-    """A weights version as it stands in host memory."""
+    """A weights version in host memory, as it was made."""
 
     digest: str
     num_bytes: int
     is_new: bool
-    """False where it existed already, and nothing was copied."""
+    """Whether it was copied now; False: it existed already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A version, manifest or part that was opened, as it stands in host memory."""
+    """A version, manifest or part that was opened, in host memory."""
 
     asked: OpenVersion
     described: VersionExtent
     memory: memoryview
-    """Mapping of its own: the content stays as it is while this is kept."""
+    """A mapping of its own: the content stays as it is while this is kept."""
     table: TensorTable
 
     @property
@@ -97,13 +97,13 @@ class RankVersions:
         self._mapped = MappedVersions()
 
     def unmap_unused(self) -> list[VersionKey]:
-        """Unmap what is only kept for reuse. Returns: the versions that are in use."""
+        """Unmap the memory that is only kept for reuse. Returns: the versions that are in use."""
         return self._mapped.unmap_unused()
 
     async def create(self, key: VersionKey, slots: Sequence[TensorSlot]) -> VersionCopy:
         """Write these slots of the heap as a weights version. Idempotent by key.
 
-        Raises: ResourceError: no host memory. CallerError: not this deployment's version.
+        Raises: ResourceError: no host memory. CallerError: the version is not this deployment's.
         """
         heap = self._copies.registered_heap()
         places, pairs = self._layouts.cut(slots)
@@ -119,8 +119,8 @@ class RankVersions:
     async def _share_on_device(
         self, key: VersionKey, num_bytes: int, pairs: list[tuple[TensorSlot, TensorSlot]]
     ) -> None:
-        """Share a version with the samplers on the same device, which then sync without
-        the host."""
+        """Share a version with the samplers on the same device, which then sync without the
+        host."""
         heap = self._copies.registered_heap()
         fd = await self._run(lambda: devicememory.share(heap, num_bytes, pairs))
         if fd is None:
@@ -136,7 +136,7 @@ class RankVersions:
     async def _load_on_device(
         self, described: VersionExtent, pairs: list[tuple[TensorSlot, TensorSlot]]
     ) -> bool:
-        """Load a version from this device. False: it is not there; nothing has changed."""
+        """Load a version from this device. Returns: False: it is not there; nothing has changed."""
         heap = self._copies.registered_heap()
         if not devicememory.can_share(heap):
             return False
@@ -150,14 +150,15 @@ class RankVersions:
             close_fds(fds)
 
     async def begin(self, key: VersionKey, slots: list[TensorSlot]) -> memoryview | VersionCopy:
-        """Memory for a version (from a node's first rank) or for a part of one; then `commit` it.
+        """Memory for a version (from a node's first rank) or for a part of one; call `commit` then.
 
         The memory's content is undefined, the gaps between tensors included: write all of it, so
         that equal weights have equal digests.
 
-        Args:    slots: of the version, packed: aligned, one after another from offset 0.
-        Returns: the memory; or the version's description where it exists already.
-        Raises:  ResourceError: no host memory. CallerError: not this deployment's version.
+        Args:    slots: the tensors of the version, packed: aligned, one after another from offset
+                 0.
+        Returns: the memory; or the version's description, if it exists already.
+        Raises:  ResourceError: no host memory. CallerError: the version is not this deployment's.
         """
         num_bytes = align(slots[-1].offset + slots[-1].num_bytes) if slots else 0
         request = CreateVersion(key, num_bytes, self._layouts.table(slots).packed)
@@ -171,14 +172,15 @@ class RankVersions:
         return memory
 
     async def commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
-        """Commit what `begin` gave, which is written: it is immutable from now on."""
+        """Commit the memory that `begin` gave and that is written now: it is immutable from now
+        on."""
         await self._link.ask(CommitVersion(key, digest), Done)
         return VersionCopy(digest, len(buffer), is_new=True)
 
     async def commit_parts(self, key: VersionKey, manifest: VersionParts) -> VersionCopy:
         """Make a version of committed parts readable here, wherever its parts are. Idempotent.
 
-        Raises: CallerError: FAILED_PRECONDITION: a part that is here is another one.
+        Raises: CallerError: FAILED_PRECONDITION: a part on this node is not the manifest's.
         """
         answer = await self._link.ask(CommitParts(key, manifest), VersionExtent)
         num_bytes = sum(part.num_bytes for part in manifest.parts)
@@ -196,12 +198,14 @@ class RankVersions:
     ) -> Opened:
         """Open a version, its manifest, or a part; the state manager has verified it.
 
-        Args:   ticket: for the sources, which ask for it; none is needed for what is on this node.
-                digest: that it must have to be fetched; empty: any.
-                permit: of the operation that reads it, for which all ranks share one verification.
-                is_unverified: whether only `load` is to read it, which has it verified if need be.
+        Args:   ticket: the ticket that the sources ask for; none is needed for a version on this
+                    node.
+                digest: the digest that a fetched version must have; empty: any.
+                permit: the permit of the operation that reads it; all ranks share one verification
+                    for it.
+                is_unverified: whether only `load` reads it, which has it verified if need be.
         Raises: CallerError: NOT_FOUND: it exists nowhere, or only some of it; FAILED_PRECONDITION:
-                a source has something else. ResourceError: no source could deliver it; DATA_LOSS.
+                a source has other bytes. ResourceError: no source could deliver it; DATA_LOSS.
         """
         return await self._open(OpenVersion(key, sources, ticket, digest, permit, is_unverified))
 
@@ -213,7 +217,7 @@ class RankVersions:
 
     @property
     def may_load_on_device(self) -> bool:
-        """Whether `load` may need no bytes of host memory, which are then not to be verified."""
+        """Whether `load` may need no bytes of host memory, so that these need not be verified."""
         return devicememory.can_share(self._copies.registered_heap())
 
     async def scatter(self, pieces: list[tuple[memoryview, Runs]]) -> None:
@@ -271,8 +275,8 @@ class RankVersions:
         await self._run(load)
 
     async def hold(self, key: VersionKey, applied: int) -> None:
-        """Note that the whole heap is this version since `applied`: a frozen one needs no other
-        copy."""
+        """Note that the whole heap equals this version since `applied`: a frozen heap needs no
+        other copy."""
         if self._copies.is_frozen:
             await self._run(self._copies.drop_source)
             await self._link.ask(HoldVersion(key, applied), Done)
@@ -287,8 +291,8 @@ class RankVersions:
     ) -> tuple[memoryview, VersionExtent]:
         """Fetch exactly these tensor slices of a version, verified, each at its offset.
 
-        Args:   sources: of each part; all of them are asked, each for something else.
-                permit: of the operation that reads them.
+        Args:   sources: the sources of each part; each of them is asked for different slices.
+                permit: the permit of the operation that reads them.
         Raises: CallerError: a bad slice, or sources that hold different versions. ResourceError:
                 DATA_LOSS; or nobody could deliver some of them.
         """

@@ -354,6 +354,22 @@ class _Run:
     ends_s: dict[int, float] = field(default_factory=dict)
     """End of each segment of the present cycle that has run."""
     begun: set[int] = field(default_factory=set)
+    _planned_s: list[float] = field(init=False)
+    """End of each segment within the cycle alone."""
+    _before: list[list[int]] = field(init=False)
+    """Those that end before each segment begins, which waits for them."""
+
+    def __post_init__(self) -> None:
+        self._planned_s = [s.offset_s + s.duration_s for s in self.cycle.segments]
+        slack_s = 1e-9 * self.cycle.period_s
+        self._before = [
+            [
+                i
+                for i, end_s in enumerate(self._planned_s)
+                if i != k and end_s <= s.offset_s + slack_s
+            ]
+            for k, s in enumerate(self.cycle.segments)
+        ]
 
     @property
     def share(self) -> float:
@@ -365,43 +381,36 @@ class _Run:
         """Begin the next cycle. Returns: its segments that come after no other."""
         self.began_s = at_s
         self.ends_s = {}
-        self.begun = {i for i in range(len(self.cycle.segments)) if not self._before(i)}
-        return sorted(self.begun)
-
-    def _before(self, index: int) -> list[int]:
-        """Segments that end before this one begins, which waits for them."""
-        segments = self.cycle.segments
-        at_s = segments[index].offset_s + 1e-9 * self.cycle.period_s
-        return [i for i, s in enumerate(segments) if i != index and _end_s(s) <= at_s]
+        first = [i for i, before in enumerate(self._before) if not before]
+        self.begun = set(first)
+        return first
 
     def ready_s(self, index: int) -> float:
         """Time at which a segment may begin: as long after those before it as in the cycle
         alone."""
         offset_s = self.cycle.segments[index].offset_s
-        late_s = max((self._late_s(i) for i in self._before(index)), default=0.0)
+        late_s = max((self._late_s(i) for i in self._before[index]), default=0.0)
         return self.began_s + offset_s + late_s
 
     def _late_s(self, index: int) -> float:
-        planned_s = self.began_s + _end_s(self.cycle.segments[index])
+        planned_s = self.began_s + self._planned_s[index]
         return max(0.0, self.ends_s[index] - planned_s)
 
     def ended(self, index: int, end_s: float) -> list[int]:
         """Note a segment's end. Returns: the segments that this makes ready; those of the next
         cycle after the last."""
         self.ends_s[index] = end_s
-        segments = self.cycle.segments
-        if len(self.ends_s) == len(segments):
+        if len(self.ends_s) == len(self._before):
             late_s = max(self._late_s(i) for i in self.ends_s)
             self.lates_s.append(late_s)
             return self.begin(self.began_s + self.cycle.period_s + late_s)
-        left = [i for i in range(len(segments)) if i not in self.begun]
-        following = [i for i in left if all(before in self.ends_s for before in self._before(i))]
+        following = [
+            i
+            for i, before in enumerate(self._before)
+            if i not in self.begun and all(one in self.ends_s for one in before)
+        ]
         self.begun.update(following)
         return following
-
-
-def _end_s(segment: Segment) -> float:
-    return segment.offset_s + segment.duration_s
 
 
 def _serve(

@@ -96,11 +96,11 @@ from phaseloom.worker.backends.training import (
 from phaseloom.worker.state.devicememory import DeviceMemory
 
 Finish = Callable[[Share, torch.Tensor], torch.Tensor]
-"""What becomes of a share's log-probabilities (N,) on the last stage: its loss."""
+"""Computes the loss of a share from its log-probabilities (N,), on the last stage."""
 
 
 class MegatronBackend(Member):
-    """Trains with Megatron-core; see the module."""
+    """A `Backend` that trains with Megatron-core; see the module."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         sizes = _check(spec, ranks)
@@ -188,7 +188,8 @@ class MegatronBackend(Member):
 
     @collective
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
-        """Add gradients. Raises: CallerError: loss or gradients are not finite, and are spoilt."""
+        """Add gradients. Raises: CallerError: loss or gradients are not finite; the gradients are
+        spoilt."""
         training = self._trained()
         packed = self._passes(loss_batch(args, self.vocab_size), only_used=True)
         losses: list[torch.Tensor] = []
@@ -224,7 +225,7 @@ class MegatronBackend(Member):
 
     @collective
     def optim_step(self, args: OptimStep) -> OptimStepResult:
-        """Take a step. Raises: CallerError, with nothing changed."""
+        """Take a step. Raises: CallerError: the step cannot be taken; nothing has changed."""
         training = self._trained()
         check_adam(args.adam)
         square = self._gradients.squared(self._owned)
@@ -245,8 +246,8 @@ class MegatronBackend(Member):
         )
 
     def weights_changed(self) -> None:
-        """Make masters of weights that came without any: a version's, a checkpoint's. Nothing else
-        is derived from the weights."""
+        """Make masters of weights that came without any, as those of a version or a checkpoint.
+        Nothing else is derived from the weights."""
         with torch.no_grad():
             self._masters.fill()
 
@@ -257,7 +258,8 @@ class MegatronBackend(Member):
         self._group.close()
 
     def _join_parallel_groups(self, spec: DeploymentSpec) -> None:
-        """Make Megatron's groups, in its order: tp, cp, ep, dp, pp, as `layouts` numbers ranks."""
+        """Make Megatron's groups, in its order tp, cp, ep, dp, pp, which is how `layouts` numbers
+        ranks."""
         layout = spec.layout
         parallel_state.initialize_model_parallel(
             layout.tp,
@@ -299,7 +301,7 @@ class MegatronBackend(Member):
                 accumulate(parameter, self._tensors.view(place, parameter.shape))
 
     def _fill(self, model: PreTrainedModel) -> None:
-        """Fill weights and masters with a model's."""
+        """Fill weights and masters from a model."""
         training = self._layout.training
         regions = [self._layout.weights]
         if training is not None and training.masters is not None:
@@ -318,7 +320,7 @@ class MegatronBackend(Member):
                 view.copy_(drawn[name].detach()[inside])
 
     def _run(self, packed: Sequence[Pass], finish: Finish, *, is_training: bool) -> None:
-        """Run passes through the pipeline, forward, and backward where it trains. Collective among
+        """Run passes through the pipeline, forward and, if it trains, backward. Collective among
         the ranks of a replica."""
         if not packed:
             return
@@ -353,7 +355,8 @@ class MegatronBackend(Member):
         return own
 
     def _add_up_shares(self, values: torch.Tensor) -> None:
-        """Add up, in host memory, what the context-parallel ranks have. Collective among them."""
+        """Add up, in host memory, the values of the context-parallel ranks. Collective among
+        them."""
         if self._place.layout.cp > 1:
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
 
@@ -364,7 +367,7 @@ class MegatronBackend(Member):
 
 
 def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
-    """The sizes of a model that can be trained in a layout. Raises: CallerError: it cannot."""
+    """The sizes of a model that can be trained in a layout. Raises: CallerError: it cannot be."""
     check_layout(spec, ranks)
     config = model_config(spec.model)
     sizes = sizes_of(config)
@@ -374,7 +377,10 @@ def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
 
 
 def _check_positions(config: PreTrainedConfig) -> None:
-    """Raises: CallerError: attention to a window, or angles that are more than frequencies."""
+    """Check that the model's positions are supported.
+
+    Raises: CallerError: attention to a window, or angles that are more than frequencies.
+    """
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default")
     for field, what, is_odd in (

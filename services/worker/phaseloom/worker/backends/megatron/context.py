@@ -28,7 +28,7 @@ class Share:
     tokens_BT: Ints
     positions_BT: Ints
     visible_BTS: npt.NDArray[np.bool_] | None
-    """Mask of what each column sees; None: plain causal attention."""
+    """The mask of the columns that each column sees; None: plain causal attention."""
     index_N: Ints
     source_N: Ints
     targets_N: Ints
@@ -74,7 +74,8 @@ def share_of(packed: Pass, cp: int, rank: int, tp: int = 1) -> Share:
 
 
 def columns(length: int, cp: int, rank: int) -> Ints:
-    """A rank's columns of rows whose length is a multiple of 2 · cp; all of them where cp is 1."""
+    """The columns of a rank, of rows whose length is a multiple of 2 · cp; all columns where cp is
+    1."""
     if cp == 1:
         return np.arange(length)
     chunks = np.arange(length).reshape(2 * cp, -1)

@@ -1,4 +1,4 @@
-"""Megatron-core where there is no GPU, or no Transformer Engine: it counts on them in a few places.
+"""Adaptation of Megatron-core to machines without a GPU or Transformer Engine, which it counts on.
 
 Its pipeline's schedule counts on a tensor on `cuda`; stages, experts and sequence-parallel layers
 receive into memory of the current CUDA device; its router moves weights there, and its dispatcher
@@ -24,7 +24,7 @@ _FACTORIES: Final = frozenset({"empty", "ones", "tensor", "zeros"})
 
 
 class _Stream:
-    """A stream that is never behind: the only one there is."""
+    """A stream that is never behind; it is the only one."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
@@ -36,14 +36,14 @@ class _Stream:
         return self
 
     def synchronize(self) -> None:
-        """Nothing: whatever was asked for is done."""
+        """Do nothing: all work that was asked for is done."""
 
     def wait_stream(self, other: _Stream) -> None:
-        """Nothing, likewise."""
+        """Do nothing: all work of the other stream is done."""
 
 
 class _TorchOnCpu:
-    """torch, but what is made or asked of `cuda` is of the processor."""
+    """torch, where everything made on or asked of `cuda` is of the processor."""
 
     cuda = SimpleNamespace(
         current_device=lambda: _CPU,
@@ -66,7 +66,8 @@ class _TorchOnCpu:
 
 
 class _NoRandomStates(random.CudaRNGStatesTracker):  # type: ignore[misc]
-    """Of the random states that sequence-parallel layers draw dropout from: none."""
+    """A stand-in for the random states that sequence-parallel layers draw dropout from; there are
+    none."""
 
     def fork(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         return nullcontext()
@@ -96,5 +97,5 @@ def use(device: torch.device) -> None:
 
 
 def _in_host_memory(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The tensor, which is there already."""
+    """The tensor itself, which is in host memory already."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -1,9 +1,9 @@
-"""Gradients in the heap: what each rank adds, and what is added up over ranks.
+"""Gradients in the heap: the parts that each rank adds, and their sums over ranks.
 
 Between two operations the gradients of a slice are the same on every rank that holds it, so that
 any of them may be sealed or saved. An operation begins by dropping all but one rank's (`begin`);
 each rank then adds its own, in float32, and the ranks' are added up (`reduce`). So no second buffer
-is needed, and what was there before counts once.
+is needed, and gradients from before count once.
 
 Different ranks add different parts of a gradient where a slice is
 
@@ -42,14 +42,15 @@ _PARTLY_SEEN = (
     "layernorm.weight",
     "mlp.gate.weight",
 )
-"""How the names end of what all tensor-parallel ranks hold and none sees the whole input of."""
+"""The ends of the names of parameters that all tensor-parallel ranks hold and whose whole input
+none sees."""
 _KEYS_AND_VALUES = tuple(
     f"self_attn.{name}_proj.{of}" for name in "kv" for of in ("weight", "bias")
 )
 
 
 def accumulate(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Have the backward pass add a parameter's gradient here, and keep none elsewhere."""
+    """Have the backward pass add a parameter's gradient to this tensor, and keep none elsewhere."""
 
     def add(done: torch.Tensor) -> None:
         assert done.grad is not None
@@ -70,7 +71,8 @@ class Gradients:
         flat: torch.Tensor,
         views: Mapping[str, torch.Tensor],
     ) -> None:
-        """Args: flat: the region that all the views are of, those of experts behind all others."""
+        """Args: flat: the region that all the views are of; the views of experts are behind all
+        others."""
         self._sizes, self._place = sizes, place
         of_experts = [view.data_ptr() for name, view in views.items() if is_of_expert(name)]
         num_bytes = min(of_experts) - flat.data_ptr() if of_experts else 0
@@ -97,7 +99,7 @@ class Gradients:
             self._embedding.zero_()
 
     def reduce(self) -> None:
-        """Add up what the ranks have. Collective."""
+        """Add up the gradients of the ranks. Collective."""
         if self._partly_seen:
             joined = torch.cat([gradient.flatten() for gradient in self._partly_seen])
             dist.all_reduce(joined, group=parallel_state.get_tensor_model_parallel_group())

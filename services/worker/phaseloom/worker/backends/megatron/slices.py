@@ -46,7 +46,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model's parameters and their shapes follow from."""
+    """The sizes that determine a model's parameters and their shapes."""
 
     num_layers: int
     hidden: int
@@ -54,14 +54,14 @@ class Sizes:
     heads: int
     kv_heads: int
     head: int
-    """Dimensions of a head."""
+    """The dimensions of a head."""
     vocab: int
     is_tied: bool
     """Whether the head is the embedding."""
     has_qkv_bias: bool
     has_qk_norm: bool
     experts: Experts | None = None
-    """None: an MLP in each layer."""
+    """The experts; None: each layer has an MLP."""
 
     def groups(self, tp: int) -> int:
         """Key-value heads of all ranks together: as many as there are ranks, or more."""
@@ -72,7 +72,8 @@ class Sizes:
 
 
 def sizes_of(config: Any) -> Sizes:
-    """The sizes of a model. Raises: CallerError: one that this backend cannot do, and the field."""
+    """The sizes of a model. Raises: CallerError: this backend does not support it; names the
+    field."""
     known = CAPABILITIES["megatron"].model_types
     if config.model_type not in known:
         raise _unsupported(
@@ -103,7 +104,8 @@ def sizes_of(config: Any) -> Sizes:
 
 
 def _experts_of(config: Any) -> Experts:
-    """Raises: CallerError: some layers have no experts."""
+    """The experts of a model; None: it has none. Raises: CallerError: some layers have no
+    experts."""
     usual: Any
     for name, usual in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         value = getattr(config, name, usual)
@@ -118,7 +120,8 @@ def _experts_of(config: Any) -> Experts:
 
 
 def check_sizes(sizes: Sizes, layout: Layout) -> None:
-    """Raises: CallerError: FAILED_PRECONDITION: the layout does not split the model evenly."""
+    """Check that a layout splits a model evenly. Raises: CallerError: FAILED_PRECONDITION: it does
+    not."""
     tp, pp = layout.tp, layout.pp
     _check_experts(sizes.experts, layout)
     for what, size in (
@@ -145,7 +148,8 @@ def check_sizes(sizes: Sizes, layout: Layout) -> None:
 
 
 def _check_experts(experts: Experts | None, layout: Layout) -> None:
-    """Raises: CallerError: FAILED_PRECONDITION: the layout does not spread the experts."""
+    """Check that a layout spreads the experts. Raises: CallerError: FAILED_PRECONDITION: it does
+    not."""
     if experts is None:
         if layout.ep > 1:
             raise _uneven("a model without experts cannot be spread over ep", "layout.ep")
@@ -155,7 +159,8 @@ def _check_experts(experts: Experts | None, layout: Layout) -> None:
 
 
 def _check_run(num_elements: int, field: str) -> None:
-    """Raises: CallerError: slices of so many elements, one behind the other, are not aligned."""
+    """Check that slices of so many elements, one behind the other, are aligned. Raises:
+    CallerError: they are not."""
     if num_elements * _SMALLEST_ITEM_BYTES % ALIGNMENT_BYTES:
         raise _unsupported(
             f"slices of {num_elements} elements one behind the other",
@@ -247,7 +252,7 @@ def is_of_expert(name: str) -> bool:
 def _expert_parameters(
     experts: Experts, hidden: int, place: Place, own: str, mlp: str
 ) -> dict[str, dict[str, Shard]]:
-    """Those of a layer's experts that the rank has: whole ones."""
+    """The parameters of a layer's experts that the rank has, each expert whole."""
     first, into = _whole([experts.intermediate, hidden]), _whole([hidden, experts.intermediate])
     found: dict[str, dict[str, Shard]] = {}
     for local, expert in enumerate(_even(experts.num, place.at.ep, place.layout.ep)):
@@ -275,7 +280,7 @@ def key_value_heads(sizes: Sizes, place: Place) -> range:
 
 
 def _head_rows(sizes: Sizes, place: Place) -> list[tuple[str, int, range]]:
-    """For queries, keys, values: their letter, all heads, the rows of the rank's heads."""
+    """For queries, keys and values: their letter, all heads, and the rows of the rank's heads."""
     own, held = _even(sizes.heads, place.at.tp, place.layout.tp), key_value_heads(sizes, place)
 
     def rows(heads: range) -> range:

@@ -120,7 +120,7 @@ class Stage(GPTModel):  # type: ignore[misc]
     def __init__(
         self, config: TransformerConfig, sizes: Sizes, place: Place, frequencies: torch.Tensor
     ) -> None:
-        """Args: frequencies: (D/2,) of the rotary embedding."""
+        """Args: frequencies: (D/2,) frequencies of the rotary embedding."""
         super().__init__(
             config,
             _layers(sizes, sizes.num_layers // place.layout.pp),
@@ -138,12 +138,12 @@ class Stage(GPTModel):  # type: ignore[misc]
         self._num_ids = len(token_ids(sizes, place))
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Nothing: the weights of a tied embedding come from elsewhere, and so do its gradients'
-        sums (`gradients`)."""
+        """Do nothing: the weights of a tied embedding are views of the heap, and `gradients` sums
+        its gradients."""
 
     def forward(self, share: Share) -> torch.Tensor:
-        """The last stage: (N,) log-probabilities of the targets. Any other: (T / tp, B, H) what the
-        next stage takes."""
+        """The last stage: the log-probabilities (N,) of the targets. Any other: (T / tp, B, H), the
+        input of the next stage."""
         hidden_TBH: Any = None
         if self.pre_process:
             hidden_TBH = self.embedding(self._here(share.tokens_BT), None)
@@ -205,7 +205,7 @@ def _expert_settings(experts: Experts | None, layout: Layout) -> dict[str, Any]:
 def transformer_config(
     sizes: Sizes, layout: Layout, epsilon: float, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Megatron's config of a model. Args: epsilon: of the norms."""
+    """Megatron's config of a model. Args: epsilon: the epsilon of the norms."""
     return TransformerConfig(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden,

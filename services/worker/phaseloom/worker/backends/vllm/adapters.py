@@ -1,8 +1,8 @@
-"""An adapter's place in vLLM's layers, each of which may be several of the model's in one.
+"""The place of an adapter in vLLM's layers, each of which may be several layers of the model.
 
 vLLM's own adapters lie in memory that it fills from files, in forms of its own. Here A and B are
-slices of the tensors that files name, in the heap: of a layer whose outputs are spread over ranks
-the rows of B, of one whose inputs are the columns of A. What the ranks add up is added up with it.
+slices of the tensors that files name, in the heap: for a layer whose outputs are spread over ranks
+the rows of B, for one whose inputs are spread the columns of A. The ranks' sums include them.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from phaseloom.worker.backends.vllm.loader import Placement, Shapes
 
 @dataclass(frozen=True)
 class Part:
-    """One of the model's layers, as this rank has it."""
+    """The part of one of the model's layers that this rank has."""
 
     weight: str
-    """Name of the parameter of vLLM's model that has its weight."""
+    """The name of the parameter of vLLM's model that has its weight."""
     rows: slice
-    """Its outputs, of those of vLLM's layer."""
+    """Its outputs among those of vLLM's layer."""
     a: str
     b: str
-    """The names of its matrices in files."""
+    """The name of its matrix B in files."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """What a layer of vLLM's adds to some of its outputs."""
+    """The part of an adapter that one of vLLM's layers adds to some of its outputs."""
 
     rows: slice
     matrices: Matrices
 
 
 def plan_adapter(spec: ModelSpec, base: Placement, shapes: Shapes) -> tuple[Layout, Sequence[Part]]:
-    """The heap of a rank that has this much of the base, and the layers that it is for.
+    """The heap of a rank for an adapter on its part of the base, and the layers that the adapter is
+    on.
 
-    Args: shapes: of the adapter's whole tensors.
+    Args: shapes: the shapes of the adapter's whole tensors.
     """
     slots = {slot.name: slot for slot in base.slots}
     shards: dict[str, Shard] = {}

@@ -72,14 +72,14 @@ from phaseloom.worker.backends.vllm.replica import Agreed, join
 from phaseloom.worker.state.devicememory import DeviceMemory, as_tensor, scratch_tensor
 
 _SEQUENCES = 8
-"""Sequences of full length that the KV cache has room for, where a deployment does not say."""
+"""The number of sequences of full length that the KV cache has room for by default."""
 _SPARE_POSITIONS = 2
-"""Positions beyond the model's that scoring needs: a sequence of full length is followed by its
+"""The positions beyond the model's that scoring needs: a sequence of full length is followed by its
 last target, and vLLM then draws one more token, which nobody reads."""
 
 
 class VllmBackend(InferenceBackend, Member):
-    """Generates and scores with vLLM; see the module."""
+    """A `Backend` that generates and scores with vLLM; see the module."""
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_spec(spec, ranks)
@@ -214,17 +214,19 @@ class VllmBackend(InferenceBackend, Member):
                 self._engine.salt = ""
 
     def close(self) -> None:
-        """Nothing: there is no process and no thread."""
+        """Do nothing: there is no process and no thread."""
 
     def _begin(self) -> None:
-        """Begin a call. Nothing of earlier ones is reused where operations neither share batches
-        nor have a prefix cache: the last bits of a result would depend on what was computed
-        before."""
+        """Begin a call.
+
+        Nothing of earlier calls is reused where operations neither share batches nor have a prefix
+        cache: the last bits of a result would depend on earlier work.
+        """
         if not self._keeps_prompts:
             self._engine.forget_prompts()
 
     def _score(self, batch: Seq[Datum]) -> list[Float32s]:
-        """Log-probabilities of each datum's targets, which are its tokens shifted by one."""
+        """The log-probabilities of each datum's targets, which are its tokens shifted by one."""
         for i, datum in enumerate(batch):
             tokens = [*int32s(datum.tokens), int32s(datum.targets)[-1]]
             self._engine.add(Request(f"{i}", tokens, max_tokens=1, scores_prompt=True))
@@ -238,14 +240,14 @@ class VllmBackend(InferenceBackend, Member):
 
 @dataclass(frozen=True)
 class _Planned:
-    """A rank's memory."""
+    """The memory of a rank."""
 
     shapes: Mapping[str, Seq[int]]
-    """Of the weights that vLLM's model has, whole."""
+    """The shapes of the whole weights of vLLM's model."""
     weights: Placement
-    """Where these lie: in the heap, or where an adapter's base does."""
+    """The places of these weights: in the heap, or in the base of an adapter."""
     adapter: AdapterLayout | None
-    """What the heap has if there is one."""
+    """The layout of the adapter in the heap; None: there is no adapter."""
     parts: Seq[Part] = ()
 
     @property
@@ -279,35 +281,35 @@ class _Row:
 
     request: int
     prompt: int
-    """Its prompt's place in the request."""
+    """The place of its prompt in the request."""
     sample: int
     text: StopText | None
-    """None: no string stops it."""
+    """The finder of its stop strings; None: it has none."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_tokens: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
     num_told: int = 0
-    """Tokens that were told while it is decoded."""
+    """The number of its tokens that were reported while it is decoded."""
 
 
 @dataclass
 class _Request:
     args: Generate
     rows: list[_Row]
-    """Rows in the order of prompts and samples."""
+    """The rows in the order of prompts and samples."""
     num_total: int
-    """New tokens that its samples may get, at most."""
+    """The most new tokens of its samples."""
     num_prompt_top: int
     """The number of likeliest tokens that are answered for each token of its prompts."""
     num_done: int = 0
     scored: dict[int, Scored] = field(default_factory=dict)
-    """Log-probabilities of its prompts, each but for its first token, by the prompt's place."""
+    """The log-probabilities of each prompt without its first token, by the prompt's place."""
 
     @property
     def is_scored(self) -> bool:
-        """Whether nothing is missing of what was asked about the prompts."""
+        """Whether all that was asked about the prompts is there."""
         return len(self.scored) == len(self.args.prompts) * self.args.prompt_logprobs
 
     def result(self) -> GenerateResult:
@@ -355,7 +357,7 @@ def _sequence(row: _Row) -> Sequence:
 
 
 def _generated(prompt: Prompt) -> Seq[int]:
-    """The tokens of a prompt that are an earlier answer's."""
+    """The tokens of a prompt that come from an earlier answer."""
     tokens = int32s(prompt.tokens)
     return tokens[len(tokens) - prompt.num_generated :]
 
@@ -376,7 +378,7 @@ class _Call:
         self._stop_text = stop_text
         self._requests: list[_Request] = []
         self._live: dict[int, set[str]] = {}
-        """Names of the rows that are not done, of each request that has some."""
+        """The names of the rows that are not done, for each request that has some."""
         self._rows: dict[str, _Row] = {}
 
     @property
@@ -397,7 +399,7 @@ class _Call:
             self._watch.ended(i, GenerateResult([], []))
 
     def _begin(self, row: _Row, args: Generate, stops: list[int]) -> int:
-        """Have vLLM decode a row. Returns: the new tokens that it may get, at most."""
+        """Have vLLM decode a row. Returns: the most new tokens that it may get."""
         prompt, sampling = args.prompts[row.prompt], args.sampling
         tokens, start = [*int32s(prompt.tokens)], prompt.num_generated
         draw = None
@@ -426,7 +428,8 @@ class _Call:
         return min(args.prompt_top_logprobs, self._vocab_size)
 
     def step(self) -> None:
-        """Add a token to each row that is in the batch; end what is done or not wanted any more."""
+        """Add a token to each row that is in the batch, and end the requests that are done or not
+        wanted any more."""
         for i in list(self._live):
             if self._watch.is_cancelled(i):
                 self._drop(i)
@@ -453,7 +456,7 @@ class _Call:
                 self._end(i)
 
     def abort(self) -> None:
-        """Drop whatever is still being decoded."""
+        """Drop the rows that are still being decoded."""
         for i in list(self._live):
             self._drop(i)
 
@@ -477,19 +480,20 @@ class _Call:
             self._engine.abort([step.name])
 
     def _end(self, i: int) -> None:
-        """Hand over a request's result, behind the tokens that were not told yet."""
+        """Report a request's result, after the tokens that were not reported yet."""
         request = self._requests[i]
         if request.args.stream:
             self._watch.drawn(i, request.take_drawn())
         self._watch.ended(i, request.result())
 
     def _drop(self, i: int) -> None:
-        """Have vLLM decode a request's rows no further."""
+        """Have vLLM stop decoding a request's rows."""
         self._engine.abort(list(self._live.pop(i)))
 
 
 def settings_of(spec: DeploymentSpec) -> Settings:
-    """Settings of the engine of one of its ranks. Raises: CallerError: the model's config."""
+    """The settings of the engine of one rank. Raises: CallerError: the model's config is not
+    supported."""
     """Raises: CallerError: vLLM is not given models with experts yet."""
     if any(map(is_fused, parameter_shapes(replace(spec.model, adapter=None)))):
         raise CallerError(
@@ -520,7 +524,7 @@ def _check_divides(axis: str, size: int, number: int, what: str) -> None:
 
 
 def _kv_bytes(config: Any, dtype: str, layout: Layout) -> int:
-    """Bytes of the KV cache of one token, of all layers and heads of a rank."""
+    """The bytes of the KV cache for one token, over all layers and heads of a rank."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = max(1, heads // layout.tp)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -19,12 +19,12 @@ from phaseloom.worker.backends.rng import uniform, wrapped
 from phaseloom.worker.backends.shaping import Shaping, inverted, is_plain
 
 KEY: Final = "phaseloom"
-"""Name of a request's `Draw` in its `extra_args`."""
+"""The name of a request's `Draw` in its `extra_args`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one request's tokens are drawn."""
+    """The draws of one request's tokens."""
 
     seed: int
     sample: int
@@ -32,7 +32,7 @@ class Draw:
     prompt: list[int]
     """The prompt's tokens, without those generated earlier."""
     generated: list[int]
-    """Tokens of an earlier answer, behind which the request goes on."""
+    """The tokens of an earlier answer, which the request continues."""
 
 
 class _Row:
@@ -44,14 +44,17 @@ class _Row:
         self.output = output
         params = draw.params
         self.shaping: Shaping | None = None
-        """None: the temperature alone shapes the distribution."""
+        """The shaping of the distribution; None: only the temperature shapes it."""
         self._num_seen = 0
         if not is_plain(params):
             self.shaping = Shaping(params, [draw.prompt], [draw.generated], vocab_size)
 
     def catch_up(self) -> None:
-        """Note what was drawn since the last time. vLLM throws away what it samples behind a part
-        of a prompt, so its list tells, not what was drawn."""
+        """Note the tokens that came since the last time.
+
+        vLLM throws away tokens that it samples after a part of a prompt, so its list says what
+        counts.
+        """
         assert self.shaping is not None
         new = self.output[self._num_seen :]
         self.shaping.add([0] * len(new), new)

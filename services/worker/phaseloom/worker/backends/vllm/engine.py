@@ -46,27 +46,27 @@ from phaseloom.worker.backends.vllm.loader import (
 )
 
 MAX_ROWS = 256
-"""Sequences that are decoded at once, at most; others wait for a place in the batch."""
+"""The most sequences that are decoded at once; others wait for a place in the batch."""
 _BLOCK_TOKENS = 32
-"""Tokens of a block of the KV cache: prompts share whole blocks only."""
+"""The tokens of a block of the KV cache: prompts share whole blocks only."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One rank's engine."""
+    """The settings of one rank's engine."""
 
     config: dict[str, Any]
-    """The model's config, as transformers has it."""
+    """The model's config in the form of transformers."""
     dtype: str
-    """Of the weights, and of all that is computed."""
+    """The dtype of the weights, and of all computation."""
     kv_bytes: int
-    """Size of the KV cache."""
+    """The size of the KV cache in bytes."""
     num_positions: int
-    """Positions of a sequence, at most."""
+    """The most positions of a sequence."""
     tp: int = 1
-    """Ranks that each layer is spread over."""
+    """The number of ranks that each layer is spread over."""
     pp: int = 1
-    """Ranks that the layers are spread over."""
+    """The number of ranks that the layers are spread over."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,20 @@ class Request:
     max_tokens: int
     stop_token_ids: Sequence[int] = ()
     draw: Draw | None = None
-    """None: greedy."""
+    """The draws of its tokens; None: greedy."""
     num_top: int = 0
     """The number of likeliest tokens whose log-probabilities are wanted, beside the drawn one's."""
     scores_prompt: bool = False
     """Whether the log-probabilities of the prompt are wanted."""
     num_prompt_top: int = 0
-    """The number of likeliest tokens of each position of the prompt that are wanted beside them."""
+    """The number of likeliest tokens wanted at each position of the prompt, beside the prompt's
+    own."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities of tokens that follow one another, and of the likeliest ones in their
-    places, as far as these were asked for, place by place."""
+    """The log-probabilities of tokens that follow one another and, where asked for, of the
+    likeliest tokens at their places."""
 
     logprobs: Sequence[float]
     top_tokens: Sequence[int]
@@ -99,20 +100,22 @@ class Scored:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of the engine has added to one sequence."""
+    """The result of one step of the engine for one sequence."""
 
     name: str
     tokens: Sequence[int]
     scored: Scored
-    """Of the new tokens."""
+    """The log-probabilities of the new tokens."""
     stop_reason: str
     """`stop` or `length`; empty: the sequence goes on."""
     prompt: Scored | None = None
-    """Of the prompt's tokens but the first; in the first step, where asked for."""
+    """The log-probabilities of the prompt's tokens without the first; in the first step, where
+    asked for."""
 
 
 class _RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
-    """One worker, in this process, of ranks that others have started."""
+    """An executor of one worker, in this process, whose peers are ranks that others have
+    started."""
 
     supports_pp = True
 
@@ -145,7 +148,7 @@ class Engine:
         scratch memory. torch's process group is that of the replica's ranks.
 
         Args:   is_filled: whether the memory has the weights already, and is not written to.
-        Raises: CallerError: RESOURCE_EXHAUSTED, the KV cache is too small for one sequence.
+        Raises: CallerError: RESOURCE_EXHAUSTED: the KV cache is too small for one sequence.
         """
 
         def move_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -177,7 +180,10 @@ class Engine:
         self._added: AddedParts | None = None
 
     def _check_weights(self, memory: torch.Tensor) -> None:
-        """Raises: CallerError: vLLM has put weights elsewhere, as on CPUs those of experts."""
+        """Check that all weights lie in the memory.
+
+        Raises: CallerError: vLLM has put some elsewhere, as on CPUs those of experts.
+        """
         start = memory.data_ptr()
         for name, parameter in self._runner.model.named_parameters():
             if not start <= parameter.data_ptr() < start + memory.numel():
@@ -197,7 +203,7 @@ class Engine:
         return self._added.exchanged(parts)
 
     def _use_scratch(self, scratch: torch.Tensor) -> None:
-        """Make every layer's KV cache a view of this memory; vLLM's own allocation goes."""
+        """Make every layer's KV cache a view of this memory, and drop vLLM's own allocation."""
         context = self._engine.vllm_config.compilation_config.static_forward_context
         caches = [*self._runner.kv_caches, *(layer.kv_cache for layer in context.values())]
         for cache in {id(cache): cache for cache in caches}.values():
@@ -226,7 +232,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no sequence."""
+        """Whether the engine has no sequence."""
         return not self._internal
 
     def step(self) -> Iterator[Step]:
@@ -255,8 +261,8 @@ class Engine:
 
 
 def _scored(flat: Any, first: int = 0) -> Scored:
-    """vLLM's flat log-probabilities from this place on: in each place the token that is there comes
-    first, then the likeliest ones."""
+    """The log-probabilities in vLLM's flat lists from this place on: at each place the token that
+    is there comes first, then the likeliest ones."""
     places = [*zip(flat.start_indices, flat.end_indices, strict=True)][first:]
     top = [i for start, end in places for i in range(start + 1, end)]
     return Scored(
@@ -267,8 +273,8 @@ def _scored(flat: Any, first: int = 0) -> Scored:
 
 
 def plan(settings: Settings, shapes: Shapes) -> Placement:
-    """Where a rank's parameters will lie: from a model that has no memory. torch's process group is
-    that of the replica's ranks."""
+    """The places of a rank's parameters, from a model without memory. torch's process group is that
+    of the replica's ranks."""
     if settings.config["model_type"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise unsupported(f"{settings.config['model_type']} is no causal language model")
     # vLLM keeps rotary embeddings by their parameters: those of this model, which have no memory,
@@ -292,10 +298,10 @@ def plan(settings: Settings, shapes: Shapes) -> Placement:
 
 
 def _use_stages(runner: Any) -> None:
-    """Give all ranks of a pipeline the logits, as each draws the tokens itself.
+    """Give all ranks of a pipeline the logits, because each draws the tokens itself.
 
-    vLLM does so where its executor has a certain name, but not for prompts. It makes the memory
-    that a stage receives into during a warm-up, which there is none of on CPUs.
+    vLLM does so where its executor has a certain name, but not for prompts. It allocates the memory
+    that a stage receives into during a warm-up, which does not happen on CPUs.
     """
     runner.broadcast_pp_output = True
     stages = get_pp_group()
@@ -323,7 +329,7 @@ def _use_stages(runner: Any) -> None:
 
 @contextmanager
 def engine_args(settings: Settings) -> Iterator[EngineArgs]:
-    """Arguments for an engine; the directory that they name exists meanwhile."""
+    """The arguments of an engine; the directory that they name exists within the block."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings.config["model_type"]]
     with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
         Path(directory, "config.json").write_text(

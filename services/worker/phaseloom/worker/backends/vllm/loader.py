@@ -34,18 +34,21 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model's parameters lie in a rank's heap."""
+    """The places of a model's parameters in a rank's heap."""
 
     slots: list[TensorSlot]
-    """Tensors of the checkpoint, sorted by name; a slice where the rank has not all of one."""
+    """The tensors of the checkpoint, sorted by name; a slice where the rank does not have all of
+    one."""
     offsets: Mapping[str, int]
-    """Offset of each parameter of vLLM's model: parts of one may be several slots, and padding."""
+    """The offset of each parameter of vLLM's model. The parts of one may be several slots, and
+    padding."""
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """One copy that `load_weights` made: a view of a checkpoint tensor to a parameter's storage."""
+    """One copy that `load_weights` made, from a view of a checkpoint tensor to a parameter's
+    storage."""
 
     name: str
     view: torch.Tensor
@@ -53,10 +56,11 @@ class _Copy:
 
 
 class _Traced(torch.Tensor):
-    """A checkpoint tensor without content: views of it are followed, copies out of it are noted."""
+    """A checkpoint tensor without content: its views are followed, and copies out of it are
+    noted."""
 
     of: str
-    """Name of the checkpoint tensor that this is a view of."""
+    """The name of the checkpoint tensor that this is a view of."""
     meta: torch.Tensor
     """The same view of a tensor on the `meta` device."""
     copies: list[_Copy]
@@ -106,12 +110,12 @@ class _Traced(torch.Tensor):
 
 
 def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
-    """Where the parameters of a model of vLLM's lie in a heap, and which slices they are.
+    """The places of the parameters of one of vLLM's models in a heap, and the slices that they are.
 
-    Works on a model on the `meta` device too. No parameter's content is touched, but padding.
+    Works on a model on the `meta` device too. No parameter's content is touched, except padding.
 
-    Args:   shapes: of the whole checkpoint tensors.
-    Raises: CallerError: FAILED_PRECONDITION, the model does more with its weights than copy them.
+    Args:   shapes: the shapes of the whole checkpoint tensors.
+    Raises: CallerError: FAILED_PRECONDITION: the model does more with its weights than copy them.
     """
     parameters = dict(sorted(model.named_parameters()))
     offsets, end = {}, 0
@@ -137,7 +141,7 @@ def place(model: nn.Module, shapes: Shapes, dtype: torch.dtype) -> Placement:
 def trace(model: Any, shapes: Shapes, dtype: torch.dtype) -> list[_Copy]:
     """The copies that the model makes when it loads a checkpoint of these tensors.
 
-    Raises: CallerError: FAILED_PRECONDITION, it cannot load them.
+    Raises: CallerError: FAILED_PRECONDITION: the model cannot load them.
     """
     copies: list[_Copy] = []
     device = next(model.parameters()).device
@@ -167,7 +171,8 @@ def _slot(copied: _Copy, shape: Sequence[int], offset: int) -> TensorSlot:
 
 
 def _start(view: torch.Tensor, shape: Sequence[int]) -> list[int]:
-    """Index in the whole tensor of a view's first element. Raises: CallerError: it is no slice."""
+    """The index, in the whole tensor, of a view's first element. Raises: CallerError: it is no
+    slice."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if view.dim() != len(shape) or any(
         size > 1 and have != want
@@ -201,24 +206,25 @@ def unsupported(why: str) -> CallerError:
 
 Place = Callable[[nn.Module, torch.dtype], None]
 _place: Place | None = None
-"""How the next model's parameters get into a heap: vLLM makes the loader, and tells it nothing."""
+"""Places the parameters of the next model in a heap. It is a global because vLLM makes the loader,
+and passes it nothing."""
 
 
 def load_into(place_parameters: Place | None) -> None:
-    """Set how the loader places a model's parameters. None: nobody may load a model."""
+    """Set how the loader places a model's parameters; None: no model may be loaded."""
     global _place  # noqa: PLW0603
     _place = place_parameters
 
 
 @register_model_loader(LOAD_FORMAT)
 class HeapLoader(BaseModelLoader):  # type: ignore[misc]
-    """Makes each parameter of a model a view of the heap, whose content is somebody else's."""
+    """A loader that makes each parameter of a model a view of the heap, and writes no content."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Nothing: there are no files."""
+        """Do nothing: there are no files."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         assert _place is not None, "`load_into` comes first"
@@ -230,7 +236,7 @@ class HeapLoader(BaseModelLoader):  # type: ignore[misc]
 def move(model: nn.Module, placement: Placement, memory: torch.Tensor, *, is_filled: bool) -> None:
     """Make each parameter a view of `memory`, uint8, which has the placement's size or more.
 
-    Args: is_filled: whether it has its content, and may not be written to.
+    Args: is_filled: whether the memory has its content, and may not be written to.
     """
     for name, parameter in model.named_parameters():
         num_bytes = parameter.numel() * parameter.element_size()

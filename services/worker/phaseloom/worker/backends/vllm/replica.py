@@ -1,9 +1,9 @@
 """The ranks that hold one copy of the model together, by tensor and pipeline parallelism.
 
 Each has an engine of its own that schedules the same requests and so takes the same steps, with
-vLLM's collectives within each. What only one rank hears of, that a request joins or is cancelled,
-goes from the replica's first rank to the others once in every step (`Agreed`), so that all know it
-before the same step.
+vLLM's collectives within each. News that only the replica's first rank has, that a request joins or
+is cancelled, goes to the others once in every step (`Agreed`), so that all know it before the same
+step.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Replica:
 
     layout: Layout
     rank: int
-    """Place in the replica."""
+    """The rank's place in the replica."""
 
     @property
     def size(self) -> int:
         return self.layout.tp * self.layout.pp
 
     def gathered(self, own: Holding) -> list[Holding]:
-        """What each rank of the replica holds, in their order. Collective."""
+        """The holdings of the ranks of the replica, in their order. Collective."""
         held = [own] * self.size
         if self.size > 1:
             dist.all_gather_object(held, own)
         return held
 
     def spread(self, held: Sequence[Holding]) -> list[Holding]:
-        """What each rank of the deployment holds: all replicas hold the same.
+        """The holdings of all ranks of the deployment: all replicas hold the same.
 
-        Args: held: by the ranks of one replica.
+        Args: held: the holdings of the ranks of one replica.
         """
         return [held[_place(rank, self.layout)] for rank in range(self.layout.num_ranks)]
 
@@ -88,17 +88,17 @@ def join(layout: Layout, ranks: RankGroup) -> Replica:
 
 
 class _Told(msgspec.Struct):
-    """What all ranks of a replica are to know before the next step."""
+    """The news that all ranks of a replica must have before the next step."""
 
     joined: list[Generate]
     cancelled: list[int]
-    """Places of the requests that nobody wants any more."""
+    """The places of the requests that nobody wants any more."""
     stopped: list[int]
-    """Places of those that end with the tokens they have."""
+    """The places of the requests that end with the tokens they have."""
 
 
 class Agreed:
-    """The `Watch` of the replica's first rank, as all of its ranks see it in the same step."""
+    """The `Watch` of the replica's first rank, which all of its ranks see in the same step."""
 
     def __init__(self, watch: Watch, replica: Replica, num_requests: int) -> None:
         self._watch = watch
@@ -108,7 +108,7 @@ class Agreed:
         self._stopped: set[int] = set()
 
     def joined(self) -> Sequence[Generate]:
-        """Take the requests that came, and learn what else is new. Collective, once in a step."""
+        """Take the requests that came, and all other news. Collective, once in a step."""
         message = b""
         if self._replica.rank == 0:
             news = _Told(
@@ -131,7 +131,7 @@ class Agreed:
         return [i for i in range(self._num_requests) if i not in known and asked(i)]
 
     def adapter(self, i: int) -> None:
-        """None: all are generated with the deployment's own weights."""
+        """None: all requests are generated with the deployment's own weights."""
 
     def is_cancelled(self, i: int) -> bool:
         return i in self._cancelled
@@ -159,6 +159,6 @@ class Agreed:
             self._watch.ended(i, result)
 
     def _is_known(self, i: int) -> bool:
-        """Whether this rank's watch knows the request: the others hear of those that joined from
-        the first rank only."""
+        """Whether this rank's watch knows the request. Ranks other than the first hear of joining
+        requests from the first only."""
         return self._replica.rank == 0 or i < self._num_first

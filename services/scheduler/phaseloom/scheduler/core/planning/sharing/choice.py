@@ -180,7 +180,7 @@ def _shift(asked: _Asked, site: Site) -> tuple[int, float]:
     demand = RING.demand(asked.member.cycle)
     origin = int(asked.cluster.now_s)
     members = list(site.group.members.values())
-    shift = RING.find_shift(members, site.nodes, demand, origin, int(ALPHA * demand.period))
+    shift = RING.find_shift(members, site.nodes, demand, origin, int(ALPHA * RING.period(demand)))
     if shift is not None:
         return shift, 0.0
     return 0, round(RING.overlap_share(members, site.nodes, demand, origin), 3)
