@@ -60,12 +60,13 @@ class Deployment:
 
         Args: sampling: how to sample, and what ends a continuation: token ids, and `stop_strings`
                   where the deployment's model is registered or has its `token_texts`.
-              prompt_logprobs: whether to answer the prompts' own log-probabilities too.
-              prompt_top_logprobs: of how many likeliest tokens at each position of the prompts,
-                  beside their own.
-              stream: whether the handle's `stream()` shall give tokens while they are drawn.
-              weights: to draw with in place of the deployment's own: a `publish_weights` of this
-                  tenant, awaited where it is another job's, or the name of a version or checkpoint.
+              prompt_logprobs: whether the result has the prompts' own log-probabilities, too.
+              prompt_top_logprobs: the number of likeliest tokens in the result at each position of
+                  the prompts, beside the prompts' own.
+              stream: whether the handle's `stream()` gives tokens while they are drawn.
+              weights: what to draw with in place of the deployment's own weights: a
+                  `publish_weights` of this tenant, awaited where it is another job's, or the name
+                  of a version or checkpoint.
                   Those of an adapter need a deployment with an adapter and `max_adapters`.
         """
         named, after = self._named(weights, after)
