@@ -293,27 +293,27 @@ async def test_deployments_read_all_weights_by_their_names_and_keep_their_own(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_adapter", [True, False], ids=["adapter", "all weights"])
 async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_not_found(
-    short_dir: Path, tmp_path: Path
+    short_dir: Path, tmp_path: Path, is_adapter: bool
 ) -> None:
-    """Overwritten and deleted under operations that name it: on one rank, and over two, of which
-    none may draw with other weights than the other."""
+    """Overwritten and deleted under operations that name it: on one rank, and over two on one node
+    and on two, of which none may draw with other weights than the other."""
     directory = await asyncio.to_thread(
         save_model, tmp_path / "model", max_position_embeddings=2048
     )
-    nodes = [
-        NodeConfig("rollout-0", "rollout", [16 * MIB] * 2),
-        NodeConfig("train-0", "train", [16 * MIB]),
-    ]
+    nodes = [NodeConfig(f"rollout-{number}", "rollout", [16 * MIB] * 2) for number in range(2)]
+    nodes.append(NodeConfig("train-0", "train", [16 * MIB]))
     config = MeshConfig(nodes=nodes, models={"tiny": str(directory)})
     async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
-        first = await connection.submit_job("first", [policy(4)])
-        alone = replace(sampler(4), max_adapters=1)
-        pair = replace(sampler(4, "pair"), max_adapters=1, layout=Layout(dp=2))
-        job = await connection.submit_job("shared", [alone, pair])
-        samplers = [job.deployment("sampler"), job.deployment("pair")]
-        trainer = first.deployment("policy")
-        moving = NamedWeights("policy", job="first", checkpoint="moving")
+        own = model(4) if is_adapter else WHOLE
+        first = await connection.submit_job("first", [replace(policy(4), model=own)])
+        alone = replace(sampler(4), model=own, max_adapters=int(is_adapter))
+        pair = replace(alone, name="pair", layout=Layout(dp=2))
+        spread = replace(pair, name="spread", num_nodes=2)
+        job = await connection.submit_job("shared", [alone, pair, spread])
+        samplers = [job.deployment(each.name) for each in (alone, pair, spread)]
+        trainer, moving = first.deployment("policy"), replace(KEPT, checkpoint="moving")
 
         def draw(sampling: client.Deployment) -> client.OperationHandle[client.GenerateResult]:
             return sampling.generate(PROMPTS, SAMPLING, weights=moving)
@@ -324,7 +324,7 @@ async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_
             await trainer.save_state(f"kept-{number}")
             await trainer.save_state("moving", overwrite=True)
             drawn = [tokens(await draw(sampling)) for sampling in samplers]
-            assert drawn[0] == drawn[1]
+            assert drawn == [drawn[0]] * 3
             expected.append(drawn[0])
         assert expected[0] != expected[1]
 
@@ -349,7 +349,7 @@ async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_
             break
         deleted = trainer.delete_checkpoint("moving")
         outcomes = await asyncio.gather(
-            *(draw(samplers[turn % 2]) for turn in range(8)), return_exceptions=True
+            *(draw(samplers[turn % 3]) for turn in range(9)), return_exceptions=True
         )
         await deleted
         assert tokens(await begun) == long
