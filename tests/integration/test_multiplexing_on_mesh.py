@@ -16,10 +16,17 @@ from phaseloom.client import Datum, Prompt, SamplingParams
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import AdjustClaims, Command
-from phaseloom.common.contract.events import ClaimsAdjusted, OperationFinished, WpgLost
+from phaseloom.common.contract.events import (
+    ClaimsAdjusted,
+    OperationFinished,
+    SchedulerConfigured,
+    WpgLost,
+)
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Residency
+from phaseloom.common.process.slowdowns import read
 from phaseloom.common.transport.bus import Bus
+from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
 from tests.support.jobs import Log, Reports, no_barrier, rank_pid, running_mesh, short, tenant
 from tests.support.processes import without_torch
 
@@ -38,7 +45,13 @@ def one_device(multiplexing: str = "greedy") -> MeshConfig:
         exclusive_residency=Residency.SHARED,
     )
     # Nothing is kept for the job that ran last: what is queued begins.
-    return MeshConfig(nodes=[node], multiplexing=multiplexing, seal_every=0, idle_grace_s=0.0)
+    return MeshConfig(
+        nodes=[node],
+        multiplexing=multiplexing,
+        slowdowns=str(TWO_CORES_TABLE),
+        seal_every=0,
+        idle_grace_s=0.0,
+    )
 
 
 def noops(train_s: float) -> list[client.DeploymentSpec]:
@@ -81,6 +94,9 @@ async def test_a_rollout_runs_beside_training_and_a_kill_between_loses_nothing(
             policy, sampler = a.deployment("policy"), b.deployment("sampler")
             await policy.forward(BATCH)
             await sampler.generate(PROMPTS, SamplingParams(4))
+            # The scheduler may know of an end later than the caller does.
+            await log.until_finished("a.policy.1")
+            await log.until_finished("b.sampler.1")
             trained = policy.forward_backward(BATCH, "cross_entropy")
             await log.until_queued("a.policy.2")
             await sampler.generate(PROMPTS, SamplingParams(4))
@@ -88,6 +104,11 @@ async def test_a_rollout_runs_beside_training_and_a_kill_between_loses_nothing(
             adjusted = await log.until(lambda event: isinstance(event, ClaimsAdjusted))
             assert isinstance(adjusted, ClaimsAdjusted)
             assert str(adjusted.deployment) == "demo.a.policy"
+            await log.until_finished("a.policy.2")
+            await log.until_finished("b.sampler.2")
+            in_order = ends(log)
+            # A boundary is enough: the rollout has not waited for the training's end.
+            assert in_order.index("b.sampler.2") < in_order.index("a.policy.2")
 
             again = policy.forward_backward(BATCH, "cross_entropy")
             await log.until_queued("a.policy.3")
@@ -104,6 +125,8 @@ async def test_a_rollout_runs_beside_training_and_a_kill_between_loses_nothing(
             assert [str(e.deployment) for e in lost] == ["demo.a.policy"]
             assert len([e for e in log.events if isinstance(e, ClaimsAdjusted)]) == 1
             assert log.failures() == []
+            (configured,) = [e for e in log.events if isinstance(e, SchedulerConfigured)]
+            assert configured.config.slowdowns == read(TWO_CORES_TABLE)
             await a.finish()
             await b.finish()
 

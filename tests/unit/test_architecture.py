@@ -265,7 +265,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("core", "validate"),
     ],
     "phaseloom.scheduler.core.planning": [
-        ("nodes", "timeline"),
+        ("chains", "nodes", "timeline"),
         ("weave",),
         ("groups",),
         ("admission",),
@@ -273,6 +273,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
     ],
     "phaseloom.scheduler.core.policies": [
         ("device_view", "sharing_view"),
+        ("pairing",),
         ("multiplexing", "ordering", "placement"),
         ("baselines",),
         ("registry",),
@@ -303,7 +304,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("backends",),
         ("rank", "gpucheck"),
         ("agent",),
-        ("main",),
+        ("main", "measuring"),
     ],
 }
 """Package → its children (packages and modules) in layers, the lowest first. A child imports only

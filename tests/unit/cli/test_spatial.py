@@ -88,6 +88,16 @@ def test_a_device_of_the_demo_has_two_cores_that_its_jobs_may_divide(tmp_path: P
     assert by_name["scheduler"]["PHASELOOM_SCHEDULER_MULTIPLEXING"] == "greedy"
 
 
+def test_a_file_that_is_no_table_of_slowdowns_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text("{}")
+    with pytest.raises(CallerError) as caught:
+        MeshConfig(slowdowns=str(path)).check()
+    assert caught.value.info.field == "slowdowns"
+
+
 @pytest.mark.parametrize(("cores", "kind"), [(0, DeviceKind.EMULATED), (2, DeviceKind.CUDA)])
 def test_cores_that_cannot_be_divided_are_refused(cores: int, kind: DeviceKind) -> None:
     node = NodeConfig("n0", "train", [1], device_kind=kind, cores_per_device=cores)

@@ -60,6 +60,7 @@ CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "pop
 CHANGING |= {"setdefault", "sort", "reverse", "update"}
 
 CACHES = {
+    "planning/chains.py": "what is left of a chain from each of its stages on",
     "planning/timeline.py": "the slots of the ring in which a cycle is busy",
     "planning/weave/fifo.py": "the iteration times of jobs that share nodes first in, first out",
     "planning/weave/period.py": "the greatest cycle mean of a lap",

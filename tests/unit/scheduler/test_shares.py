@@ -6,7 +6,7 @@ may be using the same unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
 import pytest
@@ -19,9 +19,18 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.events import ClaimsAdjusted, JobSubmitted
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.common.contract.specs import JobSpec, Residency
+from phaseloom.common.contract.specs import (
+    Cycle,
+    JobSpec,
+    KindSlowdown,
+    Residency,
+    Segment,
+    SlowdownTable,
+)
+from phaseloom.common.process.slowdowns import SUB_STAGES
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch.explain import explain
+from phaseloom.scheduler.core.planning.chains import Stage
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING, check_policies
 from phaseloom.scheduler.core.policies.sharing_view import Claim, SharingView
 from phaseloom.scheduler.core.state.step import Step
@@ -38,13 +47,16 @@ def world_of(
     memory: int = 10,
     residency: Residency = Residency.SHARED,
     jobs: Iterable[str] = ("a", "b"),
+    slowdowns: SlowdownTable | None = None,
+    exclusive: Collection[str] = (),
+    slos: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> World:
     """Jobs, each with a policy and a sampler, on one device.
 
     Args: memory: how many of their states it holds.
     """
-    config = replace(SHARING, multiplexing=multiplexing)
+    config = replace(SHARING, multiplexing=multiplexing, slowdowns=slowdowns)
     world = World(config, seed, duration_s=1.0, node_names={"d0": "train"})
     up = node_up(
         "d0",
@@ -58,7 +70,11 @@ def world_of(
     world.later(0, up)
     for job in jobs:
         specs = [spec("policy", "train", trainable=True), spec("sampler", "train")]
-        submitted = JobSubmitted(JobKey(TENANT, job), JobSpec(deployments=specs), f"submit-{job}")
+        # A job with an SLO shares with jobs of known cycles only.
+        cycle = Cycle(10.0, [Segment("train", 0.0, 1.0)]) if slos else None
+        slo = (slos or {}).get(job, 0.0)
+        described = JobSpec(slo, specs, cycle, exclusive=job in exclusive)
+        submitted = JobSubmitted(JobKey(TENANT, job), described, f"submit-{job}")
         world.later(0, submitted)
     world.run()
     return world
@@ -259,6 +275,148 @@ def test_static_keeps_a_part_for_each_job_whether_or_not_it_has_work() -> None:
     assert not adjustments(world)
 
 
+def table_of(train_on_half: float, beside: float = 1.0) -> SlowdownTable:
+    """Decoding loses nothing on a half of the device, training this much, and more beside other
+    training."""
+    kinds = {kind: KindSlowdown({0.5: 1.0, 1.0: 1.0}) for kind in SUB_STAGES}
+    kinds["train"] = KindSlowdown({0.5: train_on_half, 1.0: 1.0})
+    return SlowdownTable("test", kinds, (0.5,), {"train": {"train": beside}})
+
+
+def test_training_runs_beside_training_where_the_table_says_that_it_pays() -> None:
+    world = world_of(slowdowns=table_of(1.4))
+    world.queue("a", "policy", 1, "forward_backward")
+    world.queue("b", "policy", 1, "forward_backward")
+    world.run()
+    assert overlap_s(world, "a.policy.1", "b.policy.1") > 0.3
+    assert adjustments(world)[0] == ("t.a.policy", [0], True)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [table_of(2.0), table_of(1.95), table_of(1.4, beside=1.5)],
+    ids=["a half is half as fast", "the gain is within the margin", "memory bandwidth is shared"],
+)
+def test_nothing_is_shared_where_the_table_says_that_it_does_not_pay(table: SlowdownTable) -> None:
+    world = world_of(slowdowns=table)
+    for seq in range(1, 4):
+        world.queue("a", "policy", seq, "forward_backward")
+        world.queue("b", "policy", seq, "forward_backward")
+    world.run()
+    assert len(world.done) == 6
+    assert not adjustments(world)
+    ends = sorted((start, end) for start, end, _ in world.runs)
+    assert all(before[1] <= after[0] for before, after in pairwise(ends))
+
+
+def test_a_rollout_too_is_kept_apart_where_the_table_says_so() -> None:
+    """Without a table it would begin beside training."""
+    kinds = {kind: KindSlowdown({0.5: 2.0, 1.0: 1.0}) for kind in SUB_STAGES}
+    world = world_of(slowdowns=SlowdownTable("test", kinds, (0.5,)))
+    world.queue("a", "policy", 1, "forward_backward")
+    world.queue("b", "sampler", 1, "generate")
+    world.run()
+    assert overlap_s(world, "a.policy.1", "b.sampler.1") <= 0
+    assert not adjustments(world)
+
+
+def test_units_go_where_most_gets_done_by_the_table() -> None:
+    """Training gains by each unit, scoring on two or more as much as on four."""
+    kinds = {kind: KindSlowdown({0.25: 1.1, 0.5: 1.0, 1.0: 1.0}) for kind in SUB_STAGES}
+    kinds["train"] = KindSlowdown({0.25: 3.0, 0.5: 1.7, 0.75: 1.2, 1.0: 1.0})
+    table = SlowdownTable("test", kinds)
+    greedy = MULTIPLEXING["greedy"].share
+    training, rollout = Claim("a.policy", "a", TRAIN), Claim("b.sampler", "b", GENERATE)
+    assert greedy(SharingView(4, 2, [training], rollout, table)) == [3, 1]
+    assert greedy(SharingView(4, 2, [rollout], training, table)) == [1, 3]
+    assert greedy(SharingView(4, 2, [training], None, table)) == [4]
+
+
+@pytest.mark.parametrize("multiplexing", ["static", "greedy"])
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_nothing_runs_beside_a_job_that_asks_to_be_alone(multiplexing: str, first: str) -> None:
+    """Whichever of the two was there before. Its own operations may run side by side."""
+    world = world_of(multiplexing, exclusive={"a"})
+    other = "ba"["ab".index(first)]
+    world.queue(first, "policy", 1, "forward_backward")
+    world.queue(other, "sampler", 1, "generate")
+    world.run()
+    assert overlap_s(world, f"{first}.policy.1", f"{other}.sampler.1") <= 0
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+
+
+def test_a_job_that_asks_to_be_alone_has_the_whole_device_under_a_fixed_split() -> None:
+    world = world_of("static", exclusive={"a"})
+    world.queue("a", "policy", 1, "forward_backward")
+    world.run(until_s=world.now_s + 0.1)
+    assert units_of(world, "a", "policy") == [0, 1]
+
+
+@pytest.mark.parametrize(("slo", "is_beside"), [(0.0, True), (1.5, True), (1.3, False)])
+def test_a_job_that_runs_is_not_slowed_down_beyond_its_slo(slo: float, *, is_beside: bool) -> None:
+    """Training on half of the device takes 1.4 times as long."""
+    world = world_of(slowdowns=table_of(1.4), slos={"a": slo})
+    world.queue("a", "policy", 1, "forward_backward")
+    world.queue("b", "sampler", 1, "generate")
+    world.run()
+    assert (overlap_s(world, "a.policy.1", "b.sampler.1") > 0) == is_beside
+
+
+def two(table: SlowdownTable, first: Claim, second: Claim) -> SharingView:
+    """A device of two units on which the first runs and the second may begin."""
+    return SharingView(2, 2, [first], second, table)
+
+
+def test_lookahead_leaves_a_small_gain_for_a_larger_one_that_comes() -> None:
+    """Two of training gain 6 % side by side, two of decoding nothing; decoding beside training
+    doubles what is done. If both jobs train and then decode, one waits until the other decodes."""
+    kinds = {kind: KindSlowdown({0.5: 1.0, 1.0: 1.0}) for kind in SUB_STAGES}
+    beside = {"train": {"train": 1.88}, "decode_large": {"decode_large": 2.0}}
+    table = SlowdownTable("test", kinds, (0.5,), beside)
+    ahead = [Stage("train", 1.0, 0), Stage("decode_large", 1.0, 1)]
+    view = two(table, Claim("a.p", "a", TRAIN, ahead=ahead), Claim("b.p", "b", TRAIN, ahead=ahead))
+    assert MULTIPLEXING["greedy"].share(view) == [1, 1]
+    assert MULTIPLEXING["lookahead"].share(view) is None
+    alone = [Stage("train", 1.0, 0)]
+    view = two(table, Claim("a.p", "a", TRAIN, ahead=alone), Claim("b.p", "b", TRAIN, ahead=alone))
+    assert MULTIPLEXING["lookahead"].share(view) == [1, 1]
+
+
+@pytest.mark.parametrize(("lag_s", "is_beside"), [(0.0, True), (50.0, False)])
+def test_fair_lets_nobody_run_away_from_a_job_that_is_behind(
+    lag_s: float, *, is_beside: bool
+) -> None:
+    """Training loses by the rollout beside it, which loses nothing: only where training is not
+    behind already."""
+    table = table_of(1.6)
+    trains = Claim("a.p", "a", TRAIN, 0, [Stage("train", 1.0, 0)], 100.0, lag_s)
+    decodes = Claim("b.s", "b", GENERATE, 1, [Stage("decode_large", 1.0, 0)], 100.0, 0.0)
+    assert MULTIPLEXING["greedy"].share(two(table, trains, decodes)) == [1, 1]
+    assert (MULTIPLEXING["fair"].share(two(table, trains, decodes)) == [1, 1]) == is_beside
+
+
+@pytest.mark.parametrize("name", ["lookahead", "fair"])
+def test_without_a_table_or_a_prediction_they_decide_as_greedy(name: str) -> None:
+    ahead = [Stage("train", 1.0, 0)]
+    first, second = (Claim(f"{job}.p", job, TRAIN, ahead=ahead) for job in "ab")
+    unknown = [replace(first, ahead=[]), replace(second, ahead=[])]
+    table = table_of(1.4)
+    for view in (SharingView(2, 2, [first], second), two(table, *unknown)):
+        assert MULTIPLEXING[name].share(view) == MULTIPLEXING["greedy"].share(view)
+
+
+@pytest.mark.parametrize("name", ["lookahead", "fair"])
+def test_what_is_queued_of_a_job_is_what_it_is_predicted_to_do(name: str) -> None:
+    world = world_of(name, slowdowns=table_of(1.4))
+    for seq in range(1, 4):
+        world.queue("a", "policy", seq, "forward_backward")
+        world.queue("b", "policy", seq, "forward_backward")
+    world.queue("b", "sampler", 1, "generate")
+    world.run()
+    assert set(world.done.values()) == {Outcome.COMPLETED}
+    assert overlap_s(world, "a.policy.1", "b.policy.1") > 0.3
+
+
 KINDS = ("forward_backward", "optim_step", "generate", "forward")
 SENT = st.lists(
     st.tuples(st.sampled_from("abc"), st.sampled_from(KINDS), st.floats(0, 0.7)),
@@ -274,6 +432,7 @@ SENT = st.lists(
     st.integers(1, 7),
     st.floats(0.001, 2.0),
     st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.floats(0, 3)), max_size=4),
+    st.sampled_from([None, table_of(1.4), table_of(2.0)]),
     st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=40)
@@ -284,9 +443,12 @@ def test_all_ends_whatever_is_sent_and_killed(
     memory: int,
     boundary_s: float,
     kills: list[tuple[str, bool, float]],
+    slowdowns: SlowdownTable | None,
     seed: int,
 ) -> None:
-    world = world_of(multiplexing, units=units, memory=memory, jobs="abc", seed=seed)
+    world = world_of(
+        multiplexing, units=units, memory=memory, jobs="abc", slowdowns=slowdowns, seed=seed
+    )
     world.boundary_s = boundary_s
     seqs: dict[tuple[str, str], int] = {}
     for job, kind, pause_s in sent:
@@ -308,19 +470,24 @@ def test_all_ends_whatever_is_sent_and_killed(
     st.integers(1, 9),
     st.integers(1, 9),
     st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from([GENERATE, TRAIN])), max_size=5),
+    st.sampled_from([None, table_of(1.4), table_of(2.0)]),
 )
 @settings(deadline=None)
 def test_policy_divides_no_more_than_there_is(
-    name: str, units: int, num_jobs: int, coming: list[tuple[str, tuple[str, ...]]]
+    name: str,
+    units: int,
+    num_jobs: int,
+    coming: list[tuple[str, tuple[str, ...]]],
+    table: SlowdownTable | None,
 ) -> None:
     policy = MULTIPLEXING[name]
     running = [Claim("a.0", "a", TRAIN)]
-    counts = policy.share(SharingView(units, num_jobs, running))
+    counts = policy.share(SharingView(units, num_jobs, running, slowdowns=table))
     assert counts is not None
     assert 1 <= sum(counts) <= units
     for index, (job, kinds) in enumerate(coming, 1):
         newcomer = Claim(f"{job}.{index}", job, kinds)
-        counts = policy.share(SharingView(units, num_jobs, running, newcomer))
+        counts = policy.share(SharingView(units, num_jobs, running, newcomer, table))
         if counts is None:
             continue
         running = [*running, newcomer]

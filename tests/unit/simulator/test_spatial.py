@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
+from phaseloom.common.process import slowdowns
+from phaseloom.scheduler.core.planning.chains import WAIT, Chain, Pair, Stage
 from phaseloom.simulator.scenarios import SCENARIOS
-from phaseloom.simulator.scenarios.jigsaw import PAPER_TABLE
 from phaseloom.simulator.scenarios.scenario import Options
-from phaseloom.simulator.spatial import slowdown
-from phaseloom.simulator.spatial.chains import POLICIES, Chain, Pair, Stage, run
+from phaseloom.simulator.spatial.chains import POLICIES, run
 from phaseloom.simulator.spatial.merging import (
     Gathered,
     Tail,
@@ -27,11 +28,11 @@ from phaseloom.simulator.spatial.merging import (
     gain_s,
 )
 from phaseloom.simulator.spatial.optimum import least_makespan_s
-from phaseloom.simulator.spatial.slowdown import WAIT, Kind, SlowdownTable
 from phaseloom.simulator.spatial.substages import cut
+from phaseloom.simulator.spatial.tables import PAPER_TABLE, TWO_CORES_TABLE
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-TABLE = slowdown.read(PAPER_TABLE)
+TABLE = slowdowns.read(PAPER_TABLE)
 
 
 def golden(name: str) -> Any:
@@ -90,7 +91,7 @@ def test_balanced_batches_end_together(workers: int, total: int, slow: float) ->
 def test_least_makespan_as_by_search(case: dict[str, Any]) -> None:
     memory = case.get("memory", {})
     kinds = {
-        name: Kind({0.5: units["1"], 1.0: units["2"]}, memory.get(name, 0.0))
+        name: KindSlowdown({0.5: units["1"], 1.0: units["2"]}, memory.get(name, 0.0))
         for name, units in golden("multiplexing")["slow"].items()
     }
     table = SlowdownTable("golden", kinds, splits=(0.5,))
@@ -100,7 +101,7 @@ def test_least_makespan_as_by_search(case: dict[str, Any]) -> None:
 
 
 def test_slowdown_between_two_measured_shares_and_beyond() -> None:
-    kind = Kind({0.5: 2.0, 1.0: 1.0})
+    kind = KindSlowdown({0.5: 2.0, 1.0: 1.0})
     table = SlowdownTable("mine", {"a": kind, "b": kind}, beside={"a": {"b": 1.5}})
     assert table.alone("a", 0.75) == pytest.approx(1.5)
     assert table.alone("a", 0.1) == 2.0
@@ -196,3 +197,17 @@ def test_tails_are_gathered_only_where_somebody_gains() -> None:
     gains = {(r.policy, r.workload, r.seed): r.more["over_stay"] for r in records}
     assert all(gain >= 1.0 for (policy, *_), gain in gains.items() if policy != "literal")
     assert max(gain for (policy, *_), gain in gains.items() if policy == "balanced") > 1.1
+
+
+def test_measured_table_of_two_cores_is_one_that_all_take() -> None:
+    """Decoding works on one core, so it loses nothing with one; training loses less than half, so
+    two of it get more done side by side."""
+    table = slowdowns.read(TWO_CORES_TABLE, needed=slowdowns.SUB_STAGES)
+    for kind in ("decode_small", "decode_large", "reference"):
+        assert table.alone(kind, 0.5) == pytest.approx(1.0, abs=0.1)
+    assert 1.1 < table.alone("train", 0.5) < 1.9
+    ((first, second),) = table.rates("train", "train")
+    assert first + second > 1.1
+    options = Options(("lookahead",), (0,), slowdowns=TWO_CORES_TABLE, processes=1)
+    (record,) = SCENARIOS["jigsaw-fig19"].run(options).records
+    assert (record.over_serial or 0.0) > 1.1

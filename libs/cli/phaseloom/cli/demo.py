@@ -71,6 +71,7 @@ async def demo(
     vllm: Path | None = None,
     spatial: bool = False,
     rounds: int = 3,
+    slowdowns: Path | None = None,
 ) -> int:
     """Run the demo; returns the exit code: 0 where everything held.
 
@@ -84,6 +85,8 @@ async def demo(
                 a seed; it takes some GB of memory and many minutes.
             spatial: run both jobs on one device of two cores instead, by turns and side by side.
             rounds: how often each way to share that device is measured.
+            slowdowns: with `spatial`, the table by which operations are put side by side; None: the
+                one of two cores that comes with the simulator.
     Raises: CallerError: a package is missing, a policy is not known, or the directory is no
             model's.
     """
@@ -106,6 +109,8 @@ async def demo(
                 remedy="leave out baseline, pretrained and vllm, and use 1 round or more",
             )
         specs = [ControllerSpec(task, task, seed, steps or one_device.STEPS) for task in jobs]
+        settings = replace(settings, slowdowns=str(slowdowns or one_device.TABLE))
+        settings.check()
         return await _share_in_space(
             specs, program, settings, run_dir, console=console, rounds=rounds
         )

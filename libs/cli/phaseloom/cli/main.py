@@ -25,6 +25,7 @@ _COMMANDS = {
     "jobs:explain": "Say why a job is where it is, or what an operation waits for.",
     "jobs:cancel": "End a job now.",
     "jobs:drain": "Empty a node, or end a job once it has run dry.",
+    "slowdowns:measure_slowdown": "Measure what work loses by sharing a device in space.",
     "simulate:simulate": "Try the scheduler's policies on a workload, under a virtual clock.",
 }
 """The line of help for each `module:function` of this package."""

@@ -21,11 +21,14 @@ from msgspec.structs import replace
 from phaseloom.cli.report import JobResult
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.common.contract.specs import Residency
+from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
 
 POOL = "train"
 NUM_CORES = 2
 DEVICE_BYTES = 64 * 2**20
 """The memory of the device: the states of both jobs fit, their policies and their samplers."""
+TABLE = TWO_CORES_TABLE
+"""What is worth running side by side on such a device."""
 STEPS = 20
 """The GRPO steps of each job in a run, where no others are asked for."""
 SERIAL, STATIC, MULTIPLEXED = "off", "static", "greedy"

@@ -54,6 +54,7 @@ from phaseloom.common.contract.events import NodeLost, NodeUp
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import DeviceKind, Residency
 from phaseloom.common.process import config as configuration
+from phaseloom.common.process import slowdowns
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.tensors.modelfiles import read_model
@@ -132,6 +133,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """The policy that decides which ready operation a device runs next."""
     multiplexing: str = "off"
     """The policy that decides which operations run side by side on a device of several cores."""
+    slowdowns: str = ""
+    """The file that `phaseloom measure-slowdown` has written on such a machine, by which that
+    policy decides; empty: nothing is known."""
     max_group_jobs: int = 5
     """The most jobs that one node group takes."""
     duty_limit: float = 0.5
@@ -204,6 +208,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
                     field=where,
                     remedy="name at least one, each once",
                 )
+        if self.slowdowns:
+            slowdowns.read(Path(self.slowdowns), needed=slowdowns.SUB_STAGES)
         if self.schedulers < 1:
             raise CallerError(
                 "a mesh without a scheduler runs nothing",
@@ -307,6 +313,7 @@ def _schedulers(config: MeshConfig, secret: str) -> list[ChildSpec]:
             "PLACEMENT": config.placement,
             "ORDERING": config.ordering,
             "MULTIPLEXING": config.multiplexing,
+            "SLOWDOWNS_FILE": Path(config.slowdowns).absolute() if config.slowdowns else "",
             "MAX_GROUP_JOBS": config.max_group_jobs,
             "DUTY_LIMIT": config.duty_limit,
             "SWITCH_S": config.switch_s,

@@ -30,6 +30,7 @@ def up(
     placement: str | None = None,
     ordering: str | None = None,
     multiplexing: str | None = None,
+    slowdowns: Path | None = None,
     gateway: int = 0,
     gateways: int = 0,
     console_port: int | None = None,
@@ -54,6 +55,8 @@ def up(
     multiplexing
         Policy that decides what runs beside what on a device of several cores. It overrides the
         file's.
+    slowdowns
+        File of `phaseloom measure-slowdown`, by which that policy decides. It overrides the file's.
     gateway
         Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
     gateways
@@ -78,6 +81,7 @@ def up(
     settings = with_policies(settings, placement, ordering, multiplexing)
     settings = replace(
         settings,
+        slowdowns=str(slowdowns or settings.slowdowns),
         gateway_port=gateway or settings.gateway_port,
         gateways=gateways or settings.gateways,
         console_port=_console_port(settings) if console_port is None else console_port,

@@ -284,6 +284,7 @@ class Mesh:
         duration_s: float = 0.0,
         may_wait: bool = True,
         durability: Durability = Durability.NODE,
+        exclusive: bool = False,
     ) -> MeshJob:
         """Submit a job and attach to it when all its deployments are ready.
 
@@ -296,11 +297,13 @@ class Mesh:
                 may_wait: whether to wait for a place; False: refuse the job without one now.
                 durability: what the job's seals survive: the death of every process (`host`), a
                 restart of their node (`node`), its loss (`remote`).
+                exclusive: whether no other job's operation may run beside this job's on a device
+                that is shared in space.
         Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; ResourceError:
                 RESOURCE_EXHAUSTED: there is no place for the job; PhaseloomError: why it failed.
         """
         check_name(name, "name")
-        spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait, durability)
+        spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait, durability, exclusive)
         await self._once("job.submit", api.SubmitJob(name, spec))
 
         def is_active(status: api.JobStatus) -> bool:

@@ -15,8 +15,10 @@ import logging
 import os
 from collections.abc import Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
@@ -26,7 +28,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
-from phaseloom.common.process import config, lifecycle
+from phaseloom.common.process import config, lifecycle, slowdowns
 from phaseloom.common.transport.bus import Bus, log_went_back
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
@@ -72,6 +74,8 @@ class Config(SchedulerConfig, frozen=True):
     state_secret: str = ""
     """The mesh's secret, which state managers know too. It signs the tickets by which they give
     weights versions to other nodes. Without it a version stays on the nodes of its policy."""
+    slowdowns_file: str = ""
+    """JSON file with the table of slowdowns, `phaseloom measure-slowdown`'s; empty: none."""
     name: str = "scheduler"
     """This process's name, for people: in the lease, and in NATS's list of connections."""
 
@@ -89,6 +93,9 @@ async def serve(stop: asyncio.Event) -> None:
         "scheduler.",
         multiplexing=settings.multiplexing,
     )
+    if settings.slowdowns_file:
+        table = slowdowns.read(Path(settings.slowdowns_file), needed=slowdowns.SUB_STAGES)
+        settings = replace(settings, slowdowns=table)
     gauges = Gauges()
     gauges.register()
     while not stop.is_set():

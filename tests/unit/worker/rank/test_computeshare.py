@@ -57,6 +57,25 @@ def test_all_threads_are_kept_on_the_cores_of_the_share(own_cores: list[int]) ->
         other.join()
 
 
+def test_threads_that_shared_a_core_do_not_go_on_together_on_it(own_cores: list[int]) -> None:
+    """They would wait for one another at the end of every step."""
+    if len(own_cores) < 2:
+        pytest.skip("one core")
+    share, may_end = share_of(Threads()), threading.Event()
+    other = threading.Thread(target=may_end.wait)
+    other.start()
+    try:
+        for sequence, units in enumerate(([0], [0, 1]), 1):
+            share.ask(units, command(sequence))
+            share.take()
+        assert other.native_id is not None
+        assert os.sched_getaffinity(other.native_id) == {own_cores[1]}
+        assert os.sched_getaffinity(0) == set(own_cores[:2])
+    finally:
+        may_end.set()
+        other.join()
+
+
 def test_threads_are_as_many_as_cores(own_cores: list[int]) -> None:
     """Two threads on one core would wait for each other."""
     threads = Threads()
@@ -99,6 +118,27 @@ async def test_is_confirmed_at_the_next_boundary_and_not_before() -> None:
     await asyncio.to_thread(share.take)
     await confirmed
     assert list(share.units) == [1]
+
+
+async def test_what_was_given_and_not_taken_yet_is_given_back_at_once() -> None:
+    """The units that another has left are offered to who runs on. If they are wanted again before
+    its next boundary, nobody waits for that."""
+    share = share_of(Threads())
+    share.ask([0], command(1))
+    share.begin()
+    share.ask([], command(2))
+    share.ask([0], command(3))
+    await asyncio.wait_for(share.taken(), 5)
+    share.take()
+    assert list(share.units) == [0]
+    share.ask([], command(4))
+    share.take()
+    share.ask([0], command(5))
+    confirmed = asyncio.ensure_future(share.taken())
+    await asyncio.sleep(0)
+    assert not confirmed.done()
+    share.take()
+    await confirmed
 
 
 async def test_a_device_of_one_unit_is_left_alone(own_cores: list[int]) -> None:

@@ -8,6 +8,7 @@ scheduler's shell → decision log (`SchedulerConfig`); profiler → scheduler (
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -168,6 +169,66 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     bit."""
 
 
+class KindSlowdown(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How much slower one kind of sub-stage is with a share of a device."""
+
+    shares: dict[float, float]
+    """The slowdown over the whole device, by the share of its compute units; 1.0 is the whole."""
+    memory: float = 0.0
+    """The share of the device's memory that the sub-stage needs."""
+    spread: dict[float, tuple[float, float]] = {}
+    """The least and the greatest slowdown that was measured, by the share; for people."""
+
+
+class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How much slower a sub-stage is with a share of a device, and beside another sub-stage.
+
+    A sub-stage is a run of steps of one kind. Between two measured shares the slowdown is
+    interpolated. Source: JigsawRL §4.2.
+    """
+
+    source: str
+    """The source of the numbers, for people."""
+    kinds: dict[str, KindSlowdown]
+    splits: tuple[float, ...] = (0.25, 0.5, 0.75)
+    """The shares that the first of two sub-stages may have; the second has the rest."""
+    beside: dict[str, dict[str, float]] = {}
+    """The factor for a kind (outer) beside another (inner); 1 where there is none."""
+    beside_spread: dict[str, dict[str, tuple[float, float]]] = {}
+    """The least and the greatest factor that was measured; for people."""
+
+    def alone(self, kind: str, share: float) -> float:
+        """The slowdown with a share of the device and nothing beside it."""
+        known = sorted(self.kinds[kind].shares.items())
+        if share <= known[0][0]:
+            return known[0][1]
+        for (low, at_low), (high, at_high) in pairwise(known):
+            if share <= high:
+                return at_low + (at_high - at_low) * (share - low) / (high - low)
+        return known[-1][1]
+
+    def factor(self, kind: str, other: str) -> float:
+        """What comes on top of the slowdown with a share where another sub-stage runs beside."""
+        return self.beside.get(kind, {}).get(other, 1.0)
+
+    def slowdown(self, kind: str, share: float, other: str) -> float:
+        """The slowdown with a share of the device beside another sub-stage, which has the rest."""
+        return self.alone(kind, share) * self.factor(kind, other)
+
+    def fits(self, kind: str, other: str) -> bool:
+        """Whether the memory holds both."""
+        return self.kinds[kind].memory + self.kinds[other].memory <= 1.0 + 1e-9
+
+    def rates(self, kind: str, other: str) -> list[tuple[float, float]]:
+        """The speeds of two sub-stages side by side, one pair for each split; none: no room."""
+        if not self.fits(kind, other):
+            return []
+        return [
+            (1 / self.slowdown(kind, share, other), 1 / self.slowdown(other, 1 - share, kind))
+            for share in self.splits
+        ]
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True):
     """The settings that the scheduler's core decides by, from `[scheduler]` of the configuration.
 
@@ -221,6 +282,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     multiplexing: str = "off"
     """Policy that chooses what runs beside what on a device of several compute units, and with
     which shares of them."""
+    slowdowns: SlowdownTable | None = None
+    """How much slower operations are with a share of a device and beside one another, as it was
+    measured. Policies decide by it what is worth running side by side. None: nothing is known."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -325,6 +389,9 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the job waits for a place; otherwise it is refused where there is none now."""
     durability: Durability = Durability.NODE
     """The durability of its deployments' seals."""
+    exclusive: bool = False
+    """Whether no operation of another job ever runs beside this job's on a device that is shared in
+    space. Devices are shared in time all the same."""
 
 
 class DeviceKind(StrEnum):

@@ -19,20 +19,22 @@ from random import Random
 from statistics import mean
 from typing import Any, NamedTuple
 
+from phaseloom.common.contract.specs import SlowdownTable
+from phaseloom.common.process import slowdowns
+from phaseloom.scheduler.core.planning.chains import WAIT, Chain, Pair, Stage
 from phaseloom.simulator.scenarios.pictures import bars, canvas
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_least, at_most, mean_of
 from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
-from phaseloom.simulator.spatial import chains, pipelines, slowdown
-from phaseloom.simulator.spatial.chains import POLICIES, Chain, Pair, Stage
+from phaseloom.simulator.spatial import chains, pipelines
+from phaseloom.simulator.spatial.chains import POLICIES
 from phaseloom.simulator.spatial.merging import Gathered, Tail, balanced, gain_literal_s, gain_s
 from phaseloom.simulator.spatial.optimum import least_makespan_s
 from phaseloom.simulator.spatial.pipelines import Workload
-from phaseloom.simulator.spatial.slowdown import WAIT, SlowdownTable
+from phaseloom.simulator.spatial.tables import PAPER_TABLE
 
 ITERATIONS = 4
 ROWS = 256
 """The samples of an iteration: 64 prompts, four each (JigsawRL §5.1)."""
-PAPER_TABLE = Path(__file__).parents[1] / "data" / "slowdowns_paper.json"
 BEST = "lookahead"
 """The policy whose figures stand beside the paper's."""
 ROLLMUX, ROLLMUX_BEST = "rollmux", "rollmux_best"
@@ -78,7 +80,7 @@ def _table(path: Path | None) -> SlowdownTable:
     Raises: CallerError: the table lacks a kind of sub-stage, or cannot be read.
     """
     path = path or PAPER_TABLE
-    return slowdown.read(path, needed=(*pipelines.DECODE, "reference", "train"))
+    return slowdowns.read(path, needed=slowdowns.SUB_STAGES)
 
 
 def _alike(setting: Setting, job: Workload, devices: int) -> list[Record]:

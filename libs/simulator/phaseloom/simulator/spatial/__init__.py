@@ -2,8 +2,9 @@
 
 A job's iterations are cut into sub-stages (`substages`), drawn after published shares of time
 (`pipelines`). A table says how much slower a sub-stage is with part of a device and beside another
-(`slowdown`). `chains` runs two jobs side by side under a policy, `optimum` finds the least time
-that any schedule needs, and `merging` says when long tails of several workers are better gathered.
+(`SlowdownTable`). `chains` runs two jobs side by side under a policy, `optimum` finds
+the least time that any schedule needs, and `merging` says when long tails of several workers are
+better gathered.
 
 Everything here is pure. The scenarios `jigsaw-*` call it. It plans no live device.
 """

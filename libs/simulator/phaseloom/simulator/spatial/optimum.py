@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from phaseloom.simulator.spatial.chains import Chain, Pair, Rates
-from phaseloom.simulator.spatial.slowdown import WAIT
+from phaseloom.scheduler.core.planning.chains import WAIT, Chain, Pair, Rates
 
 
 def least_makespan_s(pair: Pair, cells: int = 300) -> float:

@@ -11,8 +11,7 @@ import math
 from random import Random
 from typing import NamedTuple
 
-from phaseloom.simulator.spatial.chains import Stage
-from phaseloom.simulator.spatial.slowdown import WAIT
+from phaseloom.scheduler.core.planning.chains import WAIT, Stage
 from phaseloom.simulator.spatial.substages import cut
 
 LONGEST = 8192

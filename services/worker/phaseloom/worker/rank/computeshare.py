@@ -2,7 +2,8 @@
 
 A rank that shares its device in space is told which units it may use. It changes over at a
 boundary, between two decode steps or two passes of a model, because the threads of a step must all
-be done with it. Of several changes the one with the newest command id counts.
+be done with it. Of several changes the one with the newest command id counts. Units that a rank
+was given and has not taken yet it gives back without waiting for a boundary.
 
 A rank on a device of one unit never touches its threads or its cores.
 """
@@ -45,6 +46,8 @@ class ComputeShare:
         self._wanted: tuple[int, ...] = tuple(range(num_units))
         self._newest = _NEVER
         self._used: tuple[int, ...] = ()
+        self._held: set[int] = set(range(num_units))
+        """The units that its threads may be on, those that it is about to take included."""
         self._since_s = 0.0
         """The time at which the rank began to use these units for its work; 0: no work runs."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -65,10 +68,13 @@ class ComputeShare:
                 self._wanted = tuple(units) or tuple(range(self._num_units))
 
     async def taken(self) -> None:
-        """Return once the rank has passed a boundary, and so uses the units that were asked for."""
+        """Return once the rank uses no more than it was asked to: at its next boundary, or at once
+        where it is to give up only what it has not taken yet."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[None] = loop.create_future()
         with self._lock:
+            if self._held <= set(self._wanted):
+                return
             self._waiting.append((loop, waiting))
         await waiting
 
@@ -89,6 +95,7 @@ class ComputeShare:
             return
         with self._lock:
             wanted, waiting, self._waiting = self._wanted, self._waiting, []
+            self._held |= set(wanted)
         if wanted != self._used and self._num_units > 1:
             now_s = time.time()
             self._tell(now_s)
@@ -98,6 +105,8 @@ class ComputeShare:
             self._used = wanted
             if self._since_s:
                 self._since_s = now_s
+        with self._lock:
+            self._held = set(wanted)
         for loop, each in waiting:
             loop.call_soon_threadsafe(_set, each)
 
@@ -125,7 +134,17 @@ def _cores_of(device: int, num_units: int) -> list[int]:
 
 
 def _pin(cores: set[int]) -> None:
-    """Keep all threads of this process, and those that they start, on these cores."""
+    """Keep all threads of this process, and those that they start, on these cores.
+
+    Where there are several, all but this one leave the first core to it. Threads that were kept on
+    one core before would else go on there together for a while, each waiting for the other at the
+    end of every step: the first pass on two cores took longer than one on a single core.
+    """
+    first = min(cores)
+    others = cores - {first} or cores
     for thread in Path("/proc/self/task").iterdir():
         with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(int(thread.name), cores)
+            os.sched_setaffinity(int(thread.name), others)
+    # It moves over now; what it starts may have any of the cores.
+    os.sched_setaffinity(0, {first})
+    os.sched_setaffinity(0, cores)

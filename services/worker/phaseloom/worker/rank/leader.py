@@ -226,8 +226,15 @@ class Leader:
         without work, at once."""
         self.ranks.share.ask(adjust.units, adjust.command)
         taken = asyncio.ensure_future(self.ranks.share.taken())
-        # The call itself is a boundary, behind what runs, which usually has one before.
-        await asyncio.gather(taken, self.ranks.here(lambda: None))
+        # A call of its own is a boundary too, behind what runs, which usually has one before.
+        behind = asyncio.ensure_future(self.ranks.here(lambda: None))
+        try:
+            await asyncio.wait({taken, behind}, return_when=asyncio.FIRST_COMPLETED)
+            if behind.done():
+                behind.result()
+        finally:
+            taken.cancel()
+            behind.cancel()
 
     def _check_order(self, permit: Permit) -> None:
         if permit.kind not in MUTATING_KINDS:

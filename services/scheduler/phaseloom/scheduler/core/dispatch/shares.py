@@ -12,29 +12,50 @@ what the policy wants now.
 
 Only a deployment of one rank shares its device, whose state fits beside that of all that runs, and
 whose runtime gives the same bits with any share. A device whose jobs exclude one another's state,
-or that a deployment over several devices waits for, is not shared. Among what could begin, the
-ordering policy says who is next; one that cannot be beside what runs is overtaken only until it has
-waited for a quantum.
+or that a deployment over several devices waits for, is not shared. Nothing of another job begins
+beside a job that asks to be alone, or where a job that runs would be slower than its SLO, by the
+table of slowdowns. Among what could begin, the ordering policy says who is next; one that cannot be
+beside what runs is overtaken only until it has waited for a quantum.
 Cost: O(ready deployments of the device), where it has several units and a policy that shares them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
 from phaseloom.common.contract.commands import AdjustClaims
 from phaseloom.common.contract.events import ClaimsAdjusted
 from phaseloom.common.contract.specs import Capabilities, CommandId, Residency
-from phaseloom.scheduler.core.devices import devices
+from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, phases, ready
+from phaseloom.scheduler.core.planning.chains import Stage
 from phaseloom.scheduler.core.policies.device_view import Wait
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
-from phaseloom.scheduler.core.policies.sharing_view import Claim, Multiplexing, SharingView
+from phaseloom.scheduler.core.policies.sharing_view import (
+    Claim,
+    Multiplexing,
+    SharingView,
+    speeds,
+    stages_of,
+)
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Share, Slot
+from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
 LEAST_PATIENCE_S = 1.0
 """For so long at least one that cannot be beside what runs is overtaken, if there is no quantum."""
+
+
+MOST_AHEAD = 8
+"""The number of a job's next operations that are predicted."""
+LEAST_LEFT = 0.1
+"""The share of its usual duration that an operation is taken to have left, however long it has
+run."""
 
 
 def policy_of(step: Step) -> Multiplexing:
@@ -51,7 +72,8 @@ def give(step: Step, deployment: Deployment) -> None:
         if not is_on(step, slot) or slot.share_of(deployment.name) is not None:
             continue
         free = devices.free_units(step, slot)
-        if _is_divisible(step, deployment):
+        is_alone = step.job_of(deployment).spec.exclusive
+        if _is_divisible(step, deployment) and not is_alone:
             counts = _counts(step, slot, [_claim_of(step, deployment)])
             assert counts is not None, f"{deployment.name}: no share though it is alone"
             free = free[: counts[0]]
@@ -117,9 +139,10 @@ def _next(step: Step, slot: Slot, running: list[Claim]) -> tuple[Deployment, lis
         preferred = choice.prefer(step, slot, options, may_wait=False)
         assert not isinstance(preferred, Wait), f"{step.config.ordering} waits unasked"
         deployment, op = preferred
-        if _fits(step, slot, deployment):
-            counts = _counts(step, slot, running, _claim_of(step, deployment, op.kind))
-            if counts is not None:
+        if _fits(step, slot, deployment) and not _is_excluded(step, deployment, running):
+            newcomer = _claim_of(step, deployment, op)
+            counts = _counts(step, slot, running, newcomer)
+            if counts is not None and _keeps_slos(step, slot, [*running, newcomer], counts):
                 return deployment, counts
         if phases.waited_s(step, deployment, op) >= patience_s:
             return None
@@ -159,21 +182,92 @@ def _fits(step: Step, slot: Slot, newcomer: Deployment) -> bool:
     return _is_divisible(step, newcomer) and used <= memory_bytes
 
 
-def _claim_of(step: Step, deployment: Deployment, begins: str = "") -> Claim:
-    ops = [deployment.queue.find(key) for key in deployment.activation.running]
-    kinds = {op.kind for op in ops if op is not None}
-    if begins:
-        kinds.add(begins)
+def _is_excluded(step: Step, newcomer: Deployment, running: list[Claim]) -> bool:
+    """Whether one of two jobs that would be side by side asks to be alone."""
+    jobs = {newcomer.job_name, *(claim.job for claim in running)}
+    return len(jobs) > 1 and any(step.state.jobs[job].spec.exclusive for job in jobs)
+
+
+def _keeps_slos(step: Step, slot: Slot, claims: list[Claim], counts: list[int]) -> bool:
+    """Whether no job that runs would be slower beside the newcomer, the last, than its SLO allows.
+    The newcomer would wait else, which is slower still."""
+    if step.config.slowdowns is None:
+        return True
+    units = devices.units_of(step.state, slot)
+    found = zip(claims[:-1], speeds(step.config.slowdowns, units, claims, counts), strict=False)
+    return all(
+        speed * (step.state.jobs[claim.job].spec.slo or math.inf) >= 1
+        for claim, speed in found
+        if claim.job != claims[-1].job
+    )
+
+
+def _claim_of(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:
+    running = [deployment.queue.find(key) for key in deployment.activation.running]
+    ops = [op for op in (*running, begins) if op is not None]
+    kinds = {op.kind for op in ops}
     known = _capabilities_of(step, deployment)
     most_units = 0 if known is None else known.most_units
-    return Claim(deployment.name, deployment.job_name, tuple(sorted(kinds)), most_units)
+    claim = Claim(deployment.name, deployment.job_name, tuple(sorted(kinds)), most_units)
+    if not policy_of(step).predicts:
+        return claim
+    progress = step.job_of(deployment).progress
+    age_s = step.now_s - progress.began_s if progress.began_s >= 0 else 0.0
+    ahead = _ahead(step, deployment, ops)
+    return replace(claim, ahead=ahead, age_s=age_s, lag_s=min(progress.lag_s, age_s))
+
+
+def _ahead(step: Step, deployment: Deployment, ops: list[Op]) -> list[Stage]:
+    """What a job is predicted to go through on a device from now on.
+
+    Args: ops: of the deployment, those that run, then the one that begins. The last one of them
+          comes first, then what is queued of the job, in the order in which it came.
+    """
+    if not ops:
+        return []
+    newest = ops[-1]
+    ran_s = 0.0 if newest.state is OpState.QUEUED else step.now_s - newest.permitted_s
+    stages = _stages(step, deployment, newest.kind, ran_s)
+    (slot,) = devices.slots_of(step, deployment)
+    own = [step.state.deployments[name] for name in slot.placed]
+    queued = sorted(
+        (op.arrival, each.name, op.kind)
+        for each in own
+        if each.job_name == deployment.job_name
+        for op in _queued(each)
+        if op is not newest
+    )
+    for _, name, kind in queued[:MOST_AHEAD]:
+        stages += _stages(step, step.state.deployments[name], kind, 0.0)
+    return [Stage(kind, seconds, number) for number, (kind, seconds) in enumerate(stages)]
+
+
+def _queued(deployment: Deployment) -> Iterator[Op]:
+    """The next ordered operations of a deployment that wait."""
+    queue = deployment.queue
+    for seq in range(queue.head_seq, queue.head_seq + MOST_AHEAD):
+        op = queue.operations.get(seq)
+        if op is not None and op.state is OpState.QUEUED:
+            yield op
+
+
+def _stages(step: Step, deployment: Deployment, kind: str, ran_s: float) -> list[tuple[str, float]]:
+    """The sub-stage of an operation and its time that is left; none: it moves state, which takes
+    next to no compute units."""
+    known = _capabilities_of(step, deployment)
+    found = stages_of(kind, 0 if known is None else known.most_units)
+    duration_s = estimates.duration_s(step.state, deployment, kind)
+    left_s = max(duration_s - ran_s, LEAST_LEFT * duration_s)
+    return [(found[0], left_s)] if found else []
 
 
 def _counts(
     step: Step, slot: Slot, running: list[Claim], newcomer: Claim | None = None
 ) -> list[int] | None:
     jobs = {step.state.deployments[name].job_name for name in slot.placed}
-    view = SharingView(devices.units_of(step.state, slot), len(jobs), running, newcomer)
+    view = SharingView(
+        devices.units_of(step.state, slot), len(jobs), running, newcomer, step.config.slowdowns
+    )
     return policy_of(step).share(view)
 
 

@@ -16,7 +16,9 @@ from phaseloom.scheduler.core.policies.baselines.placement.random import random
 from phaseloom.scheduler.core.policies.baselines.placement.solo import solo
 from phaseloom.scheduler.core.policies.baselines.placement.spread import spread
 from phaseloom.scheduler.core.policies.device_view import Ordering
+from phaseloom.scheduler.core.policies.multiplexing.fair import fair
 from phaseloom.scheduler.core.policies.multiplexing.greedy import greedy
+from phaseloom.scheduler.core.policies.multiplexing.lookahead import lookahead
 from phaseloom.scheduler.core.policies.multiplexing.off import off
 from phaseloom.scheduler.core.policies.multiplexing.static import static
 from phaseloom.scheduler.core.policies.ordering.fcfs import fcfs
@@ -63,6 +65,8 @@ MULTIPLEXING: dict[str, Multiplexing] = {
     "off": off,
     "static": static,
     "greedy": greedy,
+    "lookahead": lookahead,
+    "fair": fair,
 }
 
 

@@ -7,12 +7,30 @@ fits beside what runs, and again about those that run whenever one of them has e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from phaseloom.common.contract.kinds import KINDS
+from phaseloom.common.contract.specs import SlowdownTable
+from phaseloom.scheduler.core.planning.chains import Chain
+
+_SUB_STAGES: dict[str, tuple[str, ...]] = {
+    "generate": ("decode_large", "decode_small", "prefill"),
+    "forward_backward": ("train",),
+    "optim_step": ("train",),
+}
+"""The kinds of sub-stages that an operation goes through, in any order."""
+
+
+def stages_of(kind: str, most_units: int) -> tuple[str, ...]:
+    """The kinds of sub-stages that an operation of a kind may be in, the usual one first."""
+    if kind == "forward":
+        # A forward pass on all units divides as training does; one on a single unit does not.
+        return ("reference",) if most_units == 1 else ("train",)
+    return _SUB_STAGES.get(kind, ())
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -24,6 +42,14 @@ class Claim(msgspec.Struct, frozen=True):
     """The kinds of its operations that run, or would begin."""
     most_units: int = 0
     """The units that it keeps busy at most; 0: all that there are."""
+    ahead: Chain = ()
+    """The sub-stages that its job is predicted to go through on the device from now on: what is
+    left of its operation, then what is queued behind it. Empty: nothing is predicted, or the policy
+    does not ask for it."""
+    age_s: float = 0.0
+    """Seconds since its job's first operation."""
+    lag_s: float = 0.0
+    """Seconds of these in which other jobs or a switch kept its job waiting."""
 
     @property
     def fills(self) -> bool:
@@ -36,6 +62,12 @@ class Claim(msgspec.Struct, frozen=True):
             KINDS[kind].shares_calls or KINDS[kind].moves_state for kind in self.kinds
         )
 
+    @property
+    def stages(self) -> list[str]:
+        """The kinds of sub-stages that its operations may be in; none for those that move state,
+        which a table of slowdowns does not have."""
+        return [stage for kind in self.kinds for stage in stages_of(kind, self.most_units)]
+
 
 class SharingView(msgspec.Struct, frozen=True):
     units: int
@@ -46,10 +78,34 @@ class SharingView(msgspec.Struct, frozen=True):
     """Those that run, in the order in which they came."""
     newcomer: Claim | None = None
     """The one that would begin beside them; None: only those that run divide the device."""
+    slowdowns: SlowdownTable | None = None
+    """How much slower each kind of sub-stage is with a share and beside another, as it was
+    measured; None: nothing is known."""
 
     @property
     def claims(self) -> list[Claim]:
         return [*self.running, *([] if self.newcomer is None else [self.newcomer])]
+
+
+def speeds(
+    table: SlowdownTable, units: int, claims: Sequence[Claim], counts: Sequence[int]
+) -> list[float]:
+    """How fast each of these goes side by side, with so many of the units of a device each.
+
+    Where an operation may be in one of several sub-stages, the one that is slowed down most counts.
+    Returns: for each claim its speed; 1: as alone on the whole device.
+    """
+    found = []
+    for place, (claim, count) in enumerate(zip(claims, counts, strict=True)):
+        others = [other.stages for i, other in enumerate(claims) if i != place]
+        slow = [
+            table.alone(stage, count / units)
+            * math.prod(max((table.factor(stage, s) for s in o), default=1.0) for o in others)
+            for stage in claim.stages
+        ]
+        unknown = units / count if claim.fills else 1.0
+        found.append(1 / max(slow, default=unknown))
+    return found
 
 
 class Multiplexing(NamedTuple):
@@ -58,3 +114,5 @@ class Multiplexing(NamedTuple):
     there are together. None: the newcomer does not begin beside those that run."""
     is_on: bool = True
     """Whether anything ever runs beside anything."""
+    predicts: bool = False
+    """Whether it goes by `ahead` of the claims."""

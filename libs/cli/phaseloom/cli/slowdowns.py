@@ -1,0 +1,265 @@
+"""`phaseloom measure-slowdown`: what each kind of work loses with a share of a device.
+
+Two processes of the worker, each with the backends of a small job, run every kind of sub-stage
+alone on the whole device and on each share of it, and beside every other kind, on cores of their
+own. A round measures all of it once; ratios are taken within a round, since a machine is not always
+as fast, and the table has their medians.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
+from pathlib import Path
+from statistics import median
+from typing import IO
+
+import msgspec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
+from phaseloom.common.process.slowdowns import SUB_STAGES, Ran, Run
+
+WARM_UP_S = 0.1
+WIDE = 1.25
+"""The ratio of the greatest slowdown to the least, over the rounds, that tells of other work."""
+MANY_UNITS = 4
+"""Up to so many units every share is measured, above it quarters and one unit."""
+
+
+@dataclass
+class Round:
+    """The seconds of a call, measured once for everything."""
+
+    alone: dict[tuple[str, int], float] = field(default_factory=dict)
+    """By kind and number of units."""
+    beside: dict[tuple[str, int, str], float] = field(default_factory=dict)
+    """By kind and number of units, and the kind that had the rest of the device."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something to measure: a kind on the first units and, perhaps, another on the rest."""
+
+    kind: str
+    count: int
+    other: str = ""
+
+
+def measure_slowdown(
+    *,
+    cores: int = 2,
+    rounds: int = 4,
+    seconds: float = 0.8,
+    config: Path | None = None,
+    out: Path = Path("slowdowns.json"),
+    console: Console | None = None,
+) -> None:
+    """Measure how much slower each kind of work is with a share of a device, and beside another.
+
+    It takes about 20 seconds a round on two cores; let nothing else run meanwhile. The file is what
+    `phaseloom up --slowdowns` takes, and `phaseloom simulate jigsaw-... --slowdowns`.
+
+    Parameters
+    ----------
+    cores
+        The cores of the device, as `cores_per_device` of a node.
+    rounds
+        How often everything is measured.
+    seconds
+        How long each measurement takes; longer ones for larger models.
+    config
+        A model's config.json. Without it: a model of 0.8 million parameters.
+    out
+        The file to write.
+    """
+    console = console or Console(highlight=False)
+    num_cores = len(os.sched_getaffinity(0))
+    if not 2 <= cores <= num_cores:
+        raise CallerError(
+            f"a device of {cores} cores cannot be shared on this machine of {num_cores}",
+            field="cores",
+            remedy=f"give 2 to {num_cores}",
+        )
+    plan = steps(cores)
+    measured = []
+    with ExitStack() as stack:
+        both = [stack.enter_context(_worker(cores, config)) for _ in range(2)]
+        for worker in both:
+            worker.answer()
+        for number in range(1, rounds + 1):
+            this = Round()
+            for step in track(plan, f"round {number} of {rounds}", console=console, transient=True):
+                _measure(both, step, cores, seconds, this)
+            measured.append(this)
+    table = table_of(measured, cores, _source(cores, rounds, config))
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+    for shown in tables(table):
+        console.print(shown)
+    console.print(f"wrote {out}")
+    for kind, (least, most) in disturbed(table):
+        console.print(
+            f"{kind} was {least:.2f} to {most:.2f} times as slow on one share: something else runs "
+            "here. Measure again once it has ended."
+        )
+
+
+def counts_of(units: int) -> list[int]:
+    """The numbers of units whose share is measured, the whole device last."""
+    if units <= MANY_UNITS:
+        return [*range(1, units + 1)]
+    return sorted({1, units // 4, units // 2, 3 * units // 4, units})
+
+
+def splits_of(units: int) -> list[int]:
+    """The numbers of units that the first of two may have; the second has the rest."""
+    counts = counts_of(units)
+    return [count for count in counts if units - count in counts]
+
+
+def steps(units: int) -> list[Step]:
+    """All that is measured in a round."""
+    alone = [Step(kind, count) for kind in SUB_STAGES for count in counts_of(units)]
+    beside = [
+        Step(kind, count, other)
+        for kind, other in combinations_with_replacement(SUB_STAGES, 2)
+        for count in splits_of(units)
+        if kind != other or 2 * count <= units
+    ]
+    return [*alone, *beside]
+
+
+def table_of(rounds: Sequence[Round], units: int, source: str) -> SlowdownTable:
+    """The medians of the rounds' ratios."""
+    kinds = {}
+    for kind in SUB_STAGES:
+        found = {
+            count / units: [r.alone[kind, count] / r.alone[kind, units] for r in rounds]
+            for count in counts_of(units)
+        }
+        kinds[kind] = KindSlowdown(
+            {share: round(median(of), 3) for share, of in found.items()},
+            spread={share: _spread(of) for share, of in found.items() if share < 1},
+        )
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for this in rounds:
+        for (kind, count, other), seconds in this.beside.items():
+            ratios.setdefault((kind, other), []).append(seconds / this.alone[kind, count])
+    return SlowdownTable(
+        source,
+        kinds,
+        tuple(count / units for count in splits_of(units)),
+        {k: {o: round(median(ratios[k, o]), 3) for o in SUB_STAGES} for k in SUB_STAGES},
+        {k: {o: _spread(ratios[k, o]) for o in SUB_STAGES} for k in SUB_STAGES},
+    )
+
+
+def _spread(ratios: Sequence[float]) -> tuple[float, float]:
+    return round(min(ratios), 3), round(max(ratios), 3)
+
+
+def disturbed(table: SlowdownTable) -> Iterator[tuple[str, tuple[float, float]]]:
+    """The kinds whose rounds differ by more than a machine at rest explains, with the spread."""
+    for name, kind in table.kinds.items():
+        for least, most in kind.spread.values():
+            if most > WIDE * least:
+                yield name, (least, most)
+                break
+
+
+def tables(table: SlowdownTable) -> Iterator[Table]:
+    """The table for people: slowdowns by share, then what two kinds get done side by side."""
+    shares = sorted(next(iter(table.kinds.values())).shares)
+    alone = Table("slowdown alone", *(f"{share:.0%}" for share in shares))
+    for name, kind in table.kinds.items():
+        alone.add_row(name, *(_shown(kind.shares[s], kind.spread.get(s)) for s in shares))
+    yield alone
+    beside = Table("together, over one after the other", *table.kinds)
+    for name in table.kinds:
+        gains = (max(map(sum, table.rates(name, other))) for other in table.kinds)
+        beside.add_row(name, *(f"{gain:.2f}" for gain in gains))
+    yield beside
+
+
+def _shown(slowdown: float, spread: tuple[float, float] | None) -> str:
+    return f"{slowdown:.2f}" + (f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread else "")
+
+
+class _Worker:
+    """A process that measures, by lines of JSON."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._stdin: IO[str] = process.stdin
+        self._stdout: IO[str] = process.stdout
+
+    def ask(self, run: Run) -> None:
+        self._stdin.write(msgspec.json.encode(run).decode() + "\n")
+        self._stdin.flush()
+
+    def answer(self) -> Ran:
+        """Raises: InternalError: the process has ended; what it said is on standard error."""
+        line = self._stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise InternalError(f"a measuring process has ended with exit code {code}")
+        return msgspec.json.decode(line, type=Ran)
+
+
+@contextmanager
+def _worker(cores: int, config: Path | None) -> Iterator[_Worker]:
+    command = [sys.executable, "-m", "phaseloom.worker.measuring", "--units", str(cores)]
+    if config is not None:
+        command += ["--config", str(config)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield _Worker(process)
+        finally:
+            process.kill()
+
+
+def _measure(both: Sequence[_Worker], step: Step, cores: int, seconds: float, into: Round) -> None:
+    from_s = time.time() + WARM_UP_S
+    until_s = from_s + seconds
+    mine, rest = [*range(step.count)], [*range(step.count, cores)]
+    both[0].ask(Run(step.kind, mine, from_s, until_s))
+    if not step.other:
+        into.alone[step.kind, step.count] = both[0].answer().seconds
+        return
+    both[1].ask(Run(step.other, rest, from_s, until_s))
+    first, second = both[0].answer().seconds, both[1].answer().seconds
+    into.beside[step.kind, len(mine), step.other] = first
+    # Where both are the same with as many units, the second one tells nothing new.
+    into.beside.setdefault((step.other, len(rest), step.kind), second)
+
+
+def _source(cores: int, rounds: int, config: Path | None) -> str:
+    model = "a model of 0.8 million parameters" if config is None else config.parent.name
+    return (
+        f"phaseloom measure-slowdown: {cores} cores of {_processor()}, {model}, backends sampler "
+        f"and fsdp, median of {rounds} rounds; spreads are the least and the greatest"
+    )
+
+
+def _processor() -> str:
+    """The processor's name, as Linux tells it."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,213 @@
+"""One rank's work without a mesh: what `phaseloom measure-slowdown` starts two of, and times.
+
+    python -m phaseloom.worker.measuring --units 2
+
+The process has the backends of a small job: a `sampler`, which decodes, prefills and scores, and an
+`fsdp` policy, which trains. It obeys lines of JSON on its standard input, `Run`s, and answers each
+with a line of JSON, `Ran`. It uses no more than the units that it is told, as a rank with that
+share of its device does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from phaseloom.common.contract.operations import (
+    AdamParams,
+    Datum,
+    DrawnTokens,
+    Forward,
+    ForwardBackward,
+    Generate,
+    GenerateResult,
+    Loss,
+    OptimStep,
+    Prompt,
+    SamplingParams,
+)
+from phaseloom.common.contract.specs import CommandId, DeploymentSpec, ModelSpec
+from phaseloom.common.process import config
+from phaseloom.common.process.slowdowns import Ran, Run
+from phaseloom.worker.backends import backend_factory
+from phaseloom.worker.backends.base import AdapterVersion, Backend, RankGroup
+from phaseloom.worker.config import EXACT_MATH
+from phaseloom.worker.rank.computeshare import ComputeShare
+from phaseloom.worker.state.heap import Heap
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+"""The model that is run where none is named, of about 0.8 million parameters."""
+SMALL_ROWS, LARGE_ROWS = 16, 256
+DECODED_TOKENS = 8
+PROMPT_TOKENS = 24
+ANSWER_TOKENS = 8
+PREFILLED, SCORED, TRAINED = 64, 64, 64
+"""The number of prompts or samples of one call."""
+
+
+class Work:
+    """The calls of each kind, on backends of one process."""
+
+    def __init__(self, model: ModelSpec, num_units: int) -> None:
+        self._sampler = _built(DeploymentSpec("sampler", "", "sampler", model), num_units)
+        policy = DeploymentSpec("policy", "", "fsdp", model, trainable=True)
+        self._policy = _built(policy, num_units)
+        self._backend = self._sampler
+        self._vocab_size = int(model.config["vocab_size"])
+        self._share = ComputeShare(0, num_units, self._use)
+        self._number = 0
+        drawn = random.Random(0)
+        self._calls: dict[str, tuple[Any, Callable[[], object]]] = {
+            "decode_small": (self._sampler, self._decode(SMALL_ROWS)),
+            "decode_large": (self._sampler, self._decode(LARGE_ROWS)),
+            "prefill": (self._sampler, self._prefill(drawn)),
+            "reference": (self._sampler, self._score(drawn)),
+            "train": (self._policy, self._train(drawn)),
+        }
+
+    def run(self, asked: Run) -> Ran:
+        """Work on the units until the time is over."""
+        self._backend, call = self._calls[asked.kind]
+        self._number += 1
+        self._share.ask(asked.units, CommandId(self._number, 0))
+        self._share.take()
+        self._backend.use_threads(len(asked.units))
+        took: list[float] = []
+        last_s = 0.0
+        while (begin_s := time.time()) < asked.until_s:
+            call()
+            end_s = time.time()
+            last_s = end_s - begin_s
+            if begin_s >= asked.from_s and end_s <= asked.until_s:
+                took.append(last_s)
+        return Ran(sum(took) / len(took) if took else last_s, len(took))
+
+    def _use(self, count: int) -> None:
+        self._backend.use_threads(count)
+
+    def _tokens(self, drawn: random.Random, count: int) -> list[int]:
+        return [drawn.randrange(self._vocab_size) for _ in range(count)]
+
+    def _decode(self, rows: int) -> Callable[[], object]:
+        """Decoding from a prompt of one token, so that there is next to no prefill."""
+        asked = SamplingParams(DECODED_TOKENS, ignore_eos=True)
+        args = Generate([Prompt([1], seed=1)], asked, num_samples=rows)
+        return lambda: self._sampler.generate([args], _Alone())
+
+    def _prefill(self, drawn: random.Random) -> Callable[[], object]:
+        prompts = [Prompt(self._tokens(drawn, PROMPT_TOKENS), seed=i) for i in range(PREFILLED)]
+        args = Generate(prompts, SamplingParams(1, ignore_eos=True))
+        return lambda: self._sampler.generate([args], _Alone())
+
+    def _score(self, drawn: random.Random) -> Callable[[], object]:
+        args = Forward(self._data(drawn, SCORED))
+        return lambda: self._sampler.forward(args)
+
+    def _train(self, drawn: random.Random) -> Callable[[], object]:
+        batch = ForwardBackward(self._data(drawn, TRAINED), Loss.PPO)
+        step = OptimStep(AdamParams(1e-6, grad_clip_norm=1.0))
+
+        def call() -> None:
+            self._policy.forward_backward(batch)
+            self._policy.optim_step(step)
+
+        return call
+
+    def _data(self, drawn: random.Random, count: int) -> list[Datum]:
+        """Samples of prompts of their own, with advantages on their answers."""
+        data = []
+        for _ in range(count):
+            tokens = self._tokens(drawn, PROMPT_TOKENS + ANSWER_TOKENS)
+            skip = PROMPT_TOKENS - 1
+            gains = [drawn.uniform(-1, 1) / count for _ in range(ANSWER_TOKENS)]
+            data.append(
+                Datum(
+                    tokens[:-1],
+                    tokens[1:],
+                    logprobs=[0.0] * skip + [-4.0] * ANSWER_TOKENS,
+                    advantages=[0.0] * skip + gains,
+                )
+            )
+        return data
+
+
+class _Alone:
+    """`Watch` of a call that nobody watches."""
+
+    def joined(self) -> Sequence[Generate]:
+        return ()
+
+    def adapter(self, i: int) -> AdapterVersion | None:
+        return None
+
+    def is_cancelled(self, i: int) -> bool:
+        return False
+
+    def is_stopped(self, i: int) -> bool:
+        return False
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        pass
+
+    def wants_tokens(self, i: int) -> bool:
+        return False
+
+    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
+        pass
+
+    def still_open(self, i: int, num_samples: int) -> None:
+        pass
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        pass
+
+
+def _built(spec: DeploymentSpec, num_units: int) -> Any:
+    group = RankGroup(num_units=num_units)
+    factory = backend_factory(spec.backend)
+    memory = factory.plan(spec, group)
+    backend: Backend = factory(spec, Heap(memory.heap_bytes, memory.scratch_bytes), group)
+    return backend
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--units", type=int, required=True)
+    parser.add_argument("--config", type=Path, help="a model's config.json, in place of a tiny one")
+    arguments = parser.parse_args()
+    # As a rank has it that shares its device; what reads these is imported with the first backend.
+    for variable, value in {**EXACT_MATH, "OMP_NUM_THREADS": "1"}.items():
+        config.hand_down(variable, value)
+    model = MODEL
+    if arguments.config is not None:
+        model = msgspec.json.decode(arguments.config.read_bytes())
+    work = Work(ModelSpec(model, init_seed=1), arguments.units)
+    _answer(Ran())
+    for line in sys.stdin:
+        _answer(work.run(msgspec.json.decode(line, type=Run)))
+
+
+def _answer(ran: Ran) -> None:
+    print(msgspec.json.encode(ran).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Measuring what work loses by a share: the table of many times, and the real processes once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from phaseloom.cli.slowdowns import (
+    Round,
+    counts_of,
+    disturbed,
+    measure_slowdown,
+    splits_of,
+    steps,
+    table_of,
+    tables,
+)
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.process.slowdowns import SUB_STAGES, read
+
+
+def round_of(units: int, speed: float, *, train: float = 1.5, beside: float = 1.2) -> Round:
+    """Every call takes `speed` seconds on the whole device; training gains by units."""
+    found = Round()
+    for step in steps(units):
+        slow = train if step.kind == "train" and step.count < units else 1.0
+        if step.other:
+            rest = units - step.count
+            other = train if step.other == "train" and rest < units else 1.0
+            found.beside[step.kind, step.count, step.other] = speed * slow * beside
+            found.beside[step.other, rest, step.kind] = speed * other * beside
+        else:
+            found.alone[step.kind, step.count] = speed * slow
+    return found
+
+
+def test_slowdowns_are_ratios_within_a_round_whatever_the_machines_speed() -> None:
+    rounds = [round_of(2, 1.0), round_of(2, 3.0, train=1.7), round_of(2, 0.5, train=1.4)]
+    table = table_of(rounds, 2, "test")
+    assert table.kinds["train"].shares == {0.5: 1.5, 1.0: 1.0}
+    assert table.kinds["train"].spread == {0.5: (1.4, 1.7)}
+    assert table.kinds["decode_small"].shares == {0.5: 1.0, 1.0: 1.0}
+    assert table.splits == (0.5,)
+    assert table.beside["train"]["prefill"] == 1.2
+    assert list(disturbed(table)) == []
+
+
+def test_rounds_that_differ_much_are_told() -> None:
+    """Something else took a core in one of them: such a table would mislead."""
+    table = table_of([round_of(2, 1.0), round_of(2, 1.0, train=0.8)], 2, "test")
+    assert list(disturbed(table)) == [("train", (0.8, 1.5))]
+
+
+@pytest.mark.parametrize("units", [2, 3, 4, 8, 10])
+def test_everything_is_measured_at_every_share_and_beside_everything(units: int) -> None:
+    table = table_of([round_of(units, 1.0)], units, "test")
+    for kind in SUB_STAGES:
+        assert sorted(table.kinds[kind].shares) == [count / units for count in counts_of(units)]
+        assert set(table.beside[kind]) == set(SUB_STAGES)
+    assert {round(1 - split, 6) for split in table.splits} == {round(s, 6) for s in table.splits}
+    assert splits_of(units)
+
+
+def test_a_device_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(CallerError) as caught:
+        measure_slowdown(cores=1)
+    assert caught.value.info.field == "cores"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
+def test_real_processes_make_a_table_that_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    measure_slowdown(rounds=1, seconds=0.1, out=path, console=Console(quiet=True))
+    table = read(path, needed=SUB_STAGES)
+    assert all(kind.shares[0.5] > 0 for kind in table.kinds.values())
+    assert "2 cores" in table.source
+    assert len(list(tables(table))) == 2
