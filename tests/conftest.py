@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext
@@ -19,7 +20,10 @@ from tests.support.directories import short_directory
 from tests.support.warm import warm
 
 TENANTS = ("acme", "globex")
-_THOROUGH = 10
+_EXAMPLES = {"same": 1 / 3, "thorough": 10}
+"""How many examples a property test draws under a profile, of those that its settings say."""
+_FEW = 5
+"""No property test is left with fewer examples than these."""
 _SETTINGS = "_hypothesis_internal_use_settings"
 
 # A change is judged by the same examples each time (`make test`); plain pytest draws new ones.
@@ -29,15 +33,23 @@ hypothesis.settings.register_profile("thorough", print_blob=True, deadline=None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With the profile `thorough` (`make test-slow`) each property test draws far more examples
-    than its settings say."""
-    if config.getoption("--hypothesis-profile") != "thorough":
+    """Each property test draws fewer examples than its settings say with the profile `same` (`make
+    test`), and far more with `thorough` (`make test-slow`)."""
+    factor = _EXAMPLES.get(config.getoption("--hypothesis-profile"))
+    if factor is None:
         return
     for test in {item.obj for item in items if isinstance(item, pytest.Function)}:
         if hypothesis.is_hypothesis_test(test) and hasattr(test, _SETTINGS):
             own: hypothesis.settings = getattr(test, _SETTINGS)
-            more = hypothesis.settings(own, max_examples=own.max_examples * _THOROUGH)
-            setattr(test, _SETTINGS, more)
+            wanted = max(min(own.max_examples, _FEW), round(own.max_examples * factor))
+            setattr(test, _SETTINGS, hypothesis.settings(own, max_examples=wanted))
+
+
+def pytest_collection_finish() -> None:
+    """Have no garbage collection look at all that is imported by now: that takes a quarter of a
+    second each time, and each backend that is built collects."""
+    gc.collect()
+    gc.freeze()
 
 
 # A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.

@@ -33,6 +33,16 @@ class Settings(msgspec.Struct, frozen=True):
         return (128, 2) if self.is_quick else (1024, 4)
 
     @property
+    def smallest(self) -> tuple[int, int]:
+        """Hidden size and layers: next to nothing to copy, 3 MiB of weights."""
+        return (128, 1)
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Hidden size and layers: 210 million parameters, 800 MiB of weights."""
+        return (256, 2) if self.is_quick else (2048, 4)
+
+    @property
     def decoded(self) -> tuple[int, int]:
         """Hidden size and layers: so small that what we add would show."""
         return (128, 2) if self.is_quick else (256, 4)
@@ -50,12 +60,29 @@ async def measure(settings: Settings, python: Path, directory: Path, file: Path)
     for backend, size in (("fsdp", settings.small), ("sampler", settings.large)):
         spec = models.spec(backend, *size)
         figures += await switching.measure(spec, directory / backend, settings.rounds)
-    for tp, crosses_nodes in ((1, False), (settings.tp, False), (settings.tp, True)):
-        sync = syncing.Sync(*settings.large, python, tp, crosses_nodes)
-        name = f"sync-{tp}-{crosses_nodes}"
-        figures += await syncing.measure(sync, directory / name, settings.rounds)
+    for tp in (1, settings.tp):
+        figures += await _measure_syncs(settings, tp, python, directory / f"sync-{tp}")
+    apart = syncing.Sync(*settings.large, python, settings.tp, crosses_nodes=True)
+    over = await syncing.measure(apart, directory / "sync-apart", settings.rounds)
+    figures += [each.time() for each in over]
     figures += await _measure_vllm(settings, python, directory)
     return record(figures, describe("torch", "transformers"), file)
+
+
+async def _measure_syncs(
+    settings: Settings, tp: int, python: Path, directory: Path
+) -> list[Record]:
+    """Measure syncs of three sizes, and what each GiB takes."""
+    from loadtest.runtimes import syncing
+
+    sizes = (settings.smallest, settings.large, settings.largest)
+    every = []
+    for hidden, layers in sizes:
+        has_aim = (hidden, layers) != settings.smallest
+        sync = syncing.Sync(hidden, layers, python, tp, has_aim=has_aim)
+        name = f"{hidden}-{layers}"
+        every += await syncing.measure(sync, directory / name, settings.rounds)
+    return [*(each.time() for each in every), syncing.each_gib(sync, every[0], every[-1])]
 
 
 async def measure_here(settings: Settings, directory: Path) -> list[Record]:

@@ -7,6 +7,9 @@ TCP connection of this machine, too, beside the two plain copies.
 The time is that of `publish_weights` and `sync_weights`, submitted together, as the controller sees
 it: two operations' round trips, the shards' way into a weights version, digests, and the version's
 way into the sampler's heap. The bytes have to be copied twice, into the version and out of it.
+
+Some of the time is the same for every model: that of the smallest one. What each GiB more takes is
+told by `each_gib`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from msgspec.structs import replace
 
@@ -34,6 +38,7 @@ from phaseloom.worker.backends.model import TORCH_DTYPES, parameter_shapes, weig
 _TENANT = "demo"
 _TRAINERS = 2
 _ADAM = AdamParams(1e-4)
+_COPIES = "two plain copies, into the version and out of it"
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,12 @@ class Sync:
     """The tensor-parallel ranks of the sampler."""
     crosses_nodes: bool = False
     """Whether the sampler is on a node of its own."""
+    has_aim: bool = False
+    """Whether it is to take at most half as long again as the plain copies."""
 
 
-async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Record]:
+async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Pairs]:
+    """The seconds of syncs and of plain copies, round by round; over TCP, of one over TCP, too."""
     policy, sampler = _specs(sync)
     num_bytes = _weights_bytes(policy)
     # Weights, gradients and moments, in float32, and some room for alignment.
@@ -73,13 +81,11 @@ async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Record]:
         for pool, sizes in devices.items()
     ]
     mesh_config = MeshConfig(nodes=nodes, tenants=[_TENANT], routers=1)
-    name = f"sync_fsdp_dp{_TRAINERS}_to_vllm_tp{sync.tp}_{num_bytes / 2**20:.0f}_mib"
+    name = f"{_name(sync)}_{num_bytes / 2**20:.0f}_mib"
     name += "_over_tcp" if sync.crosses_nodes else ""
-    aim = "" if sync.crosses_nodes else "≤ 1.5"
-    copies = "two plain copies, into the version and out of it"
-    pairs = [Pairs(name, num_bytes, copies, aim)]
+    pairs = [Pairs(name, num_bytes, _COPIES, "≤ 1.5" if sync.has_aim else "")]
     if sync.crosses_nodes:
-        over = f"{copies}, and one over TCP between them"
+        over = f"{_COPIES}, and one over TCP between them"
         pairs.append(Pairs(f"{name}_against_socket", num_bytes, over, ""))
     source, target = (Extent(num_bytes, f"bench: {side}") for side in ("source", "target"))
     plain, into = filled(source, num_bytes), filled(target, num_bytes)
@@ -97,7 +103,26 @@ async def measure(sync: Sync, directory: Path, num_rounds: int) -> list[Record]:
                         each.ours_s.append(took_s)
                         each.limit_s.append(limit_s)
             await job.finish()
-    return [each.time() for each in pairs]
+    return pairs
+
+
+def each_gib(sync: Sync, small: Pairs, large: Pairs) -> Record:
+    """The milliseconds that each GiB more takes, by the medians of two sizes."""
+    more_gib = (large.num_bytes - small.num_bytes) / 2**30
+    ours_s = median(large.ours_s) - median(small.ours_s)
+    bare_s = median(large.limit_s) - median(small.limit_s)
+    return Record(
+        name=f"{_name(sync)}_each_gib",
+        value=round(1e3 * ours_s / more_gib, 3),
+        unit="ms/GiB",
+        limit=_COPIES,
+        limit_value=round(1e3 * bare_s / more_gib, 3),
+        ratio=round(ours_s / bare_s, 3),
+    )
+
+
+def _name(sync: Sync) -> str:
+    return f"sync_fsdp_dp{_TRAINERS}_to_vllm_tp{sync.tp}"
 
 
 def _socket_seconds(source: memoryview, target: memoryview) -> float:

@@ -120,6 +120,8 @@ def test_manifests_are_valid_for_kubernetes(tmp_path: Path, values: dict[str, An
         ({"tenants": ["a.b"]}, "/tenants/0"),
         ({"nodePools": {"train": {"devices": []}}}, "/nodePools/train/devices"),
         ({"router": {"autoscaling": {"mode": "cpu"}}}, "/router/autoscaling/mode"),
+        ({"scheduler": {"replica": 3}}, "additional properties 'replica' not allowed"),
+        ({"gateway": {"service": {"type": "None"}}}, "/gateway/service/type"),
     ],
 )
 def test_wrong_value_is_refused_by_its_name(

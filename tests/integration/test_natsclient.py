@@ -10,7 +10,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import connect
+from phaseloom.common.transport.connection import close_client, connect
 from phaseloom.common.transport.natsclient import hand_over
 from phaseloom.common.transport.natsserver import EmbeddedServer
 
@@ -137,3 +137,27 @@ async def test_header_values_that_would_break_the_protocol_are_made_harmless(bus
     assert message.headers is not None
     assert "Injected" not in message.headers
     assert message.data == b"x"
+
+
+async def test_client_that_is_closed_as_it_reconnects_opens_no_connection_any_more(
+    nats_server: EmbeddedServer,
+) -> None:
+    """An attempt that fails at the moment of its cancellation swallows that. It would go on for
+    ever, and be connected once the server is back, when nobody could close the connection."""
+    before = asyncio.all_tasks()
+    login = nats_server.credentials.bus
+    buses = [await Bus.open(login, f"client-{number}") for number in range(30)]
+    await nats_server.kill()
+
+    async def closed_after(bus: Bus, passes: int) -> None:
+        while bus.client.is_connected:
+            await asyncio.sleep(0)
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        await close_client(bus.client)
+
+    await asyncio.gather(*(closed_after(bus, passes) for passes, bus in enumerate(buses)))
+    async with asyncio.timeout(10):
+        while asyncio.all_tasks() != before:
+            await asyncio.sleep(0)
+    assert all(bus.client.is_closed for bus in buses)

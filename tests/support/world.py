@@ -265,6 +265,20 @@ class World:
 
     # --- obeying --------------------------------------------------------------------------------
 
+    def check_replay(self, snapshot_every: int = 50) -> None:
+        """I7: the log alone gives every output again, also where snapshots are restored meanwhile.
+
+        Args: snapshot_every: entries between two snapshots; 0: none is restored.
+        """
+        again = Core()
+        for sequence, ((time_s, event), made) in enumerate(
+            zip(self.log, self.outputs, strict=True), start=1
+        ):
+            assert again.step(sequence, time_s, event) == made
+            if snapshot_every and sequence % snapshot_every == 0:
+                again = Core.restore(again.snapshot())
+        assert again.snapshot() == self.core.snapshot()
+
     def _perform(self, output: Output) -> None:
         match output:
             case outputs.SendCommand(command):

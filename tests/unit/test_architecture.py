@@ -60,7 +60,16 @@ IO_OF_OURS = {
     "phaseloom.common.process",
     *(
         f"phaseloom.common.transport.{name}"
-        for name in ("bus", "framing", "leases", "natsclient", "natsserver", "retry", "services")
+        for name in (
+            "bus",
+            "framing",
+            "leases",
+            "natsclient",
+            "natsserver",
+            "retry",
+            "services",
+            "serving",
+        )
     ),
 }
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phaseloom.common.contract.commands import OpenActivation, StartWpg
 from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import JobFinished, KindEstimate, PhaseTrace, SessionOpened
-from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch.dispatch import RETRY_PAUSE_S
@@ -88,12 +88,7 @@ def test_device_runs_one_operation_at_a_time() -> None:
 def test_same_log_gives_same_outputs() -> None:
     """I7: what a restart, a second leader or a simulation would do."""
     world = undisturbed(seal_every=4)
-    again = Core()
-    for sequence, ((time_s, event), expected) in enumerate(
-        zip(world.log, world.outputs, strict=True), start=1
-    ):
-        assert again.step(sequence, time_s, event) == expected
-    assert again.snapshot() == world.core.snapshot()
+    world.check_replay(snapshot_every=0)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
@@ -479,6 +474,13 @@ def is_anything_running(world: World) -> bool:
     return any(device.slots[0].running for node in nodes for device in node.devices)
 
 
+def kill_while_something_runs(world: World, key: DeploymentKey) -> None:
+    while not is_anything_running(world):
+        world.run(until_s=world.now_s + 0.01)
+        world.now_s += 0.01
+    world.kill(key)
+
+
 def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
     world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
     world.submit("a")
@@ -487,12 +489,7 @@ def test_operation_that_kills_its_workers_again_and_again_fails() -> None:
     world.queue("a", "policy", 2, "optim_step")
     key = deployment("a", "policy")
     for _ in range(3):
-        while not any(
-            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
-        ):
-            world.run(until_s=world.now_s + 0.01)
-            world.now_s += 0.01
-        world.kill(key)
+        kill_while_something_runs(world, key)
     world.run()
     assert world.done == {"t.a.policy.1": Outcome.FAILED, "t.a.policy.2": Outcome.COMPLETED}
 
@@ -554,12 +551,7 @@ def test_unordered_operation_that_kills_its_workers_again_and_again_fails() -> N
     world.queue("a", "sampler", "rpoison", "generate")
     key = deployment("a", "sampler")
     for _ in range(3):
-        while not any(
-            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
-        ):
-            world.run(until_s=world.now_s + 0.01)
-            world.now_s += 0.01
-        world.kill(key)
+        kill_while_something_runs(world, key)
     world.run()
     assert world.done == {"t.a.sampler.rpoison": Outcome.FAILED}
 
@@ -573,11 +565,6 @@ def test_job_fails_when_its_state_cannot_be_rebuilt() -> None:
     key = deployment("a", "policy")
     world.kill(key)
     for _ in range(2):
-        while not any(
-            d.slots[0].running for n in world.core.state.nodes.values() for d in n.devices
-        ):
-            world.run(until_s=world.now_s + 0.01)
-            world.now_s += 0.01
-        world.kill(key)
+        kill_while_something_runs(world, key)
     world.run()
     assert world.core.state.jobs["t.a"].state is JobState.FAILED

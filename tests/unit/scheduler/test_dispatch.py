@@ -27,7 +27,6 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Residency, SchedulerConfig
-from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import explain
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState
@@ -62,16 +61,6 @@ def opened(world: World) -> list[OpenActivation]:
     return [c for c in world.commands if isinstance(c, OpenActivation)]
 
 
-def replays(world: World) -> None:
-    """I7: the log alone gives every output again, also from a snapshot of the middle."""
-    again = Core()
-    for sequence, (time_s, event) in enumerate(world.log, start=1):
-        assert again.step(sequence, time_s, event) == world.outputs[sequence - 1]
-        if sequence % 50 == 0:
-            again = Core.restore(again.snapshot())
-    assert again.snapshot() == world.core.snapshot()
-
-
 # --- Reading operations together ------------------------------------------------------------------
 
 
@@ -100,7 +89,7 @@ def test_ordered_reading_operations_run_together_between_mutating_ones() -> None
     assert runs[5][0] == pytest.approx(max(runs[seq][1] for seq in (2, 3, 4)))
     assert runs[6][0] == pytest.approx(runs[5][1])
     assert set(world.done.values()) == {Outcome.COMPLETED}
-    replays(world)
+    world.check_replay()
 
 
 def test_newcomer_joins_what_runs() -> None:
@@ -172,7 +161,7 @@ def test_endless_reading_of_a_job_does_not_starve_another(quantum_s: float) -> N
     start_s, _ = run_of(world, "b.reference.1")
     assert start_s - queued_s <= quantum_s + 1.5 * world.duration_s
     assert len(world.done) == 101
-    replays(world)
+    world.check_replay()
 
 
 def test_endless_reading_does_not_starve_another_deployment_of_its_job() -> None:
@@ -289,7 +278,7 @@ def test_claims_on_all_devices_are_taken_at_once() -> None:
             world.queue(job, name, seq, "load_state")
     world.run()
     assert len(world.done) == 24
-    replays(world)
+    world.check_replay()
 
 
 @pytest.mark.parametrize(
@@ -411,7 +400,7 @@ def test_declared_phase_holds_the_device_longer_than_the_grace() -> None:
     world = two_on_a_device()
     declare(world, "a", is_open=True)
     assert held_s(world) == pytest.approx(CONFIG.phase_hold_s)
-    replays(world)
+    world.check_replay()
 
 
 def test_declared_phase_holds_no_longer_than_the_quantum() -> None:
@@ -524,7 +513,7 @@ def test_activation_is_opened_before_the_operation_that_is_predicted(num_ranks: 
     # From the second cycle on nobody opens an activation when an operation is there already.
     late = [c for c in opened(world) if not c.is_speculative]
     assert len(late) <= 4
-    replays(world)
+    world.check_replay()
 
 
 def test_early_activation_is_begun_at_once_where_what_it_displaces_comes_later() -> None:
@@ -751,4 +740,4 @@ def test_everything_ends_and_replays_whatever_is_shared(
         d.queue.operations or d.queue.unordered or d.activation.running
         for d in state.deployments.values()
     )
-    replays(world)
+    world.check_replay()

@@ -12,7 +12,7 @@ from phaseloom.common.contract.events import CancelRequested, JobFinished, KindE
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.specs import Residency
 from tests.support.world import CONFIG, World, node_up
-from tests.unit.scheduler.test_dispatch import advance, play, replays, run_of, workloads
+from tests.unit.scheduler.test_dispatch import advance, play, run_of, workloads
 
 SMALL = 40
 """Bytes of host memory: as much as the four states on the node, and none for versions."""
@@ -74,7 +74,7 @@ def test_what_is_predicted_and_was_displaced_is_told_once_with_its_time() -> Non
     world.queue("a", "sampler", 3, "generate")
     advance(world, 1.0)
     assert len(hints(world)) == 1, "switched in, it needs no hint, nor to have one withdrawn"
-    replays(world)
+    world.check_replay()
 
 
 def test_node_with_room_for_everything_is_told_nothing() -> None:
@@ -129,7 +129,7 @@ def test_hint_is_withdrawn_when_what_waited_is_cancelled() -> None:
     advance(world, 1.0)
     world.feed(CancelRequested(OperationKey("t", "b", "sampler", "1"), "x"))
     assert hints(world) == [("b.sampler", 0.0), ("b.sampler", None)]
-    replays(world)
+    world.check_replay()
 
 
 def test_hint_is_withdrawn_when_the_prediction_is_overdue() -> None:
@@ -139,7 +139,7 @@ def test_hint_is_withdrawn_when_the_prediction_is_overdue() -> None:
     assert len(hints(world)) == 1
     advance(world, end_s + 1.6 * GAP_S - world.now_s)
     assert hints(world)[1:] == [("a.sampler", None)]
-    replays(world)
+    world.check_replay()
 
 
 def test_hint_is_withdrawn_when_the_job_does_something_else() -> None:

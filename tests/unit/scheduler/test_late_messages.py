@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import pytest
 from msgspec.structs import replace
 
 from phaseloom.common.contract.commands import (
@@ -198,7 +199,8 @@ def test_name_used_again_is_safe_from_a_stop_that_was_not_confirmed() -> None:
     assert not commands(made, StopWpg)
 
 
-def test_workers_of_a_name_used_again_never_have_a_stops_incarnation() -> None:
+@pytest.mark.parametrize("is_confirmed", [False, True])
+def test_workers_of_a_name_used_again_never_have_a_stops_incarnation(is_confirmed: bool) -> None:
     """Their deaths would have one message id, and the second be lost."""
     teller = Teller()
     teller.submit()
@@ -206,18 +208,8 @@ def test_workers_of_a_name_used_again_never_have_a_stops_incarnation() -> None:
     for revision in (2, 3):
         made = teller.tell(node_up("t0", "train", revision=revision))
     (stop,) = commands(made, StopWpg)
-    teller.tell(JobSubmitted(A, SPEC, "again"))
-    assert teller.incarnation(POLICY) > stop.incarnation
-
-
-def test_workers_of_a_name_used_again_never_have_a_confirmed_stops_incarnation() -> None:
-    teller = Teller()
-    teller.submit()
-    teller.tell(JobFinished(A, "finish"))
-    for revision in (2, 3):
-        made = teller.tell(node_up("t0", "train", revision=revision))
-    (stop,) = commands(made, StopWpg)
-    teller.tell(lost(POLICY, stop.incarnation, NODES["policy"]))
+    if is_confirmed:
+        teller.tell(lost(POLICY, stop.incarnation, NODES["policy"]))
     teller.tell(JobSubmitted(A, SPEC, "again"))
     assert teller.incarnation(POLICY) > stop.incarnation
 

@@ -666,12 +666,7 @@ def test_log_with_moves_gives_the_same_outputs_again(gather: str) -> None:
     world = three_groups(gather)
     world.feed(repack.compute(question(world)))
     world.run()
-    again = Core()
-    for sequence, ((time_s, event), expected) in enumerate(
-        zip(world.log, world.outputs, strict=True), start=1
-    ):
-        assert again.step(sequence, time_s, event) == expected
-    assert again.snapshot() == world.core.snapshot()
+    world.check_replay(snapshot_every=0)
 
 
 # --- deployments that come and go ----------------------------------------------------------------

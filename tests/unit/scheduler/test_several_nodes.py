@@ -34,7 +34,6 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, JobSpec, Segment
-from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import explain
 from phaseloom.scheduler.core.dispatch.dispatch import MAX_REFUSALS
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
@@ -117,16 +116,6 @@ def run_until(world: World, is_so: Callable[[], bool]) -> None:
     raise AssertionError("it never comes to that")
 
 
-def replays(world: World) -> None:
-    """I7: the log alone gives every output again, also from a snapshot of the middle."""
-    again = Core()
-    for sequence, (time_s, event) in enumerate(world.log, start=1):
-        assert again.step(sequence, time_s, event) == world.outputs[sequence - 1]
-        if sequence % 50 == 0:
-            again = Core.restore(again.snapshot())
-    assert again.snapshot() == world.core.snapshot()
-
-
 def train(world: World, job: str, steps: int, *, first: int = 1) -> None:
     """Rollout, step, publish, sync: `steps` times."""
     for step in range(first - 1, first - 1 + steps):
@@ -163,7 +152,7 @@ def test_every_node_starts_its_own_ranks_and_the_job_is_up_with_the_last() -> No
     assert of(world, policy).node == "t1", "the first leads"
     job = world.core.state.jobs["t.a10"]
     assert job.state is JobState.ACTIVE
-    replays(world)
+    world.check_replay()
 
 
 def test_wpg_is_up_once_all_of_its_nodes_say_so() -> None:
@@ -194,7 +183,7 @@ def test_permits_follow_when_the_activation_is_open_on_every_node() -> None:
     ]
     world.run()
     assert world.done == {"t.a01.policy.1": Outcome.COMPLETED}
-    replays(world)
+    world.check_replay()
 
 
 def test_what_was_opened_for_may_be_cancelled_meanwhile() -> None:
@@ -220,7 +209,7 @@ def test_nobody_takes_a_device_whose_deployment_is_being_switched_in_elsewhere()
             world.queue(job, "policy", seq, "load_state")
     world.run()
     assert len(world.done) == 40
-    replays(world)
+    world.check_replay()
 
 
 def test_state_that_one_node_must_give_up_stays_on_the_others() -> None:
@@ -263,7 +252,7 @@ def test_one_refusal_aborts_the_activation_on_every_node() -> None:
     world.run()
     assert world.done["t.a01.policy.1"] is Outcome.COMPLETED
     assert len(opens_of(world, POLICY)) == 4
-    replays(world)
+    world.check_replay()
 
 
 def test_late_word_of_an_aborted_activation_opens_nothing() -> None:
@@ -310,7 +299,7 @@ def test_ranks_killed_on_one_node_end_the_life_on_all() -> None:
     assert policy.wpg.incarnation == incarnation + 1
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert world.states() == undisturbed("a01", 3).states()
-    replays(world)
+    world.check_replay()
 
 
 @pytest.mark.parametrize("name", ["t0", "t1"], ids=["leader's", "another"])
@@ -331,7 +320,7 @@ def test_lost_node_is_waited_for_and_the_whole_is_rebuilt(name: str) -> None:
     world.run()
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert world.states() == undisturbed("a01", 3).states()
-    replays(world)
+    world.check_replay()
 
 
 def test_node_that_comes_back_waits_for_the_dead_on_the_others() -> None:
@@ -369,7 +358,7 @@ def test_ended_job_is_forgotten_on_every_node() -> None:
     world.run()
     assert world.core.state.stopping == {}
     assert not world.ranks
-    replays(world)
+    world.check_replay()
 
 
 # --- Seals ----------------------------------------------------------------------------------------
@@ -391,7 +380,7 @@ def test_seal_counts_once_every_node_has_committed_its_part() -> None:
     run_until(world, lambda: policy.durability.seal_seq > 0)
     assert policy.durability.sealing == 0
     world.run()
-    replays(world)
+    world.check_replay()
 
 
 def test_permit_names_the_seal_that_every_node_must_have_cut_before() -> None:
@@ -436,7 +425,7 @@ def test_late_word_of_an_earlier_seal_that_failed_ends_no_other() -> None:
     assert policy.durability.sealing == second
     run_until(world, lambda: policy.durability.seal_seq == second)
     world.run()
-    replays(world)
+    world.check_replay()
 
 
 def test_part_that_is_committed_after_a_loss_completes_the_seal() -> None:
@@ -488,7 +477,7 @@ def test_deployment_moves_under_load_and_nothing_is_lost(
         d.slots[0].placed or d.slots[0].resident or d.slots[0].ready or d.slots[0].holder
         for d in devices
     )
-    replays(world)
+    world.check_replay()
 
 
 def test_move_seals_what_trains_and_replays_nothing_then() -> None:
@@ -567,7 +556,7 @@ def test_old_node_keeps_the_seal_until_there_is_one_where_it_is_now() -> None:
     world.run()
     assert world.core.state.stopping == {}
     assert world.seals.get(POLICY, {}) == {}
-    replays(world)
+    world.check_replay()
 
 
 def test_seal_that_fails_does_not_keep_it() -> None:
@@ -602,7 +591,7 @@ def test_it_runs_on_where_it_is_while_a_node_that_it_is_to_go_to_is_down() -> No
     assert policy.nodes == ["t3"]
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert world.states() == undisturbed("a0", 2).states()
-    replays(world)
+    world.check_replay()
 
 
 def moved_under_way(duration_s: float) -> World:
@@ -616,7 +605,7 @@ def moved_under_way(duration_s: float) -> World:
     world.run()
     assert of(world, deployment("a0", "policy")).nodes == ["t3"]
     assert world.ranks[deployment("a0", "policy")].state == tuple(range(1, 13))
-    replays(world)
+    world.check_replay()
     return world
 
 
@@ -654,7 +643,7 @@ def test_move_is_put_off_while_a_node_cannot_take_the_copy() -> None:
     world.mirror_error = None
     world.run()
     assert policy.nodes == ["t3"]
-    replays(world)
+    world.check_replay()
 
 
 def test_node_that_restarts_while_it_fetches_is_asked_again() -> None:
@@ -767,4 +756,4 @@ def test_nothing_deadlocks_and_nothing_is_lost_whatever_happens(
     assert not any(node.claims for node in state.nodes.values())
     assert not any(d.slots[0].running for node in state.nodes.values() for d in node.devices)
     assert state.moving == []
-    replays(world)
+    world.check_replay()

@@ -13,12 +13,14 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
+{{/* The image of a service. Takes (dict "root" $ "service" "router"). */}}
 {{- define "phaseloom.image" -}}
 {{- $image := .root.Values.image -}}
 {{- with $image.registry }}{{ . }}/{{ end -}}
 {{ $image.repository }}-{{ .service }}:{{ $image.tag | default .root.Chart.AppVersion }}
 {{- end }}
 
+{{/* The name of the Secret with all passwords and keys: the user's, or the chart's own. */}}
 {{- define "phaseloom.authSecret" -}}
 {{ .Values.global.authSecret | default (printf "%s-auth" .Release.Name) }}
 {{- end }}
@@ -28,7 +30,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- if contains "nats" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-nats{{ end }}
 {{- end }}
 
-{{/* Variables of every service. */}}
+{{/* The environment variables of every service. */}}
 {{- define "phaseloom.env" -}}
 - name: PHASELOOM_BUS_URL
   value: {{ .Values.bus.url | default (printf "nats://%s:4222" (include "phaseloom.nats" .)) | quote }}
@@ -44,7 +46,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 {{- end }}
 
-{{/* Variables that the user gives, as a map. */}}
+{{/* The environment variables that the user gives. Takes a map of names and values. */}}
 {{- define "phaseloom.extraEnv" -}}
 {{- range $name, $value := . }}
 - name: {{ $name }}
@@ -52,12 +54,14 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 {{- end }}
 
+{{/* The security context of every container but the one that makes a directory the mesh's. */}}
 {{- define "phaseloom.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* The security context of every pod; the images have this user. */}}
 {{- define "phaseloom.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
@@ -86,7 +90,8 @@ readinessProbe:
 
 {{/*
 A service without state, as a Deployment. Takes (dict "root" $ "name" "router" "values" .Values.router
-"env" "<YAML of variables>" "port" 0 "scaled" false).
+"env" "<YAML of variables>" "port" 0 "scaled" false). port: the HTTP port; 0: it has none. scaled:
+whether an autoscaler sets the number of replicas.
 */}}
 {{- define "phaseloom.deployment" -}}
 {{- $root := .root -}}
@@ -109,6 +114,7 @@ spec:
     metadata:
       labels: {{- include "phaseloom.labels" $labels | nindent 8 }}
       annotations:
+        # Other tenants are other settings: the pods start anew.
         phaseloom/tenants: {{ $root.Values.tenants | toJson | sha256sum | trunc 16 }}
     spec:
       automountServiceAccountToken: false
@@ -158,7 +164,7 @@ spec:
           emptyDir: {}
 {{- end }}
 
-{{/* The Service before a Deployment. Takes (dict "root" $ "name" "gateway" "values" .Values.gateway). */}}
+{{/* The Service in front of a Deployment. Takes (dict "root" $ "name" "gateway" "values" .Values.gateway). */}}
 {{- define "phaseloom.service" -}}
 {{- $labels := dict "root" .root "component" .name -}}
 apiVersion: v1

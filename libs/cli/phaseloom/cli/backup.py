@@ -42,7 +42,8 @@ _LEFT_OUT = frozenset({"logs", "spans", "s", "mesh.json"})
 """Entries of a run's directory that describe its processes, and nothing of its jobs."""
 _MOST_PASSES = 5
 _FEW_BYTES = 8 * 2**20
-"""So few changed bytes are copied in a moment, while the run stands still."""
+"""The most changed bytes that are left for the last copy, for which the run stands still a
+moment."""
 _TRIES = 3
 _STILL_WITHIN_S = 10.0
 _LOOK_EVERY_S = 0.005
@@ -64,7 +65,7 @@ class BackupFile(msgspec.Struct, frozen=True):
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """What is in a backup; the contents of its `backup.json`."""
+    """The contents of a backup, as its `backup.json` has them."""
 
     format: int
     phaseloom: str

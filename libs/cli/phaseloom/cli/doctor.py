@@ -74,7 +74,7 @@ class Finding:
     verdict: Verdict
     found: str
     remedy: str = ""
-    """What to do; empty: nothing."""
+    """The remedy, as an imperative; empty: nothing is to be done."""
 
 
 def doctor(

@@ -6,7 +6,6 @@ The file is read by `transformers`, with the package `gguf`. The directory has w
 
 from __future__ import annotations
 
-import shutil
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from phaseloom.cli.newmodels import new_directory
 from phaseloom.common.contract.errors import CallerError, Code
 
 _PACKAGES = ("torch", "transformers", "gguf", "accelerate")
@@ -38,20 +38,10 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
             code=Code.FAILED_PRECONDITION,
             remedy="pip install 'phaseloom[worker,gguf]'",
         )
-    if directory.exists():
-        raise CallerError(
-            f"{directory} exists",
-            code=Code.ALREADY_EXISTS,
-            field="directory",
-            remedy="name a directory that is to be made",
-        )
-    # The directory appears whole: one that is there need not be made again.
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    _convert(gguf or _smollm2(), partial)
-    if gguf is None:
-        (partial / "LICENSE").write_text(_license())
-    partial.rename(directory)
+    with new_directory(directory) as partial:
+        _convert(gguf or _smollm2(), partial)
+        if gguf is None:
+            (partial / "LICENSE").write_text(_license())
     (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from phaseloom.cli.newmodels import new_directory
 from phaseloom.common.contract.errors import CallerError, Code
 
 _PACKAGES = ("torch", "safetensors")
@@ -54,23 +55,8 @@ def merge(base: Path, adapter: Path, directory: Path, *, console: Console | None
             code=Code.FAILED_PRECONDITION,
             remedy="pip install 'phaseloom[worker]'",
         )
-    if directory.exists():
-        raise CallerError(
-            f"{directory} exists",
-            code=Code.ALREADY_EXISTS,
-            field="directory",
-            remedy="name a directory that is to be made",
-        )
-    config = _config(adapter)
-    # The directory appears whole: one that is there need not be made again.
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        _merge(base, adapter, config, partial)
-    except CallerError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    partial.rename(directory)
+    with new_directory(directory) as partial:
+        _merge(base, adapter, _config(adapter), partial)
     (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
 
 

@@ -12,15 +12,12 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from phaseloom.cli.rundir import bus_config, open_bus
-from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_agent import DeploymentState, SharedCopyState, StatusReport
-from phaseloom.common.contract.streams import Bucket, state_subject
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig
-from phaseloom.common.transport.leases import node_lease_key
-from phaseloom.common.transport.services import request_reply
+from phaseloom.common.transport.leases import nodes_up
+from phaseloom.common.transport.services import node_report
 
 _TIMEOUT_S = 5.0
 _NOTHING = "–"
@@ -66,7 +63,7 @@ async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | Phase
     Raises: CallerError: NOT_FOUND: there is no such node, or it is down.
     """
     async with open_bus(settings, "state") as bus:
-        nodes = await _nodes(bus)
+        nodes = await nodes_up(bus)
         if node and node not in nodes:
             raise CallerError(
                 f"there is no node {node}, or it is down",
@@ -80,21 +77,11 @@ async def _ask(settings: BusConfig, node: str) -> dict[str, StatusReport | Phase
         )
 
 
-async def _nodes(bus: Bus) -> list[str]:
-    """The nodes that are up: those whose agents hold a lease."""
-    prefix = node_lease_key("")
-    keys = await bus.kv_keys(Bucket.LEASES)
-    return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
-
-
 async def _report(bus: Bus, node: str) -> StatusReport | PhaseloomError:
-    subject = state_subject(NodeId(node))
     try:
-        message = await request_reply(bus.client, subject, b"", timeout_s=_TIMEOUT_S, headers={})
-        answer: StatusReport = decode(message.data, StatusReport)
+        return await node_report(bus.client, node, timeout_s=_TIMEOUT_S)
     except ResourceError as error:
         return error
-    return answer
 
 
 def headline(node: str, report: StatusReport) -> str:

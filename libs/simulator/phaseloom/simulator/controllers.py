@@ -31,7 +31,7 @@ from phaseloom.simulator.tracing import Tracer
 
 
 class Retries(msgspec.Struct, frozen=True):
-    """What controllers do about failures."""
+    """The behaviour of controllers when operations or jobs fail."""
 
     resubmit_s: float = 60.0
     """The time from a failure until the job is submitted again."""

@@ -31,7 +31,7 @@ Entry = tuple[int, float, events.Event]
 
 
 class Prediction(NamedTuple):
-    """What was predicted for one operation when it was ready, and what came."""
+    """A prediction for one operation, made when it was ready, and the time that came true."""
 
     operation: str
     kind: str

@@ -10,8 +10,7 @@ import msgspec
 from aiohttp import web
 
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
+from phaseloom.common.transport.serving import service_bus
 from phaseloom.console.core.view import HISTORY, View
 from phaseloom.console.http import Keys, application
 from phaseloom.console.shell import Shell
@@ -37,12 +36,9 @@ class ConsoleConfig(msgspec.Struct, frozen=True):
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(ConsoleConfig, "console")
-    bus_config = config.load(BusConfig, "bus")
     # The objects that the imports made stay: no collection needs to go through them again.
     gc.freeze()
-    opening = Bus.open(bus_config, "console", timeout_s=SERVICE_CONNECT_S)
-    bus = await lifecycle.unless_stopped(stop, opening)
-    try:
+    async with service_bus("console", stop) as bus:
         shell = Shell(bus, View(settings.history))
         keys = Keys.of(settings.operator_key, settings.keys, settings.port)
         runner = web.AppRunner(
@@ -54,14 +50,9 @@ async def serve(stop: asyncio.Event) -> None:
         await runner.setup()
         try:
             await web.TCPSite(runner, settings.host, settings.port).start()
-            async with asyncio.TaskGroup() as group:
-                following = group.create_task(shell.run())
-                await stop.wait()
-                following.cancel()
+            await lifecycle.unless_stopped(stop, shell.run())
         finally:
             await runner.cleanup()
-    finally:
-        await bus.close()
 
 
 def main() -> NoReturn:

@@ -17,12 +17,12 @@ from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, decode
 from phaseloom.common.contract.errors import CallerError, InternalError, PhaseloomError
 from phaseloom.common.contract.events import Notice, PhaseTrace
-from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.state_agent import StatusReport
-from phaseloom.common.contract.streams import Bucket, state_subject
+from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus, KeyChange
-from phaseloom.common.transport.leases import node_lease_key
-from phaseloom.common.transport.services import request_reply
+from phaseloom.common.transport.leases import nodes_up
+from phaseloom.common.transport.services import node_report
 from phaseloom.console.core.view import View
 from phaseloom.console.core.wire import Decision
 
@@ -91,9 +91,7 @@ class Shell:
         """The report of each node that is up; a line of text for a node that does not answer."""
         async with self._reporting:
             if time.monotonic() - self._reported_s > _REPORTS_AGE_S:
-                prefix = node_lease_key("")
-                keys = await self.bus.kv_keys(Bucket.LEASES)
-                nodes = sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+                nodes = await nodes_up(self.bus)
                 answers = await asyncio.gather(*(self._report(node) for node in nodes))
                 self._reports = dict(zip(nodes, answers, strict=True))
                 self._reported_s = time.monotonic()
@@ -101,17 +99,9 @@ class Shell:
 
     async def _report(self, node: str) -> StatusReport | str:
         try:
-            message = await request_reply(
-                self.bus.client,
-                state_subject(NodeId(node)),
-                b"",
-                timeout_s=_REPORT_TIMEOUT_S,
-                headers={},
-            )
-            answer: StatusReport = decode(message.data, StatusReport)
+            return await node_report(self.bus.client, node, timeout_s=_REPORT_TIMEOUT_S)
         except PhaseloomError as error:
             return str(error)
-        return answer
 
 
 def _told(notice: Notice) -> Decision:

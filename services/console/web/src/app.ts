@@ -1,4 +1,4 @@
-// What all parts of the page share.
+// The state that all parts of the page share, and the hooks by which they follow it.
 
 import { useEffect, useState } from "preact/hooks";
 import { themeOf, type Theme } from "./colours";
@@ -86,7 +86,11 @@ export function useTick(everyMs: number): number {
   return tick;
 }
 
-/** What a promise gives, asked for again at a pace; errors come as they are. */
+/** The answer to a question, asked again every `everyMs` (0: never); or the error, as it was thrown.
+ *
+ * @param key which question it is: a new one forgets the answer of the one before
+ * @param ask null: nothing is asked
+ */
 export function useAsked<T>(key: string, ask: (() => Promise<T>) | null, everyMs: number): { answer?: T; error?: unknown } {
   const [state, set] = useState<{ key: string; answer?: T; error?: unknown }>({ key });
   useEffect(() => {

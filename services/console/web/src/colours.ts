@@ -1,4 +1,4 @@
-// The colours of jobs, lighter for the smaller operations of a phase; for light and dark grounds.
+// The colours of the page, light and dark: each job has one, paler for the smaller kinds of operations.
 
 export type Rgb = readonly [number, number, number];
 
@@ -6,7 +6,7 @@ export type Rgb = readonly [number, number, number];
 const ON_LIGHT = ["#0072b2", "#d98200", "#009e73", "#c2609b", "#7a5fd0", "#d55e00", "#3b9ccb", "#8a8a00"];
 const ON_DARK = ["#4aa3e0", "#f0a92e", "#2fbf93", "#e08abf", "#a58cf0", "#f27a3d", "#74c7ec", "#c9c94a"];
 
-/** How far towards the ground the colour of each kind goes. */
+/** The share of the ground in the colour of each kind of operation. */
 const SHADES: Record<string, number> = {
   generate: 0,
   forward: 0.38,

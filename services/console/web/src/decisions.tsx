@@ -1,4 +1,4 @@
-// The newest decisions, with their reasons.
+// The list of the newest decisions and context switches, with their reasons.
 
 import { useState } from "preact/hooks";
 import { type App, useApp } from "./app";

@@ -1,4 +1,4 @@
-// One operation: where its time went, the switch before it, and what the scheduler says of it.
+// The panel of one operation: where its time went, its context switch, and the scheduler's reasons.
 
 import { type App, useApp, useAsked } from "./app";
 import { barCss } from "./raster";

@@ -9,8 +9,10 @@ import { ask } from "./live";
 import type { Head, Recent } from "./model";
 import type { Explanation, JobRow } from "./wire";
 
+/** The length of the newest stretch of time that the figures are of. */
 const WINDOW_S = 60;
 const NUM_BARS = 40;
+/** A job waits if it has had an operation ready for longer. */
 const WAITS_FROM_S = 0.3;
 
 export function Jobs({ app }: { app: App }) {
@@ -86,13 +88,13 @@ function Card({
       {row.period_s && row.segments?.length ? <Cycle row={row} /> : null}
       {row.placement && <p class="placement">{row.placement}</p>}
       {row.error && <p class="trouble">{row.error.message}{row.error.remedy ? `: ${row.error.remedy}` : ""}</p>}
-      {waiting.map((head) => <Waits key={head.slot} app={app} head={head} />)}
+      {waiting.map((head) => <Waits key={model.nameOf(head)} app={app} head={head} />)}
       {row.deployments?.length ? <Deployments row={row} /> : null}
     </article>
   );
 }
 
-/** Whether a head runs: its deployment holds its first device. */
+/** Whether an operation runs, as far as the log tells: its deployment holds its first device. */
 function runs({ model }: App, head: Head): boolean {
   const device = model.devices[head.devices[0] ?? -1];
   return device?.activations[device.activations.length - 1]?.deployment === head.deployment;

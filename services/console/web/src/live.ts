@@ -1,4 +1,4 @@
-// The connection to the console's server: the whole view once, then what is new, for ever.
+// The connection to the console's server: first the whole view, then each update.
 
 import type { Model } from "./model";
 import type { Caller, Update } from "./wire";
@@ -6,9 +6,9 @@ import type { Caller, Update } from "./wire";
 export type Link = "connecting" | "live" | "lost" | "refused";
 
 const PAUSE_MS = 1000;
-/** The server speaks every 5 s. */
+/** The connection is lost after so long a silence: the server sends something every 5 s. */
 const SILENCE_MS = 15_000;
-/** Beyond that the page asks for the newest again, which drops what is older. */
+/** A page with more operations asks for the view again, which has only the newest. */
 const MAX_OPERATIONS = 1_500_000;
 
 export class Live {
@@ -88,7 +88,7 @@ export interface Refusal {
   remedy?: string;
 }
 
-/** Ask the console. Throws: a `Refusal`. */
+/** Call the console's server, and return the answer's JSON. Throws: a `Refusal`. */
 export async function ask<T>(path: string, method: "GET" | "POST" = "GET"): Promise<T> {
   let answer: Response;
   try {

@@ -14,7 +14,7 @@ import type { Replay } from "./wire";
 
 const TABS = ["timeline", "jobs", "state", "decisions"] as const;
 type Tab = (typeof TABS)[number];
-/** A replay begins with so much of its middle in view. */
+/** The length of the stretch, in the middle of a replayed run, that is in view first. */
 const FIRST_SPAN_S = 20;
 
 function Page({ app }: { app: App }) {

@@ -2,13 +2,19 @@
 //
 // Times are seconds since `originS`, the zero of the server's rows.
 
-import type { Decision, HeadRow, JobRow, NodeRow, Update } from "./wire";
+import type { Decision, HeadRow, JobRow, NodeRow, ReportRow, Update } from "./wire";
 import { TICK_S } from "./wire";
 
 const FIRST_LENGTH = 1024;
 const MOST_SWITCHES = 1000;
+const MOST_DECISIONS = 1000;
+const MOST_LANES = 4;
+/** Operations of two deployments that overlap for less count as one after the other. */
+const OVERLAP_S = 1e-3;
+/** Reports of what ended may come this much later than those of what ended after it. */
+const LATE_S = 5;
 
-/** Numbers that grow at the end. */
+/** A column with room for `length` numbers: the same one, or a copy that is longer. */
 function grown<T extends Float64Array | Int32Array | Uint16Array | Uint8Array>(column: T, length: number): T {
   if (length <= column.length) return column;
   const longer = new (column.constructor as new (n: number) => T)(Math.max(length, 2 * column.length));
@@ -59,7 +65,7 @@ export class Track {
     this.longestWaitS = Math.max(this.longestWaitS, start - ready);
   }
 
-  /** Operations of one deployment that overlap ran together; those of others get a lane beside. */
+  /** The lane to draw an operation in: overlapping ones share it if they are of one deployment. */
   private laneOf(deployment: number, start: number, end: number): number {
     let free = -1;
     for (let i = 0; i < this.taken.length; i++) {
@@ -68,10 +74,10 @@ export class Track {
         one.until = Math.max(one.until, end);
         return i;
       }
-      if (free < 0 && one.until <= start + 1e-3) free = i;
+      if (free < 0 && one.until <= start + OVERLAP_S) free = i;
     }
     if (free < 0) {
-      if (this.taken.length >= 4) return 3;
+      if (this.taken.length >= MOST_LANES) return MOST_LANES - 1;
       free = this.taken.length;
       this.taken.push({ until: end, deployment });
     } else {
@@ -81,7 +87,7 @@ export class Track {
     return free;
   }
 
-  /** The first whose start is at or after a time. */
+  /** The place of the first operation that starts at or after a time. */
   from(time: number): number {
     let low = 0;
     let high = this.length;
@@ -94,7 +100,7 @@ export class Track {
   }
 }
 
-/** A deployment got its devices; bytes moved unless `endS` is `startS`. */
+/** A deployment got its devices; where bytes moved for that, a switch, `endS` is after `startS`. */
 export interface Activation {
   deployment: number;
   startS: number;
@@ -217,24 +223,21 @@ export class Model {
       );
     }
     for (const row of update.activations ?? []) {
-      const startS = row[1] * TICK_S;
-      const endS = startS + (row[2] + row[3]) * TICK_S;
-      const activation: Activation = {
-        deployment: deployments[row[0]]!,
-        startS,
-        offloadS: row[2] * TICK_S,
-        loadS: row[3] * TICK_S,
-        hiddenS: row[4] * TICK_S,
-        endS,
-        bytesOut: row[6] ?? 0,
-        bytesIn: row[7] ?? 0,
-        isSpeculative: row[8] ?? false,
-        displaced: (row[9] ?? []).map((one) => deployments[one]!),
-      };
-      const where = placed(row[5]).map((device) => this.devices[device]!.label).join(", ");
-      if (endS > startS) this.switches.push({ activation, where });
-      for (const device of placed(row[5])) insert(this.devices[device]!.activations, activation);
-      this.seen(startS, endS);
+      this.takeActivation(
+        {
+          deployment: deployments[row[0]]!,
+          startS: row[1] * TICK_S,
+          offloadS: row[2] * TICK_S,
+          loadS: row[3] * TICK_S,
+          hiddenS: row[4] * TICK_S,
+          endS: (row[1] + row[2] + row[3]) * TICK_S,
+          bytesOut: row[6] ?? 0,
+          bytesIn: row[7] ?? 0,
+          isSpeculative: row[8] ?? false,
+          displaced: (row[9] ?? []).map((one) => deployments[one]!),
+        },
+        placed(row[5]).map((device) => this.devices[device]!),
+      );
     }
     if (this.switches.length > 2 * MOST_SWITCHES) this.switches = this.switches.slice(-MOST_SWITCHES);
     this.heads = (update.heads ?? []).map((row: HeadRow) => ({
@@ -245,16 +248,8 @@ export class Model {
       numReady: row[4],
       devices: placed(row[5]),
     }));
-    if (update.decisions?.length) this.decisions = this.decisions.concat(update.decisions).slice(-1000);
-    for (const [job, step, values] of update.reports ?? []) {
-      let curves = this.curves.get(job);
-      if (!curves) this.curves.set(job, (curves = new Map()));
-      for (const [name, value] of Object.entries(values)) {
-        let curve = curves.get(name);
-        if (!curve) curves.set(name, (curve = { steps: [], values: [] }));
-        put(curve, step, value);
-      }
-    }
+    if (update.decisions?.length) this.decisions = this.decisions.concat(update.decisions).slice(-MOST_DECISIONS);
+    for (const row of update.reports ?? []) this.takeReport(row);
     this.version++;
   }
 
@@ -280,25 +275,17 @@ export class Model {
     return `${this.deployments[operation.deployment]}.${operation.slot}`;
   }
 
-  /** What had a device at a time: its newest activation before. */
+  /** The activation that had a device at a time; undefined: none had. */
   activationAt(device: Device, time: number): Activation | undefined {
-    const found = device.activations;
-    let low = 0;
-    let high = found.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (found[middle]!.startS <= time) low = middle + 1;
-      else high = middle;
-    }
-    return found[low - 1];
+    return device.activations[newestAt(device.activations, time)];
   }
 
   /** How the operations of each job went in the newest seconds. */
   recent(windowS: number, nowS: number): Map<number, Recent> {
     const from = nowS - windowS;
     const found = new Map<number, Recent>();
-    // They come in the order of their ends, give or take what workers tell together.
-    for (let i = this.numOperations - 1; i >= 0 && this.end[i]! > from - 5; i--) {
+    // They come nearly in the order of their ends.
+    for (let i = this.numOperations - 1; i >= 0 && this.end[i]! > from - LATE_S; i--) {
       if (this.end[i]! <= from || this.odd.get(i)?.isReplay) continue;
       const job = this.jobOf[this.deploymentOf[i]!]!;
       let recent = found.get(job);
@@ -338,6 +325,24 @@ export class Model {
       }
     }
     return buckets;
+  }
+
+  private takeActivation(activation: Activation, devices: Device[]): void {
+    const { startS, endS } = activation;
+    const where = devices.map((device) => device.label).join(", ");
+    if (endS > startS) this.switches.push({ activation, where });
+    for (const device of devices) insert(device.activations, activation);
+    this.seen(startS, endS);
+  }
+
+  private takeReport([job, step, values]: ReportRow): void {
+    let curves = this.curves.get(job);
+    if (!curves) this.curves.set(job, (curves = new Map()));
+    for (const [name, value] of Object.entries(values)) {
+      let curve = curves.get(name);
+      if (!curve) curves.set(name, (curve = { steps: [], values: [] }));
+      put(curve, step, value);
+    }
   }
 
   private takeOperation(
@@ -442,7 +447,7 @@ export interface Curve {
   values: number[];
 }
 
-/** Reports come nearly in the order of their steps; the last of a step counts. */
+/** Add a point to a curve, which is in the order of its steps; the newest value of a step counts. */
 function put({ steps, values }: Curve, step: number, value: number): void {
   let at = steps.length;
   while (at > 0 && steps[at - 1]! >= step) at--;
@@ -471,6 +476,18 @@ function numberOf(numbers: Map<string, number>, names: string[], name: string): 
     names.push(name);
   }
   return number;
+}
+
+/** The place of the newest activation that began at or before a time; -1: none did. */
+export function newestAt(activations: Activation[], time: number): number {
+  let low = 0;
+  let high = activations.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (activations[middle]!.startS <= time) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
 }
 
 function insert(activations: Activation[], one: Activation): void {

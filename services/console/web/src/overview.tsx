@@ -1,4 +1,5 @@
-// The whole of what is known as a strip: how busy the devices were, by job, and where the window is.
+// The strip below the timeline: how busy the devices were in all of the time that is known, by job,
+// and where the timeline's window lies in it.
 
 import { useEffect, useRef } from "preact/hooks";
 import type { App } from "./app";

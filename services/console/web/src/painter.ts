@@ -1,6 +1,6 @@
 // The timeline's canvas: where everything lies, what is under the pointer, and how it is drawn.
 
-import { barColour, linePx, Raster, TALL_PX, type Row } from "./raster";
+import { barColour, lanesOf, linePx, Raster, TALL_PX, type Row } from "./raster";
 import { css, isPale, jobColour, SHORT, type Theme } from "./colours";
 import { clock, since } from "./format";
 import type { Activation, Device, Head, Model } from "./model";
@@ -17,7 +17,7 @@ const MOST_SPAN_S = 7 * 86400;
 const FOLLOW_FRAME_MS = 33;
 const FONT = '"Inter", system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif';
 
-/** The stretch of time in view, and what of it is picked out. */
+/** The stretch of time and the rows in view, and the operation that is picked. */
 export class Viewport {
   fromS = 0;
   toS = 15;
@@ -27,6 +27,7 @@ export class Viewport {
   speed = 0;
   isTall = false;
   scrollPx = 0;
+  /** The job that is not dimmed; -1: none is. */
   lit = -1;
   picked: Picked | null = null;
 
@@ -58,12 +59,14 @@ export type Picked =
   | { type: "operation"; index: number; device: Device }
   | { type: "head"; head: Head; device: Device };
 
+/** The thing under a point of the canvas. */
 export type Hit =
   | Picked
   | { type: "switch"; activation: Activation; device: Device }
   | { type: "idle"; device: Device; atS: number };
 
 export class Painter {
+  /** How long the newest frames took to draw, in milliseconds. */
   readonly frames: number[] = [];
   private readonly raster = new Raster();
   private readonly context: CanvasRenderingContext2D;
@@ -119,7 +122,7 @@ export class Painter {
     return this.rows.map((row) => row.device);
   }
 
-  /** What is at a point of the canvas. */
+  /** The thing at a point of the canvas; null: the point is beside the rows. */
   hit(x: number, y: number): Hit | null {
     const row = this.rowAt(y);
     if (!row || x < this.gutterPx) return null;
@@ -129,7 +132,7 @@ export class Painter {
     const { track } = device;
     let best = -1;
     let nearest = Infinity;
-    const lanes = this.lanesOf(row);
+    const lanes = lanesOf(device, row.height);
     const lane = Math.floor((lanes * (y - AXIS_PX + this.view.scrollPx - row.top)) / row.height);
     for (let i = track.from(atS - track.longestS - slackS); i < track.length; i++) {
       if (track.start[i]! > atS + slackS) break;
@@ -220,7 +223,7 @@ export class Painter {
       return { device: row.device, top: begin, height: Math.max(1, end - begin) };
     });
     this.raster.draw(
-      context, model, theme, rows, view.fromS, view.toS, left, top, w - left, h - top, view.lit,
+      context, model, theme, rows, ratio, view.fromS, view.toS, left, top, w - left, h - top, view.lit,
     );
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.drawAxis(theme);
@@ -297,7 +300,7 @@ export class Painter {
     context.textAlign = "center";
     context.textBaseline = "middle";
     for (const row of this.rows) {
-      if (row.height < LABEL_FROM_PX || this.lanesOf(row) > 1) continue;
+      if (row.height < LABEL_FROM_PX || lanesOf(row.device, row.height) > 1) continue;
       const y = AXIS_PX + row.top + row.height / 2 - view.scrollPx;
       if (y < AXIS_PX || y > this.height) continue;
       const { track } = row.device;
@@ -405,10 +408,6 @@ export class Painter {
     context.strokeRect(from - 2, y - 2, to - from + 4, row.height + 4);
     context.strokeStyle = theme.text;
     context.strokeRect(from - 0.5, y - 0.5, to - from + 1, row.height + 1);
-  }
-
-  private lanesOf(row: Row): number {
-    return row.height >= 2 * TALL_PX ? row.device.track.numLanes : 1;
   }
 
   /** The operation that runs on a device now, as far as the log lets one tell. */

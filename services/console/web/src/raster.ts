@@ -3,9 +3,9 @@
 // operations in view and its pixels, whatever the zoom.
 
 import { css, jobColour, kindShade, mixed, type Rgb, type Theme } from "./colours";
-import type { Device, Model } from "./model";
+import { newestAt, type Device, type Model } from "./model";
 
-/** A row of the picture, in pixels of the screen. */
+/** A row of the picture. */
 export interface Row {
   device: Device;
   top: number;
@@ -14,7 +14,7 @@ export interface Row {
 
 const GAP_FROM_PX = 4;
 const GAP_PX = 1;
-/** Rows as tall as this have a line of what waits above, and a line of the holder below. */
+/** Rows as tall as this, in CSS pixels, have a line of what waits above, and of the holder below. */
 export const TALL_PX = 13;
 const WAIT_ALPHA = 0.55;
 const DIM = 0.82;
@@ -27,13 +27,13 @@ export class Raster {
   private coloursOf = "";
   private numKinds = 1;
 
-  /** Draw rows into a part of a canvas.
+  /** Draw rows into a part of a canvas. Places and sizes are in pixels of the screen.
    *
-   * @param width of the part, in pixels of the screen, like everything here
+   * @param ratio pixels of the screen in a CSS pixel
    * @param lit the job that is not dimmed; -1: none is
    */
   draw(
-    context: CanvasRenderingContext2D, model: Model, theme: Theme, rows: Row[],
+    context: CanvasRenderingContext2D, model: Model, theme: Theme, rows: Row[], ratio: number,
     fromS: number, toS: number, left: number, top: number, width: number, height: number, lit: number,
   ): void {
     if (width < 1 || height < 1) return;
@@ -46,7 +46,7 @@ export class Raster {
     this.pixels.fill(packed(theme.ground[0], theme.ground[1], theme.ground[2]));
     for (const row of rows) {
       if (row.top + row.height <= 0 || row.top >= height) continue;
-      this.row(row, model, theme, fromS, toS, width, height);
+      this.row(row, ratio, model, theme, fromS, toS, width, height);
     }
     context.putImageData(this.image, left, top);
   }
@@ -73,13 +73,14 @@ export class Raster {
   }
 
   private row(
-    { device, top, height: rowHeight }: Row, model: Model, theme: Theme,
+    { device, top, height: rowHeight }: Row, ratio: number, model: Model, theme: Theme,
     fromS: number, toS: number, width: number, height: number,
   ): void {
-    const isTall = rowHeight >= TALL_PX;
-    const waitPx = isTall ? linePx(rowHeight) : 0;
-    const holdPx = isTall ? linePx(rowHeight) : 0;
-    const lanes = isTall && rowHeight >= 2 * TALL_PX ? device.track.numLanes : 1;
+    const cssHeight = rowHeight / ratio;
+    const isTall = cssHeight >= TALL_PX;
+    const waitPx = isTall ? Math.round(ratio * linePx(cssHeight)) : 0;
+    const holdPx = waitPx;
+    const lanes = lanesOf(device, cssHeight);
     const body = rowHeight - waitPx - holdPx;
     if (isTall) {
       this.sums.fill(0);
@@ -134,7 +135,7 @@ export class Raster {
   private addSwitches(device: Device, theme: Theme, fromS: number, toS: number, width: number): void {
     const scale = width / (toS - fromS);
     const found = device.activations;
-    for (let i = firstAfter(found, fromS); i < found.length && found[i]!.startS < toS; i++) {
+    for (let i = Math.max(0, newestAt(found, fromS)); i < found.length && found[i]!.startS < toS; i++) {
       const one = found[i]!;
       if (one.endS === one.startS) continue;
       const seen = one.startS + one.hiddenS;
@@ -149,7 +150,7 @@ export class Raster {
   ): void {
     const scale = width / (toS - fromS);
     const found = device.activations;
-    for (let i = firstAfter(found, fromS); i < found.length && found[i]!.startS < toS; i++) {
+    for (let i = Math.max(0, newestAt(found, fromS)); i < found.length && found[i]!.startS < toS; i++) {
       const one = found[i]!;
       const next = found[i + 1]?.startS ?? toS;
       const colour = jobColour(model.jobOf[one.deployment]!, theme.isDark);
@@ -207,7 +208,12 @@ export class Raster {
   }
 }
 
-/** How thick the lines above and below the bars of a row are. */
+/** The number of lanes of a row with this height in CSS pixels. */
+export function lanesOf(device: Device, rowHeight: number): number {
+  return rowHeight >= 2 * TALL_PX ? device.track.numLanes : 1;
+}
+
+/** How thick the lines above and below the bars of a row are; both heights in CSS pixels. */
 export function linePx(rowHeight: number): number {
   return Math.max(2, Math.min(7, Math.round(rowHeight * 0.12)));
 }
@@ -222,16 +228,4 @@ export function barCss(theme: Theme, job: number, kind: string): string {
 
 function packed(red: number, green: number, blue: number): number {
   return (0xff000000 | (blue << 16) | (green << 8) | red) >>> 0;
-}
-
-/** The newest activation at or before a time, else the first. */
-function firstAfter(activations: Device["activations"], time: number): number {
-  let low = 0;
-  let high = activations.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (activations[middle]!.startS <= time) low = middle + 1;
-    else high = middle;
-  }
-  return Math.max(0, low - 1);
 }

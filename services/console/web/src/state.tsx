@@ -1,4 +1,4 @@
-// Where state lies: what each node's tiers hold, and whose it is.
+// The view of state: how full each tier of a node is, and which deployments and versions it holds.
 
 import { useState } from "preact/hooks";
 import { type App, useApp, useAsked } from "./app";

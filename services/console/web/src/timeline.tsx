@@ -1,10 +1,11 @@
-// The timeline: what every device does, with all that one does to it by pointer and keys.
+// The timeline of every device, and how pointer and keys move it.
 
 import { useEffect, useRef, useState } from "preact/hooks";
 import { type App, useApp, useTick } from "./app";
 import { css, jobColour } from "./colours";
 import { Details } from "./details";
 import { bytes, count, percent, seconds } from "./format";
+import type { Device } from "./model";
 import { Overview } from "./overview";
 import { AXIS_PX, type Hit, Painter, type Picked } from "./painter";
 
@@ -192,6 +193,7 @@ function play(app: App): void {
   app.changed();
 }
 
+/** The figures that were last made: making them costs every operation in the window. */
 let figured: { key: string; value: [string, string][] } = { key: "", value: [] };
 
 /** How busy the devices were in the window, and what their switches cost. */
@@ -323,14 +325,14 @@ function lines(app: App, hit: Hit): string[] {
       ];
     }
     case "idle":
-      return idle(app, hit);
+      return idle(app, hit.device, hit.atS);
   }
 }
 
 /** Why a device did nothing at a time, as far as the log tells. */
-function idle({ model }: App, { device, atS }: { device: { name: string; track: import("./model").Track; activations: import("./model").Activation[] }; atS: number }): string[] {
+function idle({ model }: App, device: Device, atS: number): string[] {
   const { track } = device;
-  const holder = model.activationAt(device as never, atS);
+  const holder = model.activationAt(device, atS);
   const held = holder ? `held by ${model.deployments[holder.deployment]}` : "held by nobody";
   for (let i = track.from(atS); i < track.length; i++) {
     if (track.start[i]! > atS + track.longestWaitS) break;
@@ -347,6 +349,7 @@ function idle({ model }: App, { device, atS }: { device: { name: string; track: 
 
 // --- pointer and keys ------------------------------------------------------------------------------
 
+/** Move and zoom the window by pointer; returns a function that ends this. */
 function gestures(
   canvas: HTMLCanvasElement, painter: Painter, app: App,
   setHover: (hover: { x: number; y: number; hit: Hit } | null) => void,
@@ -412,15 +415,18 @@ function gestures(
     if (!pointers.size) pressed = null;
   };
   const leave = () => setHover(null);
-  canvas.addEventListener("wheel", wheel, { passive: false });
-  canvas.addEventListener("pointerdown", down);
-  canvas.addEventListener("pointermove", move);
-  canvas.addEventListener("pointerup", up);
-  canvas.addEventListener("pointercancel", up);
-  canvas.addEventListener("pointerleave", leave);
-  return () => canvas.removeEventListener("wheel", wheel);
+  const ended = new AbortController();
+  const { signal } = ended;
+  canvas.addEventListener("wheel", wheel, { passive: false, signal });
+  canvas.addEventListener("pointerdown", down, { signal });
+  canvas.addEventListener("pointermove", move, { signal });
+  canvas.addEventListener("pointerup", up, { signal });
+  canvas.addEventListener("pointercancel", up, { signal });
+  canvas.addEventListener("pointerleave", leave, { signal });
+  return () => ended.abort();
 }
 
+/** The distance of two pointers along the time axis; 0: there are not two. */
 function spread(pointers: Map<number, { x: number; y: number }>): number {
   const [a, b] = [...pointers.values()];
   return a && b ? Math.max(8, Math.abs(a.x - b.x)) : 0;

@@ -1,19 +1,24 @@
-// What the console's server tells a page: `core/wire.py` in TypeScript. Times in rows are in ticks.
+// The messages from the console's server to a page: `core/wire.py` in TypeScript. Times in rows are
+// in ticks since `Update.origin_s`. What is absent has its default there: 0, "", false or empty.
 
+/** The length of a tick in seconds. */
 export const TICK_S = 1e-4;
 
-/** deployment, kind, slot, queued, ready, start, end, devices, tokens, outcome, is replay */
+/** An operation that has ended: deployment, kind, slot, queued, ready, start, end, devices, tokens,
+ * outcome (absent: completed), is replay. Names are numbers in the lists of the same update. */
 export type OperationRow = [
   number, number, string, number, number, number, number, number[], number?, string?, boolean?,
 ];
-/** deployment, start, offload, load, hidden, devices, bytes out, bytes in, speculative, displaced */
+/** A context switch: deployment, start, and in ticks how long the offload and the load took and how
+ * much of both was hidden; devices, bytes out, bytes in, is speculative, the displaced deployments. */
 export type ActivationRow = [
   number, number, number, number, number, number[], number?, number?, boolean?, number[]?,
 ];
-/** deployment, kind, slot, ready, number ready, devices */
+/** The ready operation of a deployment that runs, or that runs next: deployment, kind, slot, ready,
+ * the number that are ready, devices. */
 export type HeadRow = [number, number, string, number, number, number[]];
 
-/** job, step, values */
+/** A report of a job's controller: job, step, value by name. */
 export type ReportRow = [string, number, Record<string, number>];
 
 export interface Decision {
@@ -64,6 +69,7 @@ export interface JobRow {
   segments?: [string, number, number][];
 }
 
+/** The whole view, or what is new since an earlier update. */
 export interface Update {
   cursor: number;
   now_s: number;
@@ -81,16 +87,19 @@ export interface Update {
   jobs?: JobRow[];
 }
 
+/** A run that has ended, in the page itself. */
 export interface Replay {
   title: string;
   update: Update;
 }
 
+/** Whose key the page has; no tenant: the operator's. */
 export interface Caller {
   tenant?: string;
   can_act?: boolean;
 }
 
+/** Why an operation waits, as the scheduler says. */
 export interface Explanation {
   key: { tenant: string; job: string; deployment: string; slot: string };
   kind: string;
@@ -101,6 +110,7 @@ export interface Explanation {
   why?: string;
 }
 
+/** What a node holds; `error` alone where the node does not answer. */
 export interface NodeReport {
   error?: string;
   device_budget_bytes: number[];

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from phaseloom.client import CallerError, connect
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
+from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport.serving import service_bus
 from phaseloom.gateway import checkpoints, openai, tinker
 from phaseloom.gateway.futures import Futures
 from phaseloom.gateway.http import MAX_BODY_BYTES, answered
@@ -87,9 +87,7 @@ async def serve(stop: asyncio.Event) -> None:
     settings = config.load(GatewayConfig, "gateway")
     settings.check()
     bus_config = config.load(BusConfig, "bus")
-    opening = Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
-    bus = await lifecycle.unless_stopped(stop, opening)
-    try:
+    async with service_bus(settings.name, stop) as bus:
 
         async def serve_tenant(seat: Seat) -> None:
             password = settings.passwords[seat.name]
@@ -111,8 +109,6 @@ async def serve(stop: asyncio.Event) -> None:
             app[REPLICA] = Replica(settings.keys, seats)
             async with peers() as app[PEERS]:
                 await _listen(app, settings, own, seats, stop)
-    finally:
-        await bus.close()
 
 
 async def _listen(

@@ -47,9 +47,9 @@ from phaseloom.common.contract.errors import (
     to_exception,
 )
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, check_name, is_name
-from phaseloom.common.contract.streams import Bucket, checkpoint_subject
+from phaseloom.common.contract.streams import checkpoint_subject
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.leases import node_lease_key
+from phaseloom.common.transport.leases import nodes_up
 from phaseloom.common.transport.services import request_reply
 
 R = TypeVar("R", CheckpointsFound, CheckpointErased, ArchiveOpened, ArchiveRead)
@@ -72,7 +72,7 @@ class Checkpoints:
         for field in ("job", "deployment"):
             if name := getattr(request, field):
                 check_name(name, field)
-        nodes = await self._nodes()
+        nodes = await nodes_up(self._bus)
         asked = FindCheckpoints(tenant, request.job, request.deployment)
         answers = await asyncio.gather(
             *(self._try(node, asked, CheckpointsFound) for node in nodes)
@@ -148,7 +148,7 @@ class Checkpoints:
         """
         missing: PhaseloomError | None = None
         silent: PhaseloomError | None = None
-        for node in await self._nodes():
+        for node in await nodes_up(self._bus):
             answer = await self._try(node, asked, kind)
             if not isinstance(answer, PhaseloomError):
                 return answer
@@ -184,12 +184,6 @@ class Checkpoints:
         if not isinstance(answer, kind):
             raise InternalError(f"expected {kind.__name__}, got {type(answer).__name__}")
         return answer
-
-    async def _nodes(self) -> list[str]:
-        """The nodes that are up: those whose agents hold a lease."""
-        prefix = node_lease_key("")
-        keys = await self._bus.kv_keys(Bucket.LEASES)
-        return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
 
 
 def merged(found: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:

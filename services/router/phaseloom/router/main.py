@@ -15,8 +15,8 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.observability import metrics
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.retry import until_done
+from phaseloom.common.transport.serving import service_bus
 from phaseloom.router.core.limits import Limits
 from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router
 
@@ -106,18 +106,13 @@ async def serve(stop: asyncio.Event) -> None:
     """Route until told to stop; operations in hand are finished first."""
     settings = config.load(RouterConfig, "router")
     limits = {tenant: settings.limits(tenant) for tenant in settings.tenants}
-    bus_config = config.load(BusConfig, "bus")
-    opening = Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
-    bus = await lifecycle.unless_stopped(stop, opening)
-    try:
+    async with service_bus(settings.name, stop) as bus:
         for tenant in settings.tenants:
             provisioning = _provision(bus, tenant, settings.ops_max_bytes)
             await lifecycle.unless_stopped(stop, provisioning)
         Lag(bus, settings.tenants, SOURCE).register()
         async with Router(bus, limits, settings.session_ttl_s).running(settings.tenants):
             await stop.wait()
-    finally:
-        await bus.close()
 
 
 async def _provision(bus: Bus, tenant: str, max_bytes: int) -> None:

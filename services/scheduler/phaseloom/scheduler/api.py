@@ -145,7 +145,10 @@ def check_deployment(request: api.CreateDeployment, job: JobSpec) -> None:
 
 
 async def _pinned(request: api.SubmitJob, model_of: ModelOf) -> JobSpec:
-    """The job's spec, checked, with its registered models pinned. Raises: CallerError."""
+    """The job's spec, checked, with its registered models pinned.
+
+    Raises: CallerError: the spec is wrong, or names a model that is not registered.
+    """
     check_job(request)
     pinned = await pin_job(request.spec, model_of, "spec")
     _check_size(pinned)
@@ -155,7 +158,11 @@ async def _pinned(request: api.SubmitJob, model_of: ModelOf) -> JobSpec:
 async def _pinned_deployment(
     request: api.CreateDeployment, job: JobSpec, model_of: ModelOf
 ) -> DeploymentSpec:
-    """Likewise for a deployment that would be added to a job, once it is checked."""
+    """The spec of a deployment that would be added to a job, checked, with its registered model
+    pinned.
+
+    Raises: CallerError: the spec is wrong, or names a model that is not registered.
+    """
     check_deployment(request, job)
     pinned = await pin_deployment(request.spec, model_of, "spec")
     _check_size(replace(job, deployments=[*job.deployments, pinned]))
@@ -362,14 +369,14 @@ def node_api(shell: Shell) -> dict[str, tuple[Any, ApiHandler]]:
 
 
 async def _asked(shell: Shell, make: Callable[[str], events.Event]) -> api.JobStatus:
-    """The job's status once an event has been taken."""
+    """Append an event, and return the job's status once the core has taken it."""
     answer = await shell.ask(make)
     assert answer.status is not None
     return answer.status
 
 
 def _now(shell: Shell) -> Step:
-    """The core's state as it stands, and the time. Only for reading."""
+    """The core's state as it stands, only for reading, and the time."""
     state = shell.core.state
     return Step(state, state.sequence, shell.now_s())
 

@@ -30,10 +30,10 @@ from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import config, lifecycle, slowdowns
 from phaseloom.common.transport.bus import Bus, log_went_back
-from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.common.transport.services import serve_api
+from phaseloom.common.transport.serving import service_bus
 from phaseloom.scheduler.api import OutcomeOf, job_api, node_api
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.policies.registry import check_policies
@@ -119,10 +119,7 @@ async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> 
     Raises: LeaseLost: the lease could not be renewed; also in a group.
             Stopped: told to stop while it connected or restored.
     """
-    bus_config = config.load(BusConfig, "bus")
-    opening = Bus.open(bus_config, settings.name, timeout_s=SERVICE_CONNECT_S)
-    bus = await lifecycle.unless_stopped(stop, opening)
-    try:
+    async with service_bus(settings.name, stop) as bus:
         lease = await _lease(bus, settings, stop)
         if lease is None:
             return
@@ -130,8 +127,6 @@ async def _serve_once(settings: Config, gauges: Gauges, stop: asyncio.Event) -> 
             await _while_held(lease, _lead(bus, settings, gauges, stop))
         finally:
             await _release(lease)
-    finally:
-        await bus.close()
 
 
 async def _lease(bus: Bus, settings: Config, stop: asyncio.Event) -> Lease | None:

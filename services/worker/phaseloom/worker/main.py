@@ -17,10 +17,10 @@ from phaseloom.common.contract.specs import DeviceSpec
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.leases import Lease, node_lease_key
 from phaseloom.common.transport.logmark import LogMark
 from phaseloom.common.transport.retry import until_done
+from phaseloom.common.transport.serving import service_bus
 from phaseloom.worker.agent.checkpoints import remove_expired, serve_checkpoints
 from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import serve_nodes
@@ -46,11 +46,8 @@ async def serve(stop: asyncio.Event) -> None:
     if settings.cores_per_device > 1:
         for variable, value in EXACT_MATH.items():
             config.hand_down(variable, value)
-    bus_config = config.load(BusConfig, "bus")
-    opening = Bus.open(bus_config, f"agent {settings.node}", timeout_s=SERVICE_CONNECT_S)
-    bus = await lifecycle.unless_stopped(stop, opening)
     agent_socket = str(Path(settings.runtime_directory) / f"agent-{settings.node}.sock")
-    try:
+    async with service_bus(f"agent {settings.node}", stop) as bus:
         mark = LogMark(bus, Path(settings.directory)) if settings.directory else None
         if mark is not None:
             # Before the node has a lease, and anything can be decided about it.
@@ -97,8 +94,6 @@ async def serve(stop: asyncio.Event) -> None:
             await lifecycle.end(running)
         interpreters.close()
         await lease.release()
-    finally:
-        await bus.close()
 
 
 async def _connect_state(settings: WorkerConfig) -> AgentStateClient:

@@ -262,8 +262,6 @@ class VersionState(msgspec.Struct, frozen=True):
 class DiskMethod(StrEnum):
     """The way of bytes between host memory and a disk."""
 
-    KVIKIO = "kvikio"
-    """Through NVIDIA's library: no daemon of this version takes this way."""
     DIRECT = "direct"
     """Direct I/O, past the page cache."""
     BUFFERED = "buffered"

@@ -101,7 +101,7 @@ async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def unless_stopped(stop: asyncio.Event, call: Coroutine[Any, Any, T]) -> T:
-    """Await a call that may take long, as one that waits for the server or for another process.
+    """Await a call that may take long, or for ever: one that waits for the server, or follows it.
 
     Raises: Stopped: the stop event was set first; the call has been cancelled and has ended.
     """

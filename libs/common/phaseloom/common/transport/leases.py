@@ -50,6 +50,13 @@ def node_lease_key(node: str) -> str:
     return f"node.{node}"
 
 
+async def nodes_up(bus: Bus) -> list[str]:
+    """The names of the nodes that are up, sorted: those whose agents hold a lease."""
+    prefix = node_lease_key("")
+    keys = await bus.kv_keys(Bucket.LEASES)
+    return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+
+
 def scheduler_lease_key() -> str:
     """The key under which the scheduler that leads is known."""
     return "scheduler"

@@ -11,6 +11,7 @@ side:
   for each.
 - A request's answer goes from the reading task to whoever waits for it, not through a queue and a
   second task. Giving up a request that is just being answered loses no cancellation.
+- A client that is closed has ended its attempts to reconnect.
 - `hand_over` and `each` take a subscription's messages without a task per subscription or message.
 
 The client uses nats-py's internals, hence the bound on its version in pyproject.toml.
@@ -30,6 +31,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
+
+from phaseloom.common.process import lifecycle
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +271,18 @@ class MeshClient(Client):
     async def close(self) -> None:
         self._write_gathered()
         await super().close()
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        await super()._close(status, do_cbs)
+        reconnecting = self._reconnection_task
+        if reconnecting in (None, asyncio.current_task()) or reconnecting.done():
+            return
+        # nats-py cancels it once. On Python 3.11 an attempt that fails, or comes through, at that
+        # moment swallows this and goes on, and connects once the server is back.
+        await lifecycle.end([reconnecting])
+        self._status = Client.CLOSED
+        if self._transport is not None:
+            self._transport.close()  # type: ignore[no-untyped-call]
 
     def _free_writer(self) -> asyncio.WriteTransport | None:
         """The connection, if it can be written to at once; else None.

@@ -301,7 +301,7 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def _read_credentials(file: Path) -> Credentials | None:
-    """Those of an earlier server in the same directory."""
+    """The credentials that an earlier server has left in the same directory."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=Credentials)
     except FileNotFoundError:

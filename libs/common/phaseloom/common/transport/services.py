@@ -42,8 +42,9 @@ from phaseloom.common.contract.errors import (
     ResourceError,
     to_exception,
 )
-from phaseloom.common.contract.ids import check_name
-from phaseloom.common.contract.streams import api_subject, node_subject
+from phaseloom.common.contract.ids import NodeId, check_name
+from phaseloom.common.contract.state_agent import StatusReport
+from phaseloom.common.contract.streams import api_subject, node_subject, state_subject
 from phaseloom.common.transport.bus import Bus
 
 log = logging.getLogger(__name__)
@@ -64,15 +65,15 @@ async def serve_api(
     endpoints: Mapping[str, tuple[Any, ApiHandler]],
     *,
     operators: Mapping[str, tuple[Any, ApiHandler]] | None = None,
-    queue_group: str | None = None,
 ) -> Service:
     """Serve API calls for every tenant, until `stop()` of the service that is returned.
+
+    Replicas that serve under one name share the calls.
 
     Args: endpoints: name of a call (`job.submit`) -> (request type, handler). Requests of one call
               are handled one after another.
           operators: likewise, for calls on subjects that no tenant can reach
               (`pl.v1.node.<call>`); their handlers are given an empty tenant.
-          queue_group: replicas in the same group share the calls; None: the service's name.
     """
     # nats-py calls utcnow(), which is deprecated since Python 3.12.
     with warnings.catch_warnings():
@@ -81,7 +82,7 @@ async def serve_api(
             bus.client,
             name=service_name,
             version="1.0.0",
-            queue_group=queue_group or service_name,
+            queue_group=service_name,
         )
     for call, (kind, handler) in endpoints.items():
         await service.add_endpoint(
@@ -196,6 +197,18 @@ async def request_reply(
         ) from None
     except (nats.errors.Error, OSError) as error:
         raise ResourceError(f"no answer on {subject}: {error!r}", remedy="try again") from error
+
+
+async def node_report(client: Client, node: str, *, timeout_s: float) -> StatusReport:
+    """Ask a node's agent for the state that the node holds.
+
+    Raises: ResourceError: UNAVAILABLE: there was no answer, for whatever reason.
+            CallerError: the answer is of another version.
+    """
+    subject = state_subject(NodeId(node))
+    message = await request_reply(client, subject, b"", timeout_s=timeout_s, headers={})
+    report: StatusReport = decode(message.data, StatusReport)
+    return report
 
 
 async def answer_requests(

@@ -63,7 +63,6 @@ class Target(msgspec.Struct, frozen=True):
     value: float
     limit: float
     is_reached: bool
-    source: str = ""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -77,12 +76,12 @@ class Report(msgspec.Struct, frozen=True):
     """The data of the picture."""
 
 
-def at_most(what: str, value: float, limit: float, source: str = "") -> Target:
-    return Target(what, value, limit, value <= limit, source)
+def at_most(what: str, value: float, limit: float) -> Target:
+    return Target(what, value, limit, value <= limit)
 
 
-def at_least(what: str, value: float, limit: float, source: str = "") -> Target:
-    return Target(what, value, limit, value >= limit, source)
+def at_least(what: str, value: float, limit: float) -> Target:
+    return Target(what, value, limit, value >= limit)
 
 
 def write(report: Report, folder: Path) -> Path:

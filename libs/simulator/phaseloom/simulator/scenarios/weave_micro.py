@@ -68,7 +68,7 @@ def _take(num_nodes: int) -> Take:
 
 
 def _colocated(job: SimJob) -> SimJob:
-    """Both phases on the train nodes, which are as many as it had there."""
+    """The job with both phases on the train nodes, which are as many as it had there."""
     phases = tuple(Phase(TRAIN, p.mean_s, kind=p.operation_kind) for p in job.phases)
     return SimJob(
         name=job.name,

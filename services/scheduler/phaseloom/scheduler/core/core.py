@@ -77,18 +77,21 @@ AFTER_EACH_EVENT: tuple[tuple[FollowUp, Do], ...] = (
     (FollowUp.REPLAN, _once(repack.ask)),
     (FollowUp.MOVE, _once(wpgs.move_on)),
 )
-"""The follow-ups after an event, in the order in which they are done, and who does each."""
+"""The follow-ups after an event, in the order in which they are done, each with the function that
+does it."""
 PASSES = 2
-"""How often the table above is gone through after an event.
+"""The number of times that `AFTER_EACH_EVENT` is gone through after an event.
 
-The second pass does what a follow-up has asked of one that stands before it. Where that makes room
-in turn, a later event uses it: no event costs more than two looks at what waits."""
+The second time is for follow-ups that were asked for by one further down. Where they make room in
+turn, a later event uses it: no event costs more than two looks at what waits.
+"""
 AT_THE_END: tuple[tuple[FollowUp, Do], ...] = (
     (FollowUp.DISPATCH, _once(dispatch.dispatch)),
     (FollowUp.HINT, _each(hints.tell)),
     (FollowUp.SHOW_JOB, _each(jobs.show)),
 )
-"""The follow-ups that are done once a step, after all events of its entry."""
+"""The follow-ups that are done once a step, after all events of its entry, each with its
+function."""
 
 
 class Core:
@@ -174,7 +177,7 @@ def _decode(payload: bytes, kind: type[S]) -> S:
 
 
 def _follow_up(step: Step) -> None:
-    """Do what an event has asked for. Moves are looked at after every event."""
+    """Do the follow-ups that an event has asked for. Moves are looked at after every event."""
     step.follow(FollowUp.MOVE)
     asked = step.asked
     for _ in range(PASSES):
@@ -267,4 +270,4 @@ TAKE: dict[type[Any], Callable[[Step, Any], None]] = {
     events.StateMirrored: _mirrored,
     events.NodeDrainRequested: evacuation.requested,
 }
-"""Who takes each event."""
+"""Type of event → the function that takes it."""

@@ -1,4 +1,4 @@
-"""What the daemon does in the background: its tasks, its threads, and the end of both."""
+"""The background work of the daemon: its tasks, its threads, and the end of both."""
 
 from __future__ import annotations
 

@@ -16,11 +16,20 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_in_threads
+from phaseloom.common.tensors.blockhash import (
+    BLOCK_BYTES,
+    checksum,
+    combined,
+    digest_in_threads,
+    digest_of,
+)
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.residency.residency import Residency
+
+_SMALL_BYTES = 64 * 1024
+"""Bytes that are hashed in less time than it takes to wake a thread: those of a manifest."""
 
 
 class Digests:
@@ -94,6 +103,8 @@ class Digests:
 
 async def has_digest(memory: memoryview, digest: str) -> bool:
     """Whether the memory has this digest; an empty digest is that of no memory."""
+    if len(memory) <= _SMALL_BYTES:
+        return bool(digest) and digest_of(memory) == digest
     return bool(digest) and await asyncio.to_thread(digest_in_threads, memory) == digest
 
 

@@ -47,7 +47,8 @@ class Cache(Protocol):
         ...
 
     def joined(self, other: Self, room: int) -> Self:
-        """These rows and then the other cache's, copied, with room for `room` more columns.
+        """A cache with copies of these rows and of the other cache's behind them, with room for
+        `room` more columns.
 
         Rows are aligned at their last column; columns that are padding in all rows are left out.
         """

@@ -83,8 +83,8 @@ class EndedRow(NamedTuple):
     row: int
     """The row's place among the rows asked for."""
     tokens: list[int]
-    """Its tokens from the prompt's first on, without the last one drawn, which the decoder has not
-    seen."""
+    """The tokens of the row from the prompt's first on, without the last one drawn, which the
+    decoder has not seen."""
 
 
 class Rows:

@@ -254,7 +254,8 @@ class Follower:
         match args:
             case _ if share.prepares:
                 return await or_failed(self._prepare(args, share.permit))
-            case PublishWeights() if share.manifest is not None:
+            case PublishWeights() if share.manifest is not None and self.settings.is_first_here:
+                # Once on each node; on the leader's it is the leader who does so.
                 version = self._published(share.permit)
                 await self.state.versions.commit_parts(version, share.manifest)
             case SyncWeights():

@@ -28,7 +28,8 @@ from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.state.heap import ALIGNMENT_BYTES, PAGE_BYTES
 
 _CHUNK_BYTES = 2 * 1024 * 1024
-"""So many bytes are still in the cache when they are copied after they were hashed."""
+"""The bytes that are hashed and copied at a time: few enough to be in the cache still when they are
+copied."""
 _PART_BYTES = 64 * 1024 * 1024
 """The bytes of one memmove: so many that it writes past the cache."""
 _BATCH_BYTES = 8 * 1024 * 1024
@@ -51,23 +52,25 @@ class Mapping:
         mapped_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
         try:
             self._map, self._start = map_file(fd, mapped_bytes, writable=writable)
-            self.buffer = self._view(num_bytes)
+            self._num_bytes = num_bytes
+            self.buffer = self._view()
         finally:
             os.close(fd)
-        self._is_settled = not writable
+        self.is_settled = not writable
+        """Whether it is on huge pages, as far as the system gives them, or nobody has asked."""
 
-    def _view(self, num_bytes: int) -> memoryview:
-        return memoryview(self._map)[self._start : self._start + num_bytes]
+    def _view(self) -> memoryview:
+        return memoryview(self._map)[self._start : self._start + self._num_bytes]
 
     def make_huge(self) -> None:
         """Put the mapping on huge pages, before it is pinned.
 
-        Tried once, because every switch would have to look again for what the system did not give.
-        It takes long the first time: run it in a thread.
+        Tried once, because every switch would have to look again for what the system did not give,
+        and the system waits for all cores before it looks. It takes long: run it in a thread.
         """
-        if not self._is_settled:
-            self._is_settled = True
-            make_huge(self.buffer)
+        if not self.is_settled:
+            self.is_settled = True
+            make_huge(self._view())  # of its own: `try_close` may release the buffer meanwhile
 
     def close(self) -> None:
         """Unmap the extent now, or with the last reference to it."""
@@ -77,12 +80,11 @@ class Mapping:
 
     def try_close(self) -> bool:
         """Unmap the extent now. Returns: False: something refers to it, and it stays."""
-        num_bytes = len(self.buffer)
         self.buffer.release()
         try:
             self._map.close()
         except BufferError:
-            self.buffer = self._view(num_bytes)
+            self.buffer = self._view()
             return False
         return True
 
@@ -94,9 +96,8 @@ class MappedVersions:
         self._mappings: OrderedDict[tuple[int, int, bool], Mapping] = OrderedDict()
         self._keys: dict[Mapping, VersionKey] = {}
 
-    def map(self, key: VersionKey, fds: list[int], num_bytes: int, *, writable: bool) -> memoryview:
-        """The memory of the extent whose descriptor came, through its earlier mapping if there is
-        one."""
+    def map(self, key: VersionKey, fds: list[int], num_bytes: int, *, writable: bool) -> Mapping:
+        """The extent whose descriptor came, through its earlier mapping if there is one."""
         if len(fds) != 1:
             close_fds(fds)
             raise InternalError(f"{len(fds)} extents came for one version")
@@ -112,9 +113,8 @@ class MappedVersions:
             close_fds(fds)
         self._mappings[identity] = mapping
         self._keys[mapping] = key
-        buffer = mapping.buffer[:num_bytes]
         self._close(self._of_older_versions())
-        return buffer
+        return mapping
 
     def _of_older_versions(self) -> list[tuple[int, int, bool]]:
         kept: set[VersionKey] = set()

@@ -29,7 +29,6 @@ from phaseloom.common.contract.state_rank import (
     ShareOnDevice,
     VersionExtent,
 )
-from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.common.tensors.resharding import Rows
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import is_manifest
@@ -167,8 +166,10 @@ class RankVersions:
         if described.exists:
             close_fds(fds)
             return VersionCopy(described.digest, described.num_bytes, is_new=False)
-        memory = self._mapped.map(key, fds, num_bytes, writable=True)
-        await self._run(lambda: make_huge(memory))
+        mapping = self._mapped.map(key, fds, num_bytes, writable=True)
+        memory = mapping.buffer[:num_bytes]
+        if not mapping.is_settled:
+            await self._run(mapping.make_huge)
         return memory
 
     async def commit(self, key: VersionKey, buffer: memoryview, digest: str) -> VersionCopy:
@@ -212,7 +213,9 @@ class RankVersions:
     async def _open(self, asked: OpenVersion) -> Opened:
         answer, fds = await self._link.call(asked)
         described = expect(answer, VersionExtent)
-        memory = self._mapped.map(asked.version, fds, described.num_bytes, writable=False)
+        num_bytes = described.num_bytes
+        mapping = self._mapped.map(asked.version, fds, num_bytes, writable=False)
+        memory = mapping.buffer[:num_bytes]
         return Opened(asked, described, memory, self._layouts.read(described.tensors))
 
     @property
@@ -300,5 +303,5 @@ class RankVersions:
         asked = OpenSlices(key, num_bytes, slices, sources, ticket, permit)
         answer, fds = await self._link.call(asked)
         described = expect(answer, VersionExtent)
-        memory = self._mapped.map(key, fds, described.num_bytes, writable=False)
-        return memory, described
+        mapping = self._mapped.map(key, fds, described.num_bytes, writable=False)
+        return mapping.buffer[: described.num_bytes], described

@@ -358,7 +358,7 @@ def expect(slot: Slot, job: str, expected: Expected | None) -> None:
 
 
 def came(slot: Slot, job: str) -> Expected | None:
-    """Note that an operation of a job begins. Returns: what was predicted of it."""
+    """Note that an operation of a job begins; returns what was predicted of it."""
     slot.speculative = ""
     return slot.expected.pop(job, None)
 

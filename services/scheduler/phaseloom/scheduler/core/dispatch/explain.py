@@ -192,7 +192,7 @@ def _of_slot(step: Step, deployment: Deployment, slot: Slot) -> list[str]:
 
 
 def _named(asker: Deployment, name: str) -> str:
-    """Args: name: of a deployment, or of an operation."""
+    """The name of a deployment or an operation; another tenant's is not told."""
     is_own = name.startswith(f"{asker.key.tenant}.")
     return name if is_own else "one of another tenant"
 

@@ -134,7 +134,8 @@ def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
 
 
 def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
-    """Wake the operations that come after what was never published on it, and never will be."""
+    """Wake the operations that wait for one which was never published on a deployment, and never
+    will be."""
     prefix = f"{deployment.name}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
         operations.wake_waiters(step, key)

@@ -24,9 +24,10 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobEvent, JobS
 from phaseloom.scheduler.core.wpgs import moves, wpgs
 
 MIN_KEPT_S = 600.0
-"""How long an ended job is kept at least.
+"""Seconds for which an ended job is kept at least.
 
-The bus takes messages of a later job with the same ids for copies for as long."""
+The bus takes messages of a later job with the same ids for copies for as long.
+"""
 
 
 def submit(step: Step, event: events.JobSubmitted) -> None:
@@ -308,7 +309,10 @@ def _ended(job: Job) -> ErrorInfo | None:
 
 
 def _answer(step: Step, request: str, job: Job | JobKey, error: ErrorInfo | None = None) -> None:
-    """Args: job: its key where it does not exist."""
+    """Answer a request for a job.
+
+    Args: job: the job's key, where it does not exist.
+    """
     if isinstance(job, JobKey):
         what = f"job {job} does not exist"
         error = ErrorInfo(Code.NOT_FOUND, what, field="job", remedy="see `phaseloom jobs`")

@@ -1,4 +1,4 @@
-"""Outcomes: what a finished operation means for its deployment."""
+"""The consequences of an operation's outcome for its deployment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from phaseloom.scheduler.core.wpgs import wpgs
 
 
 def finish(step: Step, event: OperationFinished) -> None:
-    """Take in a stored outcome. DONE decides outcomes, epochs decide claims."""
+    """Take in a stored outcome. The stream DONE decides which outcome counts, the epoch whose claim
+    ends."""
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None:
         return

@@ -1,8 +1,9 @@
-"""A job that cannot be rebuilt falls back, whole, to its last checkpoint.
+"""The roll-back of a job that cannot be rebuilt: all of it falls back to its last checkpoint.
 
-Never one deployment alone: the others hold what came after it. Every open operation ends, every
-WPG starts again from its checkpoint (or, where the checkpoint names none, from its seeds), and the
-sessions that knew the lost state are over. A controller that attaches goes on from its own blob.
+It is never one deployment alone, since the others hold state of after the checkpoint. Every open
+operation ends, every WPG starts again from its checkpoint (or, where the checkpoint names none,
+from its seeds), and the sessions that knew the lost state are over. A controller that attaches goes
+on from its own blob.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _CAN_ROLL_BACK = frozenset({JobState.ACTIVE, JobState.ROLLED_BACK})
 
 
 def note_checkpoint(step: Step, event: OperationFinished) -> None:
-    """A `save_state` with a controller's blob is the job's last checkpoint from now on."""
+    """Make a `save_state` with a controller's blob the job's last checkpoint."""
     if event.checkpoints:
         job = step.job(event.key.job_key)
         job.checkpoint = event.checkpoints.get(event.key.deployment, "")
@@ -61,7 +62,8 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
 
 
 def _note_unfinished(deployment: Deployment) -> None:
-    """Note what a deployment is publishing: it may be there before the WPG is killed."""
+    """Note which weights versions a deployment is publishing: they may be there before the WPG is
+    killed."""
     for key in deployment.activation.running:
         op = deployment.queue.find(key)
         if op is not None and op.kind == "publish_weights" and key.seq is not None:

@@ -11,10 +11,10 @@ from phaseloom.scheduler.core.state.transitions import JOB_ENDED
 
 
 def opened(step: Step, event: SessionOpened) -> None:
-    """A controller has attached: its router has found the job.
+    """Note that a controller has attached: its router has found the job.
 
-    The order of two attaches in the log may differ from the order in which they were made.
-    A session that was called lost is back when its heartbeat is.
+    The order of two attaches in the log may differ from the order in which they were made. A
+    session that was called lost is back when its heartbeat is.
     """
     job = _live(step, event.job)
     if job is None or event.session < job.controller.session:
@@ -27,7 +27,8 @@ def opened(step: Step, event: SessionOpened) -> None:
 
 
 def lost(step: Step, event: SessionLost) -> None:
-    """A controller was lost. Its queued operations still run; no device is kept for it."""
+    """Note that a controller was lost. Its queued operations still run; no device is kept for
+    it."""
     job = _live(step, event.job)
     if job is None or event.session != job.controller.session or not job.controller.is_attached:
         return

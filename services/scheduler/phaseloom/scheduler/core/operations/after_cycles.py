@@ -21,7 +21,7 @@ _Place = tuple[str, int]
 
 
 def note_targets(state: State, op: Op) -> None:
-    """Remember how far each deployment is waited for."""
+    """Note up to which seq of each deployment an operation's `after` waits."""
     for after in op.after:
         other = state.deployments.get(_name(op, after.deployment))
         if other is not None:
@@ -29,10 +29,8 @@ def note_targets(state: State, op: Op) -> None:
 
 
 def find(state: State, deployment: Deployment, op: Op) -> list[str]:
-    """The cycle that this operation closes, as `<deployment> <seq>` from itself to itself.
-
-    Returns: empty where there is none.
-    """
+    """The cycle that this operation closes, as `<deployment> <seq>` from itself to itself; empty
+    where it closes none."""
     seq = op.key.seq
     if seq is None or deployment.queue.awaited_seq < seq:
         return []

@@ -1,8 +1,9 @@
 """The gradients that a step would be missing.
 
 `forward_backward`s add up until an `optim_step`. Where one of them was not completed, the step is
-permitted as *partial*: the workers refuse it and zero the gradients, unless it says that a part is
-what it wants. What a refused step threw away has no effect any more and is never run again.
+permitted as *partial*: the workers refuse it and zero the gradients, unless it says that it may act
+on a part of them. Operations whose gradients a refused step has zeroed have no effect any more, and
+are never run again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _UNKNOWN = ""
 
 
 def is_partial(deployment: Deployment, op: Op) -> bool:
-    """Whether this step would act on a part of what was meant."""
+    """Whether this step would act on a part of the gradients that its controller asked for."""
     seq = op.key.seq
     if op.kind not in _USES or seq is None:
         return False

@@ -31,11 +31,12 @@ from phaseloom.scheduler.core.state.transitions import (
 )
 
 RETRY_AFTER_S = 1.0
-"""When a caller may try again where too much is open: some of it may have ended by then."""
+"""Seconds after which a caller may try again where too much is open: some of it may have ended by
+then."""
 
 
 def file(step: Step, event: QueuedOperation) -> None:
-    """Take in what a router admitted or refused."""
+    """Take an operation that a router admitted or refused into its deployment's queue."""
     deployment = step.deployment(event.key.deployment_key)
     if deployment is None:
         _refuse_unknown(step, event)
@@ -310,7 +311,7 @@ def wake_waiters(step: Step, key: str) -> None:
 
 
 def wake(step: Step, waiters: Asked) -> None:
-    """Settle operations that waited for what has ended.
+    """Look again at operations that waited for one that has ended.
 
     One failure may end a long chain of others, hence a loop and no recursion.
     """

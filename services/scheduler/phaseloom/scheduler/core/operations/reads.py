@@ -1,4 +1,5 @@
-"""Operations that read a weights version by its name: what it is, and how long it stays.
+"""Operations that read a weights version by its name: which version that is, and how long it is
+kept.
 
 A version that an open operation names is kept, in whichever job it was published, and afterwards
 for as long as its publish has said. A deployment with an adapter reads versions of adapters, if it
@@ -82,7 +83,7 @@ def _misfit(theirs: ModelSpec, spec: DeploymentSpec) -> str:
 
 
 def _base(model: ModelSpec) -> object:
-    """What tells a base from others, wherever its files are."""
+    """The properties that tell one base model from another, wherever its files are."""
     files = model.pinned.files if model.pinned is not None else []
     return model.config, [(file.name, file.blake3) for file in files]
 

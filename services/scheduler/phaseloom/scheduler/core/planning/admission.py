@@ -44,7 +44,7 @@ from phaseloom.scheduler.core.state.cluster import (
 )
 
 DEPLOYMENTS = "spec.deployments"
-"""What the field of a refusal begins with."""
+"""The beginning of the field that a refusal names."""
 
 
 def decide(cluster: Cluster, member: Member, policy: Placement) -> Decision:

@@ -21,10 +21,10 @@ class Lack(NamedTuple):
     """Something that a deployment asks for and a backend cannot do."""
 
     field: str
-    """Of the deployment's spec."""
+    """The field of the deployment's spec."""
     what: str
     instead: tuple[str, ...]
-    """What it can do."""
+    """The values of the field that the backend can do."""
 
 
 def could_take(host: Host, need: Need) -> bool:
@@ -44,7 +44,7 @@ def meets(host: Host, demand: Demand) -> bool:
 
 
 def lacks(able: Capabilities, demand: Demand) -> Iterator[Lack]:
-    """What a backend cannot do of what is asked of it."""
+    """The demands of a deployment that a backend cannot meet."""
     if demand.trains and not able.trains:
         yield Lack("trainable", "trainable = true", ("false",))
     for axis in demand.axes:

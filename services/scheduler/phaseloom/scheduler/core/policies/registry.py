@@ -73,7 +73,9 @@ MULTIPLEXING: dict[str, Multiplexing] = {
 def check_policies(
     placement: str, ordering: str, section: str = "", *, multiplexing: str = "off"
 ) -> None:
-    """Args:   section: what stands before the name of a field that an error names.
+    """Check that policies of these names are registered.
+
+    Args:   section: the beginning of the name of a field that an error names.
     Raises: CallerError: there is no policy of that name; the remedy lists those that there are.
     """
     for kind, name, known in (

@@ -10,7 +10,7 @@ import msgspec
 from phaseloom.common.contract.ids import NodeId, OperationKey
 
 NOT_TOLD_S = -1.0
-"""`hinted_s` where no state manager was told."""
+"""The value of `hinted_s` while no state manager has been told of a next use."""
 
 
 class Activation(msgspec.Struct):
@@ -26,13 +26,13 @@ class Activation(msgspec.Struct):
     """Operations that were permitted in this incarnation and have not ended: a mutating one, or
     reading ones."""
     idle_ranks: list[int] = []
-    """Ranks with no part in what runs, because its long tail was gathered on the others, or because
-    it began when another's tail went on on their devices: these devices are others' to use."""
+    """Ranks whose devices are others' to use although the deployment runs: its long tail was
+    gathered on the other ranks, or it began when another's tail went on on these devices."""
     idle_since_s: float = 0.0
     """When the last operation that ran ended."""
     hinted_s: float = NOT_TOLD_S
-    """The time of the next use that the state managers were told while the deployment is off its
-    devices; `NOT_TOLD_S`: they were told nothing."""
+    """The time of the deployment's next use that state managers were told while it is off its
+    devices, in seconds; `NOT_TOLD_S` where they were told nothing."""
     retry_at_s: float = 0.0
     """Nothing of the deployment runs before this time: its activation was refused, or the weights
     version that its next operation brings was out of reach."""
@@ -43,27 +43,34 @@ class Activation(msgspec.Struct):
         return self.epoch > 0 and bool(self.opening_on)
 
     def open(self, epoch: int, now_s: float, nodes: list[NodeId]) -> None:
-        """Ask for an activation. Args: nodes: those that are to say when it is open."""
+        """Note that an activation was asked for.
+
+        Args: epoch: the log sequence at which it was.
+              nodes: the nodes that are to say when their part of it is open.
+        """
         self.epoch = epoch
         self.opening_s = now_s
         self.opening_on = nodes
         self.hinted_s = NOT_TOLD_S
 
     def opened_on(self, node: NodeId) -> bool:
-        """A node has switched its part in. Returns: whether it was waited for."""
+        """Note that a node has switched its part in.
+
+        Returns: whether that was still waited for.
+        """
         if node not in self.opening_on:
             return False
         self.opening_on.remove(node)
         return True
 
     def close(self) -> None:
-        """There is no activation any more."""
+        """Note that the deployment has no activation any more."""
         self.epoch = 0
         self.opening_on = []
         self.idle_ranks = []
 
     def leave_out(self, ranks: list[int]) -> None:
-        """These ranks have no part in what runs, or is about to."""
+        """Note that these ranks have no part in the operations that run, or are about to."""
         self.idle_ranks = ranks
 
     def began(self, key: OperationKey) -> None:
@@ -74,7 +81,8 @@ class Activation(msgspec.Struct):
         self.idle_since_s = now_s
 
     def hint(self, use_s: float) -> None:
-        """State managers were told of the next use; `NOT_TOLD_S`: there is none to tell."""
+        """Note which time of the next use state managers were told, in seconds; `NOT_TOLD_S`:
+        none."""
         self.hinted_s = use_s
 
     def validate(self, name: str) -> None:

@@ -31,7 +31,8 @@ class Copying(msgspec.Struct):
     """The node is not asked again before this time. Another node may be."""
 
     def is_under_way(self, node: Node) -> bool:
-        """Args: node: as it is now."""
+        """Whether the node still fetches the copy: no try has failed, and the node has kept the
+        lease under which it was told to."""
         return not self.has_failed and node.is_up and node.revision == self.revision
 
 
@@ -83,11 +84,12 @@ class DeploymentDurability(msgspec.Struct):
         self.applied = mutation.seq
 
     def start_from(self, applied: int) -> None:
-        """The state of this incarnation is as of this operation."""
+        """Note that the state of this incarnation is as of this mutating operation."""
         self.applied = applied
 
     def count_change(self, num_bytes: int, now_s: float) -> None:
-        """The state has changed since its seal."""
+        """Note that the state has changed since its seal, by an operation with so many bytes of
+        payload."""
         if not self.since_seal:
             self.changed_s = now_s
         self.since_seal += 1
@@ -97,17 +99,18 @@ class DeploymentDurability(msgspec.Struct):
         self.holds = version
 
     def forget_before_last(self) -> list[int]:
-        """The last mutation replaced the whole state. Returns: seqs of those before it."""
+        """Forget the mutations before the last one, which replaced the whole state; returns their
+        seqs."""
         forgotten = [mutation.seq for mutation in self.history[:-1]]
         self.history = self.history[-1:]
         return forgotten
 
     def forget(self, seqs: list[int]) -> None:
-        """These have no effect any more."""
+        """Forget these mutations, which have no effect on the state any more."""
         self.history = [mutation for mutation in self.history if mutation.seq not in seqs]
 
     def forget_up_to(self, floor: int) -> list[int]:
-        """Returns: seqs of those that are forgotten."""
+        """Forget the mutations up to a purge floor; returns their seqs."""
         forgotten = [mutation.seq for mutation in self.history if mutation.seq <= floor]
         self.history = [mutation for mutation in self.history if mutation.seq > floor]
         return forgotten
@@ -116,7 +119,7 @@ class DeploymentDurability(msgspec.Struct):
         self.replay = seqs
 
     def replayed(self, seq: int) -> None:
-        """The first of what is to be run again has been."""
+        """Note that the first of the operations to be run again has been."""
         self.replay.pop(0)
         if any(mutation.seq == seq for mutation in self.history):
             self.applied = seq
@@ -124,7 +127,7 @@ class DeploymentDurability(msgspec.Struct):
     # --- seals -----------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """A seal of the state as it is now was asked for."""
+        """Note that a seal of the state as it is now was asked for."""
         self.sealing = self.seal_asked = self.applied
         self.seal_parts = {}
         self.part_copies = {}
@@ -149,11 +152,12 @@ class DeploymentDurability(msgspec.Struct):
             self.sealing = 0
 
     def skip_seal(self) -> None:
-        """A seal cannot be made now. It is not tried again at once."""
+        """Note that a seal cannot be made now, so that the next try is not at once."""
         self.seal_asked = self.since_seal = self.since_seal_bytes = 0
 
     def seal_failed(self) -> None:
-        """The seal failed. A full disk is likely still full: the next try is not at once."""
+        """Note that the seal failed. The next try is not at once, since a full disk is likely still
+        full."""
         self.sealing = 0
         self.skip_seal()
 
@@ -202,7 +206,8 @@ class DeploymentDurability(msgspec.Struct):
     # --- ending ----------------------------------------------------------------------------------
 
     def fall_back(self, seq: int) -> None:
-        """The state is that of a checkpoint which stands for this seq: there is no seal of it."""
+        """Note that the state is that of a checkpoint which stands for this seq, and has no
+        seal."""
         self.applied = seq
         self.seal_seq = 0
         self.durable_versions = []
@@ -211,7 +216,7 @@ class DeploymentDurability(msgspec.Struct):
         self.holds = None
 
     def end(self) -> None:
-        """The deployment has ended: nothing of it is run again."""
+        """Note that the deployment has ended, and nothing of it is run again."""
         self.history = []
 
     def validate(self, name: str) -> None:

@@ -34,23 +34,24 @@ class Controller(msgspec.Struct):
         self.is_attached = False
 
     def end_sessions(self) -> None:
-        """The sessions until now are over."""
+        """Note that all sessions opened until now are over."""
         self.ended_session = self.session
 
     def succeed(self, session: int) -> None:
-        """Sessions up to this one were of an earlier job of this name."""
+        """Note that sessions up to this one belong to an earlier job of the same name."""
         self.session = self.ended_session = session
 
 
 class NamedVersion(msgspec.Struct):
-    """The reading of a weights version by its name."""
+    """A weights version that operations may read by its name, and who does."""
 
     ttl_s: float = 0.0
-    """How long it may be named after its publish, and after each operation that has named it."""
+    """Seconds for which the version may be named after its publish, and after each operation that
+    named it."""
     until_s: float = 0.0
-    """Until then it may be named, whatever is published after it."""
+    """The time until which the version may be named, whatever is published after it."""
     readers: list[OperationKey] = []
-    """The open operations that name it."""
+    """The open operations that name the version."""
     nodes: list[NodeId] = []
     """Nodes that may have a copy, because a deployment there has read it."""
 
@@ -74,11 +75,11 @@ class JobVersions(msgspec.Struct):
         self.retained.setdefault(version, nodes)
 
     def drop_retained(self, version: str) -> list[NodeId]:
-        """Returns: the nodes that had it."""
+        """Drop a version that was retained; returns the nodes that had it."""
         return self.retained.pop(version, [])
 
     def name(self, version: str, ttl_s: float, now_s: float) -> None:
-        """It was published, and may be named for so long."""
+        """Note that a version was published, and may be named for `ttl_s` seconds from now."""
         named = self.named.setdefault(version, NamedVersion())
         named.ttl_s, named.until_s = ttl_s, now_s + ttl_s
 
@@ -95,21 +96,25 @@ class JobVersions(msgspec.Struct):
         named.until_s = max(named.until_s, now_s + named.ttl_s)
 
     def drop_name(self, version: str) -> NamedVersion:
-        """Returns: who read it."""
+        """Note that a version may be named no longer; returns who read it by its name."""
         return self.named.pop(version, NamedVersion())
 
     def begin_copying(self, version: str, copying: Copying) -> None:
         self.copying[version] = copying
 
     def end_copying(self, version: str, *, on: NodeId | None = None) -> None:
-        """Args: on: the node that has it now, too."""
+        """Note that the copying of a retained version to a node has ended.
+
+        Args: on: the node, where it has the version now.
+        """
         del self.copying[version]
         if on is not None:
             self.retained[version] = [*self.retained[version], on]
 
 
 class EarlierDeployments(msgspec.Struct):
-    """The last numbers of deployments that were deleted, or were an earlier job's of the name."""
+    """The last numbers of the deployments of this name's earlier jobs, and of deleted
+    deployments."""
 
     last_seqs: dict[str, int] = {}
     """Deployment → the last seq that it used."""
@@ -117,7 +122,7 @@ class EarlierDeployments(msgspec.Struct):
     """Deployment → its last incarnation."""
 
     def succeed(self, older: EarlierDeployments) -> None:
-        """The name was an earlier job's, which knew of these."""
+        """Take over the numbers that the last job of this name knew."""
         self.last_seqs = dict(older.last_seqs)
         self.incarnations = dict(older.incarnations)
 
@@ -190,5 +195,5 @@ class Job(msgspec.Struct):
         self.device_s[pool] = self.device_s.get(pool, 0.0) + device_s
 
     def failed(self, error: ErrorInfo | None) -> None:
-        """Args: error: None: what was wrong is over."""
+        """Note the error of the job; None: the error is over."""
         self.error = error

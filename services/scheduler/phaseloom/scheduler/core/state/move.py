@@ -48,11 +48,11 @@ class Move(msgspec.Struct):
         self.relocation = Relocation(assignments)
 
     def end(self) -> None:
-        """The deployment has arrived, stays after all, or has ended."""
+        """Note that the move is over: the deployment has arrived, stays after all, or has ended."""
         self.relocation = None
 
     def keep(self, nodes: Iterable[NodeId], *, but: Iterable[NodeId] = ()) -> None:
-        """These nodes, except those in `but`, are the stale holders from now on."""
+        """Make these nodes, except those in `but`, the stale holders."""
         excluded = set(but)
         self.stale_holders = [node for node in dict.fromkeys(nodes) if node not in excluded]
 

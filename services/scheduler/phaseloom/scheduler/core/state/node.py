@@ -65,10 +65,10 @@ class Share(msgspec.Struct):
     units: list[int]
     """The units that it may be using. No two shares of a device have one in common."""
     asked: list[int] = []
-    """The units that are left of them once its rank has confirmed that it uses no others; empty:
+    """The units that remain to the share once its rank has confirmed that it uses no others; empty:
     it was not asked to give any up."""
     command: CommandId | None = None
-    """The command by which it was asked."""
+    """The command by which the share was asked to give units up."""
 
 
 class Slot(msgspec.Struct):
@@ -84,9 +84,9 @@ class Slot(msgspec.Struct):
     ready: dict[str, str] = {}
     """Placed deployments with a ready operation → their job."""
     holder: str = ""
-    """Job that used the slot last."""
+    """The job that used the slot last."""
     held_since_s: float = 0.0
-    """When the holder took it."""
+    """The time at which the holder took the slot."""
     running: str = ""
     """Deployment whose operations run here now, or will once its activation is open. Where several
     run, the one that has been here longest."""
@@ -96,7 +96,7 @@ class Slot(msgspec.Struct):
     used_by: str = ""
     """Deployment that used the slot last."""
     used_since_s: float = 0.0
-    """Since when no other deployment used the slot."""
+    """The time since which no other deployment has used the slot."""
     is_released: bool = False
     """Whether the holder has said that its phase here is over: the slot is not kept for it."""
     speculative: str = ""
@@ -104,7 +104,8 @@ class Slot(msgspec.Struct):
     expected: dict[str, Expected] = {}
     """Job → its next operation here, where predicted."""
     last: str = ""
-    """`<deployment>.<kind>` of what ended last: what the profiler's gap is looked up by."""
+    """The operation that ended last, as `<deployment>.<kind>`; the profiler's gap is looked up by
+    it."""
     idle_since_s: float = 0.0
     phase: Phase = msgspec.field(default_factory=Phase)
     """The phase that the slot is in, or was in last."""
@@ -127,9 +128,9 @@ class Slot(msgspec.Struct):
 class Device(msgspec.Struct):
     memory_bytes: int
     slots: list[Slot]
-    """One: what shares the device in space has shares in its slot."""
+    """The slots, of which there is one; deployments beside one another have shares in it."""
     units: int = 1
-    """Compute units."""
+    """The number of the device's compute units."""
 
 
 class Node(msgspec.Struct):

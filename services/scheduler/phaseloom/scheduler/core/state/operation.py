@@ -34,7 +34,7 @@ class Op(msgspec.Struct):
     is_cancelled: bool = False
     """Whether it was cancelled: it is not permitted again."""
     is_settling: bool = False
-    """Whether its outcome is being found out: what is stored decides."""
+    """Whether the operation's stored outcome, which decides, is being looked up."""
     permitted_s: float = 0.0
     """When it was permitted last."""
     num_bytes: int = 0
@@ -44,7 +44,8 @@ class Op(msgspec.Struct):
     payer: str = ""
     """The job that its devices' time counts as; empty: its own."""
     adapter: Adapter | None = None
-    """What the weights version is that it reads by name; None: it names none."""
+    """The adapter that the weights version is which the operation reads by name; None: it names
+    none."""
     has_snapshot: bool = False
     """Whether it is a `save_state` whose state has been copied from its deployment, and whose file
     is being written: those behind it may go on. Where the WPG dies meanwhile, it is run again in

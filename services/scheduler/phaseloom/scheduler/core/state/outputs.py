@@ -90,9 +90,9 @@ class ComputeReplan(msgspec.Struct, frozen=True):
 
     as_of: int
     placement: str
-    """Policy."""
+    """The name of the placement policy."""
     cluster: Cluster
-    """A copy, of what can be moved."""
+    """A copy of the cluster with the jobs that can be moved."""
 
 
 class Tell(msgspec.Struct, frozen=True):

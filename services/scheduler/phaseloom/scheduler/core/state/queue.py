@@ -70,7 +70,7 @@ class OperationQueue(msgspec.Struct):
         self.queued_syncs[seq] = version
 
     def note_snapshot(self, op: Op) -> None:
-        """The snapshot of a `save_state` is taken: those behind it may go on."""
+        """Note that the snapshot of a `save_state` is taken: the operations behind it may go on."""
         assert not op.has_snapshot, f"{op.key}: a second snapshot"
         op.has_snapshot = True
         if op.key.seq is not None:
@@ -78,7 +78,8 @@ class OperationQueue(msgspec.Struct):
             self._pass()
 
     def forget_snapshot(self, op: Op) -> None:
-        """Args: op: without an order, and so run anew as any other where its WPG has died."""
+        """Note that the snapshot of an unordered `save_state` is gone with its WPG: it is run anew
+        as any other operation."""
         op.has_snapshot = False
 
     def close(self, op: Op, *, completed: bool) -> bool:
@@ -117,12 +118,14 @@ class OperationQueue(msgspec.Struct):
         self.missing_gradients.append(seq)
 
     def forget_missing_gradients(self, seq: int | None = None) -> None:
-        """Args: seq: of the step that used, or dropped, the gradients below it; None: all."""
+        """Forget which gradients are missing below this seq, since a step used or dropped them;
+        None: all."""
         later = [] if seq is None else [m for m in self.missing_gradients if m > seq]
         self.missing_gradients = later
 
     def end(self) -> None:
-        """The deployment has ended: what may be long is forgotten, the numbers stay."""
+        """Note that the deployment has ended: the lists, which may be long, are emptied, and the
+        numbers stay."""
         self.operations = {}
         self.not_completed = []
         self.missing_gradients = []

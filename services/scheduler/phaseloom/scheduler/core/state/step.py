@@ -153,7 +153,8 @@ class Step:
         self.asked.setdefault(what, {})[subject] = error
 
     def job_changed(self, name: str) -> None:
-        """A job is to be shown as it is now, and may have become active, or have drained."""
+        """Ask for the job's status to be published, and for a look at whether it has become active
+        or drained."""
         self.follow(FollowUp.REVIEW_JOB, name)
         self.follow(FollowUp.SHOW_JOB, name)
 

@@ -61,7 +61,7 @@ class MoveStage(StrEnum):
 
 
 class OpEvent(StrEnum):
-    """The outcomes have the values of `Outcome`."""
+    """The events of an operation. Those that end it have the values of `Outcome`."""
 
     PERMITTED = "permitted"
     TAKEN_BACK = "taken back"
@@ -178,7 +178,10 @@ JOB_ENDED = frozenset({JobState.DONE, JobState.FAILED, JobState.REJECTED})
 def next_state(  # noqa: PLR0917 - one line of a table, its name and its place
     table: Mapping[tuple[S, E], S], kind: str, name: object, state: S, event: E, sequence: int
 ) -> S:
-    """Raises: InvalidTransition: the table has no such event in this state."""
+    """The state that follows on an event by this table.
+
+    Raises: InvalidTransition: the table has no such event in this state.
+    """
     after = table.get((state, event))
     if after is None:
         raise InvalidTransition(f"{kind} {name}", state, event, sequence)
@@ -186,7 +189,7 @@ def next_state(  # noqa: PLR0917 - one line of a table, its name and its place
 
 
 class InvalidTransition(InternalError):
-    """An event came in a state of which its table does not know it: our own bug."""
+    """An event came in a state in which its table does not know the event: a bug of Phaseloom."""
 
     def __init__(self, entity: str, state: StrEnum, event: StrEnum, sequence: int) -> None:
         super().__init__(f"{entity}: {event!r} in state {state!r} at log sequence {sequence}")

@@ -55,7 +55,8 @@ class State(msgspec.Struct):
     # --- the log ---------------------------------------------------------------------------------
 
     def advance(self, sequence: int, time_s: float) -> None:
-        """Take the place and time of the next entry. A clock that steps back is held."""
+        """Take the place and time of the next entry. The time stays where the log's clock steps
+        back."""
         self.sequence = sequence
         self.now_s = self.cluster.now_s = max(self.now_s, time_s)
 
@@ -63,7 +64,7 @@ class State(msgspec.Struct):
         self.timers[timer] = due_s
 
     def take_timer(self, timer: str) -> float | None:
-        """Returns: when it was due; None: it is not set."""
+        """Take a timer off the list; returns when it was due, None where it is not set."""
         return self.timers.pop(timer, None)
 
     # --- jobs, deployments, nodes ----------------------------------------------------------------
@@ -75,7 +76,7 @@ class State(msgspec.Struct):
         del self.deployments[name]
 
     def trace(self, job: str, trace: PhaseTrace) -> None:
-        """The profiler has measured a job."""
+        """Note what the profiler has measured of a job."""
         self.traces[job] = trace
 
     def drop_trace(self, job: str) -> None:
@@ -93,7 +94,7 @@ class State(msgspec.Struct):
         self.waiters.setdefault(operation, []).append(waiter)
 
     def take_waiters(self, operation: str) -> list[str]:
-        """Returns: the operations that waited for this one. They wait for it no longer."""
+        """Take the operations that wait for this one off the list, and return them."""
         return self.waiters.pop(operation, [])
 
     # --- moves, and nodes that are to be left ----------------------------------------------------
@@ -112,7 +113,7 @@ class State(msgspec.Struct):
         self.closing[node] = leave
 
     def reopen_node(self, node: NodeId) -> None:
-        """The node is not to be left any more."""
+        """Note that the node is not to be left any more."""
         del self.closing[node]
 
     def crowd(self, node: NodeId) -> None:
@@ -120,7 +121,7 @@ class State(msgspec.Struct):
             self.crowded.append(node)
 
     def uncrowd(self, node: NodeId) -> None:
-        """The host memory of the node holds all that is placed there."""
+        """Note that the host memory of the node holds the states of all that are placed there."""
         self.crowded.remove(node)
 
     # --- what nodes are to forget ----------------------------------------------------------------
@@ -129,18 +130,19 @@ class State(msgspec.Struct):
         self.stopping.setdefault(node, {})[deployment] = incarnation
 
     def ask_again_to_forget(self, node: NodeId, deployment: str) -> int:
-        """Returns: the incarnation to tell: a new one, so that its confirmation is told apart."""
+        """Note that the node is told once more to forget a deployment; returns the incarnation to
+        tell it, a new one, so that its confirmation is told apart."""
         self.stopping[node][deployment] += 1
         return self.stopping[node][deployment]
 
     def note_forgotten(self, node: NodeId, deployment: str) -> None:
-        """The node has confirmed that it has nothing of the deployment any more."""
+        """Note the node's confirmation that it has nothing of the deployment any more."""
         del self.stopping[node][deployment]
         if not self.stopping[node]:
             del self.stopping[node]
 
     def take_back_forget(self, node: NodeId, deployment: str) -> int:
-        """The confirmation is not waited for any more.
+        """Wait no longer for the node's confirmation that it has forgotten a deployment.
 
         Returns: the incarnation in which the node was told; 0: it was not.
         """

@@ -1,8 +1,8 @@
-"""What a newer core makes of the snapshot of an older one, a version at a time.
+"""The upgrades of a snapshot from an older core version to this one, a version at a time.
 
 A snapshot from which nobody has gone on is all that its scheduler knew, and all that it has sent. A
-core of another version goes on from there: it folds later events only, by its own rules. What it
-has to do first is to give the tree its own shape.
+core of another version goes on from there: it folds later events only, by its own rules. Before
+that it has to give the tree its own shape.
 
 Whoever raises `CORE_VERSION` adds the line of the version before. A tree that only has new fields,
 each with a default that is right for jobs that run, is `unchanged`.
@@ -23,15 +23,15 @@ OLDEST = 12
 
 
 def unchanged(tree: Tree) -> None:
-    """The next version reads this one's tree as it is."""
+    """Change nothing: the next version reads this version's tree as it is."""
 
 
 UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: unchanged}
-"""Core version → how its tree becomes one of the next version."""
+"""Core version → the upgrade of its tree to the next version."""
 
 
 def upgrade(tree: Tree, core_version: int, to: int, table: Mapping[int, Upgrade]) -> bool:
-    """Bring a tree from one core version to a later one, in place.
+    """Upgrade a tree from one core version to a later one, in place.
 
     Returns: False where the table has no way from one to the other; the tree is as it was.
     """

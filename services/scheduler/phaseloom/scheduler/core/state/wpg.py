@@ -52,7 +52,7 @@ class Wpg(msgspec.Struct):
         self.assignments = assignments
 
     def lose_assignment(self, lost: RankAssignment) -> None:
-        """The node has come back without these devices."""
+        """Note that a node has come back without these devices."""
         self.assignments = [other for other in self.assignments if other is not lost]
 
     # --- an incarnation --------------------------------------------------------------------------
@@ -68,7 +68,8 @@ class Wpg(msgspec.Struct):
         self.is_trial = False
 
     def raise_incarnation(self, least: int) -> None:
-        """An incarnation up to `least` was told, or seen, already."""
+        """Count incarnations up to `least` as used: a node was told, or has reported, one of them
+        already."""
         self.incarnation = max(self.incarnation, least)
 
     def next_incarnation(self) -> None:

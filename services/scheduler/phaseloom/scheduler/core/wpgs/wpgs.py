@@ -2,7 +2,7 @@
 
 A WPG starts and dies as a whole, on however many nodes: where it dies on one node, it is killed on
 the others. Each start is an *incarnation*. It begins once no rank of the last incarnation is alive
-and all of its nodes are up. Whatever an older incarnation says about claims is ignored.
+and all of its nodes are up. Messages of an older incarnation about claims are ignored.
 
 An incarnation starts from the newest seal (or the seeds) and runs again, in order, the operations
 that took effect after the seal. Operations that were permitted when the last incarnation ended run

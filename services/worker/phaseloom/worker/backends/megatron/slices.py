@@ -321,14 +321,12 @@ def _slice(shape: list[int], size: list[int], start: list[int]) -> Shard:
     return _whole(shape) if size == shape else Shard(size, size, shape, start)
 
 
-def _uneven(
-    what: str, field: str, remedy: str = "use a divisor, and layout.dp for more ranks"
-) -> CallerError:
+def _uneven(what: str, field: str) -> CallerError:
     return CallerError(
         f"{what} by the megatron backend",
         code=Code.FAILED_PRECONDITION,
         field=field,
-        remedy=remedy,
+        remedy="use a divisor, and layout.dp for more ranks",
     )
 
 

@@ -30,7 +30,7 @@ class Part:
     weight: str
     """The name of the parameter of vLLM's model that has its weight."""
     rows: slice
-    """Its outputs among those of vLLM's layer."""
+    """The slice's outputs among those of vLLM's layer."""
     a: str
     b: str
     """The name of its matrix B in files."""

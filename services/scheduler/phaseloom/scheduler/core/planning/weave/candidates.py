@@ -32,7 +32,7 @@ from phaseloom.scheduler.core.state.cluster import Cluster, Member, Need
 
 SLACK = 1e-6
 UNKNOWN_LEFT = 20
-"""Iterations that a job of unknown length is taken to have left."""
+"""The number of iterations that a job of unknown length is taken to have left."""
 MOVE_S = 308.0
 """Pause of a job that moves: the mean of WEAVE's 197 s (7B) to 419 s (32B)."""
 TRANSIENT = 1.0
