@@ -156,7 +156,8 @@ async def test_forward_reads_what_other_layouts_and_backends_saved_and_published
     specs.append(replace(megatron.spec(backend="fsdp"), name="fsdp"))
     async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
         job = await connection.submit_job("job", specs)
-        own, named = {}, {}
+        own: dict[str, tuple[list[float], str]] = {}
+        named: dict[str, list[Any]] = {}
         for number, spec in enumerate(specs):
             trainer = job.deployment(spec.name)
             for _ in range(number + 1):

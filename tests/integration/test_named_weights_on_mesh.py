@@ -285,8 +285,8 @@ async def test_deployments_read_all_weights_by_their_names_and_keep_their_own(
         twin = (await connection.submit_job("twin", [trains])).deployment("policy")
         for number in range(2):
             await trained(twin, range(2 * number, 2 * number + 2))
-        for each in (trainer, twin):
-            await trained(each, range(4, 6))
+        for learner in (trainer, twin):
+            await trained(learner, range(4, 6))
         [own_digest, twins] = await digests(trainer, twin, name="last")
         assert own_digest == twins
         await log.caught_up()
