@@ -41,7 +41,8 @@ TESTS_statemgr := tests/unit/statemgr $(wildcard $(ON)statemgr*.py)
 TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slices_*.py) \
 	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
 TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
-TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py many_nodes.py upgrade.py)
+TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py many_nodes.py upgrade.py \
+	three_servers.py)
 TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery),$(wildcard $(ON)*_on_mesh.py)) \
 	$(addprefix $(ON),end_to_end.py registered_models.py)
 SUBJECTS := cli client common console gateway loadtest profiler router scheduler simulator statemgr weights worker \
@@ -59,7 +60,7 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails bench-scale loadtest chaos powercuts console gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails bench-scale bench-servers loadtest chaos powercuts console gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -164,6 +165,10 @@ loadtest: $(VENV)/.test
 ##   vLLM with ARGS="--vllm .venv-vllm/bin/python", training with "--megatron .venv-megatron/bin/python"
 chaos: $(VENV)/.test
 	$(BIN)/python -m loadtest chaos $(ARGS)
+
+## bench-servers: three NATS servers beside one, and how long a job stands still when one is lost
+bench-servers: $(VENV)/.test
+	$(BIN)/python -m loadtest servers $(ARGS)
 
 ## powercuts: the two example jobs on a mesh whose power is cut; ARGS="--cuts 50 --seed 1"; as root
 powercuts: $(VENV)/.test

@@ -29,6 +29,7 @@ from loadtest import (
     roundtrip,
     runtimes,
     scale,
+    servers,
     state_bench,
     tailbench,
 )
@@ -327,6 +328,34 @@ def power_cuts_test(*, cuts: int = 5, seed: int = 0, file: Path = _RUNS / "power
     running = powercuts.run(settings, _work_directory(file), console.print)
     report = write(uvloop.run(running), file)
     return int(report.has_failed)
+
+
+@app.command(name="servers")
+def servers_test(
+    *,
+    rounds: int = 10,
+    operations: int = 1000,
+    faults: int = 5,
+    file: Path = _RUNS / "servers.json",
+) -> None:
+    """Measure three NATS servers beside one, and how long a job stands still when one is lost.
+
+    Parameters
+    ----------
+    rounds
+        How often the two meshes take turns.
+    operations
+        Operations of each with one in flight, over all rounds.
+    faults
+        How often each fault happens.
+    file
+        Where the report is written.
+    """
+    console = Console(highlight=False)
+    settings = servers.Settings(rounds, operations, faults)
+    running = servers.run(settings, _work_directory(file), console.print)
+    report = write(uvloop.run(running), file)
+    console.print(publishing.servers_table(report), soft_wrap=True, markup=False)
 
 
 @app.command(name="state")

@@ -25,6 +25,7 @@ from loadtest.peering import PeerReport
 from loadtest.powercuts import PowerCutsReport
 from loadtest.records import Machine, Records
 from loadtest.scale import ScaleReport, Steps
+from loadtest.servers import ServersReport
 from loadtest.tailbench import TailReport
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
@@ -329,13 +330,35 @@ def scale_table(report: ScaleReport) -> str:
     return _table(report.machine, ("what", "measured"), facts)
 
 
+def servers_table(report: ServersReport) -> str:
+    facts = [
+        (f"`{r.name}`", f"{r.value:.4g} {r.unit}", f"{r.limit_value:.4g}", f"{r.ratio:.2f}")
+        for r in report.figures
+    ]
+    cost = _table(report.machine, ("figure", "three servers", "one", "ratio"), facts)
+    stalls = _rows(
+        ("fault", "times", "a job stands still for, median", "longest", "aim of the median"),
+        [
+            (s.fault, str(len(s.times_s)), f"{s.median_s:.1f} s", f"{max(s.times_s):.1f} s", s.aim)
+            for s in report.stalls
+        ],
+    )
+    return f"{stalls}\n\n{cost}"
+
+
 def _steps(steps: Steps) -> str:
     millis = (f"{1e3 * s:.3g} ms" for s in (steps.p50_s, steps.p99_s, steps.longest_s))
     return f"{', '.join(millis)} ({steps.count:,} steps)"
 
 
+def _rows(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(
+        "| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)
+    )
+
+
 def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows)]
+    lines = [_rows(head, rows)]
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     lines += [
         "",
@@ -356,6 +379,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "delta": ("delta.json", "state.md", DeltaReport, delta_table),
     "gateway": ("gateway.json", "gateway.md", GatewayReport, gateway_table),
     "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
+    "servers": ("servers.json", "durability.md", ServersReport, servers_table),
     "scale": ("scale.json", "clusters.md", ScaleReport, scale_table),
     "lora": ("lora.json", "adapters.md", Records, bench_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),

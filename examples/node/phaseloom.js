@@ -10,7 +10,7 @@ const BEAT_MS = 5_000;
 export async function connectMesh(env = process.env) {
   const tenant = env.PHASELOOM_TENANT;
   const nc = await connect({
-    servers: env.PHASELOOM_URL,
+    servers: env.PHASELOOM_URL.split(","), // several where the mesh has several NATS servers
     user: tenant,
     pass: env.PHASELOOM_PASSWORD,
     inboxPrefix: `_INBOX_${tenant}`, // a tenant hears nothing else

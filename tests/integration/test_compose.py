@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import yaml
 from grpo import deployments, train
 
 from phaseloom import client
-from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, SCHED
 from phaseloom.common.transport import natsserver
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.connection import BusConfig
 from tests.support.containers import (
     ROOT,
     completed,
@@ -33,6 +35,7 @@ from tests.support.jobs import Reports, no_barrier, oracle, short
 from tests.support.processes import free_port
 
 TASK = "chain_sum"
+THREE = "docker-compose.nats3.yml"
 _BUILD_FREE = ("router", "scheduler", "profiler", "statemgr", "gateway", "console")
 
 
@@ -149,6 +152,47 @@ def test_server_configuration_has_the_accounts_of_the_mesh() -> None:
     assert settings["accounts"] == expected
     assert settings["max_payload"] == MAX_PAYLOAD_BYTES
     assert settings["jetstream"] == natsserver.SYNCED
+
+
+def test_with_three_servers_every_service_knows_them_all() -> None:
+    changed = compose(THREE)["services"]
+    servers = ["nats", "nats-2", "nats-3"]
+    assert changed.keys() == ours().keys() - {"certificates"} | {*servers}
+    for name in ours().keys() - {"certificates"}:
+        said = changed[name]["environment"]
+        assert said["PHASELOOM_BUS_URL"] == ",".join(f"nats://{n}:4222" for n in servers), name
+        assert said["PHASELOOM_BUS_REPLICAS"] == "3", name
+        assert ("PHASELOOM_WORKER_LEASE_TTL_S" in said) == name.startswith("worker"), name
+
+
+async def test_three_servers_of_the_compose_file_find_one_another(tmp_path: Path) -> None:
+    (config,) = {str(compose(THREE)["services"][n]["command"][1]) for n in ("nats", "nats-2")}
+    names = {"nats": free_port(), "nats-2": free_port(), "nats-3": free_port()}
+    routes = {name: free_port() for name in names}
+    for file in (ROOT / "deploy/nats").iterdir():
+        shutil.copy(file, tmp_path)
+    text = (tmp_path / Path(config).name).read_text()
+    async with AsyncExitStack() as running:
+        for name, port in names.items():
+            file = tmp_path / f"of-{name}.conf"
+            file.write_text(text.replace("port: 6222", f"host: 127.0.0.1, port: {routes[name]}"))
+            said = dict(compose(THREE)["services"][name]["environment"])
+            for other, route in routes.items():
+                said["PHASELOOM_NATS_ROUTES"] = said["PHASELOOM_NATS_ROUTES"].replace(
+                    f"@{other}:6222", f"@127.0.0.1:{route}"
+                )
+            own = ["--addr", "127.0.0.1", "--port", str(port), "--http_port", str(free_port())]
+            place = ["--config", str(file), "--store_dir", str(tmp_path / name)]
+            command = [str(natsserver.find_binary()), *place, *own]
+            log = tmp_path / f"{name}.log"
+            await running.enter_async_context(listening(port, log, command, said))
+        url = ",".join(f"nats://127.0.0.1:{port}" for port in names.values())
+        password = said["PHASELOOM_MESH_PASSWORD"]
+        bus = await Bus.open(BusConfig(url, "mesh", password, replicas=3), "test")
+        cluster = (await bus.js.stream_info(SCHED)).cluster
+        assert cluster is not None
+        assert len(cluster.replicas or []) == 2
+        await bus.close()
 
 
 def test_images_are_small_and_not_root() -> None:

@@ -92,8 +92,9 @@ def chart_values() -> dict[str, Any]:
             "networkPolicy": {"clients": [{"podSelector": {}}]},
         },
         {"nodePools": {"train": {"hostNetwork": True, "runtimeClassName": "nvidia"}}},
+        {"nats": {"config": {"cluster": {"enabled": True}}}},
     ],
-    ids=["defaults", "console", "hpa", "keda", "of-others", "host-network"],
+    ids=["defaults", "console", "hpa", "keda", "of-others", "host-network", "three-servers"],
 )
 def test_manifests_are_valid_for_kubernetes(tmp_path: Path, values: dict[str, Any]) -> None:
     manifests = helm.render(tmp_path, values)
@@ -120,6 +121,8 @@ def test_manifests_are_valid_for_kubernetes(tmp_path: Path, values: dict[str, An
         ({"tenants": ["a.b"]}, "/tenants/0"),
         ({"nodePools": {"train": {"devices": []}}}, "/nodePools/train/devices"),
         ({"router": {"autoscaling": {"mode": "cpu"}}}, "/router/autoscaling/mode"),
+        ({"nats": {"config": {"cluster": {"replicas": 2}}}}, "/nats/config/cluster/replicas"),
+        ({"bus": {"url": "nats://elsewhere:4222", "replicas": 2}}, "/bus/replicas"),
         ({"scheduler": {"replica": 3}}, "additional properties 'replica' not allowed"),
         ({"gateway": {"service": {"type": "None"}}}, "/gateway/service/type"),
     ],
@@ -130,6 +133,17 @@ def test_wrong_value_is_refused_by_its_name(
     refused = helm.template(tmp_path, values)
     assert refused.returncode != 0
     assert said in refused.stderr
+
+
+def test_services_know_all_of_three_servers_and_that_they_replicate(tmp_path: Path) -> None:
+    manifests = helm.render(tmp_path, {"nats": {"config": {"cluster": {"enabled": True}}}})
+    pod = "nats://phaseloom-nats-{}.phaseloom-nats-headless:4222"
+    for name, each in pods(manifests).items():
+        said = {e["name"]: e.get("value") for e in each["spec"]["containers"][0]["env"]}
+        assert said["PHASELOOM_BUS_URL"] == ",".join(pod.format(n) for n in range(3)), name
+        assert said["PHASELOOM_BUS_REPLICAS"] == "3", name
+        is_node = name.startswith("phaseloom-node")
+        assert said.get("PHASELOOM_WORKER_LEASE_TTL_S") == ("12" if is_node else None), name
 
 
 def test_settings_are_those_that_services_have(tmp_path: Path) -> None:
@@ -146,7 +160,7 @@ def test_settings_are_those_that_services_have(tmp_path: Path) -> None:
         for variable in container.get("env", [])
     }
     shared = {"PHASELOOM_LOG_FORMAT", "PHASELOOM_METRICS_PORT"}
-    shared |= {f"PHASELOOM_BUS_{name}" for name in ("URL", "USER", "PASSWORD")}
+    shared |= {f"PHASELOOM_BUS_{name}" for name in ("URL", "USER", "PASSWORD", "REPLICAS")}
     ours = {name for name in used if name.startswith("PHASELOOM_")} - shared
     assert ours
     assert ours <= known

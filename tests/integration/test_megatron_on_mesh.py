@@ -144,6 +144,46 @@ async def test_checkpoint_goes_on_in_other_layouts_and_backends(short_dir: Path)
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
 
 
+async def test_forward_reads_what_other_layouts_and_backends_saved_and_published(
+    short_dir: Path,
+) -> None:
+    """Each trainer scores with the other's weights, by a checkpoint's name and by a version's, and
+    goes on as one that has not."""
+    batch = [Datum([1, 2, 3, 4], [2, 3, 4, 5])]
+    data = [replace(batch[0], weights=[1.0] * 4)]
+    layouts = {"tp": Layout(tp=2), "pp": Layout(pp=2)}
+    specs = [replace(megatron.spec(layout), name=name) for name, layout in layouts.items()]
+    specs.append(replace(megatron.spec(backend="fsdp"), name="fsdp"))
+    async with running_mesh(MESH, short_dir) as (mesh, log), tenant(mesh) as connection:
+        job = await connection.submit_job("job", specs)
+        own: dict[str, tuple[list[float], str]] = {}
+        named: dict[str, list[Any]] = {}
+        for number, spec in enumerate(specs):
+            trainer = job.deployment(spec.name)
+            for _ in range(number + 1):
+                await trainer.forward_backward(data, Loss.CROSS_ENTROPY)
+                await trainer.optim_step(ADAM)
+            digest = (await trainer.save_state("kept")).weights_sha256
+            published = trainer.publish_weights(ttl_s=600.0)
+            await published
+            named[spec.name] = [published, client.NamedWeights(spec.name, checkpoint="kept")]
+            own[spec.name] = ([*(await trainer.forward(batch)).logprobs[0]], digest)
+        for spec in specs:
+            trainer = job.deployment(spec.name)
+            asked = {
+                other: [trainer.forward(batch, weights=each) for each in weights]
+                for other, weights in named.items()
+            }
+            for other, operations in asked.items():
+                for each in operations:
+                    found = [*(await each).logprobs[0]]
+                    assert found == pytest.approx(own[other][0], rel=1e-4, abs=1e-5)
+            assert [*(await trainer.forward(batch)).logprobs[0]] == own[spec.name][0]
+            assert (await trainer.save_state("after")).weights_sha256 == own[spec.name][1]
+        await log.caught_up()
+        assert log.failures() == []
+
+
 async def test_model_that_a_layout_does_not_split_is_refused_with_the_field(
     short_dir: Path,
 ) -> None:

@@ -1,4 +1,5 @@
-"""Operations that name weights: one sampler reads the adapters of several jobs of its tenant."""
+"""Operations that name weights: one sampler reads the adapters of several jobs of its tenant, and
+deployments of whole models read one another's weights, and keep their own."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from msgspec.structs import replace
 from phaseloom import client
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.client import Batching, NamedWeights
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.events import OperationFinished, QueuedOperation, WpgLost
 from phaseloom.common.contract.specs import Layout
 from tests.support.jobs import Log, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson
 from tests.support.pretrained import save_model
+from tests.support.statedaemon import flip_in_file
 
 pytestmark = pytest.mark.timeout(240)
 MIB = 2**20
@@ -191,28 +193,127 @@ async def test_one_sampler_draws_with_the_adapters_of_several_jobs(
         assert jobs == ["first", "shared"], "checkpoints that are not there, or not read here"
 
 
-@pytest.mark.slow
-async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_not_found(
+WHOLE = client.ModelSpec(registered="tiny")
+
+
+async def digests(*deployments: client.Deployment, name: str) -> list[str]:
+    return [(await each.save_state(name)).weights_sha256 for each in deployments]
+
+
+async def check_misfits(
+    adapted: client.Deployment, samplers: list[client.Deployment], own: list[list[int]]
+) -> None:
+    """What cannot be read refuses the operation that names it, and nothing else.
+
+    Args: adapted: a policy that trains an adapter. own: what the samplers' own weights draw.
+    """
+    await adapted.save_state("kept")
+    lora = await trained(adapted, range(1))
+    misfit, field = Code.FAILED_PRECONDITION, "args.weights"
+    for sampling in samplers:
+        version, other, broken, unnamed = [
+            sampling.generate(PROMPTS, SAMPLING, 2, weights=each)
+            for each in (lora, replace(KEPT, job="adapted"), KEPT, None)
+        ]
+        assert await refusal(version) == (misfit, field)
+        assert await refusal(other) == (misfit, f"{field}.checkpoint")
+        with pytest.raises(PhaseloomError) as caught:
+            await broken
+        assert caught.value.info.code is Code.DATA_LOSS
+        assert tokens(await unnamed) == own
+
+
+async def test_deployments_read_all_weights_by_their_names_and_keep_their_own(
     short_dir: Path, tmp_path: Path
 ) -> None:
-    """Overwritten and deleted under operations that name it: on one rank, and over two, of which
-    none may draw with other weights than the other."""
+    """Samplers of one rank and of two on two nodes, and the trainer itself, over two ranks. A twin
+    that reads nothing trains to the same bits."""
     directory = await asyncio.to_thread(
         save_model, tmp_path / "model", max_position_embeddings=2048
     )
-    nodes = [
-        NodeConfig("rollout-0", "rollout", [16 * MIB] * 2),
-        NodeConfig("train-0", "train", [16 * MIB]),
-    ]
+    nodes = [NodeConfig(f"rollout-{number}", "rollout", [16 * MIB] * 2) for number in range(2)]
+    nodes.append(NodeConfig("train-0", "train", [16 * MIB] * 2))
+    config = MeshConfig(nodes=nodes, models={"tiny": str(directory)})
+    own = replace(sampler(4, "own"), model=WHOLE, prefix_cache=True)
+    alone = replace(own, name="alone")
+    spread = replace(own, name="spread", layout=Layout(dp=2), num_nodes=2, prefix_cache=False)
+    trains = replace(policy(4, num_ranks=2), model=WHOLE)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        first = await connection.submit_job("first", [trains, own])
+        job = await connection.submit_job("shared", [alone, spread])
+        trainer, direct = first.deployment("policy"), first.deployment("own")
+        samplers = [job.deployment("alone"), job.deployment("spread")]
+        before = await digests(*samplers, name="before")
+
+        expected, scores, versions = [], [], []
+        for number in range(2):
+            versions.append(await trained(trainer, range(2 * number, 2 * number + 2)))
+            await direct.sync_weights(versions[-1])
+            expected.append(tokens(await direct.generate(PROMPTS, SAMPLING, 2)))
+            scores.append((await trainer.forward(BATCH)).logprobs[0])
+        long = tokens(await direct.generate(PROMPTS, LONG))
+        await trainer.save_state("kept")
+        expected.append(tokens(await samplers[0].generate(PROMPTS, SAMPLING, 2)))
+        assert len({str(each) for each in expected}) == 3
+
+        older, newest = versions
+        for sampling in samplers:
+            named = [older, newest, None, KEPT, older]
+            drawn = [sampling.generate(PROMPTS, SAMPLING, 2, weights=each) for each in named]
+            scored = [sampling.forward(BATCH, weights=each) for each in (older, KEPT)]
+            assert [tokens(await each) for each in drawn] == [expected[i] for i in (0, 1, 2, 1, 0)]
+            for each, lp in zip(scored, scores, strict=True):
+                assert np.abs(np.array((await each).logprobs[0]) - np.array(lp)).max() <= 1e-5
+        again = [trainer.forward(BATCH, weights=each) for each in (older, None, KEPT)]
+        assert [(await each).logprobs[0] for each in again] == [scores[i] for i in (0, 1, 1)]
+
+        adapted = await connection.submit_job("adapted", [policy(4)])
+        [file] = mesh.run_dir.glob("checkpoints/*/first/policy/kept/model*.safetensors")
+        flip_in_file(file, file.stat().st_size - 9)
+        await check_misfits(adapted.deployment("policy"), samplers, expected[2])
+
+        # Whatever is killed, an operation draws with what it names.
+        for sampling in samplers:
+            handle = sampling.generate(PROMPTS, LONG, weights=newest, stream=True)
+            async for _ in handle.stream():
+                kill_rank(mesh, f"shared.{sampling.name}")
+                break
+            assert tokens(await handle) == long
+            assert tokens(await sampling.generate(PROMPTS, SAMPLING, 2)) == expected[2]
+        assert await digests(*samplers, name="after") == before
+
+        twin = (await connection.submit_job("twin", [trains])).deployment("policy")
+        for number in range(2):
+            await trained(twin, range(2 * number, 2 * number + 2))
+        for learner in (trainer, twin):
+            await trained(learner, range(4, 6))
+        [own_digest, twins] = await digests(trainer, twin, name="last")
+        assert own_digest == twins
+        await log.caught_up()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_adapter", [True, False], ids=["adapter", "all weights"])
+async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_not_found(
+    short_dir: Path, tmp_path: Path, is_adapter: bool
+) -> None:
+    """Overwritten and deleted under operations that name it: on one rank, and over two on one node
+    and on two, of which none may draw with other weights than the other."""
+    directory = await asyncio.to_thread(
+        save_model, tmp_path / "model", max_position_embeddings=2048
+    )
+    nodes = [NodeConfig(f"rollout-{number}", "rollout", [16 * MIB] * 2) for number in range(2)]
+    nodes.append(NodeConfig("train-0", "train", [16 * MIB]))
     config = MeshConfig(nodes=nodes, models={"tiny": str(directory)})
     async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
-        first = await connection.submit_job("first", [policy(4)])
-        alone = replace(sampler(4), max_adapters=1)
-        pair = replace(sampler(4, "pair"), max_adapters=1, layout=Layout(dp=2))
-        job = await connection.submit_job("shared", [alone, pair])
-        samplers = [job.deployment("sampler"), job.deployment("pair")]
-        trainer = first.deployment("policy")
-        moving = NamedWeights("policy", job="first", checkpoint="moving")
+        own = model(4) if is_adapter else WHOLE
+        first = await connection.submit_job("first", [replace(policy(4), model=own)])
+        alone = replace(sampler(4), model=own, max_adapters=int(is_adapter))
+        pair = replace(alone, name="pair", layout=Layout(dp=2))
+        spread = replace(pair, name="spread", num_nodes=2)
+        job = await connection.submit_job("shared", [alone, pair, spread])
+        samplers = [job.deployment(each.name) for each in (alone, pair, spread)]
+        trainer, moving = first.deployment("policy"), replace(KEPT, checkpoint="moving")
 
         def draw(sampling: client.Deployment) -> client.OperationHandle[client.GenerateResult]:
             return sampling.generate(PROMPTS, SAMPLING, weights=moving)
@@ -223,7 +324,7 @@ async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_
             await trainer.save_state(f"kept-{number}")
             await trainer.save_state("moving", overwrite=True)
             drawn = [tokens(await draw(sampling)) for sampling in samplers]
-            assert drawn[0] == drawn[1]
+            assert drawn == [drawn[0]] * 3
             expected.append(drawn[0])
         assert expected[0] != expected[1]
 
@@ -248,7 +349,7 @@ async def test_checkpoint_that_goes_while_it_is_read_draws_its_own_tokens_or_is_
             break
         deleted = trainer.delete_checkpoint("moving")
         outcomes = await asyncio.gather(
-            *(draw(samplers[turn % 2]) for turn in range(8)), return_exceptions=True
+            *(draw(samplers[turn % 3]) for turn in range(9)), return_exceptions=True
         )
         await deleted
         assert tokens(await begun) == long

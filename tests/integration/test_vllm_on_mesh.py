@@ -17,6 +17,7 @@ from phaseloom import client
 from phaseloom.cli.demo import demo
 from phaseloom.cli.state import state
 from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.common.contract.arrays import int32s
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.events import ActivationOpened
 from phaseloom.common.contract.operations import AdamParams, GenerateResult, Outcome
@@ -130,6 +131,84 @@ async def test_vllm_syncs_an_adapter_that_two_ranks_train_and_draws_what_our_sam
         assert {"adapter_model.safetensors", "adapter_config.json"} <= names
         await job.finish()
         assert log.failures() == []
+
+
+async def test_vllm_reads_weights_by_name_and_keeps_its_own(
+    short_dir: Path, tmp_path: Path
+) -> None:
+    """All weights on one rank and on two, adapters on two: the tokens of our own sampler, though
+    the beginning of the prompts is in the KV cache with other weights."""
+    directory = await asyncio.to_thread(save_model, tmp_path / "model", **vllm.tiny())
+    config = replace(MESH, models={"tiny": str(directory)})
+    whole = client.ModelSpec(registered="tiny")
+    adapted = replace(whole, adapter=client.Adapter(rank=4, alpha=8.0))
+    wider = replace(whole, adapter=client.Adapter(rank=8, alpha=4.0, seed=3))
+    shared = client.Batching.SHARED
+    prompts = [client.Prompt([*(n % 29 for n in range(40)), end], seed=end) for end in (5, 9)]
+    sampled = client.SamplingParams(12, temperature=0.9, ignore_eos=True)
+
+    def policy(name: str, model: client.ModelSpec) -> client.DeploymentSpec:
+        return client.DeploymentSpec(name, "train", "fsdp", model, trainable=True)
+
+    def sampler(
+        name: str, backend: str, model: client.ModelSpec, **changes: Any
+    ) -> client.DeploymentSpec:
+        return replace(vllm.spec(backend, name, batching=shared, **changes), model=model)
+
+    specs = [
+        policy("whole", whole),
+        policy("lora", adapted),
+        sampler("own", "sampler", whole),
+        sampler("mixed", "sampler", wider, max_adapters=2),
+        sampler("one", "vllm", whole),
+        sampler("two", "vllm", whole, layout=Layout(tp=2)),
+        sampler("adapters", "vllm", wider, layout=Layout(tp=2), max_adapters=2),
+    ]
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        job = await connection.submit_job("job", specs)
+        named: dict[str, list[Any]] = {}
+        for name in ("whole", "lora"):
+            trainer = job.deployment(name)
+            for step in range(2):
+                args = lesson(step)
+                trainer.forward_backward(args.batch, args.loss)
+                trainer.optim_step(AdamParams(5e-2))
+                if not step:
+                    await trainer.save_state("kept")
+            published = trainer.publish_weights(ttl_s=600.0)
+            await published
+            kept = client.NamedWeights(name, checkpoint="kept")
+            named[name] = [published, kept, None, published]
+        pairs = [("own", "whole", "one"), ("own", "whole", "two"), ("mixed", "lora", "adapters")]
+        for ours, trainer_name, theirs in pairs:
+            drawn = {}
+            reader = job.deployment(theirs)
+            before = (await reader.save_state("before")).weights_sha256
+            for name in (ours, theirs):
+                asked = [
+                    job.deployment(name).generate(prompts, sampled, 2, weights=each)
+                    for each in named[trainer_name]
+                ]
+                drawn[name] = [
+                    [list(int32s(s.tokens)) for group in (await each).sequences for s in group]
+                    for each in asked
+                ]
+            assert drawn[theirs] == drawn[ours]
+            assert len({str(each) for each in drawn[ours]}) == 3
+            batch = [client.Datum([1, 2, 3, 4], [2, 3, 4, 5])]
+            scored = await reader.forward(batch, weights=named[trainer_name][0])
+            [lp] = (await job.deployment(trainer_name).forward(batch)).logprobs
+            assert list(scored.logprobs[0]) == pytest.approx(list(lp), abs=1e-4)
+            missing = replace(named[trainer_name][1], checkpoint="none")
+            with pytest.raises(CallerError) as caught:
+                await reader.generate(prompts, sampled, weights=missing)
+            assert caught.value.info.code is Code.NOT_FOUND
+            kill_rank(mesh, f"job.{theirs}")
+            again = await reader.generate(prompts, sampled, 2, weights=named[trainer_name][1])
+            assert [list(int32s(s.tokens)) for g in again.sequences for s in g] == drawn[ours][1]
+            assert (await reader.save_state("after")).weights_sha256 == before
+        await log.caught_up()
+        assert {e.error.code for e in log.failures() if e.error} == {Code.NOT_FOUND}
 
 
 async def test_job_for_vllm_is_refused_where_no_node_has_it(short_dir: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig, api_key
 from phaseloom.common.process import config as configuration
@@ -91,11 +92,18 @@ async def told(process: asyncio.subprocess.Process) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(
-    directory: Path, session_s: float = 600.0, replicas: int = 1, port: int = 0, **models: Path
+    directory: Path,
+    session_s: float = 600.0,
+    replicas: int = 1,
+    port: int = 0,
+    interpreters: dict[str, str] | None = None,
+    **models: Path,
 ) -> AsyncIterator[Served]:
     """A mesh with a gateway, the registered model `tiny`, which has a chat template, and others.
 
     Where there was one in the directory, this goes on with what that one has left.
+
+    Args: interpreters: of the nodes.
     """
     model = directory / "model"
     if not model.exists():
@@ -104,7 +112,7 @@ async def serving(
     names = {name: str(path) for name, path in {"tiny": model, **models}.items()}
     port = port or free_port()
     config = MeshConfig(
-        nodes=_NODES,
+        nodes=[replace(node, interpreters=interpreters or {}) for node in _NODES],
         tenants=[TENANT, OTHER],
         models=names,
         gateway_port=port,

@@ -45,6 +45,23 @@ def test_credentials_come_from_the_run_named_else_from_the_environment(
         monkeypatch.setenv(f"PHASELOOM_BUS_{name}", value)
     assert bus_config(run) == of_run.bus
     assert bus_config(None) == BusConfig("nats://env:1", "u", "q")
+    monkeypatch.setenv("PHASELOOM_BUS_REPLICAS", "3")
+    assert bus_config(None).replicas == 3
+
+
+def test_credentials_of_three_servers_are_of_streams_that_all_of_them_keep() -> None:
+    three = Credentials("nats://a:1,nats://b:2,nats://c:3", "mesh", "p", {})
+    assert three.bus.replicas == 3
+    assert Credentials("nats://a:1", "mesh", "p", {}).bus.replicas == 1
+
+
+def test_even_number_of_replicas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("URL", "nats://env:1"), ("USER", "u"), ("PASSWORD", "q")):
+        monkeypatch.setenv(f"PHASELOOM_BUS_{name}", value)
+    monkeypatch.setenv("PHASELOOM_BUS_REPLICAS", "2")
+    with pytest.raises(CallerError, match="2 does not fit") as refused:
+        bus_config(None)
+    assert refused.value.info.field == "PHASELOOM_BUS_REPLICAS"
 
 
 def test_run_without_credentials_is_refused_with_a_remedy(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ def test_child_specs_keep_the_nodes_secret_from_services_that_need_it_not() -> N
         (MeshConfig(tenants=["*"]), "mesh.tenants"),
         (MeshConfig(routers=0), "mesh.routers"),
         (MeshConfig(schedulers=0), "mesh.schedulers"),
+        (MeshConfig(nats_servers=2), "mesh.nats_servers"),
+        (MeshConfig(nats_servers=5), "mesh.nats_servers"),
     ],
 )
 def test_check_refuses_what_cannot_run(settings: MeshConfig, field: str) -> None:

@@ -51,6 +51,7 @@ NODES = MeshConfig().nodes
         (MeshConfig(nodes=[NODES[0], replace(NODES[1], devices=[1])]), "nodes", "train-0"),
         (MeshConfig(tenants=["demo", "acme"]), "tenants", "acme"),
         (MeshConfig(checkpoint_root="/kept"), "checkpoint_root", "/kept"),
+        (MeshConfig(nats_servers=3), "nats_servers", "3 NATS servers"),
     ],
 )
 def test_run_is_not_resumed_without_what_it_has(

@@ -184,6 +184,32 @@ def test_deployment_that_cannot_read_the_version_refuses(
     assert refusal(world, read) == (Code.FAILED_PRECONDITION, field)
 
 
+@pytest.mark.parametrize("adapter", [ADAPTER, None], ids=["adapter", "all weights"])
+def test_deployment_over_several_nodes_reads_versions_of_its_kind_alone(
+    adapter: Adapter | None,
+) -> None:
+    """All of its nodes may ask for the version; a deployment of the other kind refuses."""
+    world = World(node_names={"t0": "train", "r0": "rollout", "r1": "rollout"})
+    kinds = {"same": model(adapter), "other": model(None if adapter else ADAPTER)}
+    submit(world, "a", replace(spec("policy", "train", trainable=True), model=kinds["same"]))
+    for name, own in kinds.items():
+        room = 2 if own.adapter else 0
+        reader = spec("sampler", "rollout", num_ranks=2, num_nodes=2)
+        submit(world, name, replace(reader, model=own, max_adapters=room))
+    queue(world, "a", "policy", 1, "publish_weights", ttl_s=TTL_S)
+    settle(world)
+    read, misfit = (
+        queue(world, name, "sampler", "r1", "generate", VersionKey(POLICY, 1)) for name in kinds
+    )
+    settle(world)
+    assert world.done[read] is Outcome.COMPLETED
+    [permit] = [c for c in world.commands if isinstance(c, Permit) and str(c.operation) == read]
+    assert permit.adapter == adapter
+    assert permit.ticket is not None
+    assert sorted(permit.ticket.nodes) == ["r0", "r1"]
+    assert refusal(world, misfit) == (Code.FAILED_PRECONDITION, "args.weights")
+
+
 def test_version_of_nobody_is_not_found() -> None:
     world = published(TTL_S)
     for slot, job, seq, field in (

@@ -30,10 +30,34 @@ app.kubernetes.io/component: {{ .component }}
 {{- if contains "nats" .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-nats{{ end }}
 {{- end }}
 
+{{/* How many servers keep each stream. */}}
+{{- define "phaseloom.replicas" -}}
+{{- if .Values.bus.url }}{{ .Values.bus.replicas }}{{ else if .Values.nats.config.cluster.enabled }}3{{ else }}1{{ end }}
+{{- end }}
+
+{{/* Where the NATS server is, or all of them. Takes (dict "root" $ "domain" ".<namespace>.svc"). */}}
+{{- define "phaseloom.busUrl" -}}
+{{- $nats := include "phaseloom.nats" .root -}}
+{{- $cluster := .root.Values.nats.config.cluster -}}
+{{- $urls := list -}}
+{{- if .root.Values.bus.url -}}
+{{- $urls = list .root.Values.bus.url -}}
+{{- else if $cluster.enabled -}}
+{{- range $i := until (int $cluster.replicas) -}}
+{{- $urls = append $urls (printf "nats://%s-%d.%s-headless%s:4222" $nats $i $nats $.domain) -}}
+{{- end -}}
+{{- else -}}
+{{- $urls = list (printf "nats://%s%s:4222" $nats .domain) -}}
+{{- end -}}
+{{- join "," $urls -}}
+{{- end }}
+
 {{/* The environment variables of every service. */}}
 {{- define "phaseloom.env" -}}
 - name: PHASELOOM_BUS_URL
-  value: {{ .Values.bus.url | default (printf "nats://%s:4222" (include "phaseloom.nats" .)) | quote }}
+  value: {{ include "phaseloom.busUrl" (dict "root" . "domain" "") | quote }}
+- name: PHASELOOM_BUS_REPLICAS
+  value: {{ include "phaseloom.replicas" . | quote }}
 - name: PHASELOOM_BUS_USER
   value: mesh
 - name: PHASELOOM_BUS_PASSWORD

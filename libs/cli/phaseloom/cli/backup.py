@@ -27,13 +27,12 @@ import uvloop
 from rich.console import Console
 
 from phaseloom.cli.rundir import find_run, open_bus
-from phaseloom.cli.storecheck import MARKS, StoreMarks, check_store, end_sessions, newest_mark
-from phaseloom.cli.supervisor import NATS, settings_of
+from phaseloom.cli.storecheck import MARKS, StoreMarks, check_when_up, end_sessions, newest_mark
+from phaseloom.cli.supervisor import NATS, MeshConfig, servers_of, settings_of
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.tensors.modelfiles import file_blake3
 from phaseloom.common.transport.bus import Bus, LogExtent
-from phaseloom.common.transport.natsserver import EmbeddedServer
 
 MANIFEST = "backup.json"
 _FILES = "run"
@@ -49,6 +48,8 @@ _STILL_WITHIN_S = 10.0
 _LOOK_EVERY_S = 0.005
 _TOLD = 5
 """The most damaged files that an error names."""
+_SERVERS_OWN_DEPTH = 3
+"""`nats/<file>`, or `nats/<server>/<file>` of one of several servers."""
 _UNSURE_NS = 2 * 10**9
 """A file written less than this before it was copied may have changed since, under the same time
 stamp."""
@@ -289,14 +290,14 @@ def _walk(root: Path) -> Iterator[Path]:
         name = path.name
         if top in _LEFT_OUT or name.startswith(".latest."):
             continue
-        if path.parent == Path(NATS) and _is_servers_own(name):
+        if top == NATS and len(path.parts) <= _SERVERS_OWN_DEPTH and _is_servers_own(name):
             continue
         yield path
 
 
 def _is_servers_own(name: str) -> bool:
     """Whether the server makes a file in its directory anew at each start."""
-    return name in ("nats.log", "nats.conf") or name.endswith(".ports")
+    return name in ("nats.log", "nats.conf", "credentials.json") or name.endswith(".ports")
 
 
 def _below(root: Path, place: Path) -> Iterator[Path]:
@@ -465,8 +466,8 @@ async def _checked(run_dir: Path) -> LogExtent:
     Raises: ResourceError: DATA_LOSS: the store is not whole.
     """
     async with _served(run_dir) as bus:
-        await StoreMarks(run_dir / MARKS).check(bus)
-        return await check_store(bus, newest_mark(run_dir / "nodes"))
+        marks = StoreMarks(run_dir / MARKS)
+        return await check_when_up(bus, marks, newest_mark(run_dir / "nodes"))
 
 
 async def _prepared(run_dir: Path) -> int:
@@ -476,8 +477,8 @@ async def _prepared(run_dir: Path) -> int:
     Raises:  ResourceError: DATA_LOSS: the store is not as it was.
     """
     async with _served(run_dir) as bus:
-        await StoreMarks(run_dir / MARKS).check(bus)
-        await check_store(bus, newest_mark(run_dir / "nodes"))
+        marks = StoreMarks(run_dir / MARKS)
+        await check_when_up(bus, marks, newest_mark(run_dir / "nodes"))
         return await end_sessions(bus)
 
 
@@ -485,14 +486,12 @@ async def _prepared(run_dir: Path) -> int:
 async def _served(run_dir: Path) -> AsyncIterator[Bus]:
     """Serve the store of a run that nobody else serves, at a port of its own, within the block."""
     directory = run_dir / NATS
+    settings = settings_of(run_dir) or MeshConfig()
     with tempfile.TemporaryDirectory(prefix="phaseloom-") as temporary:
-        server = EmbeddedServer(directory, [], credentials_file=Path(temporary) / "credentials")
-        async with server, open_bus(server.credentials.bus, "backup") as bus:
+        file = Path(temporary) / "credentials"
+        servers = servers_of(settings, directory, [], credentials_file=file)
+        async with servers, open_bus(servers.credentials.bus, "backup") as bus:
             yield bus
-    _drop_servers_own(directory)
-
-
-def _drop_servers_own(directory: Path) -> None:
-    for path in list(directory.iterdir()):
+    for path in [*directory.glob("*"), *directory.glob("*/*")]:
         if _is_servers_own(path.name):
             path.unlink()

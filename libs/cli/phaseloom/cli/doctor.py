@@ -434,7 +434,7 @@ async def server_findings() -> list[Finding]:
         return [
             check_server_version(f"{version.major}.{version.minor}.{version.patch}"),
             check_payload(client.max_payload),
-            *await _jetstream_findings(client),
+            *await _jetstream_findings(client, settings.replicas),
         ]
     finally:
         await client.close()
@@ -471,10 +471,24 @@ class _Account(msgspec.Struct):
 class _StreamConfig(msgspec.Struct):
     name: str
     max_consumers: int = _UNLIMITED_STREAM_CONSUMERS
+    num_replicas: int = 1
+
+
+class _Peer(msgspec.Struct):
+    name: str
+    current: bool = False
+    offline: bool = False
+
+
+class _Cluster(msgspec.Struct):
+    leader: str = ""
+    replicas: list[_Peer] = []
+    """The other servers that keep the stream."""
 
 
 class _Stream(msgspec.Struct):
     config: _StreamConfig
+    cluster: _Cluster | None = None
     ts: datetime | None = None
     """The server's clock when it answered; None: the server does not say."""
 
@@ -485,7 +499,7 @@ class _Streams(msgspec.Struct):
     streams: list[_Stream] | None = None
 
 
-async def _jetstream_findings(client: Client) -> list[Finding]:
+async def _jetstream_findings(client: Client, replicas: int) -> list[Finding]:
     remedy = "enable JetStream for the mesh's account"
     try:
         account = await _ask(client, "$JS.API.INFO", _Account)
@@ -498,7 +512,11 @@ async def _jetstream_findings(client: Client) -> list[Finding]:
         return [Finding("JetStream", Verdict.FAILED, str(account.error), remedy)]
     limit = account.limits.max_storage
     found = f"{_size(account.storage)} used of {'any' if limit < 0 else _size(limit)}"
-    findings = [Finding("JetStream", Verdict.OK, found), check_consumers(listed)]
+    findings = [
+        Finding("JetStream", Verdict.OK, found),
+        check_consumers(listed),
+        check_replicas(listed, replicas),
+    ]
     times = [stream.ts for stream in listed if stream.ts is not None]
     if times:
         findings.append(check_offset(times[0].timestamp() - asked_s))
@@ -518,6 +536,29 @@ def check_consumers(listed: list[_Stream]) -> Finding:
         remedy = f"set max_consumers of {streams.PERMITS}: the server refuses the 1,001st otherwise"
         return Finding("max_consumers", Verdict.WARNING, "not set", remedy)
     return Finding("max_consumers", Verdict.OK, f"{limits[streams.PERMITS]} nodes at most")
+
+
+def check_replicas(listed: list[_Stream], replicas: int) -> Finding:
+    """The finding about how many servers keep each stream, and whether all have all of it.
+
+    Args: replicas: how many should.
+    """
+    fewer = {s.config.name for s in listed if s.config.num_replicas < replicas}
+    if fewer:
+        found = f"fewer than {replicas} servers keep {_listed(fewer)}"
+        remedy = "restart a service that has this PHASELOOM_BUS_REPLICAS: it has the others made"
+        return Finding("replicas", Verdict.WARNING, found, remedy)
+    behind = {
+        peer.name
+        for stream in listed
+        for peer in (stream.cluster.replicas if stream.cluster else [])
+        if stream.config.num_replicas > 1 and (peer.offline or not peer.current)
+    }
+    if behind:
+        found = f"{_listed(behind)} lacks some of the streams: no other server may be lost now"
+        remedy = "wait until it has them, or see its log"
+        return Finding("replicas", Verdict.WARNING, found, remedy)
+    return Finding("replicas", Verdict.OK, f"{replicas} of each stream")
 
 
 def check_offset(offset_s: float) -> Finding:

@@ -120,7 +120,8 @@ async def open_bus(settings: BusConfig, name: str) -> AsyncIterator[Bus]:
 
     Args: name: the connection's name in the server's list.
     """
-    bus = Bus(await connect(settings.url, name, settings.user, settings.password))
+    client = await connect(settings.url, name, settings.user, settings.password)
+    bus = Bus(client, settings.replicas)
     try:
         yield bus
     finally:

@@ -11,23 +11,27 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.api import StorageType
+from nats.js.errors import NotFoundError
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.streams import SCHED, Bucket
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.transport.bus import Bus, Conflict, LogExtent, log_went_back
 from phaseloom.common.transport.logmark import read_mark
+from phaseloom.common.transport.retry import until_done
 from phaseloom.scheduler.snapshots import Snapshots
 
 MARKS = "store-marks.json"
 """The name of the file in a run's directory that has the newest sequence of each stream."""
 _KEEP_EVERY_S = 1.0
+_LAG_PAUSE_S = 0.2
 _SESSIONS_SKIPPED = 2**20
 """More sessions than any job has opened since an older copy of the store was made."""
 
@@ -57,19 +61,37 @@ class StoreMarks:
 
         Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages.
         """
-        found = {
+        sure_at_s = time.monotonic() + bus.lag_s
+        while True:
+            found = await self._ends(bus)
+            # Of the log it is told how much is lost of what was decided: of it first.
+            in_order = sorted(self._known.items(), key=lambda each: each[0] != SCHED)
+            behind = [(s, known, found[s]) for s, known in in_order if found[s] < known]
+            if not behind:
+                break
+            if time.monotonic() >= sure_at_s:
+                raise _went_back(*behind[0])
+            await asyncio.sleep(_LAG_PAUSE_S)
+        if found != self._known:
+            await asyncio.to_thread(replace_file, self._file, msgspec.json.encode(found))
+            self._known = found
+
+    async def _ends(self, bus: Bus) -> dict[str, int]:
+        """The newest sequence of each stream that there is, and 0 of those that are gone.
+
+        Raises: nats.errors.Error: a stream has no leader now, or the server does not answer.
+        """
+        ends = {
             info.config.name or "": info.state.last_seq
             for info in await bus.js.streams_info()
             if info.config.storage == StorageType.FILE
         }
-        # Of the log it is told how much is lost of what was decided: of it first.
-        for stream, known in sorted(self._known.items(), key=lambda each: each[0] != SCHED):
-            end = found.get(stream, 0)
-            if end < known:
-                raise _went_back(stream, known, end)
-        if found != self._known:
-            await asyncio.to_thread(replace_file, self._file, msgspec.json.encode(found))
-            self._known = found
+        for stream in self._known.keys() - ends.keys():
+            try:  # a stream without a leader is in no list
+                ends[stream] = (await bus.js.stream_info(stream)).state.last_seq
+            except NotFoundError:
+                ends[stream] = 0
+        return ends
 
     async def keep(self, bus: Bus) -> None:
         """Check the streams and advance their marks, again and again, until cancelled.
@@ -102,6 +124,17 @@ def newest_mark(nodes: Path) -> int:
     Args: nodes: the directory with one directory for each node's state.
     """
     return max((read_mark(node) for node in nodes.glob("*/")), default=0)
+
+
+async def check_when_up(bus: Bus, marks: StoreMarks, known: int) -> LogExtent:
+    """Check the streams and the store of servers that have just started.
+
+    Those that replicate streams are a while about it, and answer nothing until then.
+
+    Args, returns, raises: as of `check_store`, and of `StoreMarks.check`.
+    """
+    await until_done(partial(marks.check, bus), "check the streams")
+    return await until_done(partial(check_store, bus, known), "check the store")
 
 
 async def check_store(bus: Bus, known: int = 0) -> LogExtent:

@@ -28,6 +28,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from socket import create_server
 
@@ -42,6 +43,7 @@ from phaseloom.cli.storecheck import (
     MARKS,
     StoreMarks,
     check_store,
+    check_when_up,
     end_sessions,
     newest_mark,
     set_aside,
@@ -61,7 +63,14 @@ from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport import framing
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.certificates import directory_of
-from phaseloom.common.transport.natsserver import Credentials, EmbeddedServer
+from phaseloom.common.transport.leases import end_of_dead, node_lease_key
+from phaseloom.common.transport.natsserver import (
+    ENSEMBLE_SIZE,
+    Credentials,
+    EmbeddedEnsemble,
+    EmbeddedServer,
+)
+from phaseloom.common.transport.retry import until_done
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +86,9 @@ _READY_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 1.0
 _ANSWER_PAUSE_S = 0.02
 _HEAD_BYTES = 64
+_LONG_LEASE_S = 12.0
+"""A node's lease where NATS servers replicate one another: for as long as it may take them to agree
+on another leader (9 s) no lease is renewed, and no agent should end for that."""
 _ANY_CALL = "/api/v1/get_server_capabilities"
 """A call of the gateway that every tenant may make."""
 
@@ -164,6 +176,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     node_gone_s: float = 1800.0
     """Seconds after which a node that is away counts as gone for good; 0: only an operator says
     so."""
+    nats_servers: int = 1
+    """The number of NATS servers: 1, or 3 that replicate everything, so that any one of them may be
+    lost."""
     fsync: bool = True
     """Whether NATS has a message on disk before it acknowledges it. Otherwise what it has
     acknowledged survives a killed process, but not a power cut."""
@@ -219,6 +234,13 @@ class MeshConfig(msgspec.Struct, frozen=True):
                 field="mesh.schedulers",
                 remedy="use 1, or 2 for a standby",
             )
+        if self.nats_servers not in (1, ENSEMBLE_SIZE):
+            raise CallerError(
+                f"{self.nats_servers} NATS servers are neither 1 nor 3",
+                field="mesh.nats_servers",
+                remedy="use 1, or 3 to lose any one of them: with an even number no more may be "
+                "lost than with one less",
+            )
         if self.gateways < 1:
             raise CallerError(
                 "a gateway without a replica answers nobody",
@@ -243,11 +265,12 @@ class MeshConfig(msgspec.Struct, frozen=True):
         kept = [_identity(node) for node in self.nodes]
         nodes = [node.name for node in earlier.nodes if _identity(node) not in kept]
         tenants = [tenant for tenant in earlier.tenants if tenant not in self.tenants]
-        root = earlier.checkpoint_root
+        root, servers = earlier.checkpoint_root, earlier.nats_servers
         for setting, is_kept, what in (
             ("mesh.nodes", not nodes, f"nodes {', '.join(nodes)}, each in its pool"),
             ("mesh.tenants", not tenants, f"tenants {', '.join(tenants)}"),
             ("mesh.checkpoint_root", root == self.checkpoint_root, f"checkpoints in {root!r}"),
+            ("mesh.nats_servers", servers == self.nats_servers, f"{servers} NATS servers"),
         ):
             if not is_kept:
                 raise CallerError(
@@ -262,6 +285,21 @@ def _identity(node: NodeConfig) -> tuple[object, ...]:
     """The settings of a node that must not change when a run is resumed: jobs and state depend on
     them."""
     return node.name, node.pool, node.devices, node.device_kind
+
+
+def servers_of(
+    config: MeshConfig,
+    directory: Path,
+    tenants: Sequence[str],
+    *,
+    credentials_file: Path | None = None,
+) -> EmbeddedServer | EmbeddedEnsemble:
+    """The NATS server of a mesh, or its three.
+
+    Args: directory: holds their stores.
+    """
+    kind = EmbeddedServer if config.nats_servers == 1 else EmbeddedEnsemble
+    return kind(directory, tenants, credentials_file=credentials_file, fsync=config.fsync)
 
 
 def settings_of(run_dir: Path) -> MeshConfig | None:
@@ -288,7 +326,12 @@ def child_specs(
           secret: the mesh's secret, by which agents and state managers know one another, and with
               which the scheduler signs tickets.
     """
-    bus = {"URL": credentials.url, "USER": credentials.user, "PASSWORD": credentials.password}
+    bus = {
+        "URL": credentials.url,
+        "USER": credentials.user,
+        "PASSWORD": credentials.password,
+        "REPLICAS": config.nats_servers,
+    }
     shared = {
         **_section("BUS", bus),
         **_section("TELEMETRY", {"SPANS_DIR": run_dir / "spans"}),
@@ -418,6 +461,7 @@ def _node(
         "STATE_SOCKET": socket,
         "STATE_SECRET": secret,
         "RUNTIME_DIRECTORY": sockets,
+        **({} if config.nats_servers == 1 else {"LEASE_TTL_S": _LONG_LEASE_S}),
         "DIRECTORY": run_dir / "nodes" / node.name,
     }
     return [
@@ -555,22 +599,36 @@ class Child:
 class Mesh:
     """A mesh that runs between entering and leaving this context manager, once."""
 
-    def __init__(self, config: MeshConfig, run_dir: Path, *, accepts_loss: bool = False) -> None:
-        """Args: accepts_loss: whether to go on with a store that has lost its newest messages; jobs
-        then fall back to their checkpoints."""
+    def __init__(
+        self,
+        config: MeshConfig,
+        run_dir: Path,
+        *,
+        accepts_loss: bool = False,
+        servers: EmbeddedServer | EmbeddedEnsemble | None = None,
+    ) -> None:
+        """A mesh in this run directory.
+
+        Args: accepts_loss: whether to go on with a store that has lost its newest messages; jobs
+                  then fall back to their checkpoints.
+              servers: the NATS servers, which this mesh starts and stops; None: as `servers_of`
+                  makes them.
+        """
         config.check()
         self.config = config
         self.run_dir = run_dir.absolute()
         self._accepts_loss = accepts_loss
-        self._server = EmbeddedServer(
+        self.servers = servers or servers_of(
+            config,
             self.run_dir / NATS,
             config.tenants,
             credentials_file=self.run_dir / "credentials.json",
-            fsync=config.fsync,
         )
         self.metrics_ports: dict[str, int] = {}
         """The port of each service's `http://127.0.0.1:<port>/metrics`; empty without
         `config.metrics`."""
+        self._agents = {f"worker-{node.name}": node.name for node in config.nodes}
+        """By agent its node."""
         self._children: list[Child] = []
         self._stack = AsyncExitStack()
         self._supervising: asyncio.Task[None] | None = None
@@ -581,11 +639,11 @@ class Mesh:
 
     @property
     def url(self) -> str:
-        return self._server.credentials.url
+        return self.servers.credentials.url
 
     @property
     def credentials(self) -> Credentials:
-        return self._server.credentials
+        return self.servers.credentials
 
     def console_url(self, tenant: str = "") -> str:
         """The address of the console, with the key of a tenant or, without one, an operator's."""
@@ -603,12 +661,12 @@ class Mesh:
             stack.callback(shutil.rmtree, sockets, ignore_errors=True)
             names = [node.name for node in self.config.nodes]
             await asyncio.to_thread(make_certificates, self.run_dir / "certificates", names)
-            await stack.enter_async_context(self._server)
+            await stack.enter_async_context(self.servers)
             self._bus = await Bus.open(self.credentials.bus, "supervisor")
             stack.push_async_callback(self._bus.close)
             self._marks = await self._checked(self._bus)
             # An earlier run in this directory has told of its nodes, too.
-            self._begins_at = await self._bus.log_end() + 1
+            self._begins_at = await until_done(self._bus.log_end, "the log's end") + 1
             await self._register_models(self._bus)
             specs = child_specs(
                 self.config, self.run_dir, sockets, self.credentials, secrets.token_urlsafe(24)
@@ -637,13 +695,12 @@ class Mesh:
         """
         try:
             marks = StoreMarks(self.run_dir / MARKS)
-            await marks.check(bus)
-            await check_store(bus, newest_mark(self.run_dir / "nodes"))
+            await check_when_up(bus, marks, newest_mark(self.run_dir / "nodes"))
         except ResourceError as error:
             if not self._accepts_loss:
                 raise
             log.warning("accepted: %s", error)
-            await check_store(bus)
+            await until_done(partial(check_store, bus), "check the store")
             set_aside(self.run_dir)
             await end_sessions(bus)
             marks = StoreMarks(self.run_dir / MARKS)
@@ -693,15 +750,17 @@ class Mesh:
 
     def pids(self, service: str = "") -> list[int]:
         """The process ids of a service (`router`), of one replica (`router-0`), or of the server
-        (`nats`). Without a name: all."""
+        (`nats`; of three: `nats-1` and so on). Without a name: all."""
         found = [
             child.process.pid
             for child in self._children
             if child.process is not None and _is_named(child.spec.name, service)
         ]
-        if _is_named(NATS, service) and self._server.is_running:
-            found.append(self._server.pid)
-        return found
+        return found + [
+            server.pid
+            for name, server in self.servers.members.items()
+            if server.is_running and _is_named(name, service)
+        ]
 
     def kill(self, service: str, number: int = signal.SIGKILL) -> list[int]:
         """Send a signal to a service's processes, as a crash or an operator would."""
@@ -719,12 +778,16 @@ class Mesh:
 
     async def _supervise(self) -> None:
         async with asyncio.TaskGroup() as group:
-            server = group.create_task(self._keep_server(), name=NATS)
+            servers = [
+                group.create_task(self._keep_server(name, server), name=name)
+                for name, server in self.servers.members.items()
+            ]
             marks = group.create_task(self._keep_marks(), name="marks")
             async with asyncio.TaskGroup() as children:
                 for child in self._children:
                     children.create_task(child.run(), name=child.spec.name)
-            server.cancel()
+            for keeping in servers:
+                keeping.cancel()
             marks.cancel()
 
     async def _keep_marks(self) -> None:
@@ -734,25 +797,25 @@ class Mesh:
         assert self._marks is not None
         await self._marks.keep(self._bus)
 
-    async def _keep_server(self) -> None:
-        """Keep the server running until the task is cancelled; clients reconnect by themselves."""
+    async def _keep_server(self, name: str, server: EmbeddedServer) -> None:
+        """Keep a server running until the task is cancelled; clients reconnect by themselves."""
         failures = 0
         while True:
             started_s = time.monotonic()
-            ended = Ended(await self._server.wait(), time.monotonic() - started_s)
-            await self._server.stop()
+            ended = Ended(await server.wait(), time.monotonic() - started_s)
+            await server.stop()
             failures = 1 if ended.after_s >= _STABLE_AFTER_S else failures + 1
-            log.warning("%s ended: %s; starts again", NATS, ended)
+            log.warning("%s ended: %s; starts again", name, ended)
             while True:
                 await asyncio.sleep(pause_s(failures))
                 try:
-                    await self._server.start()
+                    await server.start()
                     break
                 except ResourceError as error:
                     failures += 1
-                    log.warning("%s does not start: %s", NATS, error)
+                    log.warning("%s does not start: %s", name, error)
             self._write_state()
-            await self._tell(NATS, str(ended))
+            await self._tell(name, str(ended))
 
     async def _stop(self) -> None:
         """Stop the agents first, so that ranks end and permits are handed back, then the rest."""
@@ -826,13 +889,17 @@ class Mesh:
         assert self._bus is not None
         try:
             await self._bus.notice("supervisor", "restarted", reason, name)
-        except NatsError as error:  # the server is what is being restarted
+            if name in self._agents:
+                # Its ranks have ended with it: the next one need not wait for its lease.
+                await end_of_dead(self._bus, node_lease_key(self._agents[name]))
+        except (NatsError, NatsTimeoutError) as error:  # the server is what is being restarted
             log.warning("no event for that: %r", error)
 
     def _write_state(self) -> None:
         pids = {c.spec.name: c.process.pid for c in self._children if c.process}
-        if self._server.is_running:  # a child may start again while the server is away
-            pids[NATS] = self._server.pid
+        for name, server in self.servers.members.items():
+            if server.is_running:  # a child may start again while the server is away
+                pids[name] = server.pid
         state = {
             "url": self.url,
             "pid": os.getpid(),

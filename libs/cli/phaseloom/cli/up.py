@@ -30,6 +30,7 @@ def up(
     placement: str | None = None,
     ordering: str | None = None,
     multiplexing: str | None = None,
+    nats_servers: int = 0,
     slowdowns: Path | None = None,
     slo_percentile: float | None = None,
     gateway: int = 0,
@@ -61,6 +62,9 @@ def up(
     slo_percentile
         Percentage of a job's single iterations that `coexec_repack` keeps within its SLO, beside
         their mean. It overrides the file's.
+    nats_servers
+        How many NATS servers there are: 1, or 3 that replicate everything, so that the mesh goes on
+        when one is lost; 0: the file's, or one.
     gateway
         Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
     gateways
@@ -85,6 +89,7 @@ def up(
     settings = with_policies(settings, placement, ordering, multiplexing, slo_percentile)
     settings = replace(
         settings,
+        nats_servers=nats_servers or settings.nats_servers,
         slowdowns=str(slowdowns or settings.slowdowns),
         gateway_port=gateway or settings.gateway_port,
         gateways=gateways or settings.gateways,

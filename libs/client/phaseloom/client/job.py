@@ -64,9 +64,10 @@ class Deployment:
               prompt_top_logprobs: the number of likeliest tokens in the result at each position of
                   the prompts, beside the prompts' own.
               stream: whether the handle's `stream()` gives tokens while they are drawn.
-              weights: a version of an adapter to draw with, in place of the deployment's own: a
-                  `publish_weights` of this tenant, awaited where it is another job's, or its name.
-                  Needs a deployment with `max_adapters`.
+              weights: what to draw with in place of the deployment's own weights: a
+                  `publish_weights` of this tenant, awaited where it is another job's, or the name
+                  of a version or checkpoint.
+                  Those of an adapter need a deployment with an adapter and `max_adapters`.
         """
         named, after = self._named(weights, after)
         parts = split_prompts(

@@ -164,7 +164,10 @@ class BusSink:
 
     async def _tell_stored(self, key: OperationKey, kind: str, ours: Completion) -> None:
         """Append to the log the outcome that is stored, be it ours or the workers'."""
-        stored = await self._bus.get_stored(streams.DONE, streams.done_subject(key))
+        subject = streams.done_subject(key)
+        stored = (await self._bus.get_all_stored(streams.DONE, [subject], are_there=True)).get(
+            subject
+        )
         done = ours
         if stored is not None:
             done = decode(stored.payload, Completion, content_type_of(stored.headers))

@@ -25,7 +25,7 @@ from phaseloom.worker.agent.checkpoints import remove_expired, serve_checkpoints
 from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import serve_nodes
 from phaseloom.worker.agent.processes import Processes
-from phaseloom.worker.agent.shell import Agent
+from phaseloom.worker.agent.shell import ACK_WAIT_S, Agent
 from phaseloom.worker.agent.stateclient import AgentStateClient, serve_state
 from phaseloom.worker.agent.wpg import remove_old_stores
 from phaseloom.worker.backends.capabilities import CAPABILITIES
@@ -87,7 +87,11 @@ async def serve(stop: asyncio.Event) -> None:
             if mark is not None:
                 running.append(tasks.create_task(mark.keep()))
             await bus.consume(
-                streams.PERMITS, streams.permit_subject(node), f"node-{node}", agent.take
+                streams.PERMITS,
+                streams.permit_subject(node),
+                f"node-{node}",
+                agent.take,
+                ack_wait_s=ACK_WAIT_S,
             )
             await stop.wait()
             await agent.stop()

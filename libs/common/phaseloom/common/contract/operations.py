@@ -101,10 +101,8 @@ class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NamedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Weights of the tenant that are an adapter on the base of the deployment that reads them.
-
-    They are a published version, or a checkpoint.
-    """
+    """Weights of the tenant that an operation reads with in place of its deployment's own: a
+    version, or a checkpoint. They are of the same model, or of an adapter on the same base."""
 
     policy: str
     """The deployment that published the version, or saved the checkpoint."""
@@ -131,8 +129,9 @@ class Generate(Message, frozen=True):
     """Whether `Progress` carries new tokens while they are drawn. It costs messages, and changes no
     token."""
     weights: NamedWeights | None = None
-    """The weights to draw with, in place of the deployment's own, which stay as they are. Needs a
-    deployment with `max_adapters`."""
+    """The weights to draw with, in place of the deployment's own, which stay as they are. Those of
+    an adapter need a deployment with an adapter and `max_adapters`, others one without an
+    adapter."""
 
 
 class Forward(Message, frozen=True):

@@ -161,7 +161,8 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     max_adapters: int = 0
     """The number of versions of other adapters on its base that each rank of a `sampler` with an
     adapter has room for on its device, beside its own. Each takes as much scratch memory as the
-    deployment's own adapter, whose rank and targets are the most that they may have."""
+    deployment's own adapter, whose rank and targets are the most that they may have. On `vllm` any
+    number is room for the one that a call reads with."""
     activation_checkpointing: bool = False
     """Whether training computes each layer's activations again in the backward pass, instead of
     keeping them: less memory, the time of one more forward pass, the same gradients to the

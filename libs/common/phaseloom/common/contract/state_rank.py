@@ -253,44 +253,47 @@ class CheckpointRead(Message, frozen=True):
     """The digest of the extent, where one was filled."""
 
 
-class OpenAdapter(Message, frozen=True):
-    """Describe a checkpoint of an adapter. Answer: AdapterOpened.
-
-    Raises: NOT_FOUND. FAILED_PRECONDITION: the checkpoint is of whole weights. DATA_LOSS.
-    """
+class OpenSaved(Message, frozen=True):
+    """Describe the weights of a checkpoint. Answer: SavedOpened. Raises: NOT_FOUND. DATA_LOSS."""
 
     name: str
     source: str
     """As in `LoadState`."""
 
 
-class AdapterOpened(Message, frozen=True):
+class SavedOpened(Message, frozen=True):
+    identity: str
+    """Names these files and no others, on every node that has the same checkpoints."""
     operation: str
     """The operation that saved the checkpoint; empty: another program wrote the files."""
-    config: str
-    """The content of `adapter_config.json`."""
     tensors: bytes
-    """The packed `TensorTable` of the adapter's whole tensors, one behind the other."""
+    """The packed `TensorTable` of the whole tensors, one behind the other."""
+    adapter_config: str = ""
+    """The content of `adapter_config.json`; empty: the checkpoint has all weights of its model."""
 
 
-class ReadAdapter(Message, frozen=True):
-    """Read a part of the tensors that an `AdapterOpened` has described. Answer: AdapterRead.
+class ReadSaved(Message, frozen=True):
+    """Read some of the weights of a checkpoint, verified. Answer: SavedRead.
 
-    Raises: as `OpenAdapter`.
+    Raises: as `OpenSaved`. FAILED_PRECONDITION: the checkpoint is another model's.
     """
 
     name: str
     source: str
+    """As of `LoadState`."""
     start: int
-    """The offset of the part in the layout of the table, in bytes."""
+    """Where they begin in the layout."""
     num_bytes: int
-    """The size of the part; at most MAX_READ_BYTES."""
+    """At most MAX_READ_BYTES."""
+    as_held: bool = False
+    """Whether the layout is that of the rank's own weights in its heap, whose gaps are zeroes then;
+    else it is that of the table in `SavedOpened`."""
 
 
 MAX_READ_BYTES = 8 * 1024 * 1024
 
 
-class AdapterRead(Message, frozen=True):
+class SavedRead(Message, frozen=True):
     content: bytes
 
 
@@ -481,10 +484,10 @@ StateMessage = (
     | CheckpointWritten
     | ReadCheckpoint
     | CheckpointRead
-    | OpenAdapter
-    | AdapterOpened
-    | ReadAdapter
-    | AdapterRead
+    | OpenSaved
+    | SavedOpened
+    | ReadSaved
+    | SavedRead
     | PruneCheckpoints
     | RemoveCheckpoint
     | CheckpointRemoved

@@ -159,7 +159,14 @@ DEDUP_WINDOW_S = 600.0
 max_deliver) of a message that causes another."""
 
 
-def mesh_streams() -> list[StreamConfig]:
+def mesh_streams(replicas: int = 1) -> list[StreamConfig]:
+    """The streams of a mesh.
+
+    Args: replicas: how many servers keep each. Where there are several, only the one that leads a
+              stream answers what is stored in it, as the others may lag behind: so no stream but
+              the log has direct get, which every replica would answer.
+    """
+    is_alone = replicas == 1
     return [
         # The decision log: the scheduler's only input, in one order.
         StreamConfig(
@@ -168,6 +175,7 @@ def mesh_streams() -> list[StreamConfig]:
             retention=RetentionPolicy.LIMITS,
             storage=StorageType.FILE,
             duplicate_window=DEDUP_WINDOW_S,
+            num_replicas=replicas,
             allow_direct=True,
         ),
         # Every command to a node; one durable consumer a node.
@@ -177,6 +185,7 @@ def mesh_streams() -> list[StreamConfig]:
             retention=RetentionPolicy.WORK_QUEUE,
             storage=StorageType.FILE,
             duplicate_window=DEDUP_WINDOW_S,
+            num_replicas=replicas,
             max_consumers=1000,
         ),
         # One outcome a key, first writer wins; what was stored, and only that, reaches `out`.
@@ -188,15 +197,18 @@ def mesh_streams() -> list[StreamConfig]:
             max_msgs_per_subject=1,
             discard=DiscardPolicy.NEW,
             discard_new_per_subject=True,
-            allow_direct=True,
+            num_replicas=replicas,
+            allow_direct=is_alone,
             republish=RePublish(src=f"{PREFIX}.done.>", dest=f"{PREFIX}.out.>"),
         ),
         StreamConfig(
             name=EVENTS,
             subjects=[f"{PREFIX}.event.>"],
-            storage=StorageType.MEMORY,
+            # A memory stream of several servers is lost when they are restarted in turn.
+            storage=StorageType.MEMORY if is_alone else StorageType.FILE,
             max_age=600.0,
             max_bytes=16 * 1024 * 1024,
+            num_replicas=replicas,
         ),
         # What controllers report: the newest of each job, for people.
         StreamConfig(
@@ -206,6 +218,7 @@ def mesh_streams() -> list[StreamConfig]:
             max_msgs_per_subject=4096,
             max_age=30 * 86400.0,
             max_bytes=64 * 1024 * 1024,
+            num_replicas=replicas,
         ),
         StreamConfig(
             name=DEAD,
@@ -213,13 +226,17 @@ def mesh_streams() -> list[StreamConfig]:
             storage=StorageType.FILE,
             max_age=7 * 86400.0,
             max_bytes=64 * 1024 * 1024,
+            num_replicas=replicas,
         ),
     ]
 
 
-def tenant_stream(tenant: str, max_bytes: int) -> StreamConfig:
+def tenant_stream(tenant: str, max_bytes: int, replicas: int = 1) -> StreamConfig:
     """The stream of a tenant's operations, which is its write-ahead log: a full one refuses, and
-    drops nothing."""
+    drops nothing.
+
+    Args: replicas: as of `mesh_streams`.
+    """
     return StreamConfig(
         name=ops_stream(tenant),
         subjects=[f"{PREFIX}.op.{tenant}.>"],
@@ -229,21 +246,26 @@ def tenant_stream(tenant: str, max_bytes: int) -> StreamConfig:
         max_msgs_per_subject=1,
         discard=DiscardPolicy.NEW,
         discard_new_per_subject=True,
-        allow_direct=True,
+        num_replicas=replicas,
+        allow_direct=replicas == 1,
         max_consumers=16,
     )
 
 
-def buckets() -> list[KeyValueConfig]:
+_HISTORY = {Bucket.SEALS: 2, Bucket.SNAPSHOTS: 2}
+_MARKER_TTL_S = {Bucket.LEASES: 60.0}
+"""How long the marker of an expired key stays: it is what tells those who wait for a lease."""
+
+
+def buckets(replicas: int = 1) -> list[KeyValueConfig]:
+    """The KV buckets of a mesh. Args: replicas: as of `mesh_streams`."""
     return [
-        KeyValueConfig(bucket=Bucket.VIEW, history=1, direct=True),
-        # The marker of an expired lease is what tells those who wait for it.
-        KeyValueConfig(bucket=Bucket.LEASES, history=1, direct=True, limit_marker_ttl=60.0),
-        KeyValueConfig(bucket=Bucket.SEALS, history=2, direct=True),
-        KeyValueConfig(bucket=Bucket.SESSIONS, history=1, direct=True),
-        KeyValueConfig(bucket=Bucket.SNAPSHOTS, history=2, direct=True),
-        KeyValueConfig(bucket=Bucket.PROFILES, history=1, direct=True),
-        KeyValueConfig(bucket=Bucket.CHECKPOINTS, history=1, direct=True),
-        KeyValueConfig(bucket=Bucket.MODELS, history=1, direct=True),
-        KeyValueConfig(bucket=Bucket.GATEWAY, history=1, direct=True),
+        KeyValueConfig(
+            bucket=bucket,
+            history=_HISTORY.get(bucket, 1),
+            limit_marker_ttl=_MARKER_TTL_S.get(bucket),
+            replicas=replicas,
+            direct=replicas == 1,
+        )
+        for bucket in Bucket
     ]

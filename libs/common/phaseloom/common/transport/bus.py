@@ -9,12 +9,17 @@ Services use this and never nats-py's JetStream API directly, so that its traps 
   reconnect.
 - An ordered consumer vanishes too. It is noticed missing only after two heartbeats, and may be made
   again from before the place where it stood.
+- Where several servers keep each stream, whoever does not lead it may lag behind. What is read is
+  asked of the leader, except in the log, whose readers know each entry's number. A leader that was
+  cut off may take itself for one for `LAG_S` more: what must be there is looked for that long, and
+  what was stored since is never replaced, as every compare-and-set needs most of the servers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -26,7 +31,7 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, BucketNotFoundError, NotFoundError, ServiceUnavailableError
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import JobReport
@@ -50,12 +55,20 @@ log = logging.getLogger(__name__)
 
 _STORE_FAILED = 10077
 _NOT_FOUND = "404"
+_NOT_THERE = 404
 _SUBJECT_TAKEN = "per subject exceeded"
 _WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 _CONSUMER_EXISTS = frozenset({10013, 10148})
+_NO_PEERS = 10005
 _CONSUMER_BOUND_PAUSE_S = 0.05
 _PROVISION_PAUSE_S = 0.2
 _REQUEST_TIMEOUT_S = 10.0
+_NEXT_TRY_S = 3.0
+"""Where another server takes over from one that is gone, a request to that one is given up soon."""
+LAG_S = 12.0
+"""How long a server that was cut off may answer for a stream that others lead meanwhile: NATS ends
+its lead after 10 s without most of the servers."""
+_LAG_PAUSE_S = 0.1
 _ORDERED_HEARTBEAT_S = 0.5
 _IDLE_HEARTBEAT_S = 2.0
 """How often the server looks again at a consumer that had nothing to deliver, and says so."""
@@ -138,7 +151,7 @@ def is_subject_taken(code: int | None, description: str | None) -> bool:
     return code == _STORE_FAILED and _SUBJECT_TAKEN in (description or "")
 
 
-def _can_consume_soon(error: nats.js.errors.Error) -> bool:
+def _can_consume_soon(error: Exception) -> bool:
     """Whether an error in making or taking over a durable consumer passes by itself.
 
     Such an error has one of two causes: another replica made the consumer at the same moment, or a
@@ -147,6 +160,13 @@ def _can_consume_soon(error: nats.js.errors.Error) -> bool:
     if isinstance(error, APIError):
         return error.err_code in _CONSUMER_EXISTS
     return "already bound" in str(error)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether a call fails only because servers are away, or agree on who leads right now."""
+    if isinstance(error, APIError) and error.err_code == _NO_PEERS:
+        return True  # one has yet to find the others
+    return isinstance(error, NatsTimeoutError | ServiceUnavailableError | NoRespondersError)
 
 
 def _place(message: Msg) -> tuple[int, float]:
@@ -175,8 +195,30 @@ class _Answer(msgspec.Struct, frozen=True):
     error: _Refusal | None = None
 
 
+class _Found(msgspec.Struct, frozen=True):
+    """A stored message. `data`, `hdrs`: in Base64 in JSON."""
+
+    subject: str
+    seq: int
+    time: str
+    data: bytes = b""
+    hdrs: bytes = b""
+
+
+class _FoundError(msgspec.Struct, frozen=True):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _GetAnswer(msgspec.Struct, frozen=True):
+    message: _Found | None = None
+    error: _FoundError | None = None
+
+
 _json = msgspec.json.Encoder()
 _answer = msgspec.json.Decoder(_Answer)
+_get_answer = msgspec.json.Decoder(_GetAnswer)
 """Calls on the path of every operation bypass nats-py's JetStream layer, which parses more of an
 answer than we use."""
 
@@ -223,9 +265,14 @@ class Conflict(Exception):
 class Bus:
     """A service's connection to the mesh account. Make it with `Bus.open`."""
 
-    def __init__(self, client: MeshClient) -> None:
+    def __init__(self, client: MeshClient, replicas: int = 1) -> None:
+        """Args: replicas: how many servers keep each stream."""
         self.client = client
-        self.js: JetStreamContext = client.jetstream(timeout=_REQUEST_TIMEOUT_S)
+        self.replicas = replicas
+        self._timeout_s = _REQUEST_TIMEOUT_S if replicas == 1 else _NEXT_TRY_S
+        self.js: JetStreamContext = client.jetstream(timeout=self._timeout_s)
+        self.lag_s = 0.0 if replicas == 1 else LAG_S
+        """How long an answer may be of a server that does not lead any more."""
         self.log_mark = 0
         """The newest sequence of the decision log that this connection has written or read."""
 
@@ -245,11 +292,13 @@ class Bus:
 
         async def again() -> None:
             # This runs in the client's own reconnect task, which an error would end for good.
+            level = logging.WARNING
             while bus.client.is_connected:
                 try:
                     return await bus.provision()
                 except (nats.errors.Error, NatsTimeoutError) as error:
-                    log.warning("streams are not provisioned yet: %r", error)
+                    log.log(level, "streams are not provisioned yet: %r", error)
+                    level = logging.DEBUG
                     await asyncio.sleep(_PROVISION_PAUSE_S)
 
         bus = cls(
@@ -260,7 +309,8 @@ class Bus:
                 config.password,
                 on_reconnect=again,
                 timeout_s=timeout_s,
-            )
+            ),
+            config.replicas,
         )
         await bus._provision_first()
         return bus
@@ -280,14 +330,19 @@ class Bus:
     # --- provisioning ---------------------------------------------------------------------------
 
     async def provision(self) -> None:
-        """Create the streams and buckets of the streams table that do not exist yet."""
-        for config in streams.mesh_streams():
-            await self._ensure_stream(config)
-        for bucket in streams.buckets():
-            try:
-                await self.js.key_value(bucket.bucket)
-            except (BucketNotFoundError, NotFoundError):
-                await self.js.create_key_value(bucket)
+        """Create the streams and buckets of the streams table that do not exist yet.
+
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        makes = [
+            *(self._ensure_stream(config) for config in streams.mesh_streams(self.replicas)),
+            *(self._ensure_bucket(bucket) for bucket in streams.buckets(self.replicas)),
+        ]
+        # Servers that replicate a stream take their time to make it, and make many at once.
+        results = await asyncio.gather(*makes, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     async def _provision_first(self) -> None:
         """Provision for the first time; tried again while the server does not answer.
@@ -300,7 +355,9 @@ class Bus:
                 while True:
                     try:
                         return await self.provision()
-                    except (NatsTimeoutError, ServiceUnavailableError) as error:
+                    except (NatsTimeoutError, nats.errors.Error) as error:
+                        if not _passes(error):
+                            raise
                         is_news, reason = repr(error) != reason, repr(error)
                         level = logging.WARNING if is_news else logging.DEBUG
                         log.log(level, "streams are not provisioned yet: %s", reason)
@@ -316,14 +373,29 @@ class Bus:
             raise
 
     async def provision_tenant(self, tenant: str, max_bytes: int) -> None:
-        await self._ensure_stream(streams.tenant_stream(tenant, max_bytes))
+        await self._ensure_stream(streams.tenant_stream(tenant, max_bytes, self.replicas))
 
     async def _ensure_stream(self, config: api.StreamConfig) -> None:
         assert config.name
         try:
-            await self.js.stream_info(config.name)
+            await self._replicate(await self.js.stream_info(config.name))
         except NotFoundError:
             await self.js.add_stream(config)
+
+    async def _ensure_bucket(self, config: api.KeyValueConfig) -> None:
+        try:
+            await self._replicate(await self.js.stream_info(f"KV_{config.bucket}"))
+        except NotFoundError:
+            await self.js.create_key_value(config)
+
+    async def _replicate(self, stream: api.StreamInfo) -> None:
+        """Have as many servers keep a stream as they should, where it was made for fewer."""
+        config = stream.config
+        if (config.num_replicas or 1) < self.replicas:
+            is_direct = config.allow_direct and config.name == streams.SCHED
+            await self.js.update_stream(
+                config.evolve(num_replicas=self.replicas, allow_direct=is_direct)
+            )
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -359,7 +431,7 @@ class Bus:
         try:
             payload = encode(message, content_type)
             answer = await self.client.request(
-                subject, payload, timeout=_REQUEST_TIMEOUT_S, headers=all_headers
+                subject, payload, timeout=self._timeout_s, headers=all_headers
             )
         except (NatsTimeoutError, nats.errors.Error) as error:
             raise ResourceError(f"{subject} was not stored: {error!r}") from error
@@ -459,6 +531,7 @@ class Bus:
 
         Raises: ResourceError: DATA_LOSS: it has not.
         """
+        sure_at_s = time.monotonic() + self.lag_s
         while True:
             try:
                 end = await self._end_without(sequence, time_s)
@@ -466,24 +539,21 @@ class Bus:
                 if self.client.is_closed:
                     raise
                 log.debug("whether the log is what it was is not known yet: %r", error)
-                await asyncio.sleep(_PROVISION_PAUSE_S)
             else:
-                if end is not None:
+                if end is None:
+                    return
+                if time.monotonic() >= sure_at_s:
                     raise log_went_back(sequence, end)
-                return
+            await asyncio.sleep(_PROVISION_PAUSE_S)
 
     async def _end_without(self, sequence: int, time_s: float) -> int | None:
         """Where the log ended when it had lost this entry; None: it has it, or has truncated it.
 
         Raises: nats.errors.Error: the server does not answer, or cannot yet.
         """
-        answer = await self.client.request(
-            f"$JS.API.DIRECT.GET.{streams.SCHED}",
-            _json.encode({"seq": sequence}),
-            timeout=_REQUEST_TIMEOUT_S,
-        )
-        if stored_at := (answer.headers or {}).get("Nats-Time-Stamp"):
-            stored_s = datetime.fromisoformat(stored_at).timestamp()
+        found = await self._ask_leader(streams.SCHED, {"seq": sequence})
+        if found is not None:
+            stored_s = datetime.fromisoformat(found.time).timestamp()
             return None if abs(stored_s - time_s) < _SAME_TIME_S else sequence - 1
         extent = await self.log_extent()
         return extent.last if sequence >= extent.first else None
@@ -503,7 +573,7 @@ class Bus:
             *messages, end = await self.client.request_many(
                 f"$JS.API.DIRECT.GET.{streams.SCHED}",
                 _json.encode(wanted),
-                timeout=_REQUEST_TIMEOUT_S,
+                timeout=self._timeout_s,
             )
             for message in messages:
                 for event in parts(decode(message.data, Event)):
@@ -542,8 +612,11 @@ class Bus:
                     config=config,
                     idle_heartbeat=_ORDERED_HEARTBEAT_S,
                 )
-            except NatsTimeoutError:  # the server went away with the request
-                log.warning("no consumer on %s yet: the server did not answer", stream)
+            except (NatsTimeoutError, nats.errors.Error) as error:
+                if not _passes(error) or self.client.is_closed:
+                    raise
+                log.warning("no consumer on %s yet: %r", stream, error)
+                await asyncio.sleep(_PROVISION_PAUSE_S)
 
     async def log_end(self) -> int:
         """Sequence of the decision log's newest entry; 0 when it is empty."""
@@ -585,6 +658,16 @@ class Bus:
 
         Raises: ResourceError: DATA_LOSS: an entry is missing or damaged.
         """
+        sure_at_s = time.monotonic() + self.lag_s
+        while True:
+            try:
+                return await self._check_log()
+            except ResourceError:
+                if time.monotonic() >= sure_at_s:
+                    raise
+            await asyncio.sleep(_PROVISION_PAUSE_S)
+
+    async def _check_log(self) -> LogExtent:
         extent = await self.log_extent()
         extent.check_whole()
         wanted = extent.first
@@ -592,7 +675,7 @@ class Bus:
             *messages, _ = await self.client.request_many(
                 f"$JS.API.DIRECT.GET.{streams.SCHED}",
                 _json.encode({"seq": wanted, "batch": _BATCH, "next_by_subj": _LOG_SUBJECT}),
-                timeout=_REQUEST_TIMEOUT_S,
+                timeout=self._timeout_s,
             )
             for message in messages:
                 sequence = int((message.headers or {})["Nats-Sequence"])
@@ -669,12 +752,12 @@ class Bus:
                     manual_ack=True,
                     config=config,
                 )
-            except nats.js.errors.Error as error:
-                if not _can_consume_soon(error):
+            except (NatsTimeoutError, nats.errors.Error) as error:
+                if _passes(error):
+                    log.warning("no consumer %s yet: %r", durable, error)
+                elif not _can_consume_soon(error):
                     raise
                 await asyncio.sleep(_CONSUMER_BOUND_PAUSE_S)
-            except NatsTimeoutError:  # the server went away with the request
-                log.warning("no consumer %s yet: the server did not answer", durable)
             else:
 
                 def take(message: Msg) -> None:
@@ -689,9 +772,11 @@ class Bus:
 
         Raises: nats.errors.Error: the server does not answer, or cannot yet.
         """
+        if self.replicas > 1:
+            return await self._get_by_api(stream, subject)
         try:
             message = await self.client.request(
-                f"$JS.API.DIRECT.GET.{stream}.{subject}", timeout=_REQUEST_TIMEOUT_S
+                f"$JS.API.DIRECT.GET.{stream}.{subject}", timeout=self._timeout_s
             )
         except NoRespondersError:
             return await self._get_by_api(stream, subject)
@@ -710,27 +795,57 @@ class Bus:
         no direct get, or the server is starting. No answer does not mean that there is no message;
         the JetStream API tells these cases apart.
         """
-        try:
-            message = await self.js.get_last_msg(stream, subject)
-        except NotFoundError:
+        found = await self._ask_leader(stream, {"last_by_subj": subject})
+        if found is None:
             return None
-        return Stored(message.data or b"", message.seq or 0, dict(message.headers or {}))
+        headers = await self.client._process_headers(found.hdrs) if found.hdrs else {}
+        return Stored(found.data, found.seq, headers or {})
 
-    async def get_all_stored(self, stream: str, subjects: Sequence[str]) -> dict[str, Stored]:
-        """The newest stored message of each subject that has one: `get_stored`, in one request.
+    async def _ask_leader(self, stream: str, which: dict[str, object]) -> _Found | None:
+        """A stored message, as whoever leads the stream has it; None where it has none.
 
-        Args:   subjects: without wildcards.
         Raises: nats.errors.Error: the server does not answer, or cannot yet.
         """
+        message = await self.client.request(
+            f"$JS.API.STREAM.MSG.GET.{stream}", _json.encode(which), timeout=self._timeout_s
+        )
+        answer = _get_answer.decode(message.data)
+        if answer.error is not None:
+            if answer.error.code == _NOT_THERE:
+                return None
+            raise APIError.from_error(msgspec.json.decode(message.data)["error"])
+        return answer.message
+
+    async def get_all_stored(
+        self, stream: str, subjects: Sequence[str], *, are_there: bool = False
+    ) -> dict[str, Stored]:
+        """The newest stored message of each subject that has one, as `get_stored` gives it.
+
+        Args:   subjects: without wildcards.
+                are_there: all of them have been stored: a server that has none is asked again for
+                    as long as it may lag behind.
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        found = await self._get_all_stored(stream, subjects)
+        sure_at_s = time.monotonic() + self.lag_s
+        while are_there and len(found) < len(subjects) and time.monotonic() < sure_at_s:
+            await asyncio.sleep(_LAG_PAUSE_S)
+            found = await self._get_all_stored(stream, subjects)
+        return found
+
+    async def _get_all_stored(self, stream: str, subjects: Sequence[str]) -> dict[str, Stored]:
         if len(subjects) == 1:
             only = await self.get_stored(stream, subjects[0])
             return {} if only is None else {subjects[0]: only}
+        if self.replicas > 1:
+            each_one = await asyncio.gather(*(self.get_stored(stream, each) for each in subjects))
+            return {s: one for s, one in zip(subjects, each_one, strict=True) if one is not None}
         found: dict[str, Stored] = {}
         try:
             *messages, end = await self.client.request_many(
                 f"$JS.API.DIRECT.GET.{stream}",
                 _json.encode({"multi_last": subjects, "max_bytes": _ANSWER_BYTES}),
-                timeout=_REQUEST_TIMEOUT_S,
+                timeout=self._timeout_s,
             )
         except NoRespondersError:
             messages, end = [], None
@@ -756,7 +871,7 @@ class Bus:
         message = await self.client.request(
             f"$JS.API.STREAM.PURGE.{stream}",
             _json.encode({"filter": subject}),
-            timeout=_REQUEST_TIMEOUT_S,
+            timeout=self._timeout_s,
         )
         if _answer.decode(message.data).error is not None:
             raise APIError.from_error(msgspec.json.decode(message.data)["error"])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import nats
-from nats.aio.client import Client
+from nats.aio.client import DEFAULT_PING_INTERVAL, Client
 from nats.errors import TimeoutError as NatsTimeoutError
 
 from phaseloom.common.contract.errors import Code, ResourceError
@@ -23,11 +24,14 @@ from phaseloom.common.transport.natsclient import MeshClient
 log = logging.getLogger(__name__)
 
 MIN_SERVER_VERSION = (2, 12)
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5
 SERVICE_CONNECT_S = 60.0
 """How long a service waits for its first connection, since the server or the machine may be slow.
 Where the server does not know the service's user, it waits only `CONNECT_TIMEOUT_S`."""
 DRAIN_TIMEOUT_S = 3
+_NEXT_AFTER_S = 2
+_PING_S = 1
+"""Where there are other servers to go to, one that leaves three pings unanswered is left."""
 _UNKNOWN_HERE = "authorization violation"
 
 
@@ -35,9 +39,27 @@ class BusConfig(msgspec.Struct, frozen=True):
     """The address and the credentials by which a service reaches the mesh account."""
 
     url: str
-    """Address of the server: `nats://host:port`."""
+    """Address of the server: `nats://host:port`; of several that are one cluster, with commas
+    between them."""
     user: str
     password: str
+    replicas: Literal[1, 3] = 1
+    """How many servers of a cluster keep each stream: 1, or 3 where there are three or more. With
+    an even number no more servers may be lost than with one less."""
+
+
+def addresses(url: str) -> list[str]:
+    """The addresses of a server or, with commas between them, of a cluster's servers."""
+    return [each.strip() for each in url.split(",") if each.strip()]
+
+
+def _in_order_for(name: str, urls: list[str]) -> list[str]:
+    """The addresses in the order in which a client of this name tries them.
+
+    The clients are spread over the servers, and each goes to the same one whenever it starts.
+    """
+    first = zlib.crc32(name.encode()) % len(urls)
+    return urls[first:] + urls[:first]
 
 
 async def connect(
@@ -52,13 +74,17 @@ async def connect(
 ) -> MeshClient:
     """Connect to NATS. The connection is made again, without limit, whenever it is lost.
 
-    Args:   on_reconnect: called after every reconnection.
+    Args:   url: of one server, or of several with commas between them: where one is lost, the next
+                one in the order that `name` decides is gone to.
+            on_reconnect: called after every reconnection.
             timeout_s: limit for the first connection.
     Raises: ResourceError: no connection, wrong credentials, or a server before 2.12, which lacks
             features that we rely on.
     """
 
     client = MeshClient()
+    servers = _in_order_for(name, addresses(url) or [url])
+    has_others = len(servers) > 1
     last_error: Exception | None = None
     refusal: Exception | None = None
     is_unknown = asyncio.Event()
@@ -92,14 +118,16 @@ async def connect(
 
     try:
         connecting = client.connect(
-            url,
+            servers,
+            dont_randomize=True,
+            ping_interval=_PING_S if has_others else DEFAULT_PING_INTERVAL,
             name=name,
             user=user,
             password=password,
             inbox_prefix=inbox_prefix.encode(),
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; annotated too narrowly
-            connect_timeout=5,
+            connect_timeout=_NEXT_AFTER_S if has_others else CONNECT_TIMEOUT_S,
             drain_timeout=DRAIN_TIMEOUT_S,
             error_cb=on_error,
             disconnected_cb=disconnected,

@@ -118,9 +118,11 @@ class _Claim:
     async def try_take(self) -> int | None:
         """Try once to take the lease; returns its revision, or None while another holds it."""
         current = await self.bus.kv_get_raw(Bucket.LEASES, self.key)
-        if current is not None and not current.is_gone:
-            return current.sequence if self.is_own(current.headers) else None
+        if current is not None and not current.is_gone and not self.is_own(current.headers):
+            return None
         try:
+            # Also where it is our own of an attempt whose answer was lost: only what is stored now
+            # is known to last.
             return await self.write(current.sequence if current else 0)
         except Conflict:
             return None
@@ -224,6 +226,17 @@ class Lease:
 
     def _lost(self, why: str) -> LeaseLost:
         return LeaseLost(f"lease {self.key} is lost: {why}", code=Code.ABORTED)
+
+
+async def end_of_dead(bus: Bus, key: str) -> None:
+    """End a lease whose holder is known to be dead, so that nobody waits for it to run out.
+
+    Raises: nats errors: it is not stored.
+    """
+    current = await bus.kv_get(Bucket.LEASES, key)
+    if current is not None:
+        with suppress(Conflict):
+            await bus.kv_delete(Bucket.LEASES, key, current.sequence)
 
 
 async def _until_free(bus: Bus, key: str) -> None:

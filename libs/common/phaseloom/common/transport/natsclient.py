@@ -268,6 +268,13 @@ class MeshClient(Client):
             self._pending, self._pending_data_size = [], 0
         await super()._send_ping(future)
 
+    async def _attempt_reconnect(self) -> None:
+        # nats-py would wait until what is unsent was sent, to a server that may stand still.
+        tcp: Any = self._transport
+        if tcp is not None and tcp._io_writer is not None:
+            tcp._io_writer.transport.abort()
+        await super()._attempt_reconnect()
+
     async def close(self) -> None:
         self._write_gathered()
         await super().close()

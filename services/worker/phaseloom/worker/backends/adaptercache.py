@@ -52,48 +52,18 @@ class AdapterCache:
     def num_places(self) -> int:
         return len(self._places)
 
-    @property
-    def _own_rank(self) -> int:
-        return max(slot.shape[0] for slot in self._own.values() if ".lora_A." in slot.name)
-
     def shapes_of(self, adapter: Adapter) -> dict[str, list[int]]:
-        """The shapes of an adapter's tensors on this base, by the names of files."""
-        own_rank = self._own_rank
-        return {
-            name: _of_rank(slot, adapter.rank, own_rank)
-            for name, slot in self._own.items()
-            if layer_and_part(name)[0].rpartition(".")[2] in adapter.targets
-        }
+        """See `shapes_of`."""
+        return shapes_of([*self._own.values()], adapter)
 
     def check(self, version: AdapterVersion) -> None:
-        """Check that operations can be run with a version here. Raises: CallerError: they
-        cannot."""
-        own_rank = self._own_rank
+        """Check that a version can be generated with here. Raises: CallerError: why not."""
         if not self._places:
             raise _refused(
                 "this deployment keeps no adapters beside its own",
                 "declare it with max_adapters, the number that it is to keep",
             )
-        if version.adapter.rank > own_rank:
-            raise _refused(
-                f"the adapter has rank {version.adapter.rank}, this deployment has room for "
-                f"{own_rank}",
-                "declare it with an adapter of the highest rank that it is to generate with",
-            )
-        for slot in version.slots:
-            own = self._own.get(slot.name)
-            if own is None:
-                raise _refused(
-                    f"this deployment has no adapter on {layer_and_part(slot.name)[0]!r}",
-                    "declare it with an adapter whose targets are those of all adapters that it "
-                    "is to generate with",
-                )
-            ranks = (version.adapter.rank, own_rank)
-            if (slot.dtype, slot.shape) != (own.dtype, _of_rank(own, *ranks)):
-                raise _refused(
-                    f"{slot.name} is {slot.dtype}{slot.shape}: the adapter is on another base",
-                    "name weights of an adapter on the base that this deployment has",
-                )
+        check_version(version, [*self._own.values()])
 
     def hold(self, version: AdapterVersion, others: Collection[str]) -> Layers:
         """The matrices of a version, which is copied to the device unless it is there.
@@ -108,7 +78,7 @@ class AdapterCache:
             self._free.append(self._kept.pop(oldest)[0])
         place = self._free.pop()
         memory, start, views = self._places[place], 0, {}
-        for name, tensor in _tensors(version).items():
+        for name, tensor in tensors_of(version).items():
             num_bytes = tensor.numel() * tensor.itemsize
             view = memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
             views[name] = view.copy_(tensor)
@@ -143,7 +113,7 @@ class AdapterCache:
         if version is None:
             yield
             return
-        tensors = {name: each.to(self._device) for name, each in _tensors(version).items()}
+        tensors = {name: each.to(self._device) for name, each in tensors_of(version).items()}
         with self._rows.of([(None, _layers(version, tensors))]):
             yield
 
@@ -151,6 +121,51 @@ class AdapterCache:
         """Drop all versions, because the memory was given back."""
         self._kept.clear()
         self._free = [*range(self.num_places)]
+
+
+def shapes_of(own: Sequence[TensorSlot], adapter: Adapter) -> dict[str, list[int]]:
+    """The shapes of an adapter's tensors on a deployment's base, by the names of files.
+
+    Args: own: of a version of the deployment's own adapter.
+    """
+    own_rank = _rank_of(own)
+    return {
+        slot.name: _of_rank(slot, adapter.rank, own_rank)
+        for slot in own
+        if layer_and_part(slot.name)[0].rpartition(".")[2] in adapter.targets
+    }
+
+
+def check_version(version: AdapterVersion, own: Sequence[TensorSlot]) -> None:
+    """Check that a deployment can read with a version in place of its own adapter.
+
+    Args:   own: of a version of the deployment's own adapter.
+    Raises: CallerError: why not.
+    """
+    own_rank, by_name = _rank_of(own), {slot.name: slot for slot in own}
+    if version.adapter.rank > own_rank:
+        raise _refused(
+            f"the adapter has rank {version.adapter.rank}, this deployment has room for {own_rank}",
+            "declare it with an adapter of the highest rank that it is to generate with",
+        )
+    for slot in version.slots:
+        mine = by_name.get(slot.name)
+        if mine is None:
+            raise _refused(
+                f"this deployment has no adapter on {layer_and_part(slot.name)[0]!r}",
+                "declare it with an adapter whose targets are those of all adapters that it "
+                "is to generate with",
+            )
+        ranks = (version.adapter.rank, own_rank)
+        if (slot.dtype, slot.shape) != (mine.dtype, _of_rank(mine, *ranks)):
+            raise _refused(
+                f"{slot.name} is {slot.dtype}{slot.shape}: the adapter is on another base",
+                "name weights of an adapter on the base that this deployment has",
+            )
+
+
+def _rank_of(own: Sequence[TensorSlot]) -> int:
+    return max(slot.shape[0] for slot in own if ".lora_A." in slot.name)
 
 
 def place_bytes(slots: Sequence[TensorSlot]) -> int:
@@ -166,8 +181,8 @@ def _of_rank(own: TensorSlot, rank: int, own_rank: int) -> list[int]:
     return [rank if i == axis else size for i, size in enumerate(own.shape)]
 
 
-def _tensors(version: AdapterVersion) -> dict[str, torch.Tensor]:
-    """The tensors of a version where they lie in host memory."""
+def tensors_of(version: AdapterVersion) -> dict[str, torch.Tensor]:
+    """A version's tensors where they lie in host memory."""
     whole = torch.frombuffer(version.memory, dtype=torch.uint8)
     return {
         slot.name: whole[slot.offset : slot.offset + slot.num_bytes]

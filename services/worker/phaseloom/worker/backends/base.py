@@ -19,6 +19,7 @@ backend need not be in it. Kinds that move state are run without the backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -87,6 +88,20 @@ class AdapterVersion:
     """The tensors, by their names in files."""
     memory: memoryview
     """The host memory in which the tensors lie."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeVersion:
+    """All weights of the deployment's model, other than its own, which never change."""
+
+    name: str
+    """Names these weights and no others."""
+    lent: Callable[[], AbstractContextManager[None]]
+    """Within it, in the device thread, the rank's heap has these weights in place of its own."""
+
+
+Version = AdapterVersion | WholeVersion
+"""Weights that an operation names."""
 
 
 class Watch(Protocol):
@@ -239,6 +254,17 @@ class KeepsKv(Protocol):
 
 
 @runtime_checkable
+class ReadsOthers(Protocol):
+    """A backend that reads with all weights of another deployment or time in its heap."""
+
+    def weights_lent(self, name: str) -> None:
+        """Read with the weights of this name, which the heap has for the calls that come now;
+        empty: with its own, of which the heap has every byte that it had. Nothing that belongs to
+        the own weights but is no part of them, as masters, is changed in the end."""
+        ...
+
+
+@runtime_checkable
 class TakesAdapters(Protocol):
     """A backend that computes with versions of other adapters in place of its own."""
 
@@ -251,8 +277,22 @@ class TakesAdapters(Protocol):
         """Check that operations can be run with a version. Raises: CallerError: they cannot."""
         ...
 
+
+@runtime_checkable
+class MixesAdapters(TakesAdapters, Protocol):
+    """A backend that decodes rows of several adapters in one batch, as `Watch.adapter` says."""
+
     def forward_with(self, args: Forward, version: AdapterVersion) -> ForwardResult:
         """Run `forward` with a version of an adapter."""
+        ...
+
+
+@runtime_checkable
+class SwitchesAdapters(TakesAdapters, Protocol):
+    """A backend that reads with one adapter at a time."""
+
+    def switched(self, version: AdapterVersion) -> AbstractContextManager[None]:
+        """Within this, calls read with a version."""
         ...
 
 

@@ -158,6 +158,8 @@ class FsdpBackend(Member):
             # The weights come from files: then masters are made of them.
             self._tensors.flat(masters).zero_()
         self._masters = Masters.of(self._tensors, self._layout.weights, masters)
+        self._own_masters: list[torch.Tensor] = []
+        """The masters of its own weights, while others are lent to it."""
         self._training: Training | None = None
         if self._layout.training is not None:
             self._training = Training.of(
@@ -250,6 +252,21 @@ class FsdpBackend(Member):
             self._base.refill()
         with torch.no_grad():
             self._masters.fill()
+
+    def weights_lent(self, name: str) -> None:
+        """Lend their masters, too, where it is these that FSDP2 gathers."""
+        if self._ranks.world_size == 1:
+            return
+        pairs = zip(self._masters.weights, self._masters.masters, strict=True)
+        with torch.no_grad():
+            if name:
+                self._own_masters = [master.clone() for master in self._masters.masters]
+                for weight, master in pairs:
+                    master.copy_(weight)
+                return
+            for own, master in zip(self._own_masters, self._masters.masters, strict=True):
+                master.copy_(own)
+        self._own_masters = []
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

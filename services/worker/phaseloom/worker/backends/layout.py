@@ -146,6 +146,10 @@ def shard(shape: Sequence[int], ranks: RankGroup) -> Shard:
     return Shard(own, padded, [*shape], [min(rows.start, shape[0]), *([0] * len(shape[1:]))])
 
 
+_KEEPS_ADAPTERS = frozenset({"sampler", "vllm"})
+"""Backends that read with versions of other adapters."""
+
+
 def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
     """Check that the deployment's backend supports its layout.
 
@@ -168,12 +172,13 @@ def check_layout(spec: DeploymentSpec, ranks: RankGroup) -> None:
             remedy="leave activation_checkpointing out, or declare it with trainable = true",
         )
     able = CAPABILITIES[spec.backend]
-    if spec.max_adapters and (spec.backend != "sampler" or spec.model.adapter is None):
+    has_room = spec.backend in _KEEPS_ADAPTERS and spec.model.adapter is not None
+    if spec.max_adapters and not has_room:
         raise CallerError(
             f"the {spec.backend} deployment cannot generate with other adapters",
             code=Code.FAILED_PRECONDITION,
             field="max_adapters",
-            remedy="leave it out, or declare a model.adapter and the backend 'sampler'",
+            remedy="leave it out, or declare a model.adapter and the backend 'sampler' or 'vllm'",
         )
     if spec.max_adapters < 0:
         raise CallerError("it is below 0", field="max_adapters", remedy="use 0 or more")

@@ -102,6 +102,7 @@ class SamplerBackend(InferenceBackend):
             parameter.data = views[name]
         self._decoder = decoder_of(self._model)
         self._prefixes = prefix_cache(spec, heap, self._decoder)
+        self._lent = ""
         self._adapters = None
         if spec.model.adapter is not None:
             places = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -182,6 +183,10 @@ class SamplerBackend(InferenceBackend):
         if self._prefixes is not None:
             self._prefixes.forget()
 
+    def weights_lent(self, name: str) -> None:
+        """Keep keys and values by the name of their weights."""
+        self._lent = name
+
     def weights_updated(self) -> None:
         if self._prefixes is not None:
             self._prefixes.weights_updated()
@@ -219,7 +224,7 @@ class SamplerBackend(InferenceBackend):
             cache.find(
                 p.tokens_T.tolist(),
                 len(p.start.generated),
-                p.adapter.name if p.adapter else "",
+                p.adapter.name if p.adapter else self._lent,
             )
             for p in wave
         ]

@@ -3,9 +3,10 @@
 Reading operations are permitted side by side, so several may wait. Where the deployment shares
 batches, all `generate` that wait when the devices become free go into one call of the backend, and
 on one replica those that come while it runs join it, as long as nothing else waits; each ends when
-it is done, not with the longest. All `forward` that wait one behind the other go to the device
-thread together, each a call of its own. An operation that is cancelled before it has begun ends at
-once; a `generate` that runs stops between two tokens.
+it is done, not with the longest. Where the backend reads with one version of the weights at a time,
+only those that name the same one share a call. All `forward` that wait one behind the other go to
+the device thread together, each a call of its own. An operation that is cancelled before it has
+begun ends at once; a `generate` that runs stops between two tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
-from phaseloom.worker.backends.base import AdapterVersion
+from phaseloom.worker.backends.base import AdapterVersion, Version
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Ranks
@@ -66,8 +67,8 @@ class Call:
     operation: Operation
     payload: Payload
     traceparent: str
-    version: AdapterVersion | None = None
-    """The adapter version that the operation names; None: the deployment's own weights."""
+    version: Version | None = None
+    """The weights that it names; None: the deployment's own."""
     ended: asyncio.Future[Result | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -194,8 +195,10 @@ class DeviceQueue:
         """
         if call.is_reading and call.key in self._cancelled:
             return None
-        if self._joining is not None and call.kind.shares_calls and not self._waiting:
+        can_join = self._joining is not None and call.kind.shares_calls and not self._waiting
+        if can_join and all(self._reads_alike(call, each) for each in self._running):
             self._running.append(call)
+            assert self._joining is not None
             self._joining.append(call)
         else:
             self._waiting.append(call)
@@ -243,13 +246,19 @@ class DeviceQueue:
             num_bytes = len(first.payload.payload)
             for call in list(self._waiting):
                 num_bytes += len(call.payload.payload)
-                if call.kind is first.kind and num_bytes <= MAX_SHARED_BYTES:
+                is_alike = call.kind is first.kind and self._reads_alike(call, first)
+                if is_alike and num_bytes <= MAX_SHARED_BYTES:
                     self._waiting.remove(call)
                     calls.append(call)
         if self._is_in_a_row(first):
             while self._waiting and self._is_in_a_row(self._waiting[0]):
                 calls.append(self._waiting.popleft())
         return calls
+
+    def _reads_alike(self, one: Call, other: Call) -> bool:
+        """Whether one call of the backend can read with the weights of both."""
+        call_wide = self._executor.call_wide
+        return call_wide(one.version) == call_wide(other.version)
 
     def _is_in_a_row(self, call: Call) -> bool:
         """Whether other calls of the same kind may follow this one in the device thread.
@@ -281,6 +290,12 @@ class DeviceQueue:
         if self._is_in_a_row(calls[0]):
             await self._run_in_a_row(calls)
             return
+        try:
+            await self._prepare(calls)
+        except Exception as why:
+            for call in calls:
+                call.end(why)
+            return
         if calls[0].kind.shares_calls and self._executor.is_one_replica:
             await self._generate_on_one(calls)
             return
@@ -297,6 +312,18 @@ class DeviceQueue:
         for call, outcome in zip(calls, outcomes, strict=True):
             self._clocks.stop(call)
             call.end(outcome)
+
+    async def _prepare(self, calls: list[Call]) -> None:
+        """Have the other ranks read the weights that a whole call names, before any rank begins:
+        the backends may wait for one another.
+
+        Raises: NotNow, Refused: one of them could not, and nothing has changed. Broken, GroupLost.
+        """
+        if self._ranks.is_alone or not self._executor.call_wide(calls[0].version):
+            return
+        share = replace(_share(calls[:1]), prepares=True)
+        _, others = await self._ranks.together(asyncio.sleep(0), share)
+        _check_had(result for results in others for result in results)
 
     async def _compute(self, call: Call) -> Result:
         args = call.operation.args
@@ -344,7 +371,8 @@ class DeviceQueue:
 
         def run() -> None:
             if watch.calls:
-                self._executor.backend.generate(_requests(watch.calls), watch)
+                with self._executor.reading(watch.calls[0].version):
+                    self._executor.backend.generate(_requests(watch.calls), watch)
 
         def begin_and_run() -> None:
             watch.take(begin(calls))
@@ -377,7 +405,7 @@ class DeviceQueue:
         if not good:
             return [refused[call] for call in calls]
         watch = _LeaderWatch(self._cancelled, good, self.tell_drawn)
-        if good[0].permit.tail_on:
+        if good[0].permit.tail_on and not self._executor.call_wide(good[0].version):
             merged = await self._generate_and_gather(good, watch)
         else:
             merged = await self._on_all(good, watch)
@@ -427,9 +455,13 @@ class DeviceQueue:
 
             watch.tail = Tail(part, share.tail_share, tell)
 
+        def generate() -> None:
+            with self._executor.reading(watch.call_wide):
+                self._executor.backend.generate(part, watch)
+
         async def own() -> None:
             if takes_part:
-                await self._ranks.here(lambda: self._executor.backend.generate(part, watch))
+                await self._ranks.here(generate)
 
         _, others = await self._ranks.together(own(), share)
         return [[*watch.results], *others] if takes_part else others
@@ -555,8 +587,8 @@ def _share(
 
 
 def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
-    """The permits of the operations that name versions, in their places; empty: none does."""
-    permits = tuple(None if call.permit.adapter is None else call.permit for call in calls)
+    """The permits of those operations that name versions, in their places; empty: none does."""
+    permits = tuple(None if call.permit.ticket is None else call.permit for call in calls)
     return permits if any(permits) else ()
 
 
@@ -598,6 +630,10 @@ def _requests(calls: Sequence[Call]) -> list[Generate]:
     return [call.operation.args for call in calls if isinstance(call.operation.args, Generate)]
 
 
+def _adapter(version: Version | None) -> AdapterVersion | None:
+    return version if isinstance(version, AdapterVersion) else None
+
+
 class ShareWatch:
     """`Watch` of a rank's share of operations that run on several ranks; nothing joins them."""
 
@@ -608,8 +644,8 @@ class ShareWatch:
         self.results: list[GenerateResult | None] = [None] * len(operations)
         self.first_prompts: list[int] = []
         """The place in its operation of the first prompt of each request; empty: 0."""
-        self.versions: list[AdapterVersion | None] = []
-        """The adapter version that each request names; empty: none names any."""
+        self.versions: list[Version | None] = []
+        """The weights that each request names; empty: none names any."""
         self.tail: Tail | None = None
         """Reports when only the tail of this share is left; None: nobody wants to know."""
         self._cancelled = cancelled
@@ -630,8 +666,14 @@ class ShareWatch:
     def joined(self) -> Sequence[Generate]:
         return ()
 
+    @property
+    def call_wide(self) -> Version | None:
+        """The weights that the first request names; all name the same where the backend reads with
+        one version at a time."""
+        return self.versions[0] if self.versions else None
+
     def adapter(self, i: int) -> AdapterVersion | None:
-        return self.versions[i] if self.versions else None
+        return _adapter(self.versions[i] if self.versions else None)
 
     def is_cancelled(self, i: int) -> bool:
         key = self._operations[i]
@@ -669,8 +711,12 @@ class _LeaderWatch(ShareWatch):
         super().__init__(cancelled, [call.key for call in calls], tell_drawn)
         self.calls = calls
 
+    @property
+    def call_wide(self) -> Version | None:
+        return self.calls[0].version
+
     def adapter(self, i: int) -> AdapterVersion | None:
-        return self.calls[i].version
+        return _adapter(self.calls[i].version)
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         self.calls[i].num_done, self.calls[i].num_total = num_done, num_total

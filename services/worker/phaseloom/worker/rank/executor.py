@@ -27,7 +27,16 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.layouts import merge, runs_of, split, split_shared
-from phaseloom.worker.backends.base import AdapterVersion, Backend, KeepsKv, TakesAdapters
+from phaseloom.worker.backends.base import (
+    AdapterVersion,
+    Backend,
+    KeepsKv,
+    MixesAdapters,
+    ReadsOthers,
+    SwitchesAdapters,
+    Version,
+    WholeVersion,
+)
 from phaseloom.worker.rank.wire import RankConfig
 
 
@@ -109,8 +118,8 @@ class Executor:
                 "prefix_cache = true",
             )
 
-    def run(self, args: Args, version: AdapterVersion | None = None) -> Result:
-        """Run a whole operation, of any kind except `generate` and those that move state.
+    def run(self, args: Args, version: Version | None = None) -> Result:
+        """Run a whole operation, of any kind but `generate` and those that move state.
 
         Args:   version: as in `compute`.
         Raises: Refused. Anything else: it failed half-way.
@@ -173,7 +182,7 @@ class Executor:
             runs = runs_of(requests, self.settings.spec.layout, self.settings.rank)
         return [run.start for run in runs]
 
-    def compute(self, args: Args, version: AdapterVersion | None = None) -> Result:
+    def compute(self, args: Args, version: Version | None = None) -> Result:
         """Run this rank's part of an operation that was checked.
 
         Args:   version: the weights that the operation names; None: the deployment's own.
@@ -185,13 +194,41 @@ class Executor:
         kind = kind_for(args)
         assert not kind.moves_state, f"ranks and state managers do {kind.name}"
         assert not kind.shares_calls, f"{kind.name} goes through `generate`"
-        if version is not None:
-            share = self._share(args)
-            assert isinstance(share, Forward), f"{kind.name} names no weights"
-            assert isinstance(self.backend, TakesAdapters), "refused when the version was read"
+        share = self._share(args)
+        assert version is None or isinstance(share, Forward), f"{kind.name} names no weights"
+        if isinstance(version, AdapterVersion) and isinstance(self.backend, MixesAdapters):
+            assert isinstance(share, Forward)
             return self.backend.forward_with(share, version)
-        result: Result = getattr(self.backend, kind.name)(self._share(args))
+        with self.reading(version):
+            result: Result = getattr(self.backend, kind.name)(share)
         return result
+
+    def call_wide(self, version: Version | None) -> str:
+        """The name of weights that a whole call of the backend must read with; empty: its own, or
+        those that each request names."""
+        if version is None:
+            return ""
+        is_mixed = isinstance(version, AdapterVersion) and isinstance(self.backend, MixesAdapters)
+        return "" if is_mixed else version.name
+
+    @contextmanager
+    def reading(self, version: Version | None) -> Iterator[None]:
+        """Within this, in the device thread, the backend reads with these weights, if they are a
+        whole call's."""
+        backend = self.backend
+        if isinstance(version, WholeVersion):
+            assert isinstance(backend, ReadsOthers), "refused when the version was read"
+            with version.lent():
+                backend.weights_lent(version.name)
+                try:
+                    yield
+                finally:
+                    backend.weights_lent("")
+        elif version is not None and isinstance(backend, SwitchesAdapters):
+            with backend.switched(version):
+                yield
+        else:
+            yield
 
     def _share(self, args: Args) -> Args:
         """This rank's part of an operation's data."""

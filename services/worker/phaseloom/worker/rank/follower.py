@@ -26,7 +26,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.framing import Peer
-from phaseloom.worker.backends.base import AdapterVersion
+from phaseloom.worker.backends.base import Version
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.devicequeue import ShareWatch
 from phaseloom.worker.rank.executor import Executor
@@ -90,6 +90,8 @@ class Follower:
     ranks: Ranks
     weights: RankWeights = field(init=False)
     named: WeightsReader = field(init=False)
+    _version: Version | None = None
+    """Prepared for an operation that names weights which a whole call reads with."""
     _fetched: FetchedVersion | None = None
     """The version fetched for a `sync_weights`, until all ranks have fetched theirs."""
     _cancelled: Cancelled = field(default_factory=Cancelled)
@@ -138,7 +140,7 @@ class Follower:
             await self.ranks.here(backend.zero_gradients)
             return [None]
         match first:
-            case Generate():
+            case Generate() if not share.prepares:
                 requests = [a for a in args if isinstance(a, Generate)]
                 return await self._generate(requests, share)
             case SaveState():
@@ -148,7 +150,8 @@ class Follower:
             case LoadState() if share.prepares:
                 return [await or_failed(self._load(operations[0].id, first))]
             case _:
-                return [await self._compute(first, share)]
+                compute = self._prepare_named if share.prepares else self._compute
+                return [await compute(first, share)]
 
     async def _compute(self, args: Args, share: RunShare) -> ShareResult:
         (named,) = await self._named([args], share)
@@ -156,14 +159,27 @@ class Follower:
             return named
         return await self.ranks.here(lambda: self.executor.compute(args, named))
 
-    async def _named(
-        self, args: list[Args], share: RunShare
-    ) -> list[AdapterVersion | Failed | None]:
+    async def _named(self, args: list[Args], share: RunShare) -> list[Version | Failed | None]:
         """The weights that each operation of a share names, or why they cannot be had here."""
+        prepared, self._version = self._version, None
+        if prepared is not None and {*share.weights} == {prepared.name}:
+            return [prepared] * len(args)
+        return await self._read(args, share)
+
+    async def _prepare_named(self, args: Args, share: RunShare) -> ShareResult:
+        """Read the weights that the next share names."""
+        self._version = None
+        (read,) = await self._read([args], share)
+        if isinstance(read, Failed):
+            return read
+        self._version = read
+        return None
+
+    async def _read(self, args: list[Args], share: RunShare) -> list[Version | Failed | None]:
         permits = share.naming or (None,) * len(args)
         names = share.weights or ("",) * len(args)
 
-        async def read(args: Args, permit: Permit | None, name: str) -> AdapterVersion | None:
+        async def read(args: Args, permit: Permit | None, name: str) -> Version | None:
             version = await self.named.read(args, permit)
             if version is not None and version.name != name:
                 raise ResourceError(
@@ -189,7 +205,7 @@ class Follower:
         self,
         runs: list[int],
         requests: list[Generate],
-        named: list[AdapterVersion | Failed | None],
+        named: list[Version | Failed | None],
         share: RunShare,
     ) -> list[GenerateResult | None]:
         """Run this rank's part of some of the share's operations. Args: runs: their places."""
@@ -210,8 +226,13 @@ class Follower:
 
             watch.tail = Tail(part, share.tail_share, tell)
         self._generating = watch
+
+        def generate() -> None:
+            with self.executor.reading(watch.call_wide):
+                self.executor.backend.generate(part, watch)
+
         try:
-            await self.ranks.here(lambda: self.executor.backend.generate(part, watch))
+            await self.ranks.here(generate)
         finally:
             self._generating = None
             await sending.done()

@@ -57,7 +57,7 @@ from phaseloom.common.contract.streaming import as_lists, messages
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.bus import Bus, Stored
 from phaseloom.common.transport.retry import until_done
-from phaseloom.worker.backends.base import AdapterVersion
+from phaseloom.worker.backends.base import Version
 from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
 from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
@@ -147,6 +147,13 @@ class Leader:
                 [streams.op_subject(key) for key in operations],
             ),
         )
+        lost = [i for i, found in enumerate(payloads) if found is None and dones[i] is None]
+        if lost:
+            subjects = [streams.op_subject(operations[i]) for i in lost]
+            stream = streams.ops_stream(self.settings.deployment.tenant)
+            again = await get_all(self.bus, stream, subjects, are_there=True)
+            for i, found in zip(lost, again, strict=True):
+                payloads[i] = found
         traceparents = given.traceparents or [""] * len(operations)
         has_saves = any(permit.kind == "save_state" for permit in given.permits)
         batch = _PermitBatch(given.permits[0].id, set(operations), has_saves)
@@ -360,8 +367,8 @@ class Leader:
         self.executor.check(args)
         return await self._move(call, args, batch)
 
-    async def _named(self, args: Args, permit: Permit) -> AdapterVersion | None:
-        """The weights that an operation names; None: it names none. Raises: NotNow, Refused."""
+    async def _named(self, args: Args, permit: Permit) -> Version | None:
+        """The weights that an operation names. Raises: NotNow, Refused."""
         try:
             return await self._weights.read(args, permit)
         except PhaseloomError as error:

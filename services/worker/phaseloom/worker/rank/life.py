@@ -81,11 +81,10 @@ class Surroundings:
             if self._bus is None:
                 bus_config = config.load(BusConfig, "bus")
                 user, password = bus_config.user, bus_config.password
-                self._bus = Bus(
-                    await connect(
-                        bus_config.url, self._name, user, password, timeout_s=SERVICE_CONNECT_S
-                    )
+                client = await connect(
+                    bus_config.url, self._name, user, password, timeout_s=SERVICE_CONNECT_S
                 )
+                self._bus = Bus(client, bus_config.replicas)
             return self._bus
 
 

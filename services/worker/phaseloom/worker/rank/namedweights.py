@@ -1,15 +1,21 @@
-"""Weights that operations name, as a rank reads with them beside its own: versions and checkpoints.
+"""Weights that operations name, as a rank reads with them in place of its own: versions and
+checkpoints.
+
+An adapter's are used beside the deployment's own. All weights of a model take the place of its own
+in the heap for one call, which gives them back to the last byte.
 
 The operations that run at a time and name the same weights have them in host memory once. Those of
-checkpoints, which take longest to read, stay there: as many as the rank has places for on its
-device, the ones used last.
+adapters' checkpoints, which take longest to read, stay there: as many as the rank has places for on
+its device, the ones used last.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -19,25 +25,33 @@ from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,
+    ErrorInfo,
     PhaseloomError,
-    ResourceError,
     to_exception,
 )
 from phaseloom.common.contract.operations import Args, Forward, Generate, NamedWeights
 from phaseloom.common.contract.specs import Adapter
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.common.contract.state_rank import AdapterOpened
-from phaseloom.common.tensors.resharding import holding_of, tensors_of
+from phaseloom.common.contract.state_rank import SavedOpened
+from phaseloom.common.tensors.resharding import Rows, holding_of, tensors_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import layout_digest
-from phaseloom.worker.backends.base import AdapterVersion, TakesAdapters
-from phaseloom.worker.core.reading import Reader
+from phaseloom.worker.backends.base import (
+    AdapterVersion,
+    ReadsOthers,
+    TakesAdapters,
+    Version,
+    WholeVersion,
+)
+from phaseloom.worker.core.reading import Reader, Runs
 from phaseloom.worker.rank.executor import Executor
-from phaseloom.worker.rank.weightsync import PartsReader
+from phaseloom.worker.rank.weightsync import PartsReader, RankWeights
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.copying import copy_rows
 from phaseloom.worker.state.heap import align
 from phaseloom.worker.state.versions import Opened
+
+Found = TypeVar("Found", AdapterVersion, WholeVersion)
 
 
 class _PeftConfig(msgspec.Struct):
@@ -63,11 +77,15 @@ class WeightsReader:
 
     state: RankStateClient
     executor: Executor
-    _read: WeakValueDictionary[str, AdapterVersion] = field(default_factory=WeakValueDictionary)
+    _read: WeakValueDictionary[str, Version] = field(default_factory=WeakValueDictionary)
     _kept: OrderedDict[str, AdapterVersion] = field(default_factory=OrderedDict)
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _weights: RankWeights = field(init=False)
 
-    async def read(self, args: Args, permit: Permit | None) -> AdapterVersion | None:
+    def __post_init__(self) -> None:
+        self._weights = RankWeights(self.executor.settings, self.state.versions, self.executor)
+
+    async def read(self, args: Args, permit: Permit | None) -> Version | None:
         """The weights that an operation names, verified; None: it names none.
 
         Args:   permit: the operation's permit; None where it names a checkpoint.
@@ -76,21 +94,105 @@ class WeightsReader:
         named = named_in(args)
         if named is None:
             return None
-        backend, settings = self.executor.backend, self.executor.settings
-        can_read = settings.spec.max_adapters and not settings.is_over_nodes
-        if not can_read or not isinstance(backend, TakesAdapters):
-            raise CallerError(
-                f"{settings.deployment.deployment} reads no weights but its own",
-                code=Code.FAILED_PRECONDITION,
-                field="args.weights",
-                remedy="send it to a sampler on one node, with an adapter and max_adapters",
-            )
-        if named.checkpoint:
-            return await self._checkpoint(named, backend)
-        assert permit is not None
-        return await self._version(permit, backend)
+        backend, spec = self.executor.backend, self.executor.settings.spec
+        try:
+            if spec.model.adapter is not None:
+                if not spec.max_adapters or not isinstance(backend, TakesAdapters):
+                    raise self._reads_none("declare it with max_adapters")
+                if named.checkpoint:
+                    return await self._checkpoint(named, backend)
+                assert permit is not None
+                return await self._version(permit, backend)
+            if not isinstance(backend, ReadsOthers):
+                raise self._reads_none("send it to a deployment of another backend")
+            if named.checkpoint:
+                return await self._whole_checkpoint(named)
+            assert permit is not None
+            return await self._whole_version(permit)
+        except CallerError as error:
+            raise to_exception(_of_field(error.info, named)) from error
 
-    # --- versions --------------------------------------------------------------------------------
+    def _reads_none(self, remedy: str) -> CallerError:
+        return CallerError(
+            f"{self.executor.settings.deployment.deployment} reads no weights but its own",
+            code=Code.FAILED_PRECONDITION,
+            field="args.weights",
+            remedy=remedy,
+        )
+
+    # --- all weights of a model ------------------------------------------------------------------
+
+    async def _whole_version(self, permit: Permit) -> WholeVersion:
+        ticket = permit.ticket
+        assert ticket is not None
+        name = str(ticket.version)
+        async with self._lock(name):
+            version = self._read.get(name)
+            if version is None:
+                fetched = await self._weights.fetch(ticket.version, permit)
+                version = self._lent(name, fetched.pieces)
+        assert isinstance(version, WholeVersion)
+        return version
+
+    async def _whole_checkpoint(self, named: NamedWeights) -> WholeVersion:
+        source = self._source(named)
+        async with self._lock(f"{source}/{named.checkpoint}"):
+            return await self._whole_from_files(named.checkpoint, source)
+
+    async def _whole_from_files(self, checkpoint: str, source: str) -> WholeVersion:
+        """The checkpoint that has the name now; another operation has it, or it is read."""
+
+        async def read(opened: SavedOpened, name: str) -> WholeVersion:
+            if opened.adapter_config:
+                raise _not_read("it is of an adapter, and this deployment has all weights")
+            whole = tensors_of(self.executor.backend.version_slots)
+            if tensors_of(TensorTable.read(opened.tensors).tensors) != whole:
+                raise _not_read("its tensors are others")
+            version = self._read.get(name)
+            if version is None:
+                memory = await self.state.read_saved(checkpoint, source)
+                slots = self.executor.weight_slots
+                runs = [Rows(slot.offset, slot.offset, slot.num_bytes) for slot in slots]
+                version = self._lent(name, [(memory, runs)])
+            assert isinstance(version, WholeVersion)
+            return version
+
+        return await self._steadily(checkpoint, source, read)
+
+    async def _steadily(
+        self,
+        checkpoint: str,
+        source: str,
+        read: Callable[[SavedOpened, str], Awaitable[Found]],
+    ) -> Found:
+        """What `read` makes of the checkpoint that has the name now, and has it afterwards.
+
+        Args: read: is given what it is, and a name that only its files have.
+        """
+        now = await self.state.open_saved(checkpoint, source)
+        while True:
+            opened = now
+            error: PhaseloomError | None = None
+            try:
+                found = await read(opened, f"{source}/{checkpoint}@{opened.identity}")
+            except PhaseloomError as failure:
+                error = failure
+            now = await self.state.open_saved(checkpoint, source)
+            if now != opened:
+                continue  # it was overwritten meanwhile
+            if error is not None:
+                raise error
+            return found
+
+    def _lent(self, name: str, pieces: list[tuple[memoryview, Runs]]) -> WholeVersion:
+        version = WholeVersion(name, lambda: self.state.versions.lent(pieces))
+        self._read[name] = version
+        return version
+
+    def _source(self, named: NamedWeights) -> str:
+        return f"{named.job or self.executor.settings.deployment.job}/{named.policy}"
+
+    # --- versions of adapters ---------------------------------------------------------------------
 
     async def _version(self, permit: Permit, backend: TakesAdapters) -> AdapterVersion:
         adapter, ticket = permit.adapter, permit.ticket
@@ -107,6 +209,7 @@ class WeightsReader:
                 version = AdapterVersion(name, adapter, slots, memory)
                 backend.check_adapter(version)
                 self._read[name] = version
+        assert isinstance(version, AdapterVersion)
         return version
 
     async def _whole(
@@ -126,59 +229,35 @@ class WeightsReader:
             copy_rows(source, memory, runs)
         return slots, memory
 
-    # --- checkpoints -----------------------------------------------------------------------------
+    # --- checkpoints of adapters ------------------------------------------------------------------
 
     async def _checkpoint(self, named: NamedWeights, backend: TakesAdapters) -> AdapterVersion:
-        own = self.executor.settings.deployment
-        source = f"{named.job or own.job}/{named.policy}"
-        path = f"{source}/{named.checkpoint}"
-        async with self._lock(path):
-            try:
-                version = await self._from_files(named.checkpoint, source)
-                backend.check_adapter(version)
-            except PhaseloomError as error:
-                if error.info.field != "args.name":
-                    raise
-                info = replace(error.info, field="args.weights.checkpoint")
-                raise to_exception(info) from error
+        source = self._source(named)
+        async with self._lock(f"{source}/{named.checkpoint}"):
+            version = await self._from_files(named.checkpoint, source)
+            backend.check_adapter(version)
             self._keep(version)
         return version
 
     async def _from_files(self, checkpoint: str, source: str) -> AdapterVersion:
-        """The checkpoint that has the name now, from memory or from files."""
-        now = await self._opened(checkpoint, source)
-        while True:
-            opened = now
-            # Another one may have the name later.
-            name = f"{source}/{checkpoint}@{opened.operation}"
-            version = self._kept.get(name) if opened.operation else None
-            if version is not None:
-                return version
-            slots = TensorTable.read(opened.tensors).tensors
-            error: PhaseloomError | None = None
-            try:
-                memory = await self.state.read_adapter(checkpoint, source, _end(slots))
-            except PhaseloomError as found:
-                error = found
-            now = await self._opened(checkpoint, source)
-            if now != opened:
-                continue  # it was overwritten meanwhile
-            if error is not None:
-                raise error
-            return AdapterVersion(name, self._adapter(opened), slots, memory)
+        """The checkpoint that has the name now; it is kept or read."""
 
-    async def _opened(self, checkpoint: str, source: str) -> AdapterOpened:
-        try:
-            return await self.state.open_adapter(checkpoint, source)
-        except ResourceError:
-            # Another one may have taken its place, or it was deleted, while its files were opened.
-            return await self.state.open_adapter(checkpoint, source)
+        async def read(opened: SavedOpened, name: str) -> AdapterVersion:
+            if not opened.adapter_config:
+                raise _not_read("it has all weights of its model, and no adapter")
+            version = self._kept.get(name)
+            if version is None:
+                slots = TensorTable.read(opened.tensors).tensors
+                memory = await self.state.read_saved(checkpoint, source, _end(slots))
+                version = AdapterVersion(name, self._adapter(opened), slots, memory)
+            return version
 
-    def _adapter(self, opened: AdapterOpened) -> Adapter:
-        """The adapter that a checkpoint's config describes. Raises: CallerError: it cannot be used
-        here."""
+        return await self._steadily(checkpoint, source, read)
+
+    def _adapter(self, opened: SavedOpened) -> Adapter:
+        """What a checkpoint is, by its config. Raises: CallerError: nothing that is read here."""
         try:
-            config = msgspec.json.decode(opened.config, type=_PeftConfig)
+            config = msgspec.json.decode(opened.adapter_config, type=_PeftConfig)
         except msgspec.DecodeError as error:
             raise _not_read(f"its config is none of a LoRA adapter: {error}") from None
         if config.use_rslora or config.use_dora or config.rank_pattern or config.alpha_pattern:
@@ -202,10 +281,18 @@ def _end(slots: list[TensorSlot]) -> int:
     return align(max(slot.offset + slot.num_bytes for slot in slots))
 
 
+def _of_field(error: ErrorInfo, named: NamedWeights) -> ErrorInfo:
+    """The refusal of weights, by the field that names them."""
+    if error.field.startswith("args.weights"):
+        return error
+    field = "args.weights.checkpoint" if named.checkpoint else "args.weights.version"
+    return replace(error, field=field, remedy=error.remedy or "name weights of the same model")
+
+
 def _not_read(why: str) -> CallerError:
     return CallerError(
-        f"the checkpoint cannot be read beside other weights: {why}",
+        f"this deployment cannot read with the checkpoint: {why}",
         code=Code.FAILED_PRECONDITION,
         field="args.weights.checkpoint",
-        remedy="name one of a deployment with an adapter on the same base",
+        remedy="name one of a deployment of the same model, both with an adapter or both without",
     )

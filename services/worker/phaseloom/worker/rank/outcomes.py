@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import nats.errors
@@ -150,7 +151,7 @@ class Outcomes:
                 "store an outcome",
             )
         except AlreadyStored:
-            (stored,) = await get_all(self.bus, streams.DONE, [subject])
+            (stored,) = await get_all(self.bus, streams.DONE, [subject], are_there=True)
             first = decoded(stored)
             # Our own, where only the acknowledgement was lost.
             return completion, None if first == completion else first
@@ -221,9 +222,15 @@ class Outcomes:
         }
 
 
-async def get_all(bus: Bus, stream: str, subjects: list[str]) -> list[Stored | None]:
-    """The messages stored under these subjects, in their order; None where a subject has none."""
-    stored = await until_done(lambda: bus.get_all_stored(stream, subjects), f"read {stream}")
+async def get_all(
+    bus: Bus, stream: str, subjects: list[str], *, are_there: bool = False
+) -> list[Stored | None]:
+    """The messages stored under these subjects, in their order; None where a subject has none.
+
+    Args: are_there: as of `Bus.get_all_stored`.
+    """
+    read = partial(bus.get_all_stored, stream, subjects, are_there=are_there)
+    stored = await until_done(read, f"read {stream}")
     return [stored.get(subject) for subject in subjects]
 
 

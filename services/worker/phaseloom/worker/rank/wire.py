@@ -195,8 +195,8 @@ class RunShare(Message, frozen=True):
     """Whether to drop the gradients instead of running an `optim_step` that is refused."""
     prepares: bool = False
     """Whether this is the first of two calls, which changes nothing: a `publish_weights` writes
-    this rank's part, a `sync_weights` fetches and verifies the bytes that it needs. The second call
-    follows if all ranks succeed."""
+    this rank's part, a `sync_weights` fetches and verifies what it needs, a `generate` or `forward`
+    reads the weights that it names. The second call follows if all ranks could."""
     manifest: VersionParts | None = None
     """The manifest, in the second call of a `publish_weights` in parts: all parts are committed."""
     replicas: tuple[int, ...] = ()

@@ -21,8 +21,6 @@ from phaseloom.common.contract.specs import ModelDirectory
 from phaseloom.common.contract.state_layout import TensorSlot, extent_bytes
 from phaseloom.common.contract.state_rank import (
     MAX_READ_BYTES,
-    AdapterOpened,
-    AdapterRead,
     CheckpointRead,
     CheckpointRemoved,
     CheckpointWritten,
@@ -32,14 +30,16 @@ from phaseloom.common.contract.state_rank import (
     Done,
     HeapRegistered,
     LoadStaged,
-    OpenAdapter,
+    OpenSaved,
     PruneCheckpoints,
     RankHello,
     RankResume,
-    ReadAdapter,
     ReadCheckpoint,
+    ReadSaved,
     RegisterHeap,
     RemoveCheckpoint,
+    SavedOpened,
+    SavedRead,
     SnapshotTaken,
     StageState,
     StateMessage,
@@ -278,25 +278,26 @@ class RankStateClient:
         message = ReadCheckpoint(name, source, optimizer, load)
         return (await self._link.ask(message, CheckpointRead)).weights_sha256
 
-    async def open_adapter(self, name: str, source: str) -> AdapterOpened:
-        """Describe a checkpoint of an adapter.
+    async def open_saved(self, name: str, source: str) -> SavedOpened:
+        """Describe the weights of a checkpoint.
 
-        Args:   source: as in `LoadState`.
-        Raises: CallerError: NOT_FOUND; FAILED_PRECONDITION: it is of whole weights. ResourceError:
-                DATA_LOSS.
+        Args:   source: as of `LoadState`.
+        Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS.
         """
-        return await self._link.ask(OpenAdapter(name, source), AdapterOpened)
+        return await self._link.ask(OpenSaved(name, source), SavedOpened)
 
-    async def read_adapter(self, name: str, source: str, num_bytes: int) -> memoryview:
-        """The tensors of a checkpoint of an adapter, verified, in memory of this rank's own.
+    async def read_saved(self, name: str, source: str, num_bytes: int = 0) -> memoryview:
+        """The weights of a checkpoint, verified, in memory of this rank's own.
 
-        Args: num_bytes: the size of its layout.
+        Args:   num_bytes: of their layout, as `open_saved` has described it; 0: each has the offset
+                    that it has in the heap.
+        Raises: as `open_saved`. CallerError: FAILED_PRECONDITION: they are another model's.
         """
-        memory = memoryview(bytearray(num_bytes))
-        for start in range(0, num_bytes, MAX_READ_BYTES):
+        memory = memoryview(bytearray(num_bytes or self._copies.weights_bytes))
+        for start in range(0, len(memory), MAX_READ_BYTES):
             part = memory[start : start + MAX_READ_BYTES]
-            asked = ReadAdapter(name, source, start, len(part))
-            part[:] = (await self._link.ask(asked, AdapterRead)).content
+            asked = ReadSaved(name, source, start, len(part), as_held=not num_bytes)
+            part[:] = (await self._link.ask(asked, SavedRead)).content
         return memory
 
     async def prune_checkpoints(self, keep: int, needed: list[str]) -> None:

@@ -74,6 +74,16 @@ def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
         memory.copy_out(target)
 
 
+def first_bytes(memory: DeviceMemory, num_bytes: int) -> memoryview:
+    """A copy of its first bytes."""
+    taken = memoryview(bytearray(num_bytes))
+    if isinstance(memory, Heap):
+        copy(memory.buffer[:num_bytes], taken)
+    else:
+        memory.copy_parts_out([(0, 0, num_bytes)], taken)
+    return taken
+
+
 def copy_in(extent: memoryview, memory: DeviceMemory) -> str:
     """Copy the beginning of the extent over all of the memory.
 

@@ -74,6 +74,12 @@ class HostCopies:
         heap, extent = self.registered()
         return extent.buffer[host_start(heap.num_bytes) :]
 
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the heap up to the end of the weights, which lie first."""
+        ends = [s.offset + s.num_bytes for s in self.slots if s.role is Role.WEIGHT]
+        return max(ends, default=0)
+
     def weights_replaced(self) -> None:
         """Note that the weights were replaced by a version.
 
@@ -83,7 +89,7 @@ class HostCopies:
         heap = self.registered_heap()
         weights = [slot for slot in self.slots if slot.role is Role.WEIGHT]
         if len(weights) < len(self.slots):
-            devicememory.clear(heap, max(slot.offset + slot.num_bytes for slot in weights))
+            devicememory.clear(heap, self.weights_bytes)
         if self.host_bytes:
             clear(self.host_memory)
         self._on_loaded()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -28,6 +29,7 @@ from phaseloom.common.contract.state_rank import (
     ShareOnDevice,
     VersionExtent,
 )
+from phaseloom.common.tensors.resharding import Rows
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.common.transport.framing import close_fds
@@ -231,6 +233,26 @@ class RankVersions:
             self._copies.weights_replaced()
 
         await self._run(scatter)
+
+    @contextmanager
+    def lent(self, pieces: Sequence[tuple[memoryview, Runs]]) -> Iterator[None]:
+        """Within this, the heap has the weights of verified memory, and behind it every byte that
+        it had before. Call it in the runner's thread, in which nobody else sees the heap meanwhile.
+
+        Where its own weights cannot be given back the process ends: nobody may use it any more.
+        """
+        heap = self._copies.registered_heap()
+        own = devicememory.first_bytes(heap, self._copies.weights_bytes)
+        try:
+            for memory, runs in pieces:
+                devicememory.copy_rows(memory, heap, runs)
+            yield
+        finally:
+            try:
+                devicememory.copy_rows(own, heap, [Rows(0, 0, len(own))])
+            except BaseException:
+                log.critical("the heap has not its own weights any more", exc_info=True)
+                os._exit(1)
 
     async def load(self, opened: Opened, slots: Sequence[TensorSlot]) -> None:
         """Copy an open version over these slots of the heap, by tensor name.

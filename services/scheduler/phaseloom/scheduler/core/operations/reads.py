@@ -2,8 +2,10 @@
 kept.
 
 A version that an open operation names is kept, in whichever job it was published, and afterwards
-for as long as its publish has said. Only a deployment that keeps adapters beside its own can read
-one: so no operation that reads changes what another one reads.
+for as long as its publish has said. A deployment with an adapter reads versions of adapters, if it
+has room for others beside its own; one with all weights of its model reads such versions, and its
+ranks find out whether they are of the same model. No operation that reads changes what another one
+reads.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 
 _FIELD = "args.weights"
 _KEEP = "name a version that exists: publish it with a ttl_s that lasts until it is read"
-_LOAD = "send it to a deployment that has these weights: sync_weights or load_state brings them"
+_LOAD = "send it to a deployment of the same model, or bring them with sync_weights or load_state"
 
 
 def begin(step: Step, op: Op) -> None:
@@ -37,29 +39,15 @@ def resolve(step: Step, deployment: Deployment, op: Op) -> ErrorInfo | None:
     version = op.version
     if version is None or op.is_mutating:
         return None
-    why = _why_none(deployment.spec)
-    if why:
-        what = f"{deployment.key.deployment} {why}"
-        remedy = f"{_LOAD}; or declare a sampler on one node, with an adapter and max_adapters"
-        return ErrorInfo(Code.FAILED_PRECONDITION, what, field=_FIELD, remedy=remedy)
     policy = _policy(step, version)
     if isinstance(policy, ErrorInfo):
         return policy
-    why = _misfit(policy.spec.model, deployment.spec.model)
+    why = _misfit(policy.spec.model, deployment.spec)
     if why:
         what = f"{deployment.key.deployment} cannot read version {version}: {why}"
         return ErrorInfo(Code.FAILED_PRECONDITION, what, field=_FIELD, remedy=_LOAD)
     op.adapter = policy.spec.model.adapter
     return None
-
-
-def _why_none(spec: DeploymentSpec) -> str:
-    """Why a deployment can read no weights by their names; empty: it can."""
-    if not spec.max_adapters:
-        return "reads no weights but its own"
-    if spec.num_nodes > 1:
-        return "is on several nodes, where it reads no weights but its own"
-    return ""
 
 
 def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
@@ -76,10 +64,16 @@ def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
     return policy
 
 
-def _misfit(theirs: ModelSpec, own: ModelSpec) -> str:
-    """Why a deployment of one model cannot read weights of another; empty: it can."""
-    if theirs.adapter is None or own.adapter is None:
-        return "it has all weights of its model, and no adapter"
+def _misfit(theirs: ModelSpec, spec: DeploymentSpec) -> str:
+    """Why a deployment cannot read weights of another model; empty: it can, as far as can be told
+    here."""
+    own = spec.model
+    if theirs.adapter is None:
+        return "" if own.adapter is None else "it has all weights of its model, and no adapter"
+    if own.adapter is None:
+        return "it is of an adapter, and this deployment has all weights of its model"
+    if not spec.max_adapters:
+        return "this deployment has no room for other adapters: declare it with max_adapters"
     if _base(theirs) != _base(own):
         return "it is an adapter on another base"
     if theirs.adapter.rank > own.adapter.rank:

@@ -251,6 +251,9 @@ class MegatronBackend(Member):
         with torch.no_grad():
             self._masters.fill()
 
+    def weights_lent(self, name: str) -> None:
+        """Nothing: passes read the weights, and never their masters."""
+
     def close(self) -> None:
         self._group.close()
 

@@ -7,7 +7,8 @@ the rows of B, for one whose inputs are spread the columns of A. The ranks' sums
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 
 from phaseloom.common.contract.specs import ModelSpec
-from phaseloom.worker.backends.adapters import Matrices, file_name
+from phaseloom.common.contract.state_layout import TensorSlot
+from phaseloom.worker.backends.adapters import Matrices, file_name, layer_and_part
 from phaseloom.worker.backends.layout import Layout, Shard, lay_out
 from phaseloom.worker.backends.model import adapted_weights, weights_dtype
 from phaseloom.worker.backends.vllm.loader import Placement, Shapes
@@ -76,46 +78,91 @@ def _shard(shape: list[int], whole: Sequence[int], start: list[int]) -> Shard:
     return Shard(shape, shape, [*whole], start)
 
 
+ByWeight = Mapping[str, Sequence[Added]]
+"""What each of vLLM's layers adds, by the name of its weight."""
+
+
 def parts_by_weight(
-    spec: ModelSpec, parts: Sequence[Part], views: Mapping[str, torch.Tensor]
-) -> dict[str, list[Added]]:
-    """The adapter's part for each of vLLM's layers, by the name of its weight. Args: views: the
-    tensors of the heap."""
-    assert spec.adapter is not None
-    scale = spec.adapter.alpha / spec.adapter.rank
+    parts: Sequence[Part], views: Mapping[str, torch.Tensor], scale: float
+) -> ByWeight:
+    """What each of vLLM's layers adds.
+
+    Args: views: of the rank's slices of A and B, by the names of files; a layer whose matrices are
+              not among them adds nothing.
+          scale: of the adapter.
+    """
     added: dict[str, list[Added]] = {}
     for part in parts:
-        matrices = Matrices(views[part.a], views[part.b], scale)
-        added.setdefault(part.weight, []).append(Added(part.rows, matrices))
+        if part.a in views:
+            matrices = Matrices(views[part.a], views[part.b], scale)
+            added.setdefault(part.weight, []).append(Added(part.rows, matrices))
     return added
 
 
-def add_adapter(model: nn.Module, parts: Mapping[str, Sequence[Added]]) -> None:
-    """Have the layers that compute with these weights add an adapter's parts.
+def put_slices(
+    whole: Mapping[str, torch.Tensor], slots: Sequence[TensorSlot], place: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Copy a rank's slices of another adapter's matrices to memory of the device.
 
-    A tied head is another layer than the embedding in some models, the same in others; an
-    embedding's lookup stays as it is.
+    Args:    whole: the adapter's matrices, of the deployment's rank at most. slots: the rank's
+             slices of its own adapter, as they lie in the heap. place: uint8, of the heap's size.
+    Returns: the slices there, by name.
     """
-    parameters = dict(model.named_parameters())
-    added = {id(parameters[name]): each for name, each in parts.items()}
-    seen = set()
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        wanted = added.get(id(getattr(module, "weight", None)))
-        if wanted is not None and method is not None and id(method) not in seen:
-            seen.add(id(method))
-            method.apply = _adding(method.apply, wanted)
+    views = {}
+    for slot in slots:
+        if slot.name not in whole:
+            continue
+        tensor = whole[slot.name]
+        at = slot.start or [0, 0]
+        # The side of the adapter's rank is whole on every rank of the deployment.
+        is_a = layer_and_part(slot.name)[1] == "lora_A"
+        inside = (
+            tensor[:, at[1] : at[1] + slot.shape[1]]
+            if is_a
+            else (tensor[at[0] : at[0] + slot.shape[0]])
+        )
+        num_bytes = inside.numel() * inside.itemsize
+        there = place[slot.offset : slot.offset + num_bytes].view(inside.dtype)
+        views[slot.name] = there.view(inside.shape).copy_(inside)
+    return views
 
 
-def _adding(
-    apply: Callable[..., torch.Tensor], added: Sequence[Added]
-) -> Callable[..., torch.Tensor]:
-    def apply_both(
-        layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        y = apply(layer, x, bias)
-        for each in added:
-            y[..., each.rows] = each.matrices.added(x, y[..., each.rows])
-        return y
+class AddedParts:
+    """What the layers of a model of vLLM's add to what they compute; it can be exchanged."""
 
-    return apply_both
+    def __init__(self, model: nn.Module, parts: ByWeight) -> None:
+        """Have the layers that compute with these weights add this. A tied head is another layer
+        than the embedding in some models, the same in others; an embedding's lookup stays as it
+        is."""
+        self.parts = parts
+        parameters = dict(model.named_parameters())
+        names = {id(parameters[name]): name for name in parts}
+        seen = set()
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            name = names.get(id(getattr(module, "weight", None)))
+            if name is not None and method is not None and id(method) not in seen:
+                seen.add(id(method))
+                method.apply = self._adding(method.apply, name)
+
+    @contextmanager
+    def exchanged(self, parts: ByWeight) -> Iterator[None]:
+        """Within this, the layers add these. Args: parts: of no other weights."""
+        own, self.parts = self.parts, parts
+        try:
+            yield
+        finally:
+            self.parts = own
+
+    def _adding(
+        self, apply: Callable[..., torch.Tensor], weight: str
+    ) -> Callable[..., torch.Tensor]:
+        def apply_both(
+            layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            y = apply(layer, x, bias)
+            for each in self.parts.get(weight, ()):
+                y[..., each.rows] = each.matrices.added(x, y[..., each.rows])
+            return y
+
+        return apply_both

@@ -7,8 +7,9 @@ own prompts; its ranks (`replica`) all draw the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +28,18 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
     Sequence,
 )
-from phaseloom.common.contract.specs import Batching, DeploymentSpec, DeviceKind, Layout
+from phaseloom.common.contract.specs import (
+    Adapter,
+    Batching,
+    DeploymentSpec,
+    DeviceKind,
+    Layout,
+)
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.resharding import Holding, holding_of
+from phaseloom.worker.backends.adaptercache import check_version, shapes_of, tensors_of
 from phaseloom.worker.backends.adapters import adapter_config, own_parameters
-from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, AdapterVersion, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import check_one_target
 from phaseloom.worker.backends.experts import is_fused
 from phaseloom.worker.backends.gathering import inside, weights_digest
@@ -51,7 +59,12 @@ from phaseloom.worker.backends.processgroup import Member, collective
 from phaseloom.worker.backends.shaping import is_plain
 from phaseloom.worker.backends.sharedbase import BaseMemory
 from phaseloom.worker.backends.stoptext import StopText
-from phaseloom.worker.backends.vllm.adapters import Part, parts_by_weight, plan_adapter
+from phaseloom.worker.backends.vllm.adapters import (
+    Part,
+    parts_by_weight,
+    plan_adapter,
+    put_slices,
+)
 from phaseloom.worker.backends.vllm.draws import Draw
 from phaseloom.worker.backends.vllm.engine import Engine, Request, Scored, Settings, Step, plan
 from phaseloom.worker.backends.vllm.loader import Placement
@@ -101,8 +114,12 @@ class VllmBackend(InferenceBackend, Member):
             planned.shapes,
             is_filled=self._base is not None,
         )
-        if planned.adapter is not None:
-            self._engine.add_adapter(parts_by_weight(spec.model, planned.parts, views))
+        self._parts = planned.parts
+        self._place = scratch[len(scratch) - _place_bytes(spec, planned) :]
+        """Where another adapter's slices lie while a call reads with it."""
+        if spec.model.adapter is not None:
+            scale = spec.model.adapter.alpha / spec.model.adapter.rank
+            self._engine.add_adapter(parts_by_weight(planned.parts, views, scale))
         self._held = self._replica.gathered(holding_of(self.slots))
         self.holdings: Seq[Holding] = self._replica.spread(self._held)
         self._keeps_prompts = spec.batching is Batching.SHARED or spec.prefix_cache
@@ -121,7 +138,8 @@ class VllmBackend(InferenceBackend, Member):
         planned = _plan(spec, settings)
         is_copied = planned.adapter is not None and ranks.device_kind is DeviceKind.CUDA
         base_bytes = planned.weights.num_bytes if is_copied else 0
-        return Memory(planned.heap_bytes, settings.kv_bytes + base_bytes)
+        scratch_bytes = settings.kv_bytes + base_bytes + _place_bytes(spec, planned)
+        return Memory(planned.heap_bytes, scratch_bytes)
 
     @collective
     def generate(self, requests: Seq[Generate], watch: Watch) -> None:
@@ -170,6 +188,30 @@ class VllmBackend(InferenceBackend, Member):
         if self._base is not None:
             self._base.refill()
         self._engine.forget_prompts()
+
+    def weights_lent(self, name: str) -> None:
+        """Keep keys and values by the name of their weights."""
+        self._engine.salt = name
+
+    def adapter_slots(self, adapter: Adapter) -> list[TensorSlot]:
+        shapes = shapes_of(self.version_slots, adapter)
+        return plan_layout(shapes, trainable=False, dtype=self._dtype).slots
+
+    def check_adapter(self, version: AdapterVersion) -> None:
+        """Check that requests may be run with a version. Raises: CallerError: why not."""
+        check_version(version, self.version_slots)
+
+    @contextmanager
+    def switched(self, version: AdapterVersion) -> Iterator[None]:
+        """Within this, calls read with a version, of which this rank takes its slices."""
+        views = put_slices(tensors_of(version), self.slots, self._place)
+        scale = version.adapter.alpha / version.adapter.rank
+        with self._engine.exchanged_adapter(parts_by_weight(self._parts, views, scale)):
+            self._engine.salt = version.name
+            try:
+                yield
+            finally:
+                self._engine.salt = ""
 
     def close(self) -> None:
         """Do nothing: there is no process and no thread."""
@@ -225,6 +267,12 @@ def _plan(spec: DeploymentSpec, settings: Settings) -> _Planned:
         return _Planned(shapes, weights, None)
     layout, parts = plan_adapter(spec.model, weights, parameter_shapes(spec.model))
     return _Planned(shapes, weights, layout, parts)
+
+
+def _place_bytes(spec: DeploymentSpec, planned: _Planned) -> int:
+    """Scratch memory for another adapter's slices: calls read with one at a time, whatever the
+    number of those that it is to read with."""
+    return planned.heap_bytes if spec.max_adapters else 0
 
 
 @dataclass

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.process.config import hand_down
-from phaseloom.worker.backends.vllm.adapters import Added, add_adapter
+from phaseloom.worker.backends.vllm.adapters import AddedParts, ByWeight
 from phaseloom.worker.backends.vllm.draws import KEY, Draw, Draws
 from phaseloom.worker.backends.vllm.loader import (
     LOAD_FORMAT,
@@ -174,6 +174,10 @@ class Engine:
         if settings.pp > 1:
             _use_stages(self._runner)
         self._internal: dict[str, str] = {}
+        self.salt = ""
+        """Names the weights that the requests which come now are decoded with: they share keys and
+        values with requests of the same name only."""
+        self._added: AddedParts | None = None
 
     def _check_weights(self, memory: torch.Tensor) -> None:
         """Check that all weights lie in the memory.
@@ -189,10 +193,14 @@ class Engine:
     def _runner(self) -> Any:
         return self._engine.model_executor.driver_worker.worker.model_runner
 
-    def add_adapter(self, parts: Mapping[str, Sequence[Added]]) -> None:
-        """Have layers add an adapter's part to their outputs. Args: parts: by the names of their
-        weights."""
-        add_adapter(self._runner.model, parts)
+    def add_adapter(self, parts: ByWeight) -> None:
+        """Have layers add an adapter's part to what they compute."""
+        self._added = AddedParts(self._runner.model, parts)
+
+    def exchanged_adapter(self, parts: ByWeight) -> AbstractContextManager[None]:
+        """Within it, layers add another adapter's part."""
+        assert self._added is not None, "`add_adapter` comes first"
+        return self._added.exchanged(parts)
 
     def _use_scratch(self, scratch: torch.Tensor) -> None:
         """Make every layer's KV cache a view of this memory, and drop vLLM's own allocation."""
@@ -217,6 +225,8 @@ class Engine:
             extra_args=extra,
         )
         prompt = TokensPrompt(prompt_token_ids=list(request.tokens))
+        if self.salt:
+            prompt["cache_salt"] = self.salt
         # The engine answers under our name, and aborts under the name that it makes of it.
         self._internal[request.name] = self._engine.add_request(request.name, prompt, params)
 
