@@ -139,7 +139,7 @@ def test_backend_that_no_node_of_the_pool_has_is_refused_with_those_that_there_a
         groups.host_up(cluster, known)
 
     def decide(*names: str) -> Decision:
-        need = Need(demands=frozenset(map(Demand, names)))
+        need = Need(demands=tuple(map(Demand, names)))
         return admission.decide(cluster, Member("t.a", 0.0, {"train": need}), FIRST_GROUP)
 
     for names in (["vllm"], ["fsdp", "sampler"]):
@@ -180,7 +180,7 @@ def test_what_no_node_can_do_by_the_backend_is_refused_with_what_it_can(
     cluster = Cluster()
     able = {"fsdp": ABLE, "sampler": Capabilities(("generate",), joins=True)}
     groups.host_up(cluster, Host(NodeId("x0"), "train", 1, 100, 1.0, backends=able))
-    member = Member("t.a", 0.0, {"train": Need(demands=frozenset({demand}))})
+    member = Member("t.a", 0.0, {"train": Need(demands=(demand,))})
     decision = admission.decide(cluster, member, FIRST_GROUP)
     assert isinstance(decision, Refused)
     assert decision.error.code is Code.FAILED_PRECONDITION
@@ -195,7 +195,7 @@ def test_job_goes_to_the_node_that_can_do_what_it_asks_for() -> None:
         known = Host(NodeId(name), "train", 1, 100, 1.0, backends={"fsdp": able})
         groups.host_up(cluster, known)
     demand = Demand("fsdp", True, ("pp",), "qwen3", "float32")
-    member = Member("t.a", 0.0, {"train": Need(demands=frozenset({demand}))})
+    member = Member("t.a", 0.0, {"train": Need(demands=(demand,))})
     placed = admission.decide(cluster, member, FIRST_GROUP)
     assert isinstance(placed, Placed)
     assert placed.nodes == {"train": ["x1"]}

@@ -113,8 +113,8 @@ def test_needs_are_the_most_of_each_pool_and_host_memory_adds_up() -> None:
     ]
     made = groups.member_of(JobKey("t", "a"), JobSpec(1.5, specs, CYCLE), 7.0)
     assert (made.job, made.slo, made.cycle, made.submitted_s) == ("t.a", 1.5, CYCLE, 7.0)
-    noop = frozenset({groups.demand_of(specs[2])})
-    shared = frozenset({groups.demand_of(specs[0]), *noop})
+    noop = (groups.demand_of(specs[2]),)
+    shared = tuple(sorted({groups.demand_of(specs[0]), *noop}))
     assert made.needs == {"rollout": Need(2, 8, 130, shared), "train": Need(1, 8, 500, noop)}
 
 
@@ -257,3 +257,11 @@ def _some_nodes(
         picks = st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True)
         chosen[pool] = data.draw(picks)
     return chosen
+
+
+@given(order=st.permutations(["fsdp", "megatron", "noop", "sampler", "vllm", "noop"]))
+def test_what_a_job_asks_of_backends_does_not_depend_on_the_order(order: list[str]) -> None:
+    """Also not on that of a set, which is another one in a process that restored a snapshot."""
+    specs = [DeploymentSpec(f"d{i}", "train", name, ModelSpec({})) for i, name in enumerate(order)]
+    (need,) = groups.needs_of(specs).values()
+    assert [demand.backend for demand in need.demands] == sorted(set(order))

@@ -158,7 +158,7 @@ def _too_small(pool: Pool, need: Need, hosts: list[Host]) -> Refused | None:
 
 def _cannot_run(pool: Pool, need: Need, hosts: list[Host]) -> Refused:
     """The refusal of a job of which no known node of the pool has all that it asks for."""
-    for demand in sorted(need.demands, key=lambda demand: demand.backend):
+    for demand in need.demands:
         if any(meets(host, demand) for host in hosts):
             continue
         able = [host.backends[demand.backend] for host in hosts if demand.backend in host.backends]

@@ -78,7 +78,7 @@ def needs_of(specs: Iterable[DeploymentSpec]) -> dict[Pool, Need]:
             num_nodes=max(before.num_nodes, spec.num_nodes),
             num_devices=max(before.num_devices, devices_per_node(spec)),
             host_bytes=before.host_bytes + spec.host_bytes,
-            demands=before.demands | {demand_of(spec)},
+            demands=tuple(sorted({*before.demands, demand_of(spec)})),
         )
     return needs
 

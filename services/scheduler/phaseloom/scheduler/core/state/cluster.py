@@ -20,7 +20,7 @@ from phaseloom.common.contract.specs import Capabilities, Cycle
 Pool = str
 
 
-class Demand(msgspec.Struct, frozen=True):
+class Demand(msgspec.Struct, frozen=True, order=True):
     """What a deployment asks of a backend."""
 
     backend: str
@@ -46,8 +46,9 @@ class Need(msgspec.Struct, frozen=True):
     """Devices on each of the nodes."""
     host_bytes: int = 0
     """Working set in the host memory of each of the nodes; 0: not known."""
-    demands: frozenset[Demand] = frozenset()
-    """Each of the nodes must meet all of them."""
+    demands: tuple[Demand, ...] = ()
+    """In order, each once: a set's order would change with a snapshot that is restored. Each of the
+    nodes must meet all of them."""
 
 
 class Host(msgspec.Struct):
