@@ -30,7 +30,8 @@ from tests.support.jobs import (
 from tests.support.newbuild import NEWER, newer_build
 from tests.support.processes import until_gone
 
-STEPS = 8
+STEPS = 30
+"""Enough that both jobs still train when the last service has been restarted."""
 A, B = TASKS
 
 
