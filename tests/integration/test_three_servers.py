@@ -217,16 +217,23 @@ async def test_server_that_has_lost_messages_gets_them_from_the_others(
 
 
 @pytest.mark.slow
-async def test_older_copies_of_most_stores_are_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_older", [2, 3])
+async def test_older_copies_of_most_stores_are_noticed(tmp_path: Path, num_older: int) -> None:
+    """With two of them it is the servers' election that decides: the third one leads and heals the
+    others, or the two do and it is noticed. Never is a part of the log gone unnoticed."""
     nats = await _stores(tmp_path)
-    for name in ("nats-1", "nats-2"):
+    for name in MEMBERS[:num_older]:
         _put_back(nats / name / "store", tmp_path / "older" / name / "store")
     async with EmbeddedEnsemble(nats, ["acme"], fsync=False) as ensemble:
         bus = await Bus.open(ensemble.credentials.bus, "test")
-        with pytest.raises(ResourceError) as caught:
-            await until_done(lambda: check_store(bus, 2 * NUM_EVENTS), "check")
-        assert caught.value.info.code is Code.DATA_LOSS
+        end: int | Code
+        try:
+            end = (await until_done(lambda: check_store(bus, 2 * NUM_EVENTS), "check")).last
+        except ResourceError as error:
+            end = error.info.code
         await bus.close()
+    healed = 2 * NUM_EVENTS
+    assert end in ([healed, Code.DATA_LOSS] if num_older < len(MEMBERS) else [Code.DATA_LOSS])
 
 
 async def _stores(directory: Path) -> Path:
