@@ -359,6 +359,7 @@ async def check_once(mesh: Mesh, bus: Bus, log: Log) -> None:
         assert sorted(set(finished)) == list(range(1, max(finished) + 1))
 
 
+@pytest.mark.slow
 async def test_job_goes_on_to_the_same_weights_when_the_logs_leader_is_killed(
     expected: dict[str, str], short_dir: Path
 ) -> None:
