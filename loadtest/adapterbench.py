@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from loadtest import manyadapters
 from loadtest.rawchain import TENANT
 from loadtest.records import Record
-from loadtest.runtimes.models import Nobody
 from loadtest.state_bench import measure_switches
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
 from phaseloom.client import connect
@@ -32,7 +31,7 @@ from phaseloom.common.contract.specs import Adapter, Batching, DeploymentSpec, M
 from phaseloom.common.process import config
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import AdapterVersion, RankGroup
+from phaseloom.worker.backends.base import AdapterVersion, RankGroup, Unwatched
 from phaseloom.worker.state.heap import Heap
 
 RANKS = (8, 32, 4, 16, 8, 1, 32, 8)
@@ -111,7 +110,7 @@ def _spec(
     )
 
 
-class _Watch(Nobody):
+class _Watch(Unwatched):
     def __init__(self, versions: Mapping[int, AdapterVersion]) -> None:
         self._versions = versions
 

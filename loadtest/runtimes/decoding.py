@@ -19,7 +19,7 @@ import torch
 from loadtest.records import Record
 from loadtest.runtimes import models
 from phaseloom.common.contract.specs import DeploymentSpec
-from phaseloom.worker.backends.base import ALONE
+from phaseloom.worker.backends.base import ALONE, Unwatched
 from phaseloom.worker.backends.vllm.backend import VllmBackend, settings_of
 from phaseloom.worker.backends.vllm.engine import engine_args
 from phaseloom.worker.backends.vllm.loader import load_into
@@ -40,7 +40,7 @@ def _ours(spec: DeploymentSpec, load: Load) -> Callable[[], None]:
     memory = VllmBackend.plan(spec)
     backend = VllmBackend(spec, Heap(memory.heap_bytes, memory.scratch_bytes))
     args = models.request(load.rows, _PROMPT_TOKENS, load.tokens)
-    return lambda: backend.generate([args], models.Nobody())
+    return lambda: backend.generate([args], Unwatched())
 
 
 def _alone(spec: DeploymentSpec, load: Load, *, is_packed: bool) -> Callable[[], None]:

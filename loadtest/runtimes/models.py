@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from phaseloom.common.contract.operations import Generate, GenerateResult, Prompt, SamplingParams
+from phaseloom.common.contract.operations import Generate, Prompt, SamplingParams
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
-from phaseloom.worker.backends.base import AdapterVersion
 
 VOCABULARY = 4096
 POSITIONS = 512
@@ -52,34 +51,3 @@ def texts(rows: int, length: int) -> list[list[int]]:
 def request(rows: int, prompt_tokens: int, new_tokens: int) -> Generate:
     prompts = [Prompt(tokens, seed=i) for i, tokens in enumerate(texts(rows, prompt_tokens))]
     return Generate(prompts, SamplingParams(new_tokens, ignore_eos=True))
-
-
-class Nobody:
-    """A `Watch` for a call that nobody joins or cancels."""
-
-    def joined(self) -> list[Generate]:
-        return []
-
-    def adapter(self, i: int) -> AdapterVersion | None:
-        return None
-
-    def is_cancelled(self, i: int) -> bool:
-        return False
-
-    def is_stopped(self, i: int) -> bool:
-        return False
-
-    def progress(self, i: int, num_done: int, num_total: int) -> None:
-        pass
-
-    def wants_tokens(self, i: int) -> bool:
-        return False
-
-    def drawn(self, i: int, tokens: object) -> None:
-        pass
-
-    def still_open(self, i: int, num_samples: int) -> None:
-        pass
-
-    def ended(self, i: int, result: GenerateResult | None) -> None:
-        pass

@@ -22,7 +22,7 @@ from phaseloom.common.contract.operations import Datum, ForwardBackward, Loss
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.base import Backend, Unwatched
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
 
@@ -84,7 +84,7 @@ async def _start(
 
 def _operate(backend: Backend) -> None:
     if "generate" in backend.kinds:
-        backend.generate([models.request(rows=8, prompt_tokens=32, new_tokens=8)], models.Nobody())
+        backend.generate([models.request(rows=8, prompt_tokens=32, new_tokens=8)], Unwatched())
     else:
         batch = [Datum(text[:-1], text[1:], weights=[1.0] * 32) for text in models.texts(2, 33)]
         backend.forward_backward(ForwardBackward(batch, Loss.CROSS_ENTROPY))

@@ -17,6 +17,7 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
 from phaseloom.common.process import slowdowns
 from phaseloom.scheduler.core.planning.chains import WAIT, Chain, Pair, Stage
+from phaseloom.scheduler.core.policies.multiplexing.greedy import MARGIN
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.scenario import Options
 from phaseloom.simulator.spatial.chains import POLICIES, run
@@ -201,13 +202,13 @@ def test_tails_are_gathered_only_where_somebody_gains() -> None:
 
 def test_measured_table_of_two_cores_is_one_that_all_take() -> None:
     """Decoding works on one core, so it loses nothing with one; training loses less than half, so
-    two of it get more done side by side."""
+    two of it get more done side by side, by more than the margin of `greedy`."""
     table = slowdowns.read(TWO_CORES_TABLE, needed=slowdowns.SUB_STAGES)
     for kind in ("decode_small", "decode_large", "reference"):
         assert table.alone(kind, 0.5) == pytest.approx(1.0, abs=0.1)
     assert 1.1 < table.alone("train", 0.5) < 1.9
     ((first, second),) = table.rates("train", "train")
-    assert first + second > 1.05
+    assert first + second > 1 + MARGIN
     options = Options(("lookahead",), (0,), slowdowns=TWO_CORES_TABLE, processes=1)
     (record,) = SCENARIOS["jigsaw-fig19"].run(options).records
     assert (record.over_serial or 0.0) > 1.1

@@ -28,7 +28,7 @@ NUM_CORES = 2
 DEVICE_BYTES = 64 * 2**20
 """The memory of the device: the states of both jobs fit, their policies and their samplers."""
 TABLE = TWO_CORES_TABLE
-"""What is worth running side by side on such a device."""
+"""The table of slowdowns that says what runs side by side on a device of two cores."""
 STEPS = 20
 """The GRPO steps of each job in a run, where no others are asked for."""
 SERIAL, STATIC, MULTIPLEXED = "off", "static", "greedy"

@@ -14,7 +14,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,9 @@ import msgspec
 from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
-    DrawnTokens,
     Forward,
     ForwardBackward,
     Generate,
-    GenerateResult,
     Loss,
     OptimStep,
     Prompt,
@@ -37,7 +35,7 @@ from phaseloom.common.contract.specs import CommandId, DeploymentSpec, ModelSpec
 from phaseloom.common.process import config
 from phaseloom.common.process.slowdowns import Ran, Run
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import AdapterVersion, Backend, RankGroup
+from phaseloom.worker.backends.base import Backend, RankGroup, Unwatched
 from phaseloom.worker.config import EXACT_MATH
 from phaseloom.worker.rank.computeshare import ComputeShare
 from phaseloom.worker.state.heap import Heap
@@ -110,12 +108,12 @@ class Work:
         """Decoding from a prompt of one token, so that there is next to no prefill."""
         asked = SamplingParams(DECODED_TOKENS, ignore_eos=True)
         args = Generate([Prompt([1], seed=1)], asked, num_samples=rows)
-        return lambda: self._sampler.generate([args], _Alone())
+        return lambda: self._sampler.generate([args], Unwatched())
 
     def _prefill(self, drawn: random.Random) -> Callable[[], object]:
         prompts = [Prompt(self._tokens(drawn, PROMPT_TOKENS), seed=i) for i in range(PREFILLED)]
         args = Generate(prompts, SamplingParams(1, ignore_eos=True))
-        return lambda: self._sampler.generate([args], _Alone())
+        return lambda: self._sampler.generate([args], Unwatched())
 
     def _score(self, drawn: random.Random) -> Callable[[], object]:
         args = Forward(self._data(drawn, SCORED))
@@ -147,37 +145,6 @@ class Work:
                 )
             )
         return data
-
-
-class _Alone:
-    """`Watch` of a call that nobody watches."""
-
-    def joined(self) -> Sequence[Generate]:
-        return ()
-
-    def adapter(self, i: int) -> AdapterVersion | None:
-        return None
-
-    def is_cancelled(self, i: int) -> bool:
-        return False
-
-    def is_stopped(self, i: int) -> bool:
-        return False
-
-    def progress(self, i: int, num_done: int, num_total: int) -> None:
-        pass
-
-    def wants_tokens(self, i: int) -> bool:
-        return False
-
-    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
-        pass
-
-    def still_open(self, i: int, num_samples: int) -> None:
-        pass
-
-    def ended(self, i: int, result: GenerateResult | None) -> None:
-        pass
 
 
 def _built(spec: DeploymentSpec, num_units: int) -> Any:

@@ -208,7 +208,7 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
         return known[-1][1]
 
     def factor(self, kind: str, other: str) -> float:
-        """What comes on top of the slowdown with a share where another sub-stage runs beside."""
+        """The factor by which another sub-stage that runs beside slows this one down further."""
         return self.beside.get(kind, {}).get(other, 1.0)
 
     def slowdown(self, kind: str, share: float, other: str) -> float:

@@ -101,11 +101,7 @@ class EmbeddedServer:
         self._cluster = cluster
         self._credentials_file = credentials_file or self._directory / "credentials.json"
         earlier = _read_credentials(self._credentials_file)
-        known = {} if earlier is None else earlier.tenants
-        self._password = secrets.token_urlsafe(24) if earlier is None else earlier.password
-        self._tenants = {
-            check_name(t, "tenants"): known.get(t) or secrets.token_urlsafe(24) for t in tenants
-        }
+        self._password, self._tenants = _passwords(earlier, tenants)
         self._port = -1 if earlier is None else int(earlier.url.rpartition(":")[2])
         self._fsync = fsync
         self._process: asyncio.subprocess.Process | None = None
@@ -253,11 +249,7 @@ class EmbeddedEnsemble:
         self._directory = directory.absolute()
         self._credentials_file = credentials_file or self._directory / "credentials.json"
         earlier = _read_credentials(self._credentials_file)
-        known = {} if earlier is None else earlier.tenants
-        self._password = secrets.token_urlsafe(24) if earlier is None else earlier.password
-        self._tenants = {
-            check_name(t, "tenants"): known.get(t) or secrets.token_urlsafe(24) for t in tenants
-        }
+        self._password, self._tenants = _passwords(earlier, tenants)
         urls = [_ANY_PORT] * ENSEMBLE_SIZE if earlier is None else addresses(earlier.url)
         self._urls = dict(zip(MEMBERS, urls, strict=True))
         self._fsync = fsync
@@ -337,6 +329,17 @@ def _free_ports(names: Sequence[str]) -> dict[str, int]:
         # All listeners stay open until the last port is chosen, so that the ports differ.
         held = {name: stack.enter_context(create_server(("127.0.0.1", 0))) for name in names}
         return {name: int(listener.getsockname()[1]) for name, listener in held.items()}
+
+
+def _passwords(earlier: Credentials | None, tenants: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The passwords of the mesh's account and of each tenant: those of before, else new ones.
+
+    Raises: CallerError: a tenant has a bad name.
+    """
+    mesh = secrets.token_urlsafe(24) if earlier is None else earlier.password
+    known = {} if earlier is None else earlier.tenants
+    named = [check_name(tenant, "tenants") for tenant in tenants]
+    return mesh, {name: known.get(name) or secrets.token_urlsafe(24) for name in named}
 
 
 def accounts(mesh_password: str, tenants: dict[str, str]) -> dict[str, object]:

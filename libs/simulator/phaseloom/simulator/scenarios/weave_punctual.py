@@ -1,4 +1,4 @@
-"""What it costs to keep single iterations within their SLO, and not the mean alone.
+"""The price of keeping single iterations within their SLO, and not their mean alone.
 
 `coexec_repack` lets a job spend beside others what it saved while it ran alone, so the mean of a
 job's iterations is within its SLO and one in five of them is not. Here `slo_percentile` bounds how

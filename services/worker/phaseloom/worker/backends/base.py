@@ -154,6 +154,37 @@ class Watch(Protocol):
         ...
 
 
+class Unwatched:
+    """A `Watch` for a call that nobody joins, follows or cancels."""
+
+    def joined(self) -> Sequence[Generate]:
+        return ()
+
+    def adapter(self, i: int) -> AdapterVersion | None:
+        return None
+
+    def is_cancelled(self, i: int) -> bool:
+        return False
+
+    def is_stopped(self, i: int) -> bool:
+        return False
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        pass
+
+    def wants_tokens(self, i: int) -> bool:
+        return False
+
+    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
+        pass
+
+    def still_open(self, i: int, num_samples: int) -> None:
+        pass
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        pass
+
+
 class Backend(Protocol):
     kinds: frozenset[str]
     """The kinds of operations that it runs; any other kind is refused at admission."""

@@ -218,7 +218,7 @@ def _claim_of(step: Step, deployment: Deployment, begins: Op | None = None) -> C
 
 
 def _ahead(step: Step, deployment: Deployment, ops: list[Op]) -> list[Stage]:
-    """What a job is predicted to go through on a device from now on.
+    """The stages that a job is predicted to go through on a device from now on.
 
     Args: ops: of the deployment, those that run, then the one that begins. The last one of them
           comes first, then what is queued of the job, in the order in which it came.

@@ -28,7 +28,7 @@ TAIL = 0.6
 TOLERANCE = 0.03
 """The difference of progress that `fair` lets stand."""
 DONE_S = 1e-9
-"""What is left of a stage that counts as nothing."""
+"""A stage with less work left than this has ended; rounding leaves such remainders."""
 
 Rates = tuple[float, float]
 """The speed of each of the two jobs, 1 as alone on the whole device; 0: it does not run."""
