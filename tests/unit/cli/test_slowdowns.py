@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -68,6 +69,19 @@ def test_a_device_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(CallerError) as caught:
         measure_slowdown(cores=1)
     assert caught.value.info.field == "cores"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
+@pytest.mark.parametrize("field", ["rounds", "seconds", "config", "out"])
+def test_what_cannot_be_measured_is_refused_before_it_is_tried(tmp_path: Path, field: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{")
+    bad = {"rounds": 0, "seconds": 0.0, "config": config, "out": tmp_path / "none" / "mine.json"}
+    given: dict[str, Any] = {"out": tmp_path / "mine.json", field: bad[field]}
+    with pytest.raises(CallerError) as caught:
+        measure_slowdown(**given)
+    assert caught.value.info.field == field
+    assert not (tmp_path / "mine.json").exists()
 
 
 @pytest.mark.slow

@@ -84,13 +84,7 @@ def measure_slowdown(
         The file to write.
     """
     console = console or Console(highlight=False)
-    num_cores = len(os.sched_getaffinity(0))
-    if not 2 <= cores <= num_cores:
-        raise CallerError(
-            f"a device of {cores} cores cannot be shared on this machine of {num_cores}",
-            field="cores",
-            remedy=f"give 2 to {num_cores}",
-        )
+    _check(cores, rounds, seconds, config, out)
     plan = steps(cores)
     measured = []
     with ExitStack() as stack:
@@ -111,6 +105,39 @@ def measure_slowdown(
         console.print(
             f"{kind} was {least:.2f} to {most:.2f} times as slow on one share: something else runs "
             "here. Measure again once it has ended."
+        )
+
+
+def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Path) -> None:
+    """Refuse what would fail only after minutes of measuring.
+
+    Raises: CallerError: it names the parameter.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    if not 2 <= cores <= num_cores:
+        raise CallerError(
+            f"a device of {cores} cores cannot be shared on this machine of {num_cores}",
+            field="cores",
+            remedy="give 2 or more, and no more than the machine has",
+        )
+    if rounds < 1:
+        raise CallerError(
+            f"{rounds} rounds measure nothing", field="rounds", remedy="give 1 or more"
+        )
+    if seconds <= 0:
+        raise CallerError("no time measures nothing", field="seconds", remedy="give 0.1 or more")
+    if config is not None:
+        try:
+            msgspec.json.decode(config.read_bytes(), type=dict[str, object])
+        except (OSError, msgspec.DecodeError) as error:
+            raise CallerError(
+                f"{config.name} is no model's configuration: {error}",
+                field="config",
+                remedy="give the config.json of a model's directory",
+            ) from None
+    if not out.absolute().parent.is_dir():
+        raise CallerError(
+            f"there is no directory {out.parent}", field="out", remedy="make it, or name another"
         )
 
 
