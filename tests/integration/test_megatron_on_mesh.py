@@ -282,7 +282,7 @@ async def test_adapter_that_two_ranks_train_is_drawn_with_by_all_samplers_and_go
         policy = job.deployment("policy")
         readers = [job.deployment(each.name) for each in samplers]
 
-        async def drawn(weights: client.Pending[Any] | None = None) -> list[list[int]]:
+        async def drawn(weights: client.OperationHandle[Any] | None = None) -> list[list[int]]:
             """What both samplers draw alike."""
             answers = []
             for reader in readers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import Command, OpenActivation, Permit, StartWpg, StopWpg
 from phaseloom.common.contract.errors import Code, ErrorInfo, PhaseloomError, ResourceError
-from phaseloom.common.contract.events import WpgLost, WpgStarted
+from phaseloom.common.contract.events import Event, WpgLost, WpgStarted
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.operations import (
     AdamParams,
@@ -290,6 +291,10 @@ async def test_operation_that_kills_every_life_is_given_up_and_the_job_goes_on(
         await bus.close()
 
 
+def is_of_life(kind: type[WpgStarted | WpgLost], incarnation: int, event: Event) -> bool:
+    return isinstance(event, kind) and event.incarnation == incarnation
+
+
 async def test_rank_that_dies_again_and_again_while_idle_fails_its_job_and_the_user_is_told(
     short_dir: Path,
 ) -> None:
@@ -299,14 +304,9 @@ async def test_rank_that_dies_again_and_again_while_idle_fails_its_job_and_the_u
     async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
         job = await connection.submit_job("frail", specs)
         for incarnation in (1, 2):
-            for kind in (WpgStarted, WpgLost):
-                await log.until(
-                    lambda event, of=kind, n=incarnation: (
-                        isinstance(event, of) and event.incarnation == n
-                    )
-                )
-                if kind is WpgStarted:
-                    kill_rank(mesh, "frail.policy")
+            await log.until(partial(is_of_life, WpgStarted, incarnation))
+            kill_rank(mesh, "frail.policy")
+            await log.until(partial(is_of_life, WpgLost, incarnation))
         with pytest.raises(PhaseloomError, match=r"has ended|died 2 times"):
             await job.deployment("policy").optim_step(AdamParams(1e-2))
         status = await job.status()

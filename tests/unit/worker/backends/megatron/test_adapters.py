@@ -84,7 +84,7 @@ def alone(of: DeploymentSpec, directory: Path) -> Iterator[tuple[Backend, Heap]]
 
 def tensors(backend: Backend, heap: Heap, role: Role, suffix: str = "") -> Tensors:
     return {
-        slot.name.removesuffix(suffix): view(heap.buffer, slot).clone()
+        slot.name.removesuffix(suffix): view(bytes(heap.buffer), slot)
         for slot in backend.slots
         if slot.role is role
     }

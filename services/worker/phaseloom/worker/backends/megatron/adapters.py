@@ -1,9 +1,9 @@
 """An adapter's place in Megatron's layers, each of which may be several layers of the model.
 
 A layer whose outputs are spread over tensor-parallel ranks holds its rows of B, and the whole of A;
-one whose inputs are spread holds its columns of A, and the whole of B. Only B·A·x moves between
-ranks, and of that only what has the adapter's rank as its size: under sequence parallelism A·x is
-gathered before B, or reduce-scattered behind A, as x is for the weights.
+one whose inputs are spread holds its columns of A, and the whole of B. What moves between ranks is
+A·x alone, as wide as the adapter's rank: it is gathered before B, or reduce-scattered behind A, as
+x and y are for the weights (sequence parallelism).
 
 So a matrix that all ranks hold sees a part of the columns on each, and the ranks' gradients of it
 are added up (`gradients`). The head's A sees all of them on each rank: its input is gathered
