@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
@@ -366,25 +368,32 @@ class Residency:
             self._check_room(rank.wpg, rank.device, rank.device_bytes, used_bytes)
         self.step(rank, Step.LOAD_BEGUN)
 
-    def begin_offload(self, rank: Rank) -> None:
-        """Record that the offload of a rank begins, which overwrites its own host copy.
+    def begin_copy_out(self, rank: Rank, *, release: bool) -> None:
+        """Record that the host copy of a resident rank is about to be renewed.
 
+        Args:   release: whether the rank is offloaded; else it stays resident.
         Raises: InternalError: the host copy is being sealed and must not be overwritten.
                 ResourceError: the rank is lost.
         """
         prepared = rank.wpg.prepared
         if prepared is not None:
-            raise InternalError(f"offload of {rank} over the seal prepared at {prepared.seq}")
-        self.step(rank, Step.OFFLOAD_BEGUN)
+            raise InternalError(f"copy of {rank} over the seal prepared at {prepared.seq}")
+        if release:
+            self.step(rank, Step.OFFLOAD_BEGUN)
+        else:
+            _check_alive(rank.wpg)
+            assert rank.state is State.RESIDENT
         if not rank.frozen:
             rank.overwritten()
 
-    def finish_offload(self, rank: Rank, applied: int, digest: str = "") -> None:
-        """Record that a rank is offloaded, and its host copy whole.
+    def finish_copy_out(self, rank: Rank, applied: int, digest: str = "") -> None:
+        """Record that the host copy of a rank is whole, and the rank offloaded if it was to be.
 
         Args:   digest: that of the host copy; empty: it is yet to be taken.
         """
-        self.step(rank, Step.OFFLOAD_VERIFIED)
+        if rank.state is State.OFFLOADING:
+            self.step(rank, Step.OFFLOAD_VERIFIED)
+        _check_alive(rank.wpg)
         rank.copied(applied, digest)
 
     def digested(self, rank: Rank, digest: str) -> None:
@@ -406,16 +415,20 @@ class Residency:
 
     # --- NVMe ---
 
-    def begin_use(self, wpg: Wpg) -> None:
-        """Keep the incarnation's host copies from being demoted until `end_use`; counts as a use of
-        the deployment."""
-        self._num_uses += 1
-        wpg.num_users += 1
-        wpg.last_used = self._num_uses
-        wpg.next_use_s = math.inf
-
-    def end_use(self, wpg: Wpg) -> None:
-        wpg.num_users -= 1
+    @contextmanager
+    def using(self, *wpgs: Wpg) -> Iterator[None]:
+        """Keep the host copies that are in host memory from being demoted within the block, which
+        counts as a use of the deployments."""
+        for wpg in wpgs:
+            self._num_uses += 1
+            wpg.num_users += 1
+            wpg.last_used = self._num_uses
+            wpg.next_use_s = math.inf
+        try:
+            yield
+        finally:
+            for wpg in wpgs:
+                wpg.num_users -= 1
 
     def demotable(self) -> list[Rank]:
         """The ranks whose own host copies may be demoted, in no order."""
@@ -427,22 +440,6 @@ class Residency:
         ]
 
     # --- seals ---
-
-    def begin_copy(self, rank: Rank) -> None:
-        """Record that the host copy of a rank that stays resident is about to be renewed."""
-        _check_alive(rank.wpg)
-        assert rank.state is State.RESIDENT
-        assert rank.wpg.prepared is None
-        if not rank.frozen:
-            rank.overwritten()
-
-    def finish_copy(self, rank: Rank, applied: int, digest: str = "") -> None:
-        """Record that the host copy of a resident rank is renewed.
-
-        Args:   digest: that of the host copy; empty: it is yet to be taken.
-        """
-        _check_alive(rank.wpg)
-        rank.copied(applied, digest)
 
     def prepare_seal(self, wpg: Wpg, seq: int) -> None:
         """Keep the host copies, which must be at `seq`, from being overwritten until `end_seal`.
