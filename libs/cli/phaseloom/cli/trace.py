@@ -29,6 +29,7 @@ _STYLES = {
     "offload": "red",
     "load": "red",
     "execute": "green",
+    "sub-stage": "green",
     "complete": "blue",
 }
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
