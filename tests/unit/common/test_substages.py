@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from phaseloom.common.contract.events import MAX_STEP_RUNS, StepRun
 from phaseloom.common.observability.substages import (
     EDGES,
+    WINDOW,
     StepRecord,
     cut,
     cut_runs,
@@ -55,7 +56,7 @@ def recorded(tokens: list[int]) -> list[StepRun]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_recorded_steps_are_cut_as_single_ones(case: dict[str, Any]) -> None:
-    parts = cut_runs(recorded(case["tokens"]), EDGES)
+    parts = cut_runs(recorded(case["tokens"]), EDGES, WINDOW)
     assert [part.steps for part in parts] == [end - start for _, start, end in case["out"]]
     assert sum(part.tokens for part in parts) == sum(case["tokens"])
     assert sum(part.duration_s for part in parts) == len(case["tokens"])
@@ -75,9 +76,18 @@ def test_cut_of_runs_is_that_of_their_steps(kinds: list[int], length: int) -> No
     """Where runs are long enough, few are merged, and the rule finds the same edges in them."""
     tokens = [kind for kind in kinds[:MAX_STEP_RUNS] for _ in range(length)]
     parts = cut(tokens)
-    assert [run.steps for run in cut_runs(recorded(tokens), EDGES)] == [
+    assert [run.steps for run in cut_runs(recorded(tokens), EDGES, WINDOW)] == [
         part.end - part.start for part in parts
     ]
+
+
+def test_short_rollout_is_cut_as_a_long_one_of_its_shape() -> None:
+    """Ten steps are half of a rollout of twenty: its full batch and its tail are told all the
+    same, and a single step of another kind within a long one is not."""
+    short = recorded([640, *[64] * 14, *[3] * 5])
+    assert [run.steps for run in cut_runs(short)] == [1, 14, 5]
+    long = recorded([*[64] * 60, 640, *[64] * 60, *[3] * 40])
+    assert [run.steps for run in cut_runs(long)] == [121, 40]
 
 
 def test_shortest_run_goes_into_the_one_before_it() -> None:
