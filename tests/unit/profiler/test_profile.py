@@ -343,14 +343,14 @@ def test_sub_stages_are_those_of_most_of_the_newest_rollouts() -> None:
     assert full == StepRun(43, 40 * 64 + 3 * 500, 0.5)
     assert half == HALF
     assert (tail.steps, tail.tokens) == (TAIL.steps, TAIL.tokens)
-    assert estimate(trace, "policy", "forward_backward").sub_stages == []
+    assert estimate(trace, "policy", "forward_backward").sub_stages == ()
 
 
 def test_each_replica_has_sub_stages_of_its_own() -> None:
     log = grpo_log(12, lambda _: Turn())
     entries = with_steps(log, lambda _: [FULL, TAIL, replace(FULL, replica=1)])
     found = estimate(fold(entries)[-1].trace, "sampler", "generate").sub_stages
-    assert found == [FULL, TAIL, replace(FULL, replica=1)]
+    assert found == (FULL, TAIL, replace(FULL, replica=1))
 
 
 def test_trace_is_sent_again_when_a_sub_stage_comes() -> None:
@@ -358,4 +358,4 @@ def test_trace_is_sent_again_when_a_sub_stage_comes() -> None:
     before = fold(with_steps(log, lambda _: [FULL]))
     after = fold(with_steps(log, lambda place: [FULL] if place < 20 else [FULL, TAIL]))
     assert len(after) > len(before)
-    assert estimate(after[-1].trace, "sampler", "generate").sub_stages == [FULL, TAIL]
+    assert estimate(after[-1].trace, "sampler", "generate").sub_stages == (FULL, TAIL)

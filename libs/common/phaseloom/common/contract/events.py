@@ -401,7 +401,7 @@ class KindEstimate(msgspec.Struct, frozen=True):
     gap_p10_s: float = -1.0
     gap_p90_s: float = -1.0
     """10th and 90th percentile of the gap; -1: not known."""
-    sub_stages: list[StepRun] = []
+    sub_stages: tuple[StepRun, ...] = ()
     """The sub-stages that recent operations went through in most cases, with medians: each
     replica's behind those of the one before. Empty: it tells no forward steps."""
 

@@ -131,7 +131,7 @@ class _Kind:
             worst_s=max(self.worst_s),
             gap_p10_s=quantile(self.gaps_s, 0.1) if self.gaps_s else UNKNOWN_GAP_S,
             gap_p90_s=quantile(self.gaps_s, 0.9) if self.gaps_s else UNKNOWN_GAP_S,
-            sub_stages=usual_sub_stages(self.steps),
+            sub_stages=tuple(usual_sub_stages(self.steps)),
         )
 
 

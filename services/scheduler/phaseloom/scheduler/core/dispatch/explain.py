@@ -368,9 +368,23 @@ def _arrival_s(step: Step, slot: Slot) -> float:
 def _to_come(step: Step, slot: Slot) -> list[float]:
     """The durations of what follows in a device's phase: what is queued, then what is usual."""
     queued = _queued(step, slot)
-    kinds = {f"{d.key.deployment}.{op.kind}" for d, op in queued}
+    kinds = [f"{d.key.deployment}.{op.kind}" for d, op in queued]
     durations = [estimates.duration_s(step.state, d, op.kind) for d, op in queued]
-    return durations + _usual_s(step, slot, kinds)
+    last = _known(step, slot).get(kinds[-1] if kinds else _runs(step, slot))
+    # After a kind with a long gap the device is given away, whatever has not run in this phase.
+    if last is not None and last.next_gap_s > idle_hold.SOON * step.config.idle_grace_s:
+        return durations
+    return durations + _usual_s(step, slot, set(kinds))
+
+
+def _runs(step: Step, slot: Slot) -> str:
+    """The kind that runs on a device, or ran there last: `<deployment>.<kind>`."""
+    deployment = step.state.deployments.get(slot.running)
+    for key in deployment.activation.running if deployment is not None else ():
+        assert deployment is not None
+        if (op := deployment.queue.find(key)) is not None:
+            return f"{key.deployment}.{op.kind}"
+    return slot.last
 
 
 def _queued(step: Step, slot: Slot) -> list[tuple[Deployment, Op]]:
