@@ -140,3 +140,23 @@ def test_wait_for_a_quantum_lasts_until_what_runs_then_has_ended() -> None:
     waits = [p for p in predictions(entries) if "a." in p.operation and p.waited_s > 1.0]
     assert len(waits) > ITERATIONS / 4
     assert sorted(p.error for p in waits)[len(waits) * 9 // 10] < 1e-6
+
+
+def thinking(name: str, rollout_s: float, train_s: float) -> SimJob:
+    """A job whose controller answers between two operations before their device is given away."""
+    plain = job(name, rollout_s, 0.0, train_s, sigma=0.0)
+    phases = (
+        Phase(ROLLOUT, rollout_s, think_s=0.02),
+        Phase(ROLLOUT, 0.1, kind="forward"),
+        Phase(TRAIN, train_s, kind="optim_step"),
+    )
+    return replace(plain, phases=phases, submission=Submission.SERIAL)
+
+
+def test_controller_that_answers_soon_keeps_the_device_and_takes_its_time() -> None:
+    """What usually follows comes after the usual gap; after a long gap nothing more is expected."""
+    jobs = [thinking("a", 0.2, 0.15), thinking("b", 0.3, 0.11)]
+    found = accuracy(predictions(log_of(jobs, "hrrs")))
+    assert found.operations > 2 * ITERATIONS - 4
+    assert found.error_p90 is not None
+    assert found.error_p90 < 1e-6

@@ -374,7 +374,10 @@ def _to_come(step: Step, slot: Slot) -> list[float]:
     # After a kind with a long gap the device is given away, whatever has not run in this phase.
     if last is not None and last.next_gap_s > idle_hold.SOON * step.config.idle_grace_s:
         return durations
-    return durations + _usual_s(step, slot, set(kinds))
+    usual = _usual_s(step, slot, set(kinds))
+    if usual and last is not None and (kinds or slot.running):
+        usual[0] += max(0.0, last.next_gap_s)
+    return durations + usual
 
 
 def _runs(step: Step, slot: Slot) -> str:
