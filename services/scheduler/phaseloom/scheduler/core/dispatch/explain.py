@@ -15,7 +15,7 @@ from phaseloom.common.contract.api import Explanation
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import KindEstimate
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
-from phaseloom.common.contract.operations import Completion, result_kind
+from phaseloom.common.contract.operations import After, Completion, result_kind
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, device_views, idle_hold, ready
 from phaseloom.scheduler.core.policies.device_view import Candidate, Wait
@@ -393,8 +393,8 @@ def _runs(step: Step, slot: Slot) -> str:
 def _queued(step: Step, slot: Slot) -> list[tuple[Deployment, Op]]:
     """The operations that the holder of a device has queued for it."""
     here = _of_holder(step, slot)
-    names = {deployment.key.deployment for deployment in here}
-    return [(d, op) for d in here for op in _queued_behind(d, names)]
+    names = {deployment.name for deployment in here}
+    return [(d, op) for d in here for op in _queued_behind(step, d, names)]
 
 
 def _of_holder(step: Step, slot: Slot) -> list[Deployment]:
@@ -402,13 +402,21 @@ def _of_holder(step: Step, slot: Slot) -> list[Deployment]:
     return [deployment for deployment in placed if deployment.job_name == slot.holder]
 
 
-def _queued_behind(deployment: Deployment, here: set[str]) -> list[Op]:
+def _queued_behind(step: Step, deployment: Deployment, here: set[str]) -> list[Op]:
     """The operations of a deployment that begin one behind the other on its device: up to the first
-    that comes after one of a deployment elsewhere, or is not published yet."""
+    that waits for one of a deployment elsewhere, or is not published yet."""
+
+    def waits_elsewhere(after: After) -> bool:
+        key = DeploymentKey(deployment.key.tenant, deployment.key.job, after.deployment)
+        other = step.deployment(key)
+        if other is None or other.name in here:
+            return False
+        return not other.queue.is_done(after.seq)
+
     found = []
     for seq in range(deployment.queue.next_seq, deployment.queue.next_seq + _MOST_QUEUED):
         op = deployment.queue.operations.get(seq)
-        if op is None or any(after.deployment not in here for after in op.after):
+        if op is None or any(map(waits_elsewhere, op.after)):
             break
         if op.state is OpState.QUEUED:
             found.append(op)
