@@ -37,7 +37,7 @@ def with_lags(tree: Tree) -> None:
                 member["lag_s"] = tree["jobs"][name]["progress"]["lag_s"]
 
 
-UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: with_lags}
+UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: with_lags, 14: unchanged}
 """Core version → the upgrade of its tree to the next version."""
 
 
