@@ -349,7 +349,8 @@ class DeviceQueue:
         )
         known = [result for (result,) in others]
         _check_had(known)
-        shares = [own, *(r for r in known if not isinstance(r, PartWritten | Failed | None))]
+        no_results = Generated | PartWritten | Failed | None
+        shares = [own, *(r for r in known if not isinstance(r, no_results))]
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
     async def _generate_on_one(self, calls: list[Call]) -> None:
