@@ -35,7 +35,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.observability.spans import read_spans
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus
-from phaseloom.simulator.predictions import accuracy, predictions
+from phaseloom.simulator.predictions import accuracy, durations, predictions
 
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"
@@ -352,7 +352,7 @@ def _write_results(
 ) -> Summary:
     notes = [OVERLAP_NOTE] if any(r.name == "chain_sum" for r in shared.results) else []
     recorded = read_entries(run_dir / "events.jsonl")
-    asked = predictions((entry.sequence, entry.time_unix_s, entry.event) for entry in recorded)
+    entries = [(entry.sequence, entry.time_unix_s, entry.event) for entry in recorded]
     summary = summarize(
         run_dir.name,
         seed,
@@ -360,7 +360,8 @@ def _write_results(
         shared.results,
         alone=alone,
         notes=notes,
-        predicted_starts=accuracy(asked),
+        predicted_starts=accuracy(predictions(entries)),
+        predicted_durations=durations(entries),
     )
     written = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (run_dir / "summary.json").write_bytes(written + b"\n")
