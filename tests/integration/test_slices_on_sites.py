@@ -374,7 +374,7 @@ async def _talks_nonsense(stream: tls.Stream, give: wire.Give) -> None:
 
 
 async def _sends_elsewhere(stream: tls.Stream, give: wire.Give) -> None:
-    boxes: list[wire.FragmentSpec] = [(number, [], []) for number in range(len(give.boxes))]
+    boxes = list(enumerate(give.boxes))
     elsewhere = [wire.Shared(Peer("127.0.0.1:1", "s"), boxes, "")]
     await stream.send(wire.Given("", wire.Assigned(len(boxes), [], elsewhere)))
 

@@ -229,22 +229,6 @@ async def test_hint_displaces_nothing_that_is_needed_sooner(short_dir: Path) -> 
         assert await tiers(d) == {POLICY: "nvme", OTHER: "host", SAMPLER: "host"}
 
 
-async def test_flipped_bit_below_is_data_loss_of_that_deployment_only(short_dir: Path) -> None:
-    async with daemon(short_dir, host_bytes=5 * MiB) as d:
-        await filled(d, POLICY, 1)
-        other, content = await filled(d, OTHER, 2)
-        await filled(d, SAMPLER, 3)
-        (path,) = d.files.rglob("demoted-*")
-        flip(path)
-        with pytest.raises(ResourceError, match=f"{POLICY} rank 0.*checksum") as caught:
-            await d.agent.switch_in(POLICY, 1, 4, [])
-        assert caught.value.info.code is Code.DATA_LOSS
-        assert caught.value.info.details["offset"] == "0"
-        assert POLICY not in await tiers(d)
-        await d.agent.switch_in(OTHER, 1, 5, [])
-        assert other.digest() == content
-
-
 def flip(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(-1000, os.SEEK_END)

@@ -16,8 +16,7 @@ import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.state_layout import PartSources, Role, Slice, TensorSlot
-from phaseloom.common.tensors.blockhash import digest_in_threads
+from phaseloom.common.contract.state_layout import PartSources, Slice
 from phaseloom.worker.state.client import RankStateClient
 from tests.support.meshcerts import ticket
 from tests.support.modelslices import (
@@ -32,7 +31,7 @@ from tests.support.modelslices import (
 )
 from tests.support.sharded import Array
 from tests.support.slowlink import GOODBYES_BYTES, Link, link
-from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, daemon, emptied
+from tests.support.statedaemon import POLICY, SAMPLER, Daemon, MiB, daemon
 
 _CONTROL = 64 * 1024
 """More than handshakes and control messages of a fetch take."""
@@ -152,51 +151,6 @@ def _middle(content: dict[str, Array]) -> bytes:
     return content["w"][512:1536].tobytes()
 
 
-async def test_a_cut_link_costs_the_batches_that_were_under_way(short_dir: Path) -> None:
-    async with (
-        daemon(short_dir / "a") as train,
-        daemon(short_dir / "b") as rollout,
-        link(await train.endpoint()) as slow,
-    ):
-        await _write_part(await version_rank(train, POLICY), 1)
-        reader = await version_rank(rollout, SAMPLER)
-        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
-        slow.hold_after_bytes = SIZE // 4
-        sources = [PartSources("0of1", [slow.endpoint])]
-        opening = asyncio.create_task(reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY)))
-        await slow.held.wait()
-        slow.cut()
-        slow.release()
-        memory, _ = await opening
-        assert bytes(memory) == _middle(_content(1))
-        await rollout.logged(f"came: {SIZE // 2} bytes from other nodes, 0 from here")
-        assert slow.passed_bytes < SIZE // 2 + SIZE // 8
-
-
-async def test_a_receiver_that_is_killed_begins_afresh_and_leaks_nothing(short_dir: Path) -> None:
-    async with (
-        daemon(short_dir / "a") as train,
-        daemon(short_dir / "b") as rollout,
-        link(await train.endpoint()) as slow,
-    ):
-        await _write_part(await version_rank(train, POLICY), 1)
-        reader = await version_rank(rollout, SAMPLER)
-        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
-        slow.hold_after_bytes = SIZE // 4
-        sources = [PartSources("0of1", [slow.endpoint])]
-        opening = asyncio.create_task(reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY)))
-        await slow.held.wait()
-        await rollout.kill()
-        slow.release()
-        await rollout.launch()
-        memory, _ = await opening
-        assert bytes(memory) == _middle(_content(1))
-        manifest = 4096
-        assert (await rollout.agent.status()).host_used_bytes == SIZE // 2 + manifest
-        del memory
-        await emptied(rollout)
-
-
 async def test_what_a_killed_source_leaves_its_replica_brings(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a") as train,
@@ -248,26 +202,6 @@ async def test_a_source_that_comes_back_with_another_version_is_refused(short_di
         assert (await rollout.agent.status()).host_used_bytes == used
 
 
-async def test_a_part_whose_memory_went_bad_is_never_taken(short_dir: Path) -> None:
-    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
-        writer = await version_rank(train, POLICY)
-        slots = [TensorSlot("w", Role.WEIGHT, "uint8", [2048, SIZE // 2048], 0, SIZE)]
-        memory = await writer.versions.begin(PART, slots)
-        assert isinstance(memory, memoryview)
-        made = await writer.versions.commit(PART, memory, digest_in_threads(memory))
-        await commit({PART.part: made.digest}, KEY, writer)
-        memory[SIZE // 2] ^= 1
-        reader = await version_rank(rollout, SAMPLER)
-        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
-        used = (await rollout.agent.status()).host_used_bytes
-        sources = [PartSources("0of1", [await train.endpoint()])]
-        with pytest.raises(PhaseloomError) as caught:
-            await reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY))
-        # Its policy makes it again.
-        assert caught.value.info.code is Code.UNAVAILABLE
-        assert (await rollout.agent.status()).host_used_bytes == used
-
-
 _BAD = [
     (Slice("0of1", "v", "uint8", [0], [1], 0, 1), "is not in version"),
     (Slice("0of1", "w", "uint8", [2000, 0], [49, 4096], 0, 49 * 4096), "is not inside"),
@@ -308,15 +242,3 @@ async def test_slices_of_a_version_that_was_written_whole(short_dir: Path) -> No
         memory, _ = await reader.versions.open_slices(KEY, half, sources, ticket(KEY))
         assert bytes(memory) == _middle(_content(1))
         await rollout.logged(f"came: {SIZE // 2} bytes from other nodes, 0 from here")
-
-
-async def test_parts_survive_a_kill_of_their_daemon(short_dir: Path) -> None:
-    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
-        writer = await version_rank(train, POLICY)
-        await _write_part(writer, 1)
-        await train.relaunch()
-        reader = await version_rank(rollout, SAMPLER)
-        await reader.versions.open(KEY, [await train.endpoint()], ticket(KEY))
-        sources = [PartSources("0of1", [await train.endpoint()])]
-        memory, _ = await reader.versions.open_slices(KEY, _HALF, sources, ticket(KEY))
-        assert bytes(memory) == _middle(_content(1))

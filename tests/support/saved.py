@@ -48,7 +48,7 @@ def save_ranks(
 
 def load_ranks(ranks: Sequence[tuple[list[TensorSlot], int]], directory: Path) -> list[memoryview]:
     """Args: ranks: what each holds, and in how many bytes. Returns: the memory of each."""
-    saved = SavedState(Disk(directory), directory, None, has_training=True)
+    saved = SavedState(Disk(directory), directory, has_training=True)
     saved.check_fits(slot for slots, _ in ranks for slot in slots)
     memories = [memoryview(bytearray(num_bytes)) for _, num_bytes in ranks]
     for (slots, _), memory in zip(ranks, memories, strict=True):

@@ -46,9 +46,9 @@ class World:
         self.residency.fill(rank, 1, "the first")
         self.residency.begin_load(rank)
         self.residency.step(rank, Step.LOAD_VERIFIED)
-        self.residency.begin_offload(rank)
+        self.residency.begin_copy_out(rank, release=True)
         self.content(rank)[:] = b"\x07" * SIZE
-        self.residency.finish_offload(rank, 2)
+        self.residency.finish_copy_out(rank, 2)
         return rank
 
     def content(self, rank: Rank) -> memoryview:
@@ -124,9 +124,9 @@ async def test_digest_of_an_older_copy_is_not_taken_for_that_of_a_newer_one() ->
         w.residency.digested(rank, digest_of(w.content(rank)))
         w.residency.begin_load(rank)
         w.residency.step(rank, Step.LOAD_VERIFIED)
-        w.residency.begin_offload(rank)
+        w.residency.begin_copy_out(rank, release=True)
         w.content(rank)[:] = b"\x08" * SIZE
-        w.residency.finish_offload(rank, 3)
+        w.residency.finish_copy_out(rank, 3)
         await w.digests.taken(rank)
         assert rank.digest == digest_of(w.content(rank))
 

@@ -86,10 +86,7 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
         _content(before, number)
     for number in range(2, 4):
         _version(before, number)
-    manifest = manifest_of(
-        *(before.residency, before.versions, before.shared_copies),
-        *(before.snapshots, before.seals, ""),
-    )
+    manifest = manifest_of(before)
     index = [os.memfd_create("index") for _ in INDEX_HANDLES]
     os.pwrite(index[0], encode_record(1, encode_manifest(manifest)), 0)
     handles = before.memory.handles()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
@@ -69,8 +71,20 @@ def test_flipped_bit_is_found(data: st.DataObject) -> None:
     assert newest_record([bytes(record)]) is None
 
 
+@dataclass
+class Records:
+    endpoint: str
+    residency: Residency
+    versions: Versions
+    shared_copies: SharedCopies
+    snapshots: Snapshots
+    seals: HostSeals
+
+
 def test_manifest_says_what_is_needed_to_go_on() -> None:
     residency, versions, shared_copies = Residency([100, 100]), Versions(), SharedCopies({})
+    snapshots, seals = Snapshots(), HostSeals()
+    node = Records("host:1", residency, versions, shared_copies, snapshots, seals)
     residency.register(RegisterWpg(["gone"], DeploymentKey("acme", "gone", "policy"), 9, [0], 0))
     residency.drop(DeploymentKey("acme", "gone", "policy"), 9)
     residency.register(RegisterWpg(["t0", "t1"], KEY, 3, [0, 1], 5))
@@ -88,14 +102,10 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     frozen.extent = None
     shared_copies.attach(frozen, copy := shared_copies.add(frozen, 9))
     copy.hash, copy.is_immutable = "hash", True
-    snapshots, seals = Snapshots(), HostSeals()
     part = SnapshotPart(11, 24, table, b"checksum")
     snapshots[KEY, "operation"] = Snapshot(KEY, 3, "operation", "name", 5, [part], 2, 4)
     seals[KEY, 4] = HostSeal(KEY, 4, 12, 100)
-    encoded = encode_manifest(
-        manifest_of(residency, versions, shared_copies, snapshots, seals, "host:1")
-    )
-    manifest = decode_manifest(encoded)
+    manifest = decode_manifest(encode_manifest(manifest_of(node)))
     assert manifest.endpoint == "host:1"
     gone = DeploymentKey("acme", "gone", "policy")
     assert dict(manifest.fences) == {gone: 9, KEY: 3, FROZEN: 1}

@@ -213,18 +213,18 @@ def test_offload_over_a_prepared_seal_is_our_own_bug() -> None:
     wpg = add(residency, A, 10)
     (rank,) = wpg.ranks
     load(residency, wpg)
-    residency.begin_copy(rank)
-    residency.finish_copy(rank, 4, "digest 4")
+    residency.begin_copy_out(rank, release=False)
+    residency.finish_copy_out(rank, 4, "digest 4")
     with pytest.raises(CallerError, match="has applied 4, not 5"):
         residency.prepare_seal(wpg, 5)
     residency.prepare_seal(wpg, 4)
     with pytest.raises(PhaseloomError, match="over the seal prepared at 4"):
-        residency.begin_offload(rank)
+        residency.begin_copy_out(rank, release=True)
     residency.begin_write(wpg, 4)
     with pytest.raises(CallerError, match="no copy"):
         residency.begin_write(wpg, 4)
     residency.end_seal(wpg)
-    residency.begin_offload(rank)
+    residency.begin_copy_out(rank, release=True)
 
 
 def test_seal_needs_all_ranks_at_the_same_seq() -> None:
@@ -232,8 +232,8 @@ def test_seal_needs_all_ranks_at_the_same_seq() -> None:
     wpg = add(residency, A, 10, 0, 1)
     load(residency, wpg)
     for rank, applied in zip(wpg.ranks, (4, 3), strict=True):
-        residency.begin_copy(rank)
-        residency.finish_copy(rank, applied, "digest")
+        residency.begin_copy_out(rank, release=False)
+        residency.finish_copy_out(rank, applied, "digest")
     with pytest.raises(CallerError, match=r"rank 1 of .* has applied 3, not 4"):
         residency.prepare_seal(wpg, 4)
 
@@ -321,8 +321,8 @@ class AnySequence(RuleBasedStateMachine):
         done = []
         for other in plan.offload:
             if other.state is State.RESIDENT and other.wpg.prepared is None:
-                self.residency.begin_offload(other)
-                self.residency.finish_offload(other, other.applied + 1, "digest")
+                self.residency.begin_copy_out(other, release=True)
+                self.residency.finish_copy_out(other, other.applied + 1, "digest")
                 done.append(other)
         if len(done) < len(plan.offload):
             return
@@ -350,7 +350,7 @@ class AnySequence(RuleBasedStateMachine):
         if rank is None or (rank.state, step) not in TRANSITIONS:
             return
         if step is Step.OFFLOAD_VERIFIED:
-            self.residency.finish_offload(rank, rank.applied, "digest")
+            self.residency.finish_copy_out(rank, rank.applied, "digest")
         else:
             rank.digest = "digest"
             self.residency.step(rank, step)
@@ -359,7 +359,7 @@ class AnySequence(RuleBasedStateMachine):
     def begin_offload(self, pick: int) -> None:
         rank = self.chosen_rank(pick, State.RESIDENT)
         if rank is not None and rank.wpg.prepared is None:
-            self.residency.begin_offload(rank)
+            self.residency.begin_copy_out(rank, release=True)
 
     @rule(pick=pick)
     def seal(self, pick: int) -> None:

@@ -40,14 +40,18 @@ def test_dropped_version_keeps_its_memory_until_its_last_user_is_done() -> None:
     versions.commit(version, "x")
     version.users += 1
     version.users += 1
-    assert versions.drop(KEY) == (version, None)
+    versions.drop(version)
+    assert versions.reap(version) is None
     assert versions.find(KEY) is None
     assert versions.extents() == [1]
     versions.validate()
-    assert versions.release(version) is None
-    assert versions.release(version) == 1
+    version.users -= 1
+    assert versions.reap(version) is None
+    version.users -= 1
+    assert versions.reap(version) == 1
     assert versions.extents() == []
-    assert versions.drop(KEY) is None
+    versions.drop(version)
+    assert versions.reap(version) is None
 
 
 def test_unfinished_versions_are_those_of_that_life() -> None:
@@ -101,7 +105,7 @@ def test_version_that_nobody_uses_leaves_memory_for_the_disk_and_no_other() -> N
     assert versions.unused() == [version]
     version.users += 1
     assert versions.unused() == []
-    versions.release(version)
+    version.users -= 1
     with pytest.raises(AssertionError):
         versions.leave_memory(version)
     version.is_on_disk = True
@@ -148,7 +152,7 @@ def test_parts_are_readable_where_their_manifest_is_committed() -> None:
     assert not any(map(versions.is_readable, PARTS))
     versions.commit(manifest, "manifest")
     assert all(map(versions.is_readable, PARTS))
-    versions.drop(KEY)
+    versions.drop(manifest)
     assert not any(map(versions.is_readable, PARTS))
 
 
@@ -213,5 +217,5 @@ def test_a_base_is_an_earlier_version_in_memory_with_the_same_layout() -> None:
     add(12)
     assert versions.bases_of(new) == [old, older]
     assert versions.bases_of(add(10, "0of2", is_committed=False)) == [part]
-    versions.drop(old.key)
+    versions.drop(old)
     assert versions.bases_of(new) == [older]

@@ -294,12 +294,12 @@ def _read(
 
     memories = list(_read_fragments(found, shares.here))
     elsewhere = [
-        wire.Shared(holder, wire.specs_of(some, asked.boxes), _digest(_read_fragments(found, some)))
+        wire.Shared(holder, some, _digest(_read_fragments(found, some)))
         for holder, fragments in shares.elsewhere.items()
         for some in in_requests(fragments, sized, asked.num_bytes)
     ]
-    here = wire.specs_of(shares.here, asked.boxes)
-    return memories, wire.Given(_digest(memories), wire.Assigned(shares.num_boxes, here, elsewhere))
+    assigned = wire.Assigned(shares.num_boxes, shares.here, elsewhere)
+    return memories, wire.Given(_digest(memories), assigned)
 
 
 def _as_delta(

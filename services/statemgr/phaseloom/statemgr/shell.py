@@ -362,8 +362,8 @@ class StateManager:
             ReadCheckpoint: parts.loader.read,
             OpenSaved: parts.loader.open_saved,
             ReadSaved: parts.loader.read_saved,
-            PruneCheckpoints: exporter.prune,
-            RemoveCheckpoint: exporter.remove,
+            PruneCheckpoints: parts.catalogue.prune,
+            RemoveCheckpoint: parts.catalogue.remove,
         }
 
     # --- versions ---

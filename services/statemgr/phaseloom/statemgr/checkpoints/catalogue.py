@@ -1,4 +1,4 @@
-"""The list of checkpoints, their descriptions, and the times for which they are kept."""
+"""The list of checkpoints, their descriptions, how long they are kept, and their removal."""
 
 from __future__ import annotations
 
@@ -21,10 +21,22 @@ from phaseloom.common.contract.checkpoints import (
     FindExpired,
     SetExpiry,
 )
-from phaseloom.common.contract.errors import ResourceError
-from phaseloom.common.contract.ids import check_name, is_name
-from phaseloom.statemgr.checkpoints.files import EXPIRY_FILE, Checkpoints, expiry_of, not_found
-from phaseloom.statemgr.checkpoints.marker import MARKER_FILE, Marker, decode_marker
+from phaseloom.common.contract.errors import CallerError, ResourceError
+from phaseloom.common.contract.ids import DeploymentKey, check_name, is_name
+from phaseloom.common.contract.state_rank import (
+    CheckpointRemoved,
+    PruneCheckpoints,
+    RemoveCheckpoint,
+)
+from phaseloom.statemgr.checkpoints.files import (
+    EXPIRY_FILE,
+    Checkpoints,
+    expiry_of,
+    not_found,
+    readable_marker,
+)
+from phaseloom.statemgr.checkpoints.marker import MARKER_FILE
+from phaseloom.statemgr.residency.incarnations import Rank
 
 log = logging.getLogger(__name__)
 
@@ -79,17 +91,41 @@ class Catalogue:
         """Remove a checkpoint. Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk
         fails."""
         key, name = request.deployment, request.name
-        try:
-            num_bytes = await asyncio.to_thread(
-                self._checkpoints.remove, key, name, if_expired=request.if_expired
-            )
-        except OSError as error:
-            raise ResourceError(f"{name!r} of {key} stays: {error}") from error
+        num_bytes = await self._remove(key, name, if_expired=request.if_expired)
         if not num_bytes:
             raise not_found(name)
-        why = "has expired" if request.if_expired else "is removed"
-        log.info("checkpoint %r of %s %s: %d bytes", name, key, why, num_bytes)
         return CheckpointErased(num_bytes)
+
+    async def remove(self, rank: Rank, request: RemoveCheckpoint) -> CheckpointRemoved:
+        """Remove a checkpoint of a rank's deployment, if there is one. Raises: CallerError: a bad
+        name. ResourceError: the disk fails."""
+        return CheckpointRemoved(await self._remove(rank.wpg.key, request.name))
+
+    async def _remove(self, key: DeploymentKey, name: str, *, if_expired: bool = False) -> int:
+        remove = self._checkpoints.remove
+        try:
+            num_bytes = await asyncio.to_thread(remove, key, name, if_expired=if_expired)
+        except OSError as error:
+            raise ResourceError(f"{name!r} of {key} stays: {error}") from error
+        if num_bytes:
+            why = "has expired" if if_expired else "is removed"
+            log.info("checkpoint %r of %s %s: %d bytes", name, key, why, num_bytes)
+        return num_bytes
+
+    async def prune(self, rank: Rank, request: PruneCheckpoints) -> None:
+        """Remove the old checkpoints of a rank's deployment.
+
+        Raises: CallerError: `keep` is less than one. ResourceError: the disk fails.
+        """
+        key, keep, needed = rank.wpg.key, request.keep, set(request.needed)
+        if keep < 1:
+            raise CallerError(f"{keep} are to stay", field="keep", remedy="keep one or more")
+        try:
+            gone = await asyncio.to_thread(self._checkpoints.prune, key, keep, needed)
+        except OSError as error:
+            raise ResourceError(f"old checkpoints of {key} stay: {error}") from error
+        if gone:
+            log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(gone))
 
     async def find_expired(self, _: FindExpired) -> ExpiredFound:
         expired = await asyncio.to_thread(self._checkpoints.expired)
@@ -127,7 +163,7 @@ def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint 
         at_s = saved_s(directory)
     except OSError:
         return None
-    expiry_s, marker = expiry_of(directory), _marker_of(directory)
+    expiry_s, marker = expiry_of(directory), readable_marker(directory)
     return SavedCheckpoint(
         job,
         deployment,
@@ -140,10 +176,3 @@ def _described(directory: Path, *, with_files: bool = False) -> SavedCheckpoint 
         expires_in_s=None if expiry_s is None else max(0.0, expiry_s - time.time()),
         files=files if with_files else {},
     )
-
-
-def _marker_of(directory: Path) -> Marker | None:
-    try:
-        return decode_marker((directory / MARKER_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None

@@ -21,10 +21,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.operations import SaveStateResult
 from phaseloom.common.contract.state_rank import (
-    CheckpointRemoved,
     CheckpointWritten,
-    PruneCheckpoints,
-    RemoveCheckpoint,
     SnapshotTaken,
     TakeSnapshot,
     WriteCheckpoint,
@@ -103,10 +100,8 @@ class Exporter:
         rank.wpg.check_alive()
         async with self._locks[key]:
             await self._until_others_end(rank.wpg, operation)
-            written = await self._checkpoints.written_by(
-                operation, key, request.name, overwrite=request.overwrite
-            )
-            if written is not None or self._has_snapshot(rank.wpg, operation):
+            is_written = await self._written_by(key, request) is not None
+            if is_written or self._has_snapshot(rank.wpg, operation):
                 return SnapshotTaken()
             for write in [*self._writes.values()]:
                 if write.snapshot.key == key and write.snapshot.name == request.name:
@@ -119,6 +114,14 @@ class Exporter:
                     self._staging.free(old)
             await self._staging.snapshot(rank.wpg, request)
         return SnapshotTaken()
+
+    async def _written_by(
+        self, key: DeploymentKey, request: TakeSnapshot | WriteCheckpoint
+    ) -> Marker | None:
+        """As `Checkpoints.written_by`, for the operation of a request."""
+        asked = request.operation, key, request.name
+        written_by = self._checkpoints.written_by
+        return await asyncio.to_thread(written_by, *asked, overwrite=request.overwrite)
 
     def _has_snapshot(self, wpg: Wpg, operation: str) -> bool:
         """Whether the operation's snapshot need not be taken again. Where a deployment is on
@@ -149,9 +152,7 @@ class Exporter:
         async with self._locks[key]:
             write = self._writes.get((key, operation))
             if write is None:
-                marker = await self._checkpoints.written_by(
-                    operation, key, request.name, overwrite=request.overwrite
-                )
+                marker = await self._written_by(key, request)
                 if marker is not None:
                     return CheckpointWritten(marker.result.weights_sha256)
                 if await self._has_left_part(rank.wpg, request):
@@ -253,7 +254,7 @@ class Exporter:
             written = await asyncio.to_thread(self._draft, snapshot, staged, request, cancelled)
             async with self._numbering:
                 with writing():
-                    number = await self._checkpoints.next_number(snapshot.key)
+                    number = await asyncio.to_thread(self._checkpoints.next_number, snapshot.key)
                 marker = Marker(
                     operation_id=snapshot.operation,
                     result=SaveStateResult(path, written.weights_sha256),
@@ -306,35 +307,6 @@ class Exporter:
             memory = self._node.memory[part.extent].view(part.num_bytes)
             staged.append(StagedState(index, part.tensors, memory, part.checksums))
         return staged
-
-    async def prune(self, rank: Rank, request: PruneCheckpoints) -> None:
-        """Remove the old checkpoints of a deployment.
-
-        Raises: CallerError: `keep` is less than one. ResourceError: the disk fails.
-        """
-        key = rank.wpg.key
-        if request.keep < 1:
-            raise CallerError(
-                f"{request.keep} are to stay", field="keep", remedy="keep one or more"
-            )
-        needed = set(request.needed)
-        try:
-            gone = await self._checkpoints.prune(key, request.keep, needed)
-        except OSError as error:
-            raise ResourceError(f"old checkpoints of {key} stay: {error}") from error
-        if gone:
-            log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(gone))
-
-    async def remove(self, rank: Rank, request: RemoveCheckpoint) -> CheckpointRemoved:
-        """Remove a checkpoint of a deployment. Raises: CallerError: a bad name. ResourceError: the
-        disk fails."""
-        key = rank.wpg.key
-        try:
-            num_bytes = await asyncio.to_thread(self._checkpoints.remove, key, request.name)
-        except OSError as error:
-            raise ResourceError(f"{request.name!r} of {key} stays: {error}") from error
-        log.info("checkpoint %r of %s is removed: %d bytes", request.name, key, num_bytes)
-        return CheckpointRemoved(num_bytes)
 
     def abandon(self) -> None:
         """Free the snapshots that are not being written: the agent that would ask is gone."""

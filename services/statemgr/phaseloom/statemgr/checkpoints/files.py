@@ -6,13 +6,11 @@ the rename and before it answers; the operation then comes again, finds its own 
 the same answer. What takes a name away, or needs all files under it, holds the deployment's lock,
 `<root>/<tenant>/<job>/.<deployment>.lock`.
 
-Methods that only read are asynchronous. Methods that write are blocking, to be called in a thread,
-so that nothing else comes between a file, its fsync and the rename.
+Blocking: call it in a thread, so that nothing else comes between a file, its fsync and the rename.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import logging
@@ -23,9 +21,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import aiofiles
-import aiofiles.os
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import (
@@ -67,14 +62,14 @@ class Checkpoints:
         place = self.root / key.tenant / key.job / key.deployment
         return place / check_name(name, "args.name")
 
-    async def existing(self, key: DeploymentKey, name: str) -> Path:
+    def existing(self, key: DeploymentKey, name: str) -> Path:
         """The directory of a checkpoint that exists. Raises: CallerError: NOT_FOUND, a bad name."""
         directory = self.directory(key, name)
-        if not await aiofiles.os.path.isdir(directory):
+        if not directory.is_dir():
             raise not_found(name)
         return directory
 
-    async def written_by(
+    def written_by(
         self, operation: str, key: DeploymentKey, name: str, *, overwrite: bool = False
     ) -> Marker | None:
         """The marker of a checkpoint that this operation wrote; None: the name can be taken.
@@ -83,9 +78,9 @@ class Checkpoints:
         Raises: CallerError: ALREADY_EXISTS: another operation wrote the checkpoint; a bad name.
         """
         directory = self.directory(key, name)
-        if not await aiofiles.os.path.exists(directory):
+        if not directory.exists():
             return None
-        marker = await _readable_marker(directory)
+        marker = readable_marker(directory)
         if marker is not None and marker.operation_id == operation:
             return marker
         if not overwrite:
@@ -149,20 +144,20 @@ class Checkpoints:
         """Remove the draft of a checkpoint."""
         shutil.rmtree(self._draft(key, name), ignore_errors=True)
 
-    async def next_number(self, key: DeploymentKey) -> int:
+    def next_number(self, key: DeploymentKey) -> int:
         """The number of the deployment's next checkpoint. Raises: OSError."""
-        return 1 + max((marker.number for _, marker in await self._markers(key)), default=0)
+        return 1 + max((marker.number for _, marker in self._markers(key)), default=0)
 
-    async def prune(self, key: DeploymentKey, keep: int, needed: set[str]) -> list[str]:
+    def prune(self, key: DeploymentKey, keep: int, needed: set[str]) -> list[str]:
         """Remove old checkpoints. Of those that may go, the newest `keep` stay, and so do those
         that are needed.
 
         Returns: the names that were removed.
         Raises:  OSError.
         """
-        gone = superseded(await self._markers(key), keep, needed)
+        gone = superseded(self._markers(key), keep, needed)
         for name in gone:
-            await asyncio.to_thread(self.remove, key, name)
+            self.remove(key, name)
         return gone
 
     def remove(self, key: DeploymentKey, name: str, *, if_expired: bool = False) -> int:
@@ -258,31 +253,24 @@ class Checkpoints:
         told = f"{name}.{why}" if why else name
         return self.directory(key, name).with_name(f".{told}.{self.node}.draft")
 
-    async def _markers(self, key: DeploymentKey) -> list[tuple[str, Marker]]:
+    def _markers(self, key: DeploymentKey) -> list[tuple[str, Marker]]:
         """The readable markers of a deployment's checkpoints: (name, marker), sorted by name."""
-        place = self.directory(key, "any").parent
-        if not await aiofiles.os.path.isdir(place):
-            return []
-        found = []
-        for name in sorted(await aiofiles.os.listdir(place)):
-            marker = None if name.startswith(".") else await _readable_marker(place / name)
-            if marker is not None:
-                found.append((name, marker))
-        return found
+        named = sorted(self.directory(key, "any").parent.glob("[!.]*"))
+        markers = [(directory.name, readable_marker(directory)) for directory in named]
+        return [(name, marker) for name, marker in markers if marker is not None]
 
 
-async def marker_of(directory: Path) -> Marker | None:
+def marker_of(directory: Path) -> Marker | None:
     """The marker of a checkpoint; None: it has none. Raises: OSError; ValueError: a bad marker."""
     try:
-        async with aiofiles.open(directory / MARKER_FILE, "rb") as file:
-            return decode_marker(await file.read())
+        return decode_marker((directory / MARKER_FILE).read_bytes())
     except FileNotFoundError:
         return None
 
 
-async def _readable_marker(directory: Path) -> Marker | None:
+def readable_marker(directory: Path) -> Marker | None:
     try:
-        return await marker_of(directory)
+        return marker_of(directory)
     except (OSError, ValueError):
         return None
 

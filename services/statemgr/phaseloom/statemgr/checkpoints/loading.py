@@ -47,7 +47,7 @@ from phaseloom.common.tensors.tensortable import ALIGNMENT_BYTES, TensorTable
 from phaseloom.statemgr.checkpoints import pins
 from phaseloom.statemgr.checkpoints.assembly import global_shape, is_sound, slot_runs
 from phaseloom.statemgr.checkpoints.files import Checkpoints, marker_of
-from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums, Marker
+from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES, MARKER_FILE, FileSums
 from phaseloom.statemgr.checkpoints.shards import (
     ADAPTER,
     ADAPTER_CONFIG_FILE,
@@ -85,9 +85,8 @@ class Loader:
         wpg = rank.wpg
         key = saved_by(wpg.key, request.source)
         if not request.load:
-            return await self._read(
-                rank, request, await self._checkpoints.existing(key, request.name)
-            )
+            directory = await asyncio.to_thread(self._checkpoints.existing, key, request.name)
+            return await self._read(rank, request, directory)
         pinned = await asyncio.to_thread(
             pins.pin, self._checkpoints, wpg.key, key, request.name, request.load
         )
@@ -101,7 +100,9 @@ class Loader:
 
     async def _read(self, rank: Rank, request: ReadCheckpoint, directory: Path) -> CheckpointRead:
         wpg = rank.wpg
-        saved = await SavedState.open(self._disk, directory, has_training=request.optimizer)
+        saved = await asyncio.to_thread(
+            SavedState, self._disk, directory, has_training=request.optimizer
+        )
         sha256 = saved.marker.result.weights_sha256 if saved.marker is not None else ""
         if rank.state is State.FILLING:
             return CheckpointRead(sha256, await self._fill(rank, saved))
@@ -147,15 +148,15 @@ class Loader:
         """The weights of a checkpoint. Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS."""
         key = saved_by(rank.wpg.key, source)
 
-        async def opened() -> SavedState:
-            directory = await self._checkpoints.existing(key, name)
-            return await SavedState.open(self._disk, directory, has_training=False)
+        def opened() -> SavedState:
+            directory = self._checkpoints.existing(key, name)
+            return SavedState(self._disk, directory, has_training=False)
 
         try:
-            return await opened()
+            return await asyncio.to_thread(opened)
         except ResourceError:
             # Another one may have taken its place, or it was deleted, while its files were opened.
-            return await opened()
+            return await asyncio.to_thread(opened)
 
     async def _fill(self, rank: Rank, saved: SavedState) -> str:
         """Fill the extent of a rank that has no state yet. Returns: the digest of its memory."""
@@ -220,29 +221,21 @@ class _File:
 class SavedState:
     """An open checkpoint, whose index and headers are read and verified.
 
-    All methods but `open` are blocking: call them in a thread.
+    Blocking: call it in a thread.
     """
 
-    @classmethod
-    async def open(cls, disk: Disk, directory: Path, *, has_training: bool = True) -> SavedState:
+    def __init__(self, disk: Disk, directory: Path, *, has_training: bool) -> None:
         """Open a checkpoint.
 
         Args:   has_training: whether to look for training state; else there is none.
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: it holds no model.
         """
-        try:
-            marker = await marker_of(directory)
-        except (OSError, ValueError) as error:
-            raise _data_loss(directory / MARKER_FILE, str(error)) from error
-        return await asyncio.to_thread(cls, disk, directory, marker, has_training=has_training)
-
-    def __init__(
-        self, disk: Disk, directory: Path, marker: Marker | None, *, has_training: bool
-    ) -> None:
-        """Args: marker: the checkpoint's marker; None: it has none. Raises: as `open`."""
         self._disk = disk
         self._directory = directory
-        self.marker = marker
+        try:
+            self.marker = marker_of(directory)
+        except (OSError, ValueError) as error:
+            raise _data_loss(directory / MARKER_FILE, str(error)) from error
         self._files: dict[str, _File] = {}
         self._weights = self._tensors(MODEL)
         self.is_adapter = not self._weights

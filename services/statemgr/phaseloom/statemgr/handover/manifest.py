@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import xxhash
@@ -31,6 +31,17 @@ _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
 E = TypeVar("E", bound=msgspec.Struct)
+
+
+class Records(Protocol):
+    """The records of a node."""
+
+    endpoint: str
+    residency: Residency
+    versions: Versions
+    shared_copies: SharedCopies
+    snapshots: Snapshots
+    seals: HostSeals
 
 
 class RankEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -112,32 +123,25 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The seals that are in host memory; the others are found on disk."""
 
 
-def manifest_of(  # noqa: PLR0917 - all that a node has
-    residency: Residency,
-    versions: Versions,
-    shared_copies: SharedCopies,
-    snapshots: Snapshots,
-    seals: HostSeals,
-    endpoint: str,
-) -> Manifest:
-    """The manifest of all that the node holds in host memory now."""
+def manifest_of(node: Records) -> Manifest:
+    """The manifest of all that a node holds in host memory now."""
     wpgs = []
-    for wpg in residency.alive():
+    for wpg in node.residency.alive():
         ranks = [
             _entry_of(RankEntry, rank, shared_copy=rank.shared_copy and rank.shared_copy.number)
             for rank in wpg.ranks
         ]
         prepared = wpg.prepared and wpg.prepared.seq
         wpgs.append(_entry_of(WpgEntry, wpg, ranks=ranks, prepared=prepared))
-    in_memory = [version for version in versions.known() if version.extent is not None]
+    in_memory = [version for version in node.versions.known() if version.extent is not None]
     return Manifest(
-        endpoint=endpoint,
-        fences=residency.fences(),
+        endpoint=node.endpoint,
+        fences=node.residency.fences(),
         wpgs=wpgs,
         versions=[_entry_of(VersionEntry, version) for version in in_memory],
-        shared_copies=[_entry_of(SharedCopyEntry, copy) for copy in shared_copies.all()],
-        snapshots=[*snapshots.values()],
-        seals=[*seals.values()],
+        shared_copies=[_entry_of(SharedCopyEntry, copy) for copy in node.shared_copies.all()],
+        snapshots=[*node.snapshots.values()],
+        seals=[*node.seals.values()],
     )
 
 

@@ -84,17 +84,7 @@ class Node:
         self.memory = HostMemory(host_budget_bytes)
         self.endpoint = ""
         """host:port where this daemon serves weights versions."""
-        self.handles = HandleRegistry(
-            self.memory,
-            lambda: manifest_of(
-                self.residency,
-                self.versions,
-                self.shared_copies,
-                self.snapshots,
-                self.seals,
-                self.endpoint,
-            ),
-        )
+        self.handles = HandleRegistry(self.memory, lambda: manifest_of(self))
         self.background = Background()
         self.digests = Digests(self.background, self.residency, self.memory, self.change)
         self.moves = Moves(self.background, name, directory, self._stale_file, self.announce)
@@ -365,9 +355,8 @@ class Node:
         """Free a version's memory now, or when its last user is done."""
         if version is not None:
             self.device_copies.drop(version.key)
-            dropped = self.versions.drop(version.key)
-            if dropped is not None and dropped[1] is not None:
-                self._recycle(version, dropped[1])
+            self.versions.drop(version)
+            self._recycle(version)
 
     @contextmanager
     def using(self, version: Version) -> Iterator[None]:
@@ -379,17 +368,20 @@ class Node:
         try:
             yield
         finally:
-            extent = self.versions.release(version)
-            if extent is not None:
-                self._recycle(version, extent)
+            version.users -= 1
+            self._recycle(version)
 
-    def _recycle(self, version: Version, extent: int) -> None:
-        """Park a version's extent where it may be reused, or else free it.
+    def _recycle(self, version: Version) -> None:
+        """Park the extent of a dropped version without users where it may be reused, or else free
+        it.
 
         The writer of the extent still has it mapped. So it is reused only by the same incarnation
         of the same policy. An extent that this daemon wrote is reused by versions of the same
         policy, while its job is on this node.
         """
+        extent = self.versions.reap(version)
+        if extent is None:
+            return
         writer = next((r.wpg for r in self.ranks if _writes(r.wpg, version)), None)
         is_nobodys = version.incarnation is not None and writer is None
         is_over = not self._has(version.key.policy.job_key)

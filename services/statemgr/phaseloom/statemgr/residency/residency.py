@@ -366,25 +366,32 @@ class Residency:
             self._check_room(rank.wpg, rank.device, rank.device_bytes, used_bytes)
         self.step(rank, Step.LOAD_BEGUN)
 
-    def begin_offload(self, rank: Rank) -> None:
-        """Record that the offload of a rank begins, which overwrites its own host copy.
+    def begin_copy_out(self, rank: Rank, *, release: bool) -> None:
+        """Record that the host copy of a resident rank is about to be renewed.
 
+        Args:   release: whether the rank is offloaded; else it stays resident.
         Raises: InternalError: the host copy is being sealed and must not be overwritten.
                 ResourceError: the rank is lost.
         """
         prepared = rank.wpg.prepared
         if prepared is not None:
-            raise InternalError(f"offload of {rank} over the seal prepared at {prepared.seq}")
-        self.step(rank, Step.OFFLOAD_BEGUN)
+            raise InternalError(f"copy of {rank} over the seal prepared at {prepared.seq}")
+        if release:
+            self.step(rank, Step.OFFLOAD_BEGUN)
+        else:
+            _check_alive(rank.wpg)
+            assert rank.state is State.RESIDENT
         if not rank.frozen:
             rank.overwritten()
 
-    def finish_offload(self, rank: Rank, applied: int, digest: str = "") -> None:
-        """Record that a rank is offloaded, and its host copy whole.
+    def finish_copy_out(self, rank: Rank, applied: int, digest: str = "") -> None:
+        """Record that the host copy of a rank is whole, and the rank offloaded if it was to be.
 
         Args:   digest: that of the host copy; empty: it is yet to be taken.
         """
-        self.step(rank, Step.OFFLOAD_VERIFIED)
+        if rank.state is State.OFFLOADING:
+            self.step(rank, Step.OFFLOAD_VERIFIED)
+        _check_alive(rank.wpg)
         rank.copied(applied, digest)
 
     def digested(self, rank: Rank, digest: str) -> None:
@@ -427,22 +434,6 @@ class Residency:
         ]
 
     # --- seals ---
-
-    def begin_copy(self, rank: Rank) -> None:
-        """Record that the host copy of a rank that stays resident is about to be renewed."""
-        _check_alive(rank.wpg)
-        assert rank.state is State.RESIDENT
-        assert rank.wpg.prepared is None
-        if not rank.frozen:
-            rank.overwritten()
-
-    def finish_copy(self, rank: Rank, applied: int, digest: str = "") -> None:
-        """Record that the host copy of a resident rank is renewed.
-
-        Args:   digest: that of the host copy; empty: it is yet to be taken.
-        """
-        _check_alive(rank.wpg)
-        rank.copied(applied, digest)
 
     def prepare_seal(self, wpg: Wpg, seq: int) -> None:
         """Keep the host copies, which must be at `seq`, from being overwritten until `end_seal`.

@@ -83,7 +83,7 @@ class Sealer:
                 raise
 
     async def _copy(self, rank: Rank) -> None:
-        self._node.residency.begin_copy(rank)
+        self._node.residency.begin_copy_out(rank, release=False)
         if rank.frozen:
             copied = await sharing.copy_out(
                 self._node, self._tiering.reserve_frozen, rank, release=False
@@ -91,7 +91,7 @@ class Sealer:
         else:
             copied = await self._node.ask(rank, CopyOut(release=False))
         # The digest is taken as it is written.
-        self._node.residency.finish_copy(rank, copied.applied, rank.digest)
+        self._node.residency.finish_copy_out(rank, copied.applied, rank.digest)
 
     async def _snapshot(self, rank: Rank) -> None:
         """Copy the state of a rank that lives in host memory alone: the rank changes that state

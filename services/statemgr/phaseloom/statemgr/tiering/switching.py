@@ -154,7 +154,7 @@ async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[Non
 async def _copy_out(tiering: Tiering, rank: Rank) -> float:
     """Offload one rank and verify that it released its heap; returns the seconds of its copy."""
     node = tiering.node
-    node.residency.begin_offload(rank)
+    node.residency.begin_copy_out(rank, release=True)
     try:
         if rank.frozen:
             copied = await sharing.copy_out(node, tiering.reserve_frozen, rank, release=True)
@@ -174,7 +174,7 @@ async def _copy_out(tiering: Tiering, rank: Rank) -> float:
             f"{rank} still holds {copied.resident_bytes} bytes of device memory after its offload",
             code=Code.ABORTED,
         )
-    node.residency.finish_offload(rank, copied.applied, rank.digest)
+    node.residency.finish_copy_out(rank, copied.applied, rank.digest)
     return copied.duration_s
 
 

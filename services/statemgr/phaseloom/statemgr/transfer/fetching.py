@@ -393,9 +393,7 @@ class Fetch:
         if not 1 <= assigned.num_boxes <= len(batch.pieces):
             raise ConnectionError(f"it tells of {assigned.num_boxes} boxes")
         told = Batch(batch.part, batch.pieces[: assigned.num_boxes])
-        specs = [assigned.here, *(share.boxes for share in assigned.elsewhere)]
-        shares = [wire.fragments_of(each, told.boxes) for each in specs]
-        mine, *others = told.split(shares)
+        mine, *others = told.split([assigned.here, *(share.boxes for share in assigned.elsewhere)])
         for other, share in zip(others, assigned.elsewhere, strict=True):
             self._relay(other, share)
         self._put_back(Batch(batch.part, batch.pieces[assigned.num_boxes :]))

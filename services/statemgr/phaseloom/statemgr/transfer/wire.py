@@ -16,12 +16,10 @@ of the mesh; the scheduler's ticket says what the client may have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from phaseloom.common.contract.commands import FilesTicket, Ticket
-from phaseloom.common.contract.errors import CallerError, ErrorInfo
+from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.statemgr.disk.statefile import MAX_HEADER_BYTES, StateHeader
@@ -169,16 +167,11 @@ class FilesKept(msgspec.Struct, frozen=True, tag=True):
     """Says that the files are on the server's disk, fsynced."""
 
 
-FragmentSpec = tuple[int, list[int], list[int]]
-"""A box inside a box of a request: (the number of the request's box, start, size). Where start and
-size are empty, it is all of the request's box."""
-
-
 class Shared(msgspec.Struct, frozen=True, array_like=True):
     """The boxes of a request that the client is to take from a peer."""
 
     holder: Peer
-    boxes: list[FragmentSpec]
+    boxes: list[Fragment]
     digest: str
     """The xxh3-128 of the bytes of these boxes, as the server has them."""
 
@@ -190,7 +183,7 @@ class Assigned(msgspec.Struct, frozen=True, array_like=True):
     num_boxes: int
     """The number of boxes that are answered, from the first on; the client asks for the others
     again."""
-    here: list[FragmentSpec]
+    here: list[Fragment]
     """The boxes that the server sends."""
     elsewhere: list[Shared]
     """The boxes that peers have."""
@@ -233,24 +226,3 @@ Reply = (
     | Waiting
     | Refusal
 )
-
-
-def specs_of(fragments: list[Fragment], boxes: Sequence[Box]) -> list[FragmentSpec]:
-    return [
-        (number, [], []) if box == boxes[number] else (number, box.start, box.size)
-        for number, box in fragments
-    ]
-
-
-def fragments_of(specs: list[FragmentSpec], boxes: Sequence[Box]) -> list[Fragment]:
-    """The fragments of a request's boxes that the specs name.
-
-    Raises: CallerError: the request has no such box.
-    """
-    found = []
-    for number, start, size in specs:
-        if not 0 <= number < len(boxes):
-            raise CallerError(f"box {number} of {len(boxes)}", field="boxes")
-        whole = boxes[number]
-        found.append((number, Box(whole.name, start, size) if size else whole))
-    return found

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from phaseloom.common.contract.commands import Ticket
@@ -37,6 +38,19 @@ _NOWHERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS, Code.FAILED_PRECONDITION})
 """The codes that sources answer with where they do not have the version."""
 
 
+class Wanted(NamedTuple):
+    """A version that is to be in host memory, and where it may be had."""
+
+    key: VersionKey
+    sources: Sequence[str] = ()
+    ticket: Ticket | None = None
+    digest: str = ""
+    """The digest that a source must have to be fetched from; empty: any digest."""
+    permit: CommandId | None = None
+    """The permit of the operation that is to read the version. Its ranks copy the same memory, so
+    requests with one permit share one verification."""
+
+
 class VersionFetcher:
     def __init__(self, node: Node, tiering: Tiering, home: Home) -> None:
         """Args: home: this state manager, wherever it serves: the node knows the address."""
@@ -63,31 +77,21 @@ class VersionFetcher:
         fetched or is a copy of slices; None: it is neither."""
         return self._incoming.get(version)
 
-    async def get_verified(
-        self,
-        key: VersionKey,
-        sources: list[str],
-        ticket: Ticket | None,
-        digest: str = "",
-        permit: CommandId | None = None,
-    ) -> Version:
+    async def get_verified(self, wanted: Wanted) -> Version:
         """The committed version, in memory, verified; read or fetched again where it was bad.
 
-        Args:   permit: of the operation that is to read the version: its ranks copy the same
-                memory, so calls with one permit share one verification.
         Raises: as `get`.
         """
-        version = await self.get(key, sources, ticket, digest, permit=permit)
-        if await self.is_sound(version, permit):
+        version = await self.get(wanted)
+        if await self.is_sound(version, wanted.permit):
             return version
-        log.warning("version %s is opened again", key)
-        return await self.get(key, sources, ticket, digest, permit=permit, is_suspect=True)
+        log.warning("version %s is opened again", wanted.key)
+        return await self.get(wanted, is_suspect=True)
 
     async def is_sound(self, version: Version, permit: CommandId | None) -> bool:
         """Whether a version in host memory is what was committed, and is still here.
 
-        Calls with one permit share one verification. The lock on the version's key stays free, so
-        that other requests go on meanwhile.
+        The lock on the version's key stays free, so that other requests go on meanwhile.
         """
         with self.node.using(version):
             async with self._verifying.setdefault(version, asyncio.Lock()):
@@ -97,25 +101,15 @@ class VersionFetcher:
                     version.verified_for = permit
         return not version.is_dropped
 
-    async def get(
-        self,
-        key: VersionKey,
-        sources: list[str],
-        ticket: Ticket | None,
-        digest: str = "",
-        *,
-        permit: CommandId | None = None,
-        is_suspect: bool = False,
-    ) -> Version:
+    async def get(self, wanted: Wanted, *, is_suspect: bool = False) -> Version:
         """The committed version, in memory. Concurrent requests share one fetch.
 
-        Args:   digest: the digest that a source must have to be fetched from; empty: any digest.
-                permit: of the operation that is to read it: what comes is verified for that.
-                is_suspect: whether to verify first the copy that is here, and drop it if it is bad.
+        Args:   is_suspect: whether to verify first the copy that is here, and drop it if it is bad.
         Raises: CallerError: NOT_FOUND: the version is not committed here yet, or no source has it.
                 ResourceError: no source could deliver it; DATA_LOSS; no host memory; UNAVAILABLE:
                 its policy makes it again.
         """
+        key = wanted.key
         async with self.lock(key):
             version = self.node.versions.find(key)
             if version is not None and not version.is_committed:
@@ -126,9 +120,9 @@ class VersionFetcher:
                 bad = version if await self.suspects.drop_if_bad(version) else None
             if bad is not None:
                 # All readers are to have the same.
-                digest = digest or bad.digest
+                wanted = wanted._replace(digest=wanted.digest or bad.digest)
             try:
-                return await self._read_or_fetch(key, sources, ticket, digest, permit)
+                return await self._read_or_fetch(wanted)
             except PhaseloomError as error:
                 if bad is not None:
                     await self.suspects.rebuild(bad)
@@ -138,31 +132,24 @@ class VersionFetcher:
                         raise _lost(key, error) from error
                 raise
 
-    async def _read_or_fetch(
-        self,
-        key: VersionKey,
-        sources: list[str],
-        ticket: Ticket | None,
-        digest: str,
-        permit: CommandId | None,
-    ) -> Version:
+    async def _read_or_fetch(self, wanted: Wanted) -> Version:
         """The version from memory, else from disk, else from another node, where both verify it."""
-        version = self.node.versions.find(key)
+        version = self.node.versions.find(wanted.key)
         if version is not None and version.extent is None:
             try:
                 await self._read(version)
-                version.verified_for = permit
+                version.verified_for = wanted.permit
             except PhaseloomError as error:
-                if not (version.is_dropped and sources):
+                if not (version.is_dropped and wanted.sources):
                     raise
                 log.warning("%s; fetching it from another node", error)
                 version = None
         if version is not None:
             return version
-        if not sources:
-            raise not_here(key)
-        version = await self._fetch(key, sources, ticket, digest)
-        version.verified_for = permit
+        if not wanted.sources:
+            raise not_here(wanted.key)
+        version = await self._fetch(wanted)
+        version.verified_for = wanted.permit
         return version
 
     async def _read(self, version: Version) -> None:
@@ -182,11 +169,9 @@ class VersionFetcher:
                 raise
         version.check_kept()
 
-    async def _fetch(
-        self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
-    ) -> Version:
+    async def _fetch(self, wanted: Wanted) -> Version:
         """Fetch a version from other nodes, as the slices that cover all of it."""
-        described = await self._described(key, sources, ticket, digest)
+        key, described = wanted.key, await self._described(wanted)
         size, digest = described.num_bytes, described.digest
         table = TensorTable.of(described.tensors)
         check_layout(table, size)
@@ -195,8 +180,8 @@ class VersionFetcher:
         what = f"version {key}"
         async with self.coming(key, table, size, incoming, what) as version:
             everything = await asyncio.to_thread(batches, slices)
-            with self.fetch(version, incoming, ticket, what, digest) as first:
-                fetch = await first.fetch_sound(everything, {key.part: sources})
+            with self.fetch(version, incoming, wanted.ticket, what, digest) as first:
+                fetch = await first.fetch_sound(everything, {key.part: list(wanted.sources)})
             self.node.versions.commit(version, digest)
         log.info(
             "version %s came: %d bytes from its source, %d from peers; %s",
@@ -278,16 +263,14 @@ class VersionFetcher:
                 if not version.is_committed and not version.is_dropped:
                     node.drop_version(version)
 
-    async def _described(
-        self, key: VersionKey, sources: list[str], ticket: Ticket | None, digest: str
-    ) -> wire.VersionDescription:
-        """The description of a version by the first source that has it with this digest.
+    async def _described(self, wanted: Wanted) -> wire.VersionDescription:
+        """The description of a version by the first source that has it with the wanted digest.
 
         Raises: ResourceError: no source has it.
         """
-        errors: list[PhaseloomError] = []
-        asked = wire.DescribeVersion(key, ticket)
-        for endpoint in sources:
+        key, digest, errors = wanted.key, wanted.digest, list[PhaseloomError]()
+        asked = wire.DescribeVersion(key, wanted.ticket)
+        for endpoint in wanted.sources:
             try:
                 described = await ask_once(endpoint, asked, wire.VersionDescription, self.home)
                 if digest not in {"", described.digest}:

@@ -218,22 +218,23 @@ class Versions:
         assert extent is not None
         return extent
 
-    def release(self, version: Version) -> int | None:
-        """Count one user less. Returns: the extent to park, if this was the last user of a dropped
-        version."""
-        version.users -= 1
-        return self._reap(version)
+    def drop(self, version: Version) -> None:
+        """Drop a version that nobody needs. Idempotent; `reap` then takes its memory from it."""
+        if self._versions.get(version.key) is version:
+            del self._versions[version.key]
+            version.is_dropped = True
+            if version.extent is not None:
+                self._leaving.add(version)
 
-    def drop(self, key: VersionKey) -> tuple[Version, int | None] | None:
-        """Drop a version that nobody needs. Returns: the version and, if it has no user, the extent
-        to park."""
-        version = self._versions.pop(key, None)
-        if version is None:
+    def reap(self, version: Version) -> int | None:
+        """Take the memory from a dropped version that has no user. Returns: the extent to park;
+        None: there is none."""
+        assert version.users >= 0
+        if not version.is_dropped or version.users:
             return None
-        version.is_dropped = True
-        if version.extent is not None:
-            self._leaving.add(version)
-        return version, self._reap(version)
+        extent, version.extent = version.extent, None
+        self._leaving.discard(version)
+        return extent
 
     def unfinished(self, policy: object, incarnation: int) -> list[VersionKey]:
         """Versions, and parts, that this incarnation of a policy has begun and not committed as a
@@ -279,14 +280,6 @@ class Versions:
             assert version.extent is not None
         extents = self.extents()
         assert len(extents) == len(set(extents)), "one extent, two versions"
-
-    def _reap(self, version: Version) -> int | None:
-        assert version.users >= 0
-        if not version.is_dropped or version.users:
-            return None
-        extent, version.extent = version.extent, None
-        self._leaving.discard(version)
-        return extent
 
 
 def not_here(key: VersionKey) -> CallerError:

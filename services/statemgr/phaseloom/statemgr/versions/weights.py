@@ -32,10 +32,10 @@ from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.residency.incarnations import Wpg
 from phaseloom.statemgr.transfer import wire
-from phaseloom.statemgr.transfer.fetching import Fetch, ask_once
+from phaseloom.statemgr.transfer.fetching import Fetch, ask_once, undelivered
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, OpenPart, OpenParts, Served
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
-from phaseloom.statemgr.versions.fetch import VersionFetcher, counted
+from phaseloom.statemgr.versions.fetch import VersionFetcher, Wanted, counted
 from phaseloom.statemgr.versions.versions import Version, not_here
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Weights:
         self._check_readable(key)
         get = self.fetcher.get if request.is_unverified else self.fetcher.get_verified
         version = await get(
-            key, request.sources, request.ticket, request.digest, permit=request.permit
+            Wanted(key, request.sources, request.ticket, request.digest, request.permit)
         )
         extent = version.extent
         assert extent is not None
@@ -91,19 +91,19 @@ class Weights:
         """
         await self._node.until_settled(self.fetcher.home.timeout_s)
         async with self._node.change():
-            await self.fetcher.get(key, sources or [], ticket, is_suspect=True)
+            await self.fetcher.get(Wanted(key, sources or (), ticket), is_suspect=True)
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
         """Fetch a version into host memory with all of its parts."""
         key = ticket.version
         check_name(key.policy.deployment, "ticket.version.policy")
-        version = await self.fetcher.get(key, sources, ticket)
+        version = await self.fetcher.get(Wanted(key, sources, ticket))
         if version.is_manifest:
             async with self._used(key):
                 digests = self._digests_in(version)
                 for part in await self._holders(version, sources, ticket):
                     mine, digest = part_of(key, part.part), digests[part.part]
-                    await self.fetcher.get(mine, part.endpoints, ticket, digest)
+                    await self.fetcher.get(Wanted(mine, part.endpoints, ticket, digest))
 
     async def committed_digests(self, key: VersionKey, parts: list[str]) -> dict[str, str]:
         """The digests of these parts of a version, as its manifest says.
@@ -154,7 +154,8 @@ class Weights:
         ]
         missing = [each.part for each in holders if not each.endpoints]
         if missing:
-            raise _without(key, missing, errors)
+            what = f"{', '.join(missing)} of version {key}"
+            raise undelivered(what, errors or [not_here(key)])
         return holders
 
     async def _ask_parts(
@@ -233,7 +234,7 @@ class Weights:
             # It may be on its way here, and the one that asks may be the one that fetches it.
             self.fetcher.suspects.check(key)
             raise not_here(key)
-        await self.fetcher.get(key, [], None)
+        await self.fetcher.get(Wanted(key))
         async with self._used(key) as version:
             yield version
 
@@ -363,18 +364,6 @@ def description_of(version: Version, tensors: bytes | None = None) -> VersionExt
         digest=version.digest,
         exists=version.is_committed,
     )
-
-
-def _without(version: VersionKey, parts: list[str], errors: list[PhaseloomError]) -> PhaseloomError:
-    """The error where no source has these parts. Args: errors: those of sources that failed."""
-    why = "; ".join(map(str, errors)) or "no source that is named has them"
-    text = f"version {version} lacks {', '.join(parts)}: {why}"
-    remedy = "retry; name sources that hold the version"
-    if all(error.info.code is Code.NOT_FOUND for error in errors):
-        return CallerError(text, code=Code.NOT_FOUND, field="version", remedy=remedy)
-    codes = {error.info.code for error in errors} - {Code.NOT_FOUND}
-    code = codes.pop() if len(codes) == 1 else Code.UNAVAILABLE
-    return ResourceError(text, code=code, remedy=remedy)
 
 
 def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
