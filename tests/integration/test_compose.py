@@ -36,6 +36,7 @@ from tests.support.processes import free_port
 
 TASK = "chain_sum"
 THREE = "docker-compose.nats3.yml"
+GPU = "docker-compose.gpu.yml"
 _BUILD_FREE = ("router", "scheduler", "profiler", "statemgr", "gateway", "console")
 
 
@@ -206,7 +207,7 @@ def test_images_are_small_and_not_root() -> None:
 
 def test_with_gpus_every_worker_has_one_of_its_own_and_works_on_it() -> None:
     workers = {name for name in ours() if name.startswith("worker-")}
-    changed = compose("docker-compose.gpu.yml")["services"]
+    changed = compose(GPU)["services"]
     assert changed.keys() == workers
     gpus = []
     for name, spec in changed.items():
@@ -257,15 +258,24 @@ def test_settings_of_the_front_are_valid() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("docker-compose"), reason="needs docker-compose")
-def test_compose_file_is_valid() -> None:
+@pytest.mark.parametrize("beside", [[], [THREE], [GPU], [THREE, GPU]], ids="-".join)
+def test_compose_files_are_valid_together(beside: list[str]) -> None:
+    """And the merged file has each service whole: with its image, and what it had alone."""
+    files = [part for name in ("docker-compose.yml", *beside) for part in ("-f", name)]
     done = subprocess.run(
-        ["docker-compose", "-f", "docker-compose.yml", "config", "--quiet"],
+        ["docker-compose", *files, "config"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    merged = yaml.safe_load(done.stdout)["services"]
+    assert merged.keys() == set().union(*(compose(n)["services"] for n in files[1::2]))
+    for name, spec in compose()["services"].items():
+        assert merged[name].get("image") == spec.get("image"), name
+        assert spec.get("environment", {}).keys() <= merged[name].get("environment", {}).keys()
+        assert set(spec.get("depends_on", [])) <= merged[name].get("depends_on", {}).keys(), name
 
 
 @pytest.mark.skipif(not shutil.which("npm"), reason="needs npm")

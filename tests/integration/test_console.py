@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -74,12 +76,15 @@ class Console:
 
 
 @asynccontextmanager
-async def console(server: EmbeddedServer, port: int) -> AsyncIterator[Console]:
+async def console(
+    server: EmbeddedServer, port: int, *, spans: Path | None = None
+) -> AsyncIterator[Console]:
     tenants = {key: tenant for tenant, key in KEYS.items() if tenant}
     environment = {
         "PHASELOOM_CONSOLE_PORT": str(port),
         "PHASELOOM_CONSOLE_OPERATOR_KEY": KEYS[""],
         "PHASELOOM_CONSOLE_KEYS": msgspec.json.encode(tenants).decode(),
+        "PHASELOOM_TELEMETRY_SPANS_DIR": str(spans or ""),
     }
     url = f"http://127.0.0.1:{port}"
     async with service("console", server, **environment), aiohttp.ClientSession() as http:
@@ -145,6 +150,43 @@ async def test_each_tenant_sees_its_own_and_an_operator_all(shown: Console, bus:
     assert not (await shown.state("globex")).jobs
     for path in ("/api/explain/acme.a", "/api/explain/acme.a.policy.1"):
         assert (await shown.ask(path, "globex")).status == 403
+
+
+async def test_legs_of_an_operation_are_its_spans(
+    nats_server: EmbeddedServer, bus: Bus, tmp_path: Path
+) -> None:
+    """Where the console has none, as of services on other machines, there are no legs."""
+    async with console(nats_server, free_port(), spans=tmp_path) as shown:
+        await run(bus, "acme", 1)
+        origin_s = (await shown.until_seen(1)).origin_s
+        path = "/api/trace/acme.a.policy.1"
+        assert await (await shown.ask(path, "acme")).json() == []
+        (tmp_path / "test-1.jsonl").write_text(
+            "".join(_span(origin_s, *one) for one in (("route", 1, None), ("queue", 2, "route")))
+        )
+        legs = await (await shown.ask(path, "acme")).json()
+        assert [(leg["name"], leg["begin"], leg["end"]) for leg in legs] == [
+            ("route", 10_000, 15_000),
+            ("queue", 20_000, 25_000),
+        ]
+        assert [leg.get("depth", 0) for leg in legs] == [0, 1]
+        assert (await shown.ask(path, "globex")).status == 403
+
+
+def _span(origin_s: float, name: str, after_s: int, parent: str | None) -> str:
+    """A line of a span of half a second, `after_s` after the first event of the log."""
+    begin_ns = int((origin_s + after_s) * 1e9)
+    span = {
+        "name": name,
+        "trace_id": "one",
+        "span_id": name,
+        "parent_id": parent,
+        "start_unix_ns": begin_ns,
+        "end_unix_ns": begin_ns + 500_000_000,
+        "service": "test",
+        "attributes": {"tenant": "acme", "job": "a", "deployment": "policy", "seq": "1"},
+    }
+    return json.dumps(span) + "\n"
 
 
 async def test_updates_stream_and_go_on_where_a_page_was(shown: Console, bus: Bus) -> None:

@@ -118,6 +118,10 @@ async def test_timeline_shows_the_jobs_while_they_run(shown: Shown) -> None:
         assert "forward_backward" in text
         assert "Where its time went" in text.replace("WHERE ITS TIME WENT", "Where its time went")
         await tab.has("completed")
+        # Spans come half a second late; until then the log alone tells of the operation.
+        legs = await tab.until(_LEGS)
+        assert {"validate", "queue", "permit", "run", "completion"} <= set(legs)
+        assert legs["run"].endswith("s")
         await tab.page.keyboard.press("Escape")
         await details.wait_for(state="detached")
 
@@ -244,6 +248,7 @@ async def test_replay_opens_from_a_file_and_plays(tmp_path: Path) -> None:
         place = await tab.place_of("generate")
         await tab.page.mouse.click(place["x"], place["y"])
         await tab.has("Where its time went")
+        assert await tab.page.locator("ol.waterfall[data-of=log]").count() == 1
         await tab.page.click("text=10 s")
         begin = await tab.page.evaluate("window.phaseloom.app.view.fromS")
         await tab.page.click("#play")
@@ -272,6 +277,14 @@ async def test_hour_of_256_devices_is_moved_through_smoothly(tmp_path: Path) -> 
             await picture(tab, Path(PICTURES) / "console-hour.png")
         assert not tab.errors
 
+
+_LEGS = """() => {
+  const rows = [...document.querySelectorAll("ol.waterfall[data-of=spans] li")];
+  const legs = Object.fromEntries(
+    rows.map((row) => [row.firstChild.innerText, row.lastChild.innerText]),
+  );
+  return "completion" in legs ? legs : null;
+}"""
 
 _HOUR = """({ devices, seconds }) => {
   const { app } = window.phaseloom;
@@ -302,7 +315,7 @@ _HOUR = """({ devices, seconds }) => {
         now += length;
         const end = Math.round(now / tick);
         update.operations.push([
-          deployment, kind, String(turn), start - 3000, start - 500, start, end, [device], 1024,
+          deployment, kind, String(turn), start - 3000, start - 500, start, end, 20, [device], 1024,
         ]);
       }
       now += 0.22 * ((device * 7 + turn * 13) % 5);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from phaseloom.common.contract.operations import AdamParams, Datum, Loss
 from phaseloom.common.contract.specs import DeploymentSpec, Layout, ModelSpec
 from tests.support import megatron, vllm
 from tests.support.jobs import kill_rank, running_mesh, tenant
+from tests.support.node import lesson
+from tests.support.pretrained import save_model
 
 pytestmark = [pytest.mark.megatron, megatron.needs_megatron_python]
 
@@ -243,4 +246,70 @@ async def test_vllm_of_two_ranks_takes_what_two_ranks_of_megatron_publish(short_
             for each in (sampler, own):
                 await each.sync_weights(published)
         assert drawn[0] == drawn[1] != drawn[2] == drawn[3] != drawn[4] == drawn[5]
+        assert log.failures() == []
+
+
+@vllm.needs_vllm_python
+async def test_adapter_that_two_ranks_train_is_drawn_with_by_all_samplers_and_goes_on_in_fsdp(
+    short_dir: Path, tmp_path: Path
+) -> None:
+    """By `sync_weights` and by name, on our own sampler and on vLLM; what a kill leaves is the same
+    to the bit."""
+    directory = await asyncio.to_thread(save_model, tmp_path / "model", **vllm.tiny())
+    (node,) = MESH.nodes
+    interpreters = {**node.interpreters, "vllm": str(vllm.PYTHON)}
+    nodes = [replace(node, interpreters=interpreters)]
+    config = replace(MESH, nodes=nodes, models={"tiny": str(directory)})
+    model = client.ModelSpec(registered="tiny", adapter=client.Adapter(rank=4, alpha=8.0))
+    policy_spec = replace(megatron.spec(Layout(tp=2)), model=model)
+    samplers = [
+        replace(vllm.spec(backend, backend, max_adapters=2), pool="train", model=model)
+        for backend in ("sampler", "vllm")
+    ]
+
+    async def step(policy: client.Deployment, number: int) -> None:
+        args = lesson(number)
+        policy.forward_backward(args.batch, args.loss)
+        await policy.optim_step(AdamParams(5e-2))
+
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        quiet = (await connection.submit_job("quiet", [policy_spec])).deployment("policy")
+        for number in range(4):
+            await step(quiet, number)
+        expected = (await quiet.save_state("end")).weights_sha256
+
+        job = await connection.submit_job("job", [policy_spec, *samplers])
+        policy = job.deployment("policy")
+        readers = [job.deployment(each.name) for each in samplers]
+
+        async def drawn(weights: client.OperationHandle[Any] | None = None) -> list[list[int]]:
+            """What both samplers draw alike."""
+            answers = []
+            for reader in readers:
+                made = await reader.generate(PROMPTS, SAMPLING, NUM_SAMPLES, weights=weights)
+                answers.append([list(int32s(s.tokens)) for g in made.sequences for s in g])
+            assert answers[0] == answers[1]
+            return answers[0]
+
+        published, said = [], [await drawn()]
+        for number in range(4):
+            await step(policy, number)
+            if number == 1:
+                kill_rank(mesh, "job.policy")
+            if number % 2:
+                published.append(policy.publish_weights(ttl_s=600.0))
+                for reader in readers:
+                    await reader.sync_weights(published[-1])
+                said.append(await drawn())
+        assert said[0] != said[1] != said[2]
+        assert await drawn(published[0]) == said[1]
+        assert await drawn() == said[2]
+        assert (await policy.save_state("end")).weights_sha256 == expected
+
+        on_fsdp = replace(policy_spec, backend="fsdp", layout=Layout())
+        other = (await connection.submit_job("other", [on_fsdp])).deployment("policy")
+        loaded = await other.load_state("end", source="job/policy")
+        assert loaded.weights_sha256 == expected
+        await step(other, 4)
+        await log.caught_up()
         assert log.failures() == []

@@ -6,9 +6,10 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,19 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from loadtest.cuttingoff import EnsembleBehindProxies
+from phaseloom import client
 from phaseloom.cli import doctor
 from phaseloom.cli.storecheck import check_store
 from phaseloom.cli.supervisor import Mesh, MeshConfig
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.common.contract.events import TimerFired
+from phaseloom.common.contract.events import OperationFinished, TimerFired
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion, Outcome
 from phaseloom.common.contract.streams import DONE, SCHED, Bucket, done_subject
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Conflict
 from phaseloom.common.transport.natsserver import MEMBERS, EmbeddedEnsemble
 from phaseloom.common.transport.retry import until_done
-from tests.support.jobs import TASKS, Log, following, run_job, short
+from tests.support.jobs import NOOP, TASKS, Log, following, run_job, short, tenant
 
 STEPS = 2
 NUM_EVENTS = 100
@@ -382,3 +384,134 @@ async def test_job_goes_on_to_the_same_weights_whatever_happens_to_one_server(
     fault: Fault, expected: dict[str, str], short_dir: Path
 ) -> None:
     await disturbed(fault, expected, short_dir)
+
+
+# --- full disks ----------------------------------------------------------------------------------
+
+
+class Disk:
+    """A disk of its own for a server's store, which can be full: a tmpfs, whose size can change."""
+
+    ROOM = "2g"
+    """At most so much; only what is written takes memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __enter__(self) -> Disk:
+        self.directory.mkdir(parents=True)
+        self._mount(f"size={self.ROOM}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        subprocess.run(["umount", "--lazy", self.directory], check=True)
+
+    def fill(self) -> None:
+        used = shutil.disk_usage(self.directory).used
+        self._mount(f"remount,size={used}")
+
+    def make_room(self) -> None:
+        self._mount(f"remount,size={self.ROOM}")
+
+    def _mount(self, options: str) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.directory)]
+        subprocess.run(command, check=True)
+
+
+needs_mount = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="needs root, to mount a small disk"
+)
+
+
+@asynccontextmanager
+async def on_small_disks(directory: Path) -> AsyncIterator[tuple[Mesh, Log, list[Disk]]]:
+    """A mesh of three servers, each with its store on a disk of its own."""
+    with ExitStack() as stack:
+        places = [directory / "nats" / name / "store" for name in MEMBERS]
+        disks = [stack.enter_context(Disk(place)) for place in places]
+        async with (
+            Mesh(replace(THREE, fsync=False, schedulers=1), directory) as mesh,
+            following(mesh) as log,
+        ):
+            await mesh.ready()
+            yield mesh, log, disks
+
+
+async def steps(policy: client.Deployment, done: list[int], number: int = 2**30) -> None:
+    """Steps of a policy, one after another; each that is done is noted."""
+    for _ in range(number):
+        await policy.optim_step(client.AdamParams(1e-3))
+        done.append(len(done))
+
+
+async def restarted(mesh: Mesh, name: str, before: list[int]) -> None:
+    async with asyncio.timeout(120):
+        while not mesh.pids(name) or mesh.pids(name) == before:
+            await asyncio.sleep(0.1)
+
+
+@needs_mount
+@pytest.mark.slow
+@pytest.mark.usefixtures("noop_nodes")
+async def test_full_disk_of_one_server_stops_nobody_and_it_is_restarted_once_there_is_room(
+    short_dir: Path,
+) -> None:
+    async with on_small_disks(short_dir) as (mesh, log, disks), tenant(mesh) as connected:
+        policy = (await connected.submit_job("job", NOOP)).deployment("policy")
+        bus = await Bus.open(mesh.credentials.bus, "looker")
+        full = await leader_of(bus, SCHED)
+        disk, before = disks[MEMBERS.index(full)], mesh.pids(full)
+        disk.fill()
+        await steps(policy, [], 40)
+        async with asyncio.timeout(60):
+            while not (told := [n for n in await bus.newest_notices(9) if n.what == "disk_full"]):
+                await asyncio.sleep(0.1)
+        assert (told[0].subject, "RESOURCE_EXHAUSTED" in told[0].reason) == (full, True)
+        disk.make_room()
+        await restarted(mesh, full, before)
+        await whole(bus)
+        await steps(policy, [], 5)
+        await log.until_finished("job.policy.45")
+        assert log.finished("job.policy") == list(range(1, 46))
+        assert log.failures() == []
+        await bus.close()
+
+
+@needs_mount
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("noop_nodes")
+async def test_jobs_stop_with_a_reason_when_all_disks_are_full_and_go_on_with_room(
+    short_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The controller is told, attaches again, and finds every step that was acknowledged."""
+    async with on_small_disks(short_dir) as (mesh, log, disks):
+        before = {name: mesh.pids(name) for name in MEMBERS}
+        async with tenant(mesh) as connected:
+            policy = (await connected.submit_job("job", NOOP)).deployment("policy")
+            done: list[int] = []
+            await steps(policy, done, 5)
+            for disk in disks:
+                disk.fill()
+            with pytest.raises(ResourceError) as stopped:
+                await steps(policy, done)
+            unanswered = len(done) + 1
+            assert stopped.value.info.code == Code.UNAVAILABLE
+            assert "room on their disks" in stopped.value.info.remedy
+        told = [record.message for record in caplog.records if "store is full" in record.message]
+        assert len(told) == len(MEMBERS)
+        for disk in disks:
+            disk.make_room()
+        for name in MEMBERS:
+            await restarted(mesh, name, before[name])
+        await mesh.ready(120)
+        async with tenant(mesh) as connected:
+            job = await connected.attach("job")
+            await steps(job.deployment("policy"), done, 5)
+            await log.until(lambda _: len(log.finished("job.policy")) >= len(done) - 1)
+        finished = log.finished("job.policy")
+        assert finished == sorted(set(finished)), "none twice"
+        # What came through as the disks filled may have its end in the log by a replay alone.
+        ended = {e.key.seq for e in log.events if isinstance(e, OperationFinished)}
+        missing = set(range(1, finished[-1] + 1)) - ended
+        assert missing <= {unanswered}, "all that was acknowledged is there"

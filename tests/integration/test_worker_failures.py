@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from phaseloom.cli.supervisor import MeshConfig
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import Command, OpenActivation, Permit, StartWpg, StopWpg
-from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
-from phaseloom.common.contract.events import WpgStarted
+from phaseloom.common.contract.errors import Code, ErrorInfo, PhaseloomError, ResourceError
+from phaseloom.common.contract.events import Event, WpgLost, WpgStarted
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.operations import (
     AdamParams,
@@ -30,7 +31,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.transport.bus import Bus
-from tests.support.jobs import rank_pid, running_mesh, tenant
+from tests.support.jobs import kill_rank, rank_pid, running_mesh, tenant
 from tests.support.node import (
     NODE,
     STEP,
@@ -288,6 +289,33 @@ async def test_operation_that_kills_every_life_is_given_up_and_the_job_goes_on(
         await log.caught_up()
         assert [life.incarnation for life in log.starts("deadly.policy")] == [1, 2, 3]
         await bus.close()
+
+
+def is_of_life(kind: type[WpgStarted | WpgLost], incarnation: int, event: Event) -> bool:
+    return isinstance(event, kind) and event.incarnation == incarnation
+
+
+async def test_rank_that_dies_again_and_again_while_idle_fails_its_job_and_the_user_is_told(
+    short_dir: Path,
+) -> None:
+    """No operation is to blame: it was started again without end."""
+    specs = [client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True)]
+    config = MeshConfig(seal_every=0, max_losses=1)
+    async with running_mesh(config, short_dir) as (mesh, log), tenant(mesh) as connection:
+        job = await connection.submit_job("frail", specs)
+        for incarnation in (1, 2):
+            await log.until(partial(is_of_life, WpgStarted, incarnation))
+            kill_rank(mesh, "frail.policy")
+            await log.until(partial(is_of_life, WpgLost, incarnation))
+        with pytest.raises(PhaseloomError, match=r"has ended|died 2 times"):
+            await job.deployment("policy").optim_step(AdamParams(1e-2))
+        status = await job.status()
+        assert status.state == "failed"
+        assert status.error is not None
+        assert "policy died 2 times, and completed no operation" in status.error.message
+        assert "worker's log" in status.error.remedy
+        await log.caught_up()
+        assert len(log.starts("frail.policy")) == 2
 
 
 async def test_ranks_do_not_inherit_what_their_agent_proves_itself_by() -> None:

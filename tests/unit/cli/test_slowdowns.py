@@ -84,6 +84,17 @@ def test_what_cannot_be_measured_is_refused_before_it_is_tried(tmp_path: Path, f
     assert not (tmp_path / "mine.json").exists()
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
+def test_json_that_is_no_model_is_refused_by_its_field(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"name": "a dataset"}')
+    with pytest.raises(CallerError) as caught:
+        measure_slowdown(config=config, out=tmp_path / "mine.json")
+    assert caught.value.info.field == "config.model_type"
+    assert "llama" in caught.value.info.remedy
+    assert not (tmp_path / "mine.json").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="it needs two cores")
 def test_real_processes_make_a_table_that_can_be_read(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from phaseloom.cli.timeline import SpanLine, chrome_trace, read_spans, write_timeline
+from phaseloom.cli.timeline import chrome_trace, write_timeline
+from phaseloom.common.observability.spans import SpanLine, read_spans
 
 MS = 1_000_000
 OPERATION: dict[str, Any] = {"tenant": "demo", "job": "sums", "deployment": "policy", "seq": 7}

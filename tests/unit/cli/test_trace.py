@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phaseloom.cli.timeline import Attribute, SpanLine
-from phaseloom.cli.trace import bar, render, waterfall
+from phaseloom.cli.trace import bar, render
+from phaseloom.common.observability.spans import Attribute, SpanLine, waterfall
 
 MS = 1_000_000
 

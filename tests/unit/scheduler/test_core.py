@@ -16,9 +16,12 @@ from phaseloom.common.contract.events import JobFinished, KindEstimate, PhaseTra
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.dispatch import explain
 from phaseloom.scheduler.core.dispatch.dispatch import RETRY_PAUSE_S
 from phaseloom.scheduler.core.state.outputs import Answer
+from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
+from phaseloom.scheduler.core.wpgs.wpgs import FIRST_PAUSE_S, STEADY_S
 from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, World, deployment, node_up
 
@@ -434,7 +437,7 @@ def test_last_state_is_rebuilt_from_the_newest_seal() -> None:
     world = undisturbed(seal_every=4)
     key = deployment("a", "policy")
     world.kill(key)
-    starts = [c for c in world.commands if isinstance(c, StartWpg) and c.deployment == key]
+    starts = starts_of(world, key)
     assert starts[-1].seal_seq == max(world.seals[key])
 
 
@@ -554,6 +557,91 @@ def test_unordered_operation_that_kills_its_workers_again_and_again_fails() -> N
         kill_while_something_runs(world, key)
     world.run()
     assert world.done == {"t.a.sampler.rpoison": Outcome.FAILED}
+
+
+def starts_of(world: World, key: DeploymentKey) -> list[StartWpg]:
+    return [c for c in world.commands if isinstance(c, StartWpg) and c.deployment == key]
+
+
+def die_while_idle(world: World, key: DeploymentKey) -> float:
+    """Kill a WPG while nothing runs; returns the seconds until its next incarnation begins."""
+    world.run()
+    assert not is_anything_running(world)
+    died_s, num_starts = world.now_s, len(starts_of(world, key))
+    world.kill(key)
+    while len(starts_of(world, key)) == num_starts:
+        world.run(until_s=world.next_s)
+    return world.now_s - died_s
+
+
+def test_wpg_that_dies_again_and_again_while_nothing_runs_fails_its_job_after_pauses() -> None:
+    """No operation is to blame, so it was rebuilt without end and nobody was told."""
+    world = World(config=msgspec.structs.replace(CONFIG, max_losses=3))
+    world.submit("a")
+    key = deployment("a", "policy")
+    assert [die_while_idle(world, key) for _ in range(3)] == pytest.approx(
+        [0.0, FIRST_PAUSE_S, 2 * FIRST_PAUSE_S]
+    )
+    world.run()
+    world.kill(key)
+    job = world.core.state.jobs["t.a"]
+    assert job.state is JobState.FAILED
+    assert job.error is not None
+    assert job.error.code is Code.ABORTED
+    assert "of policy died 4 times, and completed no operation in between" in job.error.message
+    assert "log" in job.error.remedy
+    world.check_replay(snapshot_every=1)
+
+
+def test_permit_that_is_returned_before_each_death_does_not_rebuild_without_end() -> None:
+    world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
+    world.submit("a")
+    world.run()
+    world.queue("a", "policy", 1, "optim_step")
+    key = deployment("a", "policy")
+    for _ in range(3):
+        while not is_anything_running(world):
+            world.run(until_s=world.next_s)
+        world.return_permit(key)
+        world.kill(key)
+    world.run()
+    assert world.core.state.jobs["t.a"].state is JobState.FAILED
+    assert world.done == {"t.a.policy.1": Outcome.FAILED}
+
+
+@pytest.mark.parametrize("between", ["operation", "time"])
+def test_wpg_that_was_well_in_between_has_not_died_in_a_row(between: str) -> None:
+    world = World(config=msgspec.structs.replace(CONFIG, max_losses=1))
+    world.submit("a")
+    key = deployment("a", "policy")
+    for seq in range(1, 5):
+        die_while_idle(world, key)
+        world.run()
+        if between == "time":
+            world.now_s += STEADY_S
+        else:
+            world.queue("a", "policy", seq, "optim_step")
+            world.run()
+    assert world.core.state.jobs["t.a"].state is JobState.ACTIVE
+
+
+def test_explain_tells_of_a_wpg_that_waits_to_be_rebuilt() -> None:
+    world = World(config=msgspec.structs.replace(CONFIG, max_losses=3))
+    world.submit("a")
+    key = deployment("a", "policy")
+    die_while_idle(world, key)
+    world.run()
+    world.kill(key)
+    world.queue("a", "policy", 1, "optim_step")
+    world.run(until_s=world.now_s + FIRST_PAUSE_S / 2)
+    state = world.core.state
+    policy = state.deployments["t.a.policy"]
+    step = Step(state, state.sequence, world.now_s)
+    (line,) = explain.explain(step, policy, policy.queue.operations[1]).waits_for
+    assert "died 2 times" in line
+    assert "are started again in" in line
+    world.run()
+    assert world.done == {"t.a.policy.1": Outcome.COMPLETED}
 
 
 def test_job_fails_when_its_state_cannot_be_rebuilt() -> None:

@@ -29,9 +29,10 @@ from phaseloom.cli.replay import make_replay
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
 from phaseloom.cli.rundir import new_run_dir
 from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
-from phaseloom.cli.timeline import read_spans, write_timeline
+from phaseloom.cli.timeline import write_timeline
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.observability.spans import read_spans
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus
 from phaseloom.simulator.predictions import accuracy, predictions

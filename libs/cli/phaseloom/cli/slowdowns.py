@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from phaseloom.common.contract.errors import CallerError, InternalError
+from phaseloom.common.contract.errors import CallerError, InternalError, to_exception
 from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
 from phaseloom.common.process.slowdowns import SUB_STAGES, Ran, Run
 
@@ -237,12 +237,19 @@ class _Worker:
         self._stdin.flush()
 
     def answer(self) -> Ran:
-        """Raises: InternalError: the process has ended; what it said is on standard error."""
+        """The process's next answer.
+
+        Raises: CallerError: the model cannot be run. InternalError: the process has ended; what it
+                said is on standard error.
+        """
         line = self._stdout.readline()
         if not line:
             code = self._process.wait()
             raise InternalError(f"a measuring process has ended with exit code {code}")
-        return msgspec.json.decode(line, type=Ran)
+        ran = msgspec.json.decode(line, type=Ran)
+        if ran.refused is not None:
+            raise to_exception(ran.refused)
+        return ran
 
 
 @contextmanager

@@ -89,6 +89,11 @@ _HEAD_BYTES = 64
 _LONG_LEASE_S = 12.0
 """A node's lease where NATS servers replicate one another: for as long as it may take them to agree
 on another leader (9 s) no lease is renewed, and no agent should end for that."""
+_ROOM_PAUSE_S = 0.5
+_FULL_BYTES = 2**20
+"""The disk of a NATS server's store counts as full with less than this left."""
+_ROOM_BYTES = 2**26
+"""A disk that was full counts as one with room with at least this left."""
 _ANY_CALL = "/api/v1/get_server_capabilities"
 """A call of the gateway that every tenant may make."""
 
@@ -783,10 +788,14 @@ class Mesh:
                 for name, server in self.servers.members.items()
             ]
             marks = group.create_task(self._keep_marks(), name="marks")
+            rooms = [
+                group.create_task(self._keep_room(name, server), name=f"room of {name}")
+                for name, server in self.servers.members.items()
+            ]
             async with asyncio.TaskGroup() as children:
                 for child in self._children:
                     children.create_task(child.run(), name=child.spec.name)
-            for keeping in servers:
+            for keeping in (*servers, *rooms):
                 keeping.cancel()
             marks.cancel()
 
@@ -816,6 +825,30 @@ class Mesh:
                     log.warning("%s does not start: %s", name, error)
             self._write_state()
             await self._tell(name, str(ended))
+
+    async def _keep_room(self, name: str, server: EmbeddedServer) -> None:
+        """Tell when the disk of a server's store is full, and restart the server once it is not.
+
+        A server that could not write takes nothing more, also when there is room again.
+        """
+        is_full = False
+        while True:
+            await asyncio.sleep(_ROOM_PAUSE_S)
+            free = shutil.disk_usage(server.store).free
+            if not is_full and free < _FULL_BYTES:
+                is_full = True
+                full = ResourceError(
+                    f"the disk of {name}'s store is full: {free} bytes are left",
+                    code=Code.RESOURCE_EXHAUSTED,
+                    remedy=f"make room for {server.store}; {name} goes on by itself then",
+                )
+                log.error("%s", full)
+                await self._notice("disk_full", str(full), name)
+            elif is_full and free >= _ROOM_BYTES:
+                is_full = False
+                log.warning("%s has room again, and is restarted", name)
+                if server.is_running:
+                    os.kill(server.pid, signal.SIGTERM)
 
     async def _stop(self) -> None:
         """Stop the agents first, so that ranks end and permits are handed back, then the rest."""
@@ -886,13 +919,20 @@ class Mesh:
 
     async def _tell(self, name: str, reason: str) -> None:
         log.warning("%s ended: %s", name, reason)
-        assert self._bus is not None
-        try:
-            await self._bus.notice("supervisor", "restarted", reason, name)
-            if name in self._agents:
+        await self._notice("restarted", reason, name)
+        if name in self._agents:
+            assert self._bus is not None
+            try:
                 # Its ranks have ended with it: the next one need not wait for its lease.
                 await end_of_dead(self._bus, node_lease_key(self._agents[name]))
-        except (NatsError, NatsTimeoutError) as error:  # the server is what is being restarted
+            except (NatsError, NatsTimeoutError) as error:
+                log.warning("the lease of %s is left to run out: %r", name, error)
+
+    async def _notice(self, what: str, why: str, about: str) -> None:
+        assert self._bus is not None
+        try:
+            await self._bus.notice("supervisor", what, why, about)
+        except (NatsError, NatsTimeoutError) as error:  # the server is what the notice is about
             log.warning("no event for that: %r", error)
 
     def _write_state(self) -> None:

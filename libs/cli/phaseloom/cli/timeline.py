@@ -8,7 +8,7 @@ so submits that overlap go to further lanes of the same name. Queue waits and me
 overlap by the hundred, are asynchronous events, which the viewer stacks in one track for each name.
 
 Format: the JSON object form of the Trace Event Format; `ts` and `dur` are microseconds.
-All functions but `read_spans` and `write_timeline` are pure. Cost: O(n log n) in the spans.
+All functions but `write_timeline` are pure. Cost: O(n log n) in the spans.
 """
 
 from __future__ import annotations
@@ -20,37 +20,14 @@ from typing import Any
 
 import msgspec
 
+from phaseloom.common.observability.spans import Attribute, SpanLine, operation_of
+
 DEVICE_SPANS = frozenset({"execute", "switch", "offload", "load"})
 ASYNC_SPANS = frozenset({"queue", "route", "permit", "complete"})
 
-Attribute = str | bool | int | float
 TraceEvent = dict[str, Any]
 Track = tuple[str, str]
 """The names of a process and of a thread in it."""
-
-
-class SpanLine(msgspec.Struct, frozen=True):
-    """A line of `spans/*.jsonl`."""
-
-    name: str
-    span_id: str
-    start_unix_ns: int
-    end_unix_ns: int
-    service: str
-    parent_id: str | None = None
-    attributes: dict[str, Attribute] = {}
-    links: list[dict[str, str]] = []
-    error: str | None = None
-
-
-def read_spans(directory: Path) -> list[SpanLine]:
-    """All spans of a run. A last line that a killed process left unfinished is skipped."""
-    spans = []
-    for path in sorted(directory.glob("*.jsonl")):
-        for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                spans.append(_decoder.decode(line))
-    return spans
 
 
 def write_timeline(spans: Sequence[SpanLine], path: Path) -> None:
@@ -94,15 +71,6 @@ def track_of(span: SpanLine) -> Track | None:
     if span.name in ASYNC_SPANS or span.name == "submit":
         return (f"job {attributes['job']}", f"{attributes['deployment']} {span.name}")
     return None
-
-
-def operation_of(span: SpanLine) -> str | None:
-    """The operation that a span belongs to, as `tenant.job.deployment.seq`; None: it belongs to
-    none."""
-    names = ("tenant", "job", "deployment", "seq")
-    if not all(name in span.attributes for name in names):
-        return None
-    return ".".join(str(span.attributes[name]) for name in names)
 
 
 @dataclass(slots=True)
@@ -225,6 +193,3 @@ def _inherited(spans: Sequence[SpanLine]) -> Iterable[tuple[SpanLine, dict[str, 
 
 def _with_inherited(span: SpanLine, attributes: dict[str, Attribute]) -> SpanLine:
     return msgspec.structs.replace(span, attributes=attributes)
-
-
-_decoder = msgspec.json.Decoder(SpanLine)

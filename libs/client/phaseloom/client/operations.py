@@ -431,7 +431,8 @@ class Outbox:
                 self.end(
                     ResourceError(
                         f"the mesh gave no answer for {silent_s:.0f} s: {error.info.message}",
-                        remedy="attach again when it is up; what was stored will still run",
+                        remedy="see whether its NATS servers run and have room on their disks; "
+                        "attach again when it is up: what was stored will still run",
                     )
                 )
 

@@ -208,6 +208,14 @@ async def _explain(request: web.Request) -> web.StreamResponse:
     return _json(request, answer)
 
 
+@routes.get("/api/trace/{operation}")
+async def _trace(request: web.Request) -> web.StreamResponse:
+    """Answer with the spans of an operation, as `phaseloom trace` shows them."""
+    key = parse_operation_key(request.match_info["operation"])
+    _own_job(request.app[KEYS].of_request(request), str(key.job_key))
+    return _json(request, await request.app[SHELL].legs(key))
+
+
 @routes.get("/api/nodes")
 async def _nodes(request: web.Request) -> web.StreamResponse:
     """Answer with the state that each node holds, by tier. A tenant sees its own state, and the

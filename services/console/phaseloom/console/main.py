@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 from aiohttp import web
 
+from phaseloom.common.observability.telemetry import TelemetryConfig
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.serving import service_bus
 from phaseloom.console.core.view import HISTORY, View
@@ -39,7 +41,8 @@ async def serve(stop: asyncio.Event) -> None:
     # The objects that the imports made stay: no collection needs to go through them again.
     gc.freeze()
     async with service_bus("console", stop) as bus:
-        shell = Shell(bus, View(settings.history))
+        spans = config.load(TelemetryConfig, "telemetry").spans_dir
+        shell = Shell(bus, View(settings.history), Path(spans) if spans else None)
         keys = Keys.of(settings.operator_key, settings.keys, settings.port)
         runner = web.AppRunner(
             application(shell, keys),

@@ -12,34 +12,41 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from pathlib import Path
 
 from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, decode
 from phaseloom.common.contract.errors import CallerError, InternalError, PhaseloomError
 from phaseloom.common.contract.events import Notice, PhaseTrace
-from phaseloom.common.contract.ids import JobKey
+from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.observability.spans import Row, spans_of, waterfall, where
 from phaseloom.common.transport.bus import Bus, KeyChange
 from phaseloom.common.transport.leases import nodes_up
 from phaseloom.common.transport.services import node_report
 from phaseloom.console.core.view import View
-from phaseloom.console.core.wire import Decision
+from phaseloom.console.core.wire import TICK_S, Decision, Leg
 
 log = logging.getLogger(__name__)
 
 _READ_PAUSE_S = 0.1
 _NUM_NOTICES = 50
 """The number of notices from before the console's start that it shows."""
+_SPAN_BYTES = 2**25
+"""The newest bytes of each file of spans in which an operation is looked for."""
 _REPORT_TIMEOUT_S = 2.0
 _REPORTS_AGE_S = 1.0
 """Seconds for which the reports of nodes are reused, however many pages ask for them."""
 
 
 class Shell:
-    def __init__(self, bus: Bus, view: View) -> None:
+    """Args: spans: the directory of the spans of this machine's services; None: there is none."""
+
+    def __init__(self, bus: Bus, view: View, spans: Path | None = None) -> None:
         self.bus = bus
         self.view = view
+        self._spans = spans
         self._reports: dict[str, StatusReport | str] = {}
         self._reported_s = float("-inf")
         self._reporting = asyncio.Lock()
@@ -96,6 +103,21 @@ class Shell:
                 self._reports = dict(zip(nodes, answers, strict=True))
                 self._reported_s = time.monotonic()
             return self._reports
+
+    async def legs(self, operation: OperationKey) -> list[Leg]:
+        """The waterfall of an operation, from its spans; empty where none is at hand."""
+        if self._spans is None:
+            return []
+        found = await asyncio.to_thread(spans_of, str(operation), self._spans, _SPAN_BYTES)
+        return [self._leg(row) for row in waterfall(found, str(operation))]
+
+    def _leg(self, row: Row) -> Leg:
+        span = row.span
+        begin, end = (
+            round((ns / 1e9 - self.view.origin_s) / TICK_S)
+            for ns in (span.start_unix_ns, span.end_unix_ns)
+        )
+        return Leg(span.name, where(span), begin, end, row.depth, span.error or "")
 
     async def _report(self, node: str) -> StatusReport | str:
         try:

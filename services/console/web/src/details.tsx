@@ -1,5 +1,6 @@
 // The panel of one operation: where its time went, its context switch, and the scheduler's reasons.
 
+import { useRef } from "preact/hooks";
 import { type App, useApp, useAsked } from "./app";
 import { barCss } from "./raster";
 import { css } from "./colours";
@@ -7,9 +8,23 @@ import { bytes, clock, count, percent, seconds, since } from "./format";
 import { ask, type Refusal } from "./live";
 import type { Activation, Operation } from "./model";
 import type { Picked } from "./painter";
-import type { Explanation } from "./wire";
+import { type Explanation, type Leg, TICK_S } from "./wire";
 
 const ASK_MS = 2000;
+/** Spans come half a second late: they are asked for again until the last one is there. */
+const MOST_ASKED = 4;
+/** What each span of an operation is, in words. */
+const LEGS: Record<string, string> = {
+  submit: "publish",
+  route: "validate",
+  queue: "queue",
+  permit: "permit",
+  switch: "switch",
+  offload: "offload",
+  load: "load",
+  execute: "run",
+  complete: "completion",
+};
 
 export function Details({ app, picked, close }: { app: App; picked: Picked; close: () => void }) {
   useApp(app);
@@ -48,7 +63,7 @@ export function Details({ app, picked, close }: { app: App; picked: Picked; clos
           </>
         )}
       </dl>
-      {ran && <Waterfall app={app} one={ran} picked={picked} />}
+      <Waterfall app={app} name={name} ran={ran} picked={picked} />
       {app.live && <Explained name={name} />}
     </aside>
   );
@@ -59,31 +74,31 @@ interface Part {
   from: number;
   to: number;
   colour: string;
+  depth?: number;
+  /** The service that did it, and its error. */
+  told?: string;
 }
 
-function Waterfall({ app, one, picked }: { app: App; one: Operation; picked: Picked }) {
-  const { model, theme } = app;
-  const opened = model.activationAt(picked.device, one.start + 1e-6);
-  const isOwn = opened !== undefined && opened.deployment === one.deployment;
-  const isFirst = isOwn && opened.endS > opened.startS && isFirstAfter(app, picked, one, opened);
-  const ran = barCss(theme, model.jobOf[one.deployment]!, model.kinds[one.kind]!);
-  const parts: Part[] = [
-    { name: "in order", from: one.queued, to: one.ready, colour: css(theme.hidden, 0.45) },
-    { name: "for its device", from: one.ready, to: one.start, colour: css(theme.hidden) },
-  ];
-  if (isFirst) {
-    parts.push({ name: "switch", from: opened.startS, to: opened.endS, colour: css(theme.waited) });
-  }
-  parts.push({ name: "ran", from: one.start, to: one.end, colour: ran });
+/** The legs of an operation: its spans where the console has them, else what the log tells. */
+function Waterfall({ app, name, ran, picked }: { app: App; name: string; ran: Operation | null; picked: Picked }) {
+  const { model } = app;
+  const spans = useSpans(app, name);
+  const opened = ran && model.activationAt(picked.device, ran.start + 1e-6);
+  const own = ran && opened && opened.deployment === ran.deployment && opened.endS > opened.startS ? opened : null;
+  const isFirst = own !== null && isFirstAfter(app, picked, ran!, own);
+  const parts = spans.length
+    ? spans.map((leg) => partOf(app, leg, ran))
+    : ran ? partsOf(app, ran, isFirst ? own : null) : [];
+  if (!parts.length) return null;
   const from = Math.min(...parts.map((part) => part.from));
-  const span = Math.max(1e-6, one.end - from);
+  const span = Math.max(1e-6, Math.max(...parts.map((part) => part.to)) - from);
   return (
     <>
       <h3>Where its time went</h3>
-      <ol class="waterfall">
+      <ol class="waterfall" data-of={spans.length ? "spans" : "log"}>
         {parts.map((part) => (
-          <li key={part.name}>
-            <span>{part.name}</span>
+          <li title={part.told}>
+            <span style={{ paddingLeft: `${8 * (part.depth ?? 0)}px` }}>{part.name}</span>
             <div class="rail">
               <i
                 style={{
@@ -97,9 +112,53 @@ function Waterfall({ app, one, picked }: { app: App; one: Operation; picked: Pic
           </li>
         ))}
       </ol>
-      {isOwn && opened.endS > opened.startS && <SwitchOf app={app} opened={opened} isFirst={isFirst} />}
+      {own && <SwitchOf app={app} opened={own} isFirst={isFirst} />}
     </>
   );
+}
+
+/** The spans of an operation; none in a replay, and none where the console has no spans. */
+function useSpans(app: App, name: string): Leg[] {
+  const known = useRef<{ name: string; legs: Leg[]; asked: number }>({ name, legs: [], asked: 0 });
+  if (known.current.name !== name) known.current = { name, legs: [], asked: 0 };
+  const once = async () => {
+    const mine = known.current;
+    const isWhole = mine.legs.some((leg) => leg.name === "complete");
+    if (isWhole || mine.asked === MOST_ASKED) return mine.legs;
+    mine.asked++;
+    mine.legs = await ask<Leg[]>(`api/trace/${name}`);
+    return mine.legs;
+  };
+  return useAsked(`spans of ${name}`, app.live ? once : null, ASK_MS).answer ?? [];
+}
+
+function partOf({ theme, model }: App, leg: Leg, ran: Operation | null): Part {
+  const isSwitch = ["switch", "offload", "load"].includes(leg.name);
+  const isRun = leg.name === "execute" && ran !== null;
+  return {
+    name: LEGS[leg.name] ?? leg.name,
+    from: leg.begin * TICK_S,
+    to: leg.end * TICK_S,
+    colour: isRun
+      ? barCss(theme, model.jobOf[ran.deployment]!, model.kinds[ran.kind]!)
+      : css(isSwitch ? theme.waited : theme.hidden),
+    depth: leg.depth ?? 0,
+    told: leg.error ? `${leg.where}: ${leg.error}` : leg.where,
+  };
+}
+
+function partsOf({ model, theme }: App, one: Operation, opened: Activation | null): Part[] {
+  const ran = barCss(theme, model.jobOf[one.deployment]!, model.kinds[one.kind]!);
+  const parts: Part[] = [
+    { name: "in order", from: one.queued, to: one.ready, colour: css(theme.hidden, 0.45) },
+    { name: "for its device", from: one.ready, to: one.start, colour: css(theme.hidden) },
+  ];
+  if (opened) {
+    parts.push({ name: "switch", from: opened.startS, to: opened.endS, colour: css(theme.waited) });
+  }
+  parts.push({ name: "run", from: one.start, to: one.end, colour: ran });
+  parts.push({ name: "completion", from: one.end, to: one.told, colour: css(theme.hidden, 0.45) });
+  return parts;
 }
 
 /** Whether no other operation of the deployment ran on the device since it was switched in. */

@@ -133,6 +133,8 @@ export interface Operation {
   ready: number;
   start: number;
   end: number;
+  /** When the log had its end. */
+  told: number;
   devices: number[];
   tokens: number;
   outcome: string;
@@ -180,6 +182,7 @@ export class Model {
   private ready = new Float64Array(FIRST_LENGTH);
   private start = new Float64Array(FIRST_LENGTH);
   private end = new Float64Array(FIRST_LENGTH);
+  private told = new Float64Array(FIRST_LENGTH);
   private tokens = new Float64Array(FIRST_LENGTH);
   private places: number[][] = [];
   private slots: string[] = [];
@@ -219,7 +222,7 @@ export class Model {
       this.takeOperation(
         deployments[row[0]]!, kinds[row[1]]!, row[2],
         row[3] * TICK_S, row[4] * TICK_S, row[5] * TICK_S, row[6] * TICK_S,
-        placed(row[7]), row[8] ?? 0, row[9] ?? "", row[10] ?? false,
+        (row[6] + row[7]) * TICK_S, placed(row[8]), row[9] ?? 0, row[10] ?? "", row[11] ?? false,
       );
     }
     for (const row of update.activations ?? []) {
@@ -264,6 +267,7 @@ export class Model {
       ready: this.ready[index]!,
       start: this.start[index]!,
       end: this.end[index]!,
+      told: this.told[index]!,
       devices: this.places[index]!,
       tokens: this.tokens[index]!,
       outcome: odd?.outcome || "completed",
@@ -347,14 +351,14 @@ export class Model {
 
   private takeOperation(
     deployment: number, kind: number, slot: string,
-    queued: number, ready: number, start: number, end: number,
+    queued: number, ready: number, start: number, end: number, told: number,
     places: number[], tokens: number, outcome: string, isReplay: boolean,
   ): void {
     const index = this.numOperations++;
     const n = this.numOperations;
     this.deploymentOf = grown(this.deploymentOf, n);
     this.kindOf = grown(this.kindOf, n);
-    for (const name of ["queued", "ready", "start", "end", "tokens"] as const) {
+    for (const name of ["queued", "ready", "start", "end", "told", "tokens"] as const) {
       this[name] = grown(this[name], n);
     }
     this.deploymentOf[index] = deployment;
@@ -363,6 +367,7 @@ export class Model {
     this.ready[index] = ready;
     this.start[index] = start;
     this.end[index] = end;
+    this.told[index] = told;
     this.tokens[index] = tokens;
     this.places[index] = places;
     this.slots[index] = slot;

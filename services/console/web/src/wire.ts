@@ -4,10 +4,12 @@
 /** The length of a tick in seconds. */
 export const TICK_S = 1e-4;
 
-/** An operation that has ended: deployment, kind, slot, queued, ready, start, end, devices, tokens,
- * outcome (absent: completed), is replay. Names are numbers in the lists of the same update. */
+/** An operation that has ended: deployment, kind, slot, queued, ready, start, end, how long after
+ * that the log had it, devices, tokens, outcome (absent: completed), is replay. Names are numbers in
+ * the lists of the same update. */
 export type OperationRow = [
-  number, number, string, number, number, number, number, number[], number?, string?, boolean?,
+  number, number, string, number, number, number, number, number, number[], number?, string?,
+  boolean?,
 ];
 /** A context switch: deployment, start, and in ticks how long the offload and the load took and how
  * much of both was hidden; devices, bytes out, bytes in, is speculative, the displaced deployments. */
@@ -108,6 +110,16 @@ export interface Explanation {
   place?: number;
   predicted_start_s?: number;
   why?: string;
+}
+
+/** A span of an operation, at its place in the waterfall; times in ticks since `origin_s`. */
+export interface Leg {
+  name: string;
+  where: string;
+  begin: number;
+  end: number;
+  depth?: number;
+  error?: string;
 }
 
 /** What a node holds; `error` alone where the node does not answer. */

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from phaseloom.common.contract.errors import CallerError, ErrorInfo
 from phaseloom.common.contract.operations import (
     AdamParams,
     Datum,
@@ -69,7 +70,7 @@ class Work:
         policy = DeploymentSpec("policy", "", "fsdp", model, trainable=True)
         self._policy = _built(policy, num_units)
         self._backend = self._sampler
-        self._vocab_size = int(model.config["vocab_size"])
+        self._vocab_size = _config_of(model).vocab_size
         self._share = ComputeShare(0, num_units, self._use)
         self._number = 0
         drawn = random.Random(0)
@@ -166,10 +167,47 @@ def main() -> None:
     model = MODEL
     if arguments.config is not None:
         model = msgspec.json.decode(arguments.config.read_bytes())
-    work = Work(ModelSpec(model, init_seed=1), arguments.units)
+    try:
+        work = work_of(ModelSpec(model, init_seed=1), arguments.units)
+    except CallerError as error:
+        _answer(Ran(refused=of_file(error.info)))
+        return
     _answer(Ran())
     for line in sys.stdin:
         _answer(work.run(msgspec.json.decode(line, type=Run)))
+
+
+def work_of(model: ModelSpec, num_units: int) -> Work:
+    """The calls on a model. Raises: CallerError: the model cannot be built, or cannot do them."""
+    config = _config_of(model)
+    needed = {"vocab_size": 2, "max_position_embeddings": PROMPT_TOKENS + ANSWER_TOKENS}
+    for name, least in needed.items():
+        given = getattr(config, name, least)
+        if given < least:
+            raise CallerError(
+                f"{name} is {given}",
+                field=f"model.config.{name}",
+                remedy=f"measure a model with {least} or more",
+            )
+    try:
+        return Work(model, num_units)
+    except (RuntimeError, ArithmeticError) as error:  # a size of zero or less, or past all memory
+        raise CallerError(
+            f"no model can be built: {error}",
+            field="model.config",
+            remedy="give the config.json of a model that runs elsewhere",
+        ) from error
+
+
+def of_file(refused: ErrorInfo) -> ErrorInfo:
+    """The refusal of a model, with its field named as in the file that `--config` gave."""
+    return msgspec.structs.replace(refused, field=refused.field.removeprefix("model."))
+
+
+def _config_of(model: ModelSpec) -> Any:
+    from phaseloom.worker.backends.model import model_config  # torch, after its variables are set
+
+    return model_config(model)
 
 
 def _answer(ran: Ran) -> None:

@@ -4,23 +4,27 @@ tensor and every position exactly once, whatever the layout."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from phaseloom.common.contract.operations import ForwardBackward, Loss
-from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.specs import Adapter, Layout
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.worker.backends import pretrained
+from phaseloom.worker.backends.adapters import file_name
 from phaseloom.worker.backends.batch import loss_batch
 from phaseloom.worker.backends.experts import file_shapes
-from phaseloom.worker.backends.layout import lay_out
+from phaseloom.worker.backends.layout import Shard, lay_out
 from phaseloom.worker.backends.megatron.context import columns, share_of
 from phaseloom.worker.backends.megatron.slices import (
     Place,
+    adapted,
     check_sizes,
     parameters,
     sizes_of,
@@ -54,6 +58,15 @@ def expert_layouts() -> Iterator[Layout]:
             yield Layout(dp=dp, ep=ep, pp=pp)
 
 
+def count_elements(held: Iterable[tuple[str, Shard]], seen: dict[str, Any]) -> None:
+    """Add one for each element that a rank holds. Args: seen: of each whole tensor."""
+    for tensor, shard in held:
+        assert [*(shard.global_shape or shard.shape)] == [*seen[tensor].shape]
+        start = shard.start or [0] * len(shard.shape)
+        where = zip(start, shard.shape, strict=True)
+        seen[tensor][tuple(slice(at, at + size) for at, size in where)] += 1
+
+
 @pytest.mark.parametrize("name", [*CONFIGS, "experts"])
 def test_ranks_together_hold_every_element_and_no_other(name: str) -> None:
     model = spec(model=CONFIGS.get(name, EXPERTS)).model
@@ -65,15 +78,28 @@ def test_ranks_together_hold_every_element_and_no_other(name: str) -> None:
             held = parameters(sizes, Place(layout, coordinates(rank, layout)))
             named = [pair for slices in held.values() for pair in slices.items()]
             assert len(dict(named)) == len(named), "one slice of a tensor a rank"
-            for tensor, shard in named:
-                assert [*(shard.global_shape or shard.shape)] == [*shapes[tensor]]
-                start = shard.start or [0] * len(shard.shape)
-                where = zip(start, shard.shape, strict=True)
-                seen[tensor][tuple(slice(at, at + size) for at, size in where)] += 1
+            count_elements(named, seen)
         for tensor, count in seen.items():
             assert count.min() >= 1, (layout, tensor)
             # More ranks may hold a slice of it, but all its slices are held as often.
             assert count.max() == count.min() or "embed" in tensor, (layout, tensor)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranks_together_hold_every_element_of_an_adapter(name: str) -> None:
+    adapter = Adapter(rank=3, targets=("q_proj", "k_proj", "o_proj", "up_proj", "lm_head"))
+    model = replace(spec(model=CONFIGS[name]).model, adapter=adapter)
+    sizes, shapes = sizes_of(model_config(model)), parameter_shapes(model)
+    for layout in layouts():
+        seen = {each: np.zeros(shape, dtype=int) for each, shape in shapes.items()}
+        for rank in range(layout.num_ranks):
+            place = Place(layout, coordinates(rank, layout))
+            for part in (each for layer in adapted(sizes, place, adapter) for each in layer.parts):
+                if part.a is not None and part.b is not None:
+                    names = [file_name(part.layer, kind) for kind in ("lora_A", "lora_B")]
+                    count_elements(zip(names, (part.a, part.b), strict=True), seen)
+        for tensor, count in seen.items():
+            assert count.max() == count.min() >= 1, (layout, tensor)
 
 
 def test_slices_of_a_fused_parameter_lie_one_behind_the_other() -> None:

@@ -248,8 +248,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     seal_every: int
     """The number of mutating operations between two seals of a trainable deployment; 0: never."""
     max_losses: int
-    """The number of losses of a WPG at one operation that are survived: the next one fails the
-    operation."""
+    """The number of losses of a WPG, without an operation completed in between, that are survived:
+    the next one fails the operation that runs, or the job where none does."""
     max_reading: int
     """The most reading operations of one activation that run at once."""
     phase_hold_s: float

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.errors import CallerError, ErrorInfo
 from phaseloom.common.contract.specs import SlowdownTable
 
 SUB_STAGES = ("decode_small", "decode_large", "prefill", "reference", "train")
@@ -39,6 +39,8 @@ class Ran(msgspec.Struct, frozen=True):
     """The mean time of a call."""
     calls: int = 0
     """How many calls counted; 0: none was short enough, and `seconds` is that of the last one."""
+    refused: ErrorInfo | None = None
+    """In the first line alone: why the model cannot be run."""
 
 
 class _File(SlowdownTable, frozen=True, forbid_unknown_fields=True):

@@ -120,6 +120,11 @@ class EmbeddedServer:
         )
 
     @property
+    def store(self) -> Path:
+        """The directory of the server's streams."""
+        return self._directory / "store"
+
+    @property
     def members(self) -> dict[str, EmbeddedServer]:
         """This server alone, as `EmbeddedEnsemble.members`."""
         return {"nats": self}
@@ -210,7 +215,7 @@ class EmbeddedServer:
 
     def _config(self) -> str:
         """The server's configuration, as JSON: NATS's own syntax is a superset of that."""
-        store: dict[str, object] = {"store_dir": str(self._directory / "store")}
+        store: dict[str, object] = {"store_dir": str(self.store)}
         if self._fsync:
             store |= SYNCED
         settings: dict[str, object] = {

@@ -44,6 +44,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class _Operation:
     execution: Execution
+    told_s: float
     devices: tuple[Device, ...]
 
     @property
@@ -113,7 +114,7 @@ class View:
         for observation in self._activity.step(time_s, event):
             match observation:
                 case Execution():
-                    self._ran(observation)
+                    self._ran(time_s, observation)
                 case Switch():
                     hidden_s = observation.hidden_s
         match event:
@@ -171,9 +172,9 @@ class View:
         self._told.put(row)
         self._reports.setdefault(row.job, deque(maxlen=NUM_REPORTS)).append(row)
 
-    def _ran(self, execution: Execution) -> None:
+    def _ran(self, time_s: float, execution: Execution) -> None:
         devices = self._activity.devices_of(execution.key.deployment_key)
-        self._told.put(_Operation(execution, devices))
+        self._told.put(_Operation(execution, time_s, devices))
         if execution.is_replay:
             return
         counts = self._counts.setdefault(execution.key.job_key, _Counts())
@@ -350,6 +351,7 @@ class _Rows:
             self.ticks(ran.ready_s),
             self.ticks(ran.start_s),
             self.ticks(ran.end_s),
+            max(0, self.ticks(item.told_s) - self.ticks(ran.end_s)),
             self.places(item.devices),
             ran.num_tokens,
             "" if ran.outcome is Outcome.COMPLETED else ran.outcome.value,

@@ -22,6 +22,8 @@ class OperationRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     ready: int
     start: int
     end: int
+    told: int
+    """How long after its end the log had it."""
     devices: list[int]
     num_tokens: int = 0
     outcome: str = ""
@@ -155,6 +157,20 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     """Every node; None: as before."""
     jobs: list[JobRow] | None = None
     """Every job; None: as before."""
+
+
+class Leg(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A span of an operation, with its place in the operation's waterfall."""
+
+    name: str
+    """`submit`, `route`, `queue`, `permit`, `switch`, `offload`, `load`, `execute`, `complete`."""
+    where: str
+    """The service, and the node and device that it worked for."""
+    begin: int
+    end: int
+    depth: int = 0
+    """The number of spans around it."""
+    error: str = ""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -188,7 +188,7 @@ def _follow_up(step: Step) -> None:
                 do(step, asked.pop(what))
 
 
-def _timer(step: Step, event: events.TimerFired) -> None:
+def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one arm a timer
     due_s = step.state.take_timer(event.timer)
     if due_s is None:
         return
@@ -211,6 +211,8 @@ def _timer(step: Step, event: events.TimerFired) -> None:
             step.follow(FollowUp.RELEASE, job_name)
         case ["copies", _]:
             step.follow(FollowUp.PLACE)
+        case ["rebuild", name]:
+            wpgs.pause_ended(step, name)
         case ["retry", name, _]:
             deployment = step.state.deployments.get(name)
             if deployment is not None:

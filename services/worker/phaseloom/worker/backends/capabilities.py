@@ -87,6 +87,7 @@ CAPABILITIES: Final = {
         axes=("dp", "tp", "pp", "cp", "ep"),
         model_types=("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
         dtypes=DTYPES,
+        adapters=True,
     ),
     "vllm": Capabilities(
         _SAMPLES,

@@ -205,7 +205,7 @@ def _check_adapter(spec: DeploymentSpec, able: Capabilities) -> None:
             f"the {spec.backend} backend cannot do adapters",
             code=Code.FAILED_PRECONDITION,
             field="model.adapter",
-            remedy="use the backends 'fsdp', 'sampler' and 'vllm', or leave the adapter out",
+            remedy="use the backends 'fsdp', 'megatron', 'sampler' and 'vllm', or leave it out",
         )
 
 

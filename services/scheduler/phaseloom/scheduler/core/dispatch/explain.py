@@ -81,8 +81,17 @@ def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
         if other is not None and not other.queue.is_done(after.seq):
             lines.append(f"{_name(other, after.seq)}, which `after` names")
     if deployment.wpg.state is not WpgState.READY:
-        lines.append(f"the workers of {deployment.key.deployment}: {deployment.wpg.state}")
+        lines.append(f"the workers of {deployment.key.deployment}: {_why_not_up(step, deployment)}")
     return lines
+
+
+def _why_not_up(step: Step, deployment: Deployment) -> str:
+    wpg = deployment.wpg
+    pause_s = wpg.retry_at_s - step.now_s
+    if wpg.state is not WpgState.LOST or wpg.error is None or pause_s <= 0:
+        return wpg.state
+    died = f"they died {wpg.losses} times ({wpg.error.message})"
+    return f"{died}, and are started again in {pause_s:.1f} s"
 
 
 def _of_job(step: Step, deployment: Deployment) -> list[str]:

@@ -37,12 +37,17 @@ class Wpg(msgspec.Struct):
     origin_seq: int = 0
     """The seq that the checkpoint, or the fresh state, stands for."""
     losses: int = 0
-    """Deaths of the WPG at the current `next_seq` (or in its start)."""
+    """Deaths of the WPG at the current `next_seq`, in its start or while nothing ran, since an
+    operation was completed."""
     refusals: int = 0
     """Switch-ins in a row that were refused for good while it is rebuilt."""
     is_trial: bool = False
     """Whether the deployment was added to a job that was placed already, and is not up yet: if it
     cannot start, it ends alone."""
+    up_since_s: float = 0.0
+    """When the ranks of this incarnation, or of the last one that came up, were up on all nodes."""
+    retry_at_s: float = 0.0
+    """The next incarnation does not begin before this time."""
     error: ErrorInfo | None = None
     """Why the WPG died last, until it is up again; or why it was stopped."""
 
@@ -62,8 +67,9 @@ class Wpg(msgspec.Struct):
         self.incarnation += 1
         self.base = seal_seq
 
-    def complete_start(self) -> None:
+    def complete_start(self, now_s: float) -> None:
         """Note that the ranks on all nodes are up."""
+        self.up_since_s = now_s
         self.error = None
         self.is_trial = False
 
@@ -89,6 +95,10 @@ class Wpg(msgspec.Struct):
 
     def forgive_losses(self) -> None:
         self.losses = 0
+
+    def put_off(self, until_s: float) -> None:
+        """Begin the next incarnation no earlier than this."""
+        self.retry_at_s = until_s
 
     def count_refusal(self) -> None:
         self.refusals += 1

@@ -33,6 +33,13 @@ _REPLACES_STATE = frozenset(name for name, kind in KINDS.items() if kind.replace
 _REBUILDING = frozenset({WpgState.STARTING, WpgState.RECOVERING})
 _ALIVE = frozenset({WpgState.STARTING, WpgState.RECOVERING, WpgState.READY})
 
+FIRST_PAUSE_S = 1.0
+"""The pause before a WPG is rebuilt that died a second time while nothing ran; each further death
+doubles it."""
+MAX_PAUSE_S = 60.0
+STEADY_S = 600.0
+"""A WPG that dies while nothing ran, and was up for so long, has not died in a row."""
+
 
 def node_up(step: Step, event: NodeUp) -> None:
     """Note that a node's agent took its lease: whatever ran there under an earlier lease is dead.
@@ -228,9 +235,12 @@ def _try_start(step: Step, deployment: Deployment) -> None:
     """Begin a deployment's next incarnation, if that is possible now.
 
     It is possible once no rank of the last incarnation can be alive, its state is readable, and its
-    nodes are up: the nodes that it is moving to if these are ready, else those that it was on.
+    nodes are up: the nodes that it is moving to if these are ready, else those that it was on. A
+    WPG that died several times while nothing ran has a pause before that.
     """
     if deployment.wpg.dying_on or not seals.is_readable(step, deployment):
+        return
+    if deployment.wpg.retry_at_s > step.now_s:
         return
     if deployment.move.relocation is not None and moves.is_possible(
         step, deployment, deployment.move.relocation
@@ -238,6 +248,13 @@ def _try_start(step: Step, deployment: Deployment) -> None:
         moves.relocate(step, deployment, deployment.move.relocation.assignments)
     if all(node.is_up for node in step.nodes_of(deployment)):
         start(step, deployment)
+
+
+def pause_ended(step: Step, name: str) -> None:
+    """The pause before a WPG is rebuilt is over."""
+    deployment = step.state.deployments.get(name)
+    if deployment is not None and deployment.wpg.state is WpgState.LOST:
+        _try_start(step, deployment)
 
 
 def restart(step: Step, deployment: Deployment) -> None:
@@ -280,7 +297,7 @@ def started(step: Step, event: WpgStarted) -> None:
     if deployment.wpg.starting_on:
         return
     devices.weigh_host_memory(step, deployment)
-    deployment.wpg.complete_start()
+    deployment.wpg.complete_start(step.now_s)
     deployment.durability.plan_replay(_to_replay(step, deployment, event.applied))
     has_replay = bool(deployment.durability.replay)
     step.advance_wpg(deployment, WpgEvent.UP_TO_REPLAY if has_replay else WpgEvent.UP)
@@ -351,7 +368,8 @@ def lost(step: Step, event: WpgLost) -> None:
     """Note that the ranks of a WPG on a node are dead and reaped, and start it anew.
 
     Where the start itself cannot succeed, the deployment or its job ends, or the job falls back to
-    a checkpoint. Operations that killed their WPG too often are failed.
+    a checkpoint. Operations that killed their WPG too often are failed. A WPG that dies as often
+    while nothing runs is rebuilt after pauses that grow, and in the end its job fails.
     """
     _note_stopped(step, event)
     deployment = step.deployment(event.deployment)
@@ -368,6 +386,9 @@ def lost(step: Step, event: WpgLost) -> None:
     _lose(step, deployment, event.node)
     step.tell("WPG lost", event.error.message, deployment.name)
     deployment.wpg.failed(event.error)
+    is_idle = before is WpgState.READY and not culprits
+    if is_idle and step.now_s - deployment.wpg.up_since_s >= STEADY_S:
+        deployment.wpg.forgive_losses()
     if before is not WpgState.STARTING or not _is_out_of_reach(deployment, event):
         deployment.wpg.count_loss()
     if before in _REBUILDING and event.error.code is Code.DATA_LOSS:
@@ -379,10 +400,32 @@ def lost(step: Step, event: WpgLost) -> None:
     if deployment.wpg.losses > step.config.max_losses:
         if culprits:
             _give_up(step, deployment, culprits, event.error)
-        elif before is WpgState.RECOVERING:
-            step.follow(FollowUp.FAIL_JOB, deployment.job_name, event.error)
+        else:
+            step.follow(FollowUp.FAIL_JOB, deployment.job_name, _dies_again(deployment, event))
             return
+    elif is_idle and deployment.wpg.losses > 1:
+        _pause(step, deployment)
     _try_start(step, deployment)
+
+
+def _dies_again(deployment: Deployment, event: WpgLost) -> ErrorInfo:
+    """Why a job fails whose WPG dies again and again, and no operation is to blame."""
+    return ErrorInfo(
+        Code.ABORTED,
+        f"the workers of {deployment.key.deployment} died {deployment.wpg.losses} times, and "
+        f"completed no operation in between: {event.error.message}",
+        remedy="look at the worker's log for why they die, then submit the job again",
+        details=event.error.details,
+    )
+
+
+def _pause(step: Step, deployment: Deployment) -> None:
+    """Have a WPG rebuilt later, since what it died of may be over then."""
+    pause_s = min(FIRST_PAUSE_S * 2.0 ** (deployment.wpg.losses - 2), MAX_PAUSE_S)
+    deployment.wpg.put_off(step.now_s + pause_s)
+    step.set_timer(f"rebuild/{deployment.name}", deployment.wpg.retry_at_s)
+    what = f"in {pause_s:g} s, after {deployment.wpg.losses} deaths while nothing ran"
+    step.tell("rebuilding a WPG after a pause", what, deployment.name)
 
 
 def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
@@ -38,9 +39,10 @@ from phaseloom.common.contract.operations import (
     OptimStep,
     OptimStepResult,
 )
-from phaseloom.common.contract.specs import DeploymentSpec
+from phaseloom.common.contract.specs import Adapter, DeploymentSpec, DeviceKind
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.common.tensors.resharding import Holding, holding_of
+from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.architectures import has_windows
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
 from phaseloom.worker.backends.batch import (
@@ -54,15 +56,17 @@ from phaseloom.worker.backends.batch import (
 from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.experts import file_shapes, file_tensors
 from phaseloom.worker.backends.gathering import owned, weights_digest
-from phaseloom.worker.backends.layout import Layout, check_layout, lay_out, plan
+from phaseloom.worker.backends.layout import Layout, Shard, check_layout, lay_out, plan
 from phaseloom.worker.backends.losses import loss_sum
 from phaseloom.worker.backends.megatron import devices
+from phaseloom.worker.backends.megatron.adapters import adapt, matrix_shards
 from phaseloom.worker.backends.megatron.context import Share, share_of
 from phaseloom.worker.backends.megatron.gradients import Gradients, accumulate
 from phaseloom.worker.backends.megatron.slices import (
     Parameters,
     Place,
     Sizes,
+    adapted,
     check_sizes,
     parameters,
     sizes_of,
@@ -85,6 +89,7 @@ from phaseloom.worker.backends.processgroup import (
     join_process_group,
     largest,
 )
+from phaseloom.worker.backends.sharedbase import BaseMemory
 from phaseloom.worker.backends.training import (
     Masters,
     Training,
@@ -126,10 +131,14 @@ class MegatronBackend(Member):
         self.vocab_size = sizes.vocab
         self.config = config_dict(model, spec.model)
         self._stage = self._build_stage(spec, sizes, model)
-        self._move_parameters(parameters(sizes, self._place))
+        self._base = self._place_base(spec, sizes, heap) if spec.model.adapter else None
+        if spec.model.adapter is None:
+            self._move_parameters(parameters(sizes, self._place))
+        else:
+            self._add_adapter(spec.model.adapter, sizes)
         weights, training = self._layout.weights, self._layout.training
         masters = training.masters if training else None
-        if spec.model.pinned is None:
+        if spec.model.pinned is None or self._base is not None:
             self._fill(model)
         elif masters is not None:
             # The weights come from files: then masters are made of them.
@@ -146,7 +155,10 @@ class MegatronBackend(Member):
 
     @staticmethod
     def plan(spec: DeploymentSpec, ranks: RankGroup = ALONE) -> Memory:
-        return Memory(_layout(spec, _check(spec, ranks), ranks.rank).heap_bytes)
+        sizes = _check(spec, ranks)
+        has_copy = spec.model.adapter is not None and ranks.device_kind is DeviceKind.CUDA
+        base_bytes = _base_layout(spec, sizes, ranks.rank).heap_bytes if has_copy else 0
+        return Memory(_layout(spec, sizes, ranks.rank).heap_bytes, base_bytes)
 
     def use_host_memory(self, buffer: memoryview) -> None:
         self._tensors.use_host_memory(buffer)
@@ -248,6 +260,8 @@ class MegatronBackend(Member):
     def weights_changed(self) -> None:
         """Make masters of weights that came without any, as those of a version or a checkpoint.
         Nothing else is derived from the weights."""
+        if self._base is not None:
+            self._base.refill()
         with torch.no_grad():
             self._masters.fill()
 
@@ -280,17 +294,51 @@ class MegatronBackend(Member):
         # Never train(): dropout of probability zero would draw from the global generator.
         stage = Stage(config, sizes, self._place, frequencies)
         stage.eval()
-        stage.requires_grad_(spec.trainable)
+        stage.requires_grad_(spec.trainable and spec.model.adapter is None)
         if spec.activation_checkpointing:
             recompute(stage.decoder.layers)
         return stage
 
-    def _move_parameters(self, made_of: Parameters) -> None:
-        """Make every parameter a view of the heap, and have its gradient added up there."""
+    def _place_base(self, spec: DeploymentSpec, sizes: Sizes, heap: DeviceMemory) -> BaseMemory:
+        """Make every parameter of the stage a view of the node's copy of the rank's part of the
+        base, which ranks of other replicas and deployments map, too."""
+        layout = _base_layout(spec, sizes, self._ranks.rank)
+        base = BaseMemory(spec.model, layout.slots, layout.heap_bytes, self._ranks, heap)
+        made_of = parameters(sizes, self._place)
+        dtype = TORCH_DTYPES[self._dtype]
+        for name, parameter in self._found(made_of).items():
+            start = layout.weights.slots[next(iter(made_of[name]))].offset
+            num_bytes = parameter.numel() * dtype.itemsize
+            flat = base.tensor[start : start + num_bytes].view(dtype)
+            parameter.data = flat.view(parameter.shape)
+        return base
+
+    def _add_adapter(self, adapter: Adapter, sizes: Sizes) -> None:
+        """Have the layers add the adapter, whose matrices and gradients are views of the heap."""
         training = self._layout.training
+        matrices: dict[str, nn.Parameter] = {}
+        for name, view in self._tensors.views(self._layout.weights).items():
+            matrices[name] = nn.Parameter(view.new_empty(0), requires_grad=training is not None)
+            # By assignment, so that autograd does not take a change of the heap for one of it.
+            matrices[name].data = view
+        if training is not None:
+            for name, gradient in self._tensors.views(training.gradients).items():
+                accumulate(matrices[name], gradient)
+        layers = adapted(sizes, self._place, adapter)
+        scale, tp = adapter.alpha / adapter.rank, self._place.layout.tp
+        adapt(self._stage, layers, matrices, scale, tp=tp)
+
+    def _found(self, made_of: Parameters) -> dict[str, nn.Parameter]:
+        """The parameters of the stage."""
         found = dict(self._stage.named_parameters())
         if found.keys() != made_of.keys():
             raise InternalError(f"not of this model: {sorted(found.keys() ^ made_of.keys())}")
+        return found
+
+    def _move_parameters(self, made_of: Parameters) -> None:
+        """Make every parameter a view of the heap, and have its gradient added up there."""
+        training = self._layout.training
+        found = self._found(made_of)
         for name, slices in made_of.items():
             parameter = found[name]
             weights = self._layout.weights
@@ -307,7 +355,9 @@ class MegatronBackend(Member):
         if training is not None and training.masters is not None:
             regions.append(training.masters)
         drawn = dict(
-            part for name, whole in model.named_parameters() for part in file_tensors(name, whole)
+            part
+            for name, whole in own_parameters(model).items()
+            for part in file_tensors(name, whole)
         )
         box_of = self.holdings[self._ranks.rank]
         for region in regions:
@@ -373,6 +423,13 @@ def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
     sizes = sizes_of(config)
     check_sizes(sizes, spec.layout)
     _check_positions(config)
+    if spec.model.adapter is not None and sizes.experts is not None:
+        raise CallerError(
+            "the megatron backend cannot do adapters on a model with experts",
+            code=Code.FAILED_PRECONDITION,
+            field="model.adapter",
+            remedy="use the backend 'fsdp' and the layers of attention as targets",
+        )
     return sizes
 
 
@@ -401,13 +458,28 @@ def _place(spec: DeploymentSpec, rank: int) -> Place:
 
 
 def _layout(spec: DeploymentSpec, sizes: Sizes, rank: int) -> Layout:
-    made_of = parameters(sizes, _place(spec, rank))
+    """The memory of a rank's state: of its adapter where it has one, else of all weights."""
+    place = _place(spec, rank)
+    shards = _shards(sizes, place)
+    if spec.model.adapter is not None:
+        shards = matrix_shards(adapted(sizes, place, spec.model.adapter))
     return lay_out(
-        {name: shard for slices in made_of.values() for name, shard in slices.items()},
+        shards,
         trainable=spec.trainable,
         optimizer_on=spec.optimizer_on,
         dtype=weights_dtype(spec.model),
     )
+
+
+def _base_layout(spec: DeploymentSpec, sizes: Sizes, rank: int) -> Layout:
+    """The memory of a rank's part of an adapter's base."""
+    shards = _shards(sizes, _place(spec, rank))
+    return lay_out(shards, trainable=False, dtype=weights_dtype(spec.model))
+
+
+def _shards(sizes: Sizes, place: Place) -> dict[str, Shard]:
+    made_of = parameters(sizes, place)
+    return {name: shard for slices in made_of.values() for name, shard in slices.items()}
 
 
 def _does_not_generate() -> CallerError:

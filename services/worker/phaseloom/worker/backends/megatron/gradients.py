@@ -13,6 +13,8 @@ Different ranks add different parts of a gradient where a slice is
 - a norm of queries or keys, of which a tensor-parallel rank sees its own heads only;
 - any other norm, or the gate of a layer of experts, of which a tensor-parallel rank sees its own
   columns only (sequence parallelism);
+- the matrix of an adapter that all tensor-parallel ranks hold: A of a layer whose outputs are
+  spread over them, B of one whose inputs are; each rank sees its own columns only;
 - a key-value head that several tensor-parallel ranks hold for their own queries;
 - a tied embedding, as the first stage's input and the last one's output.
 
@@ -41,11 +43,13 @@ _PARTLY_SEEN = (
     "norm.weight",
     "layernorm.weight",
     "mlp.gate.weight",
+    *(f"{name}_proj.lora_A.weight" for name in ("q", "k", "v", "gate", "up")),
+    *(f"{name}_proj.lora_B.weight" for name in ("o", "down")),
 )
 """The ends of the names of parameters that all tensor-parallel ranks hold and whose whole input
 none sees."""
 _KEYS_AND_VALUES = tuple(
-    f"self_attn.{name}_proj.{of}" for name in "kv" for of in ("weight", "bias")
+    f"self_attn.{name}_proj.{of}" for name in "kv" for of in ("weight", "bias", "lora_B.weight")
 )
 
 

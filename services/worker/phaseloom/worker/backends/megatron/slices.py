@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Final
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.specs import Layout
+from phaseloom.common.contract.specs import Adapter, Layout
 from phaseloom.common.tensors.layouts import Coordinates
 from phaseloom.worker.backends.capabilities import CAPABILITIES
 from phaseloom.worker.backends.layout import Shard
@@ -242,6 +243,81 @@ def parameters(sizes: Sizes, place: Place) -> Parameters:
         elif not place.is_first:
             found[OUTPUT] = {"model.embed_tokens.weight": _vocabulary(sizes, place)}
     return found | of_experts
+
+
+class Spread(StrEnum):
+    """How the tensor-parallel ranks divide a linear layer."""
+
+    OUTPUTS = "outputs"
+    INPUTS = "inputs"
+    IDS = "ids"
+    """By outputs, the token ids, and each rank has the whole input."""
+
+
+_SPREADS: Final = {
+    "linear_qkv": Spread.OUTPUTS,
+    "linear_proj": Spread.INPUTS,
+    "linear_fc1": Spread.OUTPUTS,
+    "linear_fc2": Spread.INPUTS,
+}
+"""The linear layers of Megatron's that may have an adapter, by the ends of their names."""
+
+
+@dataclass(frozen=True)
+class AdaptedPart:
+    """One of the model's layers within one of Megatron's."""
+
+    outputs: int
+    """The rank's outputs of it, or of padding."""
+    layer: str = ""
+    """Its name in the model; empty: it has no adapter."""
+    a: Shard | None = None
+    b: Shard | None = None
+    """The rank's slices of A and B; None: it has no adapter."""
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """One of Megatron's linear layers that has an adapter."""
+
+    module: str
+    """Its name in a rank's stage."""
+    spread: Spread
+    parts: list[AdaptedPart]
+    """In the order of its outputs."""
+
+
+def adapted(sizes: Sizes, place: Place, adapter: Adapter) -> list[Adapted]:
+    """The layers of a rank's stage that have an adapter."""
+    found = []
+    for name, slices in parameters(sizes, place).items():
+        module, _, kind = name.rpartition(".")
+        spread = _SPREADS.get(module.rpartition(".")[2])
+        if kind == "weight" and spread is not None:
+            layers = {each.removesuffix(".weight"): shard for each, shard in slices.items()}
+            found.append(Adapted(module, spread, _adapted_parts(layers, adapter)))
+    if place.is_last:
+        vocabulary = _vocabulary(sizes, place)
+        parts = _adapted_parts({"lm_head": vocabulary}, adapter)
+        if padding := vocabulary.padded_shape[0] - vocabulary.shape[0]:
+            parts.append(AdaptedPart(padding))
+        found.append(Adapted("output_layer", Spread.IDS, parts))
+    return [each for each in found if any(part.layer for part in each.parts)]
+
+
+def _adapted_parts(layers: Mapping[str, Shard], adapter: Adapter) -> list[AdaptedPart]:
+    """Args: layers: the rank's slices of the weights of the model's layers."""
+    parts = []
+    for layer, weight in layers.items():
+        (outputs, inputs), start = weight.shape, weight.start or [0, 0]
+        if layer.rpartition(".")[2] not in adapter.targets:
+            parts.append(AdaptedPart(outputs))
+            continue
+        all_outputs, all_inputs = weight.global_shape or weight.shape
+        a = _slice([adapter.rank, all_inputs], [adapter.rank, inputs], [0, start[1]])
+        b = _slice([all_outputs, adapter.rank], [outputs, adapter.rank], [start[0], 0])
+        parts.append(AdaptedPart(outputs, layer, a, b))
+    return parts
 
 
 def is_of_expert(name: str) -> bool:

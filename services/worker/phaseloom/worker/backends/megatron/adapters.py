@@ -1,0 +1,121 @@
+"""An adapter's place in Megatron's layers, each of which may be several layers of the model.
+
+A layer whose outputs are spread over tensor-parallel ranks holds its rows of B, and the whole of A;
+one whose inputs are spread holds its columns of A, and the whole of B. What moves between ranks is
+A·x alone, as wide as the adapter's rank: it is gathered before B, or reduce-scattered behind A, as
+x and y are for the weights (sequence parallelism).
+
+So a matrix that all ranks hold sees a part of the columns on each, and the ranks' gradients of it
+are added up (`gradients`). The head's A sees all of them on each rank: its input is gathered
+already.
+
+Shapes: T columns, B rows, r the adapter's rank, H inputs, F outputs of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from phaseloom.worker.backends.adapters import file_name
+from phaseloom.worker.backends.layout import Shard
+from phaseloom.worker.backends.megatron.slices import Adapted, AdaptedPart, Spread
+
+
+@dataclass(frozen=True)
+class Part:
+    """The matrices of one of the model's layers, as slices of the rank."""
+
+    outputs: int
+    """The rank's outputs of the layer."""
+    a_rH: nn.Parameter | None
+    b_Fr: nn.Parameter | None
+    """The matrices; None: the layer has no adapter."""
+
+
+class Added:
+    """What one of Megatron's linear layers adds to its output."""
+
+    def __init__(self, spread: Spread, parts: Sequence[Part], scale: float, *, tp: int) -> None:
+        """Args: parts: the layers that Megatron's is made of, in the order of its outputs."""
+        self._spread, self._parts, self._scale = spread, parts, scale
+        self._is_split = tp > 1
+
+    def __call__(self, x_TBH: torch.Tensor, y_TBF: torch.Tensor) -> torch.Tensor:
+        a_rH = torch.cat([part.a_rH for part in self._parts if part.a_rH is not None])
+        mixed_TBr = F.linear(x_TBH, a_rH)
+        if self._is_split:
+            mixed_TBr = self._moved(mixed_TBr)
+        made, start = [], 0
+        for part in self._parts:
+            if part.b_Fr is None:
+                made.append(y_TBF.new_zeros(*y_TBF.shape[:-1], part.outputs))
+                continue
+            rank = part.b_Fr.shape[1]
+            made.append(F.linear(mixed_TBr[..., start : start + rank], part.b_Fr))
+            start += rank
+        return torch.add(y_TBF, torch.cat(made, -1), alpha=self._scale)
+
+    def _moved(self, mixed_TBr: torch.Tensor) -> torch.Tensor:
+        moved: torch.Tensor
+        match self._spread:
+            case Spread.OUTPUTS:
+                moved = gather_from_sequence_parallel_region(mixed_TBr)
+            case Spread.INPUTS:
+                moved = reduce_scatter_to_sequence_parallel_region(mixed_TBr)
+            case Spread.IDS:
+                moved = copy_to_tensor_model_parallel_region(mixed_TBr)
+        return moved
+
+
+def adapt(
+    stage: nn.Module,
+    adapted: Sequence[Adapted],
+    parameters: Mapping[str, nn.Parameter],
+    scale: float,
+    *,
+    tp: int,
+) -> None:
+    """Have the layers of a stage add an adapter's part.
+
+    Args: parameters: the rank's slices of A and B, by their names in files.
+    """
+    for each in adapted:
+        parts = [
+            Part(part.outputs, *(parameters.get(name) for name in _names(part)))
+            for part in each.parts
+        ]
+        stage.get_submodule(each.module).register_forward_hook(
+            _adding(Added(each.spread, parts, scale, tp=tp))
+        )
+
+
+def matrix_shards(adapted: Sequence[Adapted]) -> dict[str, Shard]:
+    """The rank's slices of all A and B, by their names in files and in the order of these."""
+    found: dict[str, Shard] = {}
+    for part in (part for each in adapted for part in each.parts):
+        if part.a is not None and part.b is not None:
+            found |= dict(zip(_names(part), (part.a, part.b), strict=True))
+    return {name: found[name] for name in sorted(found)}
+
+
+def _names(part: AdaptedPart) -> tuple[str, str]:
+    return file_name(part.layer, "lora_A"), file_name(part.layer, "lora_B")
+
+
+def _adding(added: Added) -> Any:
+    def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        y, bias = output
+        return added(inputs[0], y), bias
+
+    return hook
