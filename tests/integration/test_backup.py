@@ -93,8 +93,8 @@ def settings_of(task: str) -> Settings:
 
 
 @pytest.fixture
-async def machine(tmp_path: Path) -> AsyncIterator[Machine]:
-    """A mesh that is up."""
+async def machine(tmp_path: Path, cold_nodes: None) -> AsyncIterator[Machine]:
+    """A mesh that is up, whose services a backup can stop."""
     mesh_file = tmp_path / "mesh.toml"
     mesh_file.write_text("[mesh]\nseal_every = 6\n")
     machine = Machine(tmp_path / "runs", tmp_path / "mesh.log", ["--mesh-file", str(mesh_file)])

@@ -35,7 +35,7 @@ from phaseloom.common.transport.services import call_node_api
 from tests.support.directories import short_directory
 from tests.support.jobs import TENANT, Log, kill_rank, rank_pid, running_mesh, tenant
 from tests.support.node import lesson, policy_spec, sampler_spec
-from tests.support.warm import cold
+from tests.support.warm import cold, signal_programs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -220,12 +220,12 @@ async def test_agent_that_is_silent_ends_the_life_on_both_nodes(world: World) ->
     job = await world.tenant.submit_job("silent", specs(2))
 
     def stop() -> None:
-        world.mesh.kill(f"worker-{TRAIN[1]}", signal.SIGSTOP)
+        signal_programs(world.mesh.pids(f"worker-{TRAIN[1]}"), signal.SIGSTOP)
 
     async with asyncio.TaskGroup() as group:
         learning = group.create_task(learn(job, stop, world.log))
         await world.log.until(partial(is_lost, "silent", TRAIN[0]))
-        world.mesh.kill(f"worker-{TRAIN[1]}", signal.SIGCONT)
+        signal_programs(world.mesh.pids(f"worker-{TRAIN[1]}"), signal.SIGCONT)
     assert learning.result() == world.expected
     await job.finish()
     await world.log.caught_up()

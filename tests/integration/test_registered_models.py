@@ -196,12 +196,31 @@ def move_back(directory: Path) -> None:
     directory.with_name("elsewhere").rename(directory)
 
 
-async def test_demo_trains_a_pretrained_model(short_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), 4])
+async def test_demo_trains_a_pretrained_model(
+    adapter: int | None, short_dir: Path, tmp_path: Path
+) -> None:
     directory = await asyncio.to_thread(save_model, tmp_path / "model", max_position_embeddings=256)
     ended = await demo(
-        pretrained=directory, steps=1, jobs=("chain_sum",), run_dir=short_dir / "run"
+        pretrained=directory,
+        adapter=adapter,
+        steps=1,
+        jobs=("chain_sum",),
+        run_dir=short_dir / "run",
     )
     assert ended == 0
     summary = json.loads(await asyncio.to_thread((short_dir / "run/summary.json").read_text))
     assert summary["jobs"][0]["steps"] == 1
     assert summary["operations"]["failed"] == 0
+
+
+@pytest.mark.parametrize(("pretrained", "adapter"), [(None, 4), (Path("model"), 0)])
+async def test_demo_refuses_an_adapter_without_a_model_or_a_rank(
+    pretrained: Path | None, adapter: int, tmp_path: Path
+) -> None:
+    if pretrained is not None:
+        pretrained = await asyncio.to_thread(save_model, tmp_path / pretrained)
+    with pytest.raises(CallerError) as refused:
+        await demo(pretrained=pretrained, adapter=adapter, run_dir=tmp_path / "run")
+    assert refused.value.info.field == "adapter"
+    assert refused.value.info.remedy

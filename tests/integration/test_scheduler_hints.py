@@ -19,6 +19,7 @@ from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import state_subject
 from phaseloom.common.transport.bus import Bus
 from tests.support.jobs import TENANT, Log, running_mesh, tenant
+from tests.support.warm import signal_programs
 
 MiB = 2**20
 NODE = NodeId("train-0")
@@ -75,7 +76,7 @@ async def test_state_is_up_from_nvme_before_the_operation_that_is_predicted(
         tenant(mesh) as t,
         operator(mesh) as bus,
     ):
-        mesh.kill("profiler", signal.SIGSTOP)  # what it finds is told here
+        signal_programs(mesh.pids("profiler"), signal.SIGSTOP)  # what it finds is told here
         try:
             two = await t.submit_job("two", [spec("policy"), spec("critic")])
             other = (await t.submit_job("other", [spec("policy")])).deployment("policy")
@@ -90,4 +91,4 @@ async def test_state_is_up_from_nvme_before_the_operation_that_is_predicted(
             await log.caught_up()
             assert log.failures() == []
         finally:
-            mesh.kill("profiler", signal.SIGCONT)
+            signal_programs(mesh.pids("profiler"), signal.SIGCONT)

@@ -102,6 +102,7 @@ from tests.support.jobs import (
     short,
     tenant,
 )
+from tests.support.warm import signal_programs
 
 ACME = "acme"
 A = JobKey(ACME, "a")
@@ -657,12 +658,12 @@ async def test_services_that_were_frozen_go_on_by_themselves(short_dir: Path) ->
         before = {service: mesh.pids(service) for service in services}
         async with reading(mesh) as bus:
             for service in services:
-                mesh.kill(service, signal.SIGSTOP)
+                signal_programs(before[service], signal.SIGSTOP)
             try:
                 await until(lambda: absent(bus, Bucket.LEASES, scheduler_lease_key()))
             finally:
                 for service in services:
-                    mesh.kill(service, signal.SIGCONT)
+                    signal_programs(before[service], signal.SIGCONT)
         await policy.optim_step(AdamParams(1e-3))
         await job.finish()
         assert {service: mesh.pids(service) for service in services} == before

@@ -338,7 +338,7 @@ async def test_garbage_ends_that_connection_only(short_dir: Path) -> None:
 
 
 def _num_fds(d: Daemon) -> int:
-    return len(os.listdir(f"/proc/{d.process.pid}/fd"))
+    return len(os.listdir(f"/proc/{d.pid}/fd"))
 
 
 # --- seals ---
@@ -530,7 +530,7 @@ async def test_seal_fails_and_the_previous_one_stands_when_the_disk_is_full(
         large.run(1)
         await d.agent.prepare_seal(OTHER, 1, 1)
         limit = MiB + 64 * 1024
-        resource.prlimit(d.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        resource.prlimit(d.pid, resource.RLIMIT_FSIZE, (limit, limit))
         with pytest.raises(ResourceError, match="File too large") as caught:
             await d.agent.write_seal(OTHER, 1, 1, [])
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
@@ -906,10 +906,10 @@ def _json_lines(directory: Path) -> list[dict[str, Any]]:
 
 async def test_daemon_imports_no_torch_and_idles_small(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
-        mapped = await asyncio.to_thread(Path(f"/proc/{d.process.pid}/maps").read_text)
+        mapped = await asyncio.to_thread(Path(f"/proc/{d.pid}/maps").read_text)
         assert "torch" not in mapped
         assert "numpy" not in mapped
-        status = await asyncio.to_thread(Path(f"/proc/{d.process.pid}/status").read_text)
+        status = await asyncio.to_thread(Path(f"/proc/{d.pid}/status").read_text)
         (rss_kb,) = [int(line.split()[1]) for line in status.splitlines() if "VmRSS" in line]
         assert rss_kb < 75 * 1024  # an eighth of what eight idle services may take
 
@@ -935,7 +935,7 @@ async def test_bad_host_copy_is_found_at_the_load_and_the_switch_undone(short_di
         first, second = await start(d, POLICY), await start(d, OTHER)
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = first.run(1)
-        flip_in_memory(d.process.pid, f"the host copy of {OTHER}")
+        flip_in_memory(d.pid, f"the host copy of {OTHER}")
         with pytest.raises(ResourceError) as caught:
             await d.agent.switch_in(OTHER, 1, 2, [POLICY])
         assert caught.value.info.code is Code.DATA_LOSS
@@ -969,7 +969,7 @@ async def test_switch_back_at_once_waits_for_the_digest_and_brings_the_same_byte
 async def test_bad_host_copy_is_never_sealed(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         await start(d, POLICY)
-        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
+        flip_in_memory(d.pid, f"the host copy of {POLICY}")
         await d.agent.prepare_seal(POLICY, 1, 0)
         with pytest.raises(ResourceError) as caught:
             await d.agent.write_seal(POLICY, 1, 0, [])
@@ -983,7 +983,7 @@ async def test_bad_version_is_never_loaded_and_never_persisted(short_dir: Path) 
         before = sampler.digest()
         key = VersionKey(POLICY, 2)
         await policy.client.versions.create(key, _weights(policy.slots))
-        flip_in_memory(d.process.pid, f"version {key}")
+        flip_in_memory(d.pid, f"version {key}")
         with pytest.raises(ResourceError) as caught:
             await load_version(sampler.client, key, [], sampler.slots)
         # No seal has it: its policy, whose incarnation is over, makes it again.

@@ -117,7 +117,7 @@ async def test_bad_host_copy_ends_its_incarnation_and_the_next_one_begins_from_i
         rank.run(2)
         await d.agent.switch_out(POLICY, 1, 3)
         await d.digested()
-        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
+        flip_in_memory(d.pid, f"the host copy of {POLICY}")
         error = await refused(d.agent.switch_in(POLICY, 1, 4, []), Code.DATA_LOSS)
         assert str(POLICY) in error.info.message
         await asyncio.wait_for(rank.client.closed, 60)
@@ -152,7 +152,7 @@ async def test_bad_seal_in_host_memory_is_never_begun_from(short_dir: Path) -> N
             await d.agent.prepare_seal(POLICY, 1, seq)
             await d.agent.write_seal(POLICY, 1, seq, [], durability=Durability.HOST)
             rank.run(2)
-        flip_in_memory(d.process.pid, f"seal 2 of {POLICY}", SIZE // 2)
+        flip_in_memory(d.pid, f"seal 2 of {POLICY}", SIZE // 2)
         await refused(start(d, POLICY, SIZE, incarnation=2, seal_seq=2), Code.DATA_LOSS)
         restored = await start(d, POLICY, SIZE, incarnation=3, seal_seq=1)
         await d.agent.switch_in(POLICY, 3, 9, [])
@@ -168,7 +168,7 @@ async def full_disk(d: Daemon, num_bytes: int = MiB) -> AsyncIterator[None]:
 
     What was begun goes: at once, or when the move that writes it in the background fails, too.
     """
-    pid = d.process.pid
+    pid = d.pid
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     yield

@@ -475,7 +475,7 @@ async def test_bit_that_flips_in_a_snapshot_is_in_no_checkpoint(
         if is_killed:
             await d.relaunch()
             await d.agent.status()  # answered once the snapshot is taken over
-        flip_in_memory(d.process.pid, f"a copy of {POLICY}")
+        flip_in_memory(d.pid, f"a copy of {POLICY}")
         with pytest.raises(ResourceError, match=rf"{POLICY} rank 0.*a\.weight") as bad:
             await rank.client.write_checkpoint("op", "c", CONFIG, 0)
         assert bad.value.info.code is Code.DATA_LOSS
@@ -496,7 +496,7 @@ async def test_bit_that_flips_before_a_snapshot_has_its_checksums_is_found_by_th
         rank = await active(d)
         await d.agent.switch_out(POLICY, 1, 1)
         await d.digested()
-        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
+        flip_in_memory(d.pid, f"the host copy of {POLICY}")
         with pytest.raises(ResourceError, match=rf"{POLICY}.* is bad") as bad:
             await rank.client.take_snapshot("op", "c", 1)
         assert bad.value.info.code is Code.DATA_LOSS
@@ -509,8 +509,8 @@ async def test_full_disk_fails_that_checkpoint_and_nothing_else(short_dir: Path)
     async with saving(short_dir) as d:
         rank = await active(d)
         used = await used_bytes(d)
-        before = resource.prlimit(d.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(d.process.pid, resource.RLIMIT_FSIZE, (MiB // 2, before[1]))
+        before = resource.prlimit(d.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(d.pid, resource.RLIMIT_FSIZE, (MiB // 2, before[1]))
         with pytest.raises(ResourceError) as full:
             await save(rank, "c")
         assert full.value.info.code is Code.RESOURCE_EXHAUSTED
@@ -520,7 +520,7 @@ async def test_full_disk_fails_that_checkpoint_and_nothing_else(short_dir: Path)
         await d.agent.switch_out(POLICY, 1, 1)
         await d.agent.switch_in(POLICY, 1, 2, [])
         assert rank.digest() == content
-        resource.prlimit(d.process.pid, resource.RLIMIT_FSIZE, before)
+        resource.prlimit(d.pid, resource.RLIMIT_FSIZE, before)
         expected = tensors(rank)
         await save(rank, "c")
         assert_holds(place(d, "c"), expected)

@@ -85,7 +85,7 @@ async def _serving(directory: Path, *, peer_timeout_s: float = 10.0) -> AsyncIte
 
 
 def _num_fds(d: Daemon) -> int:
-    return len(os.listdir(f"/proc/{d.process.pid}/fd"))
+    return len(os.listdir(f"/proc/{d.pid}/fd"))
 
 
 async def _until(d: Daemon, num_fds: int) -> None:

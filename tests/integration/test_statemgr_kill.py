@@ -105,7 +105,7 @@ async def test_switch_is_completed_when_the_daemon_dies_in_a_copy_out(
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = first.run(7)
         how = signal.SIGKILL if moment == "as the copy begins" else signal.SIGSTOP
-        first.on_copy = lambda: os.kill(d.process.pid, how)
+        first.on_copy = lambda: os.kill(d.pid, how)
         switch = asyncio.create_task(d.agent.switch_in(OTHER, 1, 2, [POLICY]))
         await asyncio.to_thread(_wait_until_released, first)
         first.on_copy = lambda: None
@@ -282,7 +282,7 @@ async def test_daemon_that_is_killed_while_it_takes_over_is_replaced_by_the_next
 
 def _wait_for_extents(d: Daemon, number: int) -> None:
     """Until it has taken that many over."""
-    while len(open_memory(d.process.pid)) < number:
+    while len(open_memory(d.pid)) < number:
         os.sched_yield()
 
 
@@ -309,7 +309,7 @@ async def test_bad_host_copy_is_never_taken_over(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         bad, good = await start(d, POLICY), await start(d, OTHER)
         await good.client.versions.create(VersionKey(OTHER, 1), good.slots)
-        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
+        flip_in_memory(d.pid, f"the host copy of {POLICY}")
         await d.relaunch()
         await asyncio.wait_for(bad.client.closed, 60)
         assert "DATA_LOSS" in bad.client.closed.result()
@@ -328,7 +328,7 @@ async def test_digest_of_an_offload_outlives_the_daemon(short_dir: Path) -> None
             content = rank.run(3)
             await d.agent.switch_out(key, 1, 1)
         await d.digested()
-        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
+        flip_in_memory(d.pid, f"the host copy of {POLICY}")
         await d.relaunch()
         await asyncio.wait_for(bad.client.closed, 60)
         assert "DATA_LOSS" in bad.client.closed.result()
@@ -345,7 +345,7 @@ async def test_digest_of_a_copy_that_was_dirty_at_the_kill_is_taken_by_the_next_
         rank = await start(d, POLICY)
         await d.agent.switch_in(POLICY, 1, 1, [])
         content = rank.run(7)
-        rank.on_copy = lambda: os.kill(d.process.pid, signal.SIGSTOP)
+        rank.on_copy = lambda: os.kill(d.pid, signal.SIGSTOP)
         switch = asyncio.create_task(d.agent.switch_out(POLICY, 1, 2))
         await asyncio.to_thread(_wait_until_released, rank)
         rank.on_copy = lambda: None
@@ -354,7 +354,7 @@ async def test_digest_of_a_copy_that_was_dirty_at_the_kill_is_taken_by_the_next_
         await d.digested()
         await d.agent.prepare_seal(POLICY, 1, 7)
         assert (await d.agent.write_seal(POLICY, 1, 7, [])).digest == content
-        flip_in_memory(d.process.pid, f"the host copy of {POLICY}")
+        flip_in_memory(d.pid, f"the host copy of {POLICY}")
         with pytest.raises(ResourceError, match="DATA_LOSS"):
             await d.agent.switch_in(POLICY, 1, 3, [])
 
@@ -365,7 +365,7 @@ async def test_policy_whose_version_went_bad_is_lost_so_that_it_is_made_again(
     async with daemon(short_dir) as d:
         policy, sampler = await start(d, POLICY), await start(d, SAMPLER)
         await policy.client.versions.create(VERSION, policy.slots)
-        flip_in_memory(d.process.pid, f"version {VERSION}")
+        flip_in_memory(d.pid, f"version {VERSION}")
         await d.relaunch()
         await asyncio.wait_for(policy.client.closed, 60)
         assert [s.deployment for s in (await d.agent.status()).deployments] == [SAMPLER]
@@ -415,7 +415,7 @@ async def test_agent_keeps_no_more_than_the_daemon_has(short_dir: Path) -> None:
         for number in range(1, 4):
             rank = await start(d, POLICY, incarnation=number)
             await rank.client.versions.create(VersionKey(POLICY, number), rank.slots)
-        extents = _extents(d.process.pid)
+        extents = _extents(d.pid)
         assert extents & _extents(os.getpid())
         for client in d.ranks:
             await client.close()

@@ -32,6 +32,7 @@ from tests.support.jobs import (
 )
 from tests.support.processes import until_gone
 from tests.support.statedaemon import flip_in_memory
+from tests.support.warm import program_pid
 
 STEPS = 5
 A, B = TASKS
@@ -110,7 +111,7 @@ async def test_bit_that_flips_in_a_host_copy_costs_the_job_nothing(short_dir: Pa
         before = await first.publish_weights()
         await second.optim_step(client.AdamParams(1e-3))
         await _digested(mesh, "train-0")
-        (pid,) = mesh.pids("statemgr-train-0")
+        pid = program_pid(*mesh.pids("statemgr-train-0"))
         flip_in_memory(pid, f"the host copy of {TENANT}.first.policy", place=0)
         after = await first.publish_weights()
         assert after.digest == before.digest
@@ -133,8 +134,10 @@ async def test_bit_that_flips_in_a_version_before_it_is_sealed_costs_the_job_not
         await policy.optim_step(client.AdamParams(1e-3))
         publishing = policy.publish_weights()
         published = await publishing
-        (pid,) = mesh.pids("statemgr-train-0")
-        flip_in_memory(pid, f"version {TENANT}.noop.policy.{published.version}", place=0)
+        pid = program_pid(*mesh.pids("statemgr-train-0"))
+        flip_in_memory(
+            program_pid(pid), f"version {TENANT}.noop.policy.{published.version}", place=0
+        )
         assert (await sampler.sync_weights(publishing)).digest == published.digest
         await policy.optim_step(client.AdamParams(1e-3))
         assert log.failures() == []
@@ -152,8 +155,10 @@ async def test_version_that_a_seal_finds_bad_is_made_again_and_sealed(short_dir:
         policy = (await t.submit_job("noop", NOOP[:1])).deployment("policy")
         await policy.optim_step(client.AdamParams(1e-3))
         published = await policy.publish_weights()
-        (pid,) = mesh.pids("statemgr-train-0")
-        flip_in_memory(pid, f"version {TENANT}.noop.policy.{published.version}", place=0)
+        pid = program_pid(*mesh.pids("statemgr-train-0"))
+        flip_in_memory(
+            program_pid(pid), f"version {TENANT}.noop.policy.{published.version}", place=0
+        )
         async with asyncio.timeout(120):
             for kind in (SealFailed, WpgLost, SealCommitted):
                 while not any(isinstance(event, kind) for event in log.events):
@@ -181,7 +186,7 @@ async def _report(bus: Bus, node: str) -> StatusReport:
 
 def _limit_files(mesh: Mesh, child: str, num_bytes: int) -> None:
     """As a full disk: no file of this child may grow beyond that. -1: as large as it likes."""
-    (pid,) = mesh.pids(child)
+    pid = program_pid(*mesh.pids(child))
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 

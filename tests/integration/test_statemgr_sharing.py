@@ -445,7 +445,7 @@ async def test_shared_content_goes_down_once_and_comes_up_for_both(short_dir: Pa
         first, second = await frozen(d, FIRST), await frozen(d, SECOND)
         await identified(d, 1)
         expected = await visit(d, first, FIRST, 1)
-        shared = set(real_memory(d.process.pid))
+        shared = set(real_memory(d.pid))
         assert shared <= mapped_here()  # for the next load
         await start(d, POLICY, SIZE)
         await start(d, SAMPLER, SIZE)
@@ -473,7 +473,7 @@ def mapped_here() -> set[int]:
 
 
 def write_into(d: Daemon, what: str) -> None:
-    for descriptor in open_memory(d.process.pid, what):
+    for descriptor in open_memory(d.pid, what):
         fd = os.open(descriptor, os.O_RDWR)
         try:
             os.pwrite(fd, b"evil", 0)

@@ -68,7 +68,7 @@ async def filled(
 
 def memory_of(d: Daemon) -> int:
     """Bytes that its host copies really take."""
-    return sum(real_memory(d.process.pid).values())
+    return sum(real_memory(d.pid).values())
 
 
 async def test_least_recently_used_copy_goes_down_and_comes_back_bit_equal(short_dir: Path) -> None:

@@ -127,7 +127,7 @@ async def test_bad_version_is_read_anew_from_disk(short_dir: Path) -> None:
     async with suspecting(short_dir) as d:
         policy = await published(d, is_sealed=True)
         sampler = await sampling(d)
-        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(d.pid, WHOLE, SIZE // 2)
         assert await synced(sampler) == policy.digest()
         await d.logged(f"{WHOLE} is bad in host memory")
         # What was read is good: the next one is not told that it is suspect.
@@ -141,7 +141,7 @@ async def test_bad_part_or_manifest_is_read_anew_from_disk(short_dir: Path, what
         await published_in_parts(d, is_sealed=True)
         ranks = await readers(d)
         # Memory is named in full, and the manifest's name begins as those of parts do.
-        flip_in_memory(d.process.pid, f"{what} (deleted)", 40)
+        flip_in_memory(d.pid, f"{what} (deleted)", 40)
         await are_synced(ranks)
         await d.logged(f"{what} is bad in host memory")
 
@@ -164,7 +164,7 @@ async def test_ranks_of_one_operation_share_a_verification_and_the_next_has_its_
         flipped, found = (PART if is_in_parts else WHOLE), "is bad in host memory"
         permitted = new_permit()
         await first.bring(VERSION, permitted=permitted)
-        flip_in_memory(d.process.pid, f"{flipped} (deleted)", 40)
+        flip_in_memory(d.pid, f"{flipped} (deleted)", 40)
         await other.bring(VERSION, permitted=permitted)
         assert found not in d.text()
         assert await other.sync(VERSION) == await first.sync(VERSION)
@@ -178,7 +178,7 @@ async def test_slices_are_never_taken_from_a_bad_part(short_dir: Path) -> None:
     async with suspecting(short_dir) as d:
         await published_in_parts(d, is_sealed=True)
         (reader,) = await readers(d, 1)
-        flip_in_memory(d.process.pid, PART, 40)
+        flip_in_memory(d.pid, PART, 40)
         assert await sliced(reader) == SOME_BYTES
         await d.logged(f"{PART} is bad in host memory")
 
@@ -188,7 +188,7 @@ async def test_bad_copy_of_slices_is_made_anew(short_dir: Path) -> None:
         await published_in_parts(d, is_sealed=False)
         (reader,) = await readers(d, 1)
         assert await sliced(reader) == SOME_BYTES
-        flip_in_memory(d.process.pid, "slices of version", 40)
+        flip_in_memory(d.pid, "slices of version", 40)
         assert await sliced(reader) == SOME_BYTES
         await d.logged("is bad in host memory")
 
@@ -203,7 +203,7 @@ async def test_incarnations_end_whose_host_copy_is_a_bad_version(short_dir: Path
         sampler.seq = 2
         other = await start(d, REFERENCE, SIZE)
         await d.agent.switch_in(REFERENCE, 1, 1, [])
-        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(d.pid, WHOLE, SIZE // 2)
         assert await synced(other) == policy.digest()
         await asyncio.wait_for(sampler.client.closed, 60)
         assert (await d.agent.status()).shared_copies == []
@@ -217,7 +217,7 @@ async def test_bad_version_is_fetched_anew_from_another_node(short_dir: Path) ->
         policy = await published(train, is_sealed=False)
         sampler, source = await sampling(rollout), await train.endpoint()
         await synced(sampler, source)
-        flip_in_memory(rollout.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(rollout.pid, WHOLE, SIZE // 2)
         sampler.run(9)
         assert await synced(sampler, source) == policy.digest()
         await rollout.logged(f"{WHOLE} is bad in host memory")
@@ -227,7 +227,7 @@ async def test_bad_file_of_a_bad_version_leaves_the_other_node(short_dir: Path) 
     async with suspecting(short_dir) as train, suspecting(short_dir, "b") as rollout:
         policy = await published(train, is_sealed=True)
         await synced(await sampling(rollout), await train.endpoint())
-        flip_in_memory(train.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(train.pid, WHOLE, SIZE // 2)
         flip_in_file(train.files / "acme" / "sums" / "policy" / "version-2.state", -SIZE // 2)
         here = await start(train, REFERENCE, SIZE)
         await train.agent.switch_in(REFERENCE, 1, 1, [])
@@ -247,7 +247,7 @@ async def test_bad_part_is_fetched_anew_from_another_node(
         source = await train.endpoint()
         ranks = await readers(rollout)
         await are_synced(ranks, source)
-        flip_in_memory(rollout.process.pid, PART, 40)
+        flip_in_memory(rollout.pid, PART, 40)
         if of_slices:
             assert await sliced(ranks[0], source) == SOME_BYTES
         else:
@@ -265,7 +265,7 @@ async def test_version_that_is_lost_is_named_and_can_be_published_again(short_di
         policy = await published(d, is_sealed=True)
         sampler = await sampling(d)
         before = sampler.digest()
-        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(d.pid, WHOLE, SIZE // 2)
         flip_in_file(d.files / "acme" / "sums" / "policy" / "version-2.state", -SIZE // 2)
         with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
             await synced(sampler, await d.endpoint())
@@ -285,7 +285,7 @@ async def test_version_that_no_seal_has_is_made_again_by_its_policy(short_dir: P
         policy = await published(d, is_sealed=False)
         sampler = await sampling(d)
         expected, before = policy.digest(), sampler.digest()
-        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(d.pid, WHOLE, SIZE // 2)
         for _ in range(2):
             with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
                 await synced(sampler, await d.endpoint())
@@ -310,7 +310,7 @@ async def test_version_that_host_memory_alone_has_sealed_is_not_made_again(
         policy.run(2)
         await seal(d, 2, durability=Durability.HOST)
         sampler = await sampling(d)
-        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(d.pid, WHOLE, SIZE // 2)
         with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
             await synced(sampler)
         assert caught.value.info.code is Code.DATA_LOSS
@@ -326,7 +326,7 @@ async def test_part_that_is_lost_is_named(
     async with suspecting(short_dir) as d:
         await published_in_parts(d, is_sealed=is_sealed)
         (reader,) = await readers(d, 1)
-        flip_in_memory(d.process.pid, PART, 40)
+        flip_in_memory(d.pid, PART, 40)
         named, code = WHOLE, Code.UNAVAILABLE
         if is_sealed:
             flip_in_file(d.files / "acme" / "sums" / "policy" / "version-2-1of2.state", -4096)
@@ -353,7 +353,7 @@ async def test_parts_that_are_made_again_leave_no_file(short_dir: Path) -> None:
         await switch_in(d, POLICY)
         await publish(ranks, VERSION, arrays(1, shapes))
         assert names(d) == ["version-2-0of2.state"]
-        flip_in_memory(d.process.pid, PART, 40)
+        flip_in_memory(d.pid, PART, 40)
         with pytest.raises(ResourceError, match=f"{WHOLE} went bad") as caught:
             await reader.versions.open(part_of(VERSION, "1of2"), [])
         assert caught.value.info.code is Code.UNAVAILABLE
@@ -370,7 +370,7 @@ async def test_incarnations_end_whose_host_copy_is_a_version_that_is_lost(short_
         sampler.seq = 2
         other = await start(d, REFERENCE, SIZE)
         await d.agent.switch_in(REFERENCE, 1, 1, [])
-        flip_in_memory(d.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(d.pid, WHOLE, SIZE // 2)
         with pytest.raises(ResourceError):
             await synced(other)
         await asyncio.wait_for(sampler.client.closed, 60)
@@ -390,7 +390,7 @@ async def test_source_finds_out_that_its_version_is_bad(
         policy = await published(train, is_sealed=is_sealed)
         sampler = await sampling(rollout)
         before = sampler.digest()
-        flip_in_memory(train.process.pid, WHOLE, SIZE // 2)
+        flip_in_memory(train.pid, WHOLE, SIZE // 2)
         if is_sealed:
             assert await synced(sampler, await train.endpoint()) == policy.digest()
         else:
@@ -408,7 +408,7 @@ async def test_source_reads_a_bad_part_anew(short_dir: Path, *, of_slices: bool)
     async with suspecting(short_dir) as train, suspecting(short_dir, "b") as rollout:
         await published_in_parts(train, is_sealed=True)
         source, ranks = await train.endpoint(), await readers(rollout)
-        flip_in_memory(train.process.pid, PART, 40)
+        flip_in_memory(train.pid, PART, 40)
         if of_slices:
             await ranks[0].client.versions.open(VERSION, [source], SHOWN)
             assert await sliced(ranks[0], source) == SOME_BYTES
@@ -428,7 +428,7 @@ async def test_nodes_of_a_site_share_nothing_bad(short_dir: Path) -> None:
         suspecting(short_dir, "c", site="west") as other,
     ):
         await published_in_parts(train, is_sealed=True)
-        flip_in_memory(train.process.pid, PART, 256 * len(rows) // 2)
+        flip_in_memory(train.pid, PART, 256 * len(rows) // 2)
         source, shown = await train.endpoint(), ticket(VERSION, "sampler", "b", "c")
 
         async def sync(d: Daemon) -> bytes:
@@ -448,7 +448,7 @@ async def test_source_that_lost_a_part_gives_no_slices_of_it(short_dir: Path) ->
         await published_in_parts(train, is_sealed=False)
         source, (reader,) = await train.endpoint(), await readers(rollout, 1)
         await reader.client.versions.open(VERSION, [source], SHOWN)
-        flip_in_memory(train.process.pid, PART, 40)
+        flip_in_memory(train.pid, PART, 40)
         with pytest.raises(ResourceError) as caught:
             await sliced(reader, source)
         # Its policy makes all of it again.

@@ -20,7 +20,12 @@ from phaseloom.client import (
     float32s,
     int32s,
 )
-from phaseloom.common.contract.events import ActivationOpened, OperationFinished, TailGathered
+from phaseloom.common.contract.events import (
+    MAX_STEP_RUNS,
+    ActivationOpened,
+    OperationFinished,
+    TailGathered,
+)
 from phaseloom.common.contract.specs import Layout
 from tests.support.jobs import Log, kill_rank, running_mesh, tenant
 from tests.support.node import sampler_spec
@@ -123,7 +128,22 @@ async def test_next_job_runs_on_the_devices_that_a_tail_leaves(short_dir: Path) 
         (begin,), (end,) = gathered_by(log, "gathered"), ended_by(log, "gathered")
         assert any(begin < at < end for at in ended_by(log, "beside-gathered"))
         check_same(gathered, expected)
+        check_steps(log, "whole", expected)
+        check_steps(log, "gathered", gathered)
         assert log.failures() == []
+
+
+def check_steps(log: Log, job: str, result: GenerateResult) -> None:
+    """The log tells each replica's steps: every new token is of a row's prefill or of a step."""
+    (finished,) = (log.events[i] for i in ended_by(log, job))
+    assert isinstance(finished, OperationFinished)
+    assert {run.replica for run in finished.steps} == {0, 1, 2, 3}
+    assert len(finished.steps) <= MAX_STEP_RUNS
+    prompts = sum(len(int32s(prompt.tokens)) for prompt in PROMPTS)
+    drawn = sum(len(tokens) for group in tokens_of(result) for tokens in group)
+    # A prefill draws a token of each sample; rows that have ended stay in a batch for a while.
+    assert sum(run.tokens for run in finished.steps) >= prompts + drawn - 4 * len(PROMPTS)
+    assert sum(run.duration_s for run in finished.steps) <= 4 * finished.duration_s
 
 
 @pytest.mark.slow

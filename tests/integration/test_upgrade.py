@@ -75,7 +75,7 @@ async def until_new(log: Log, is_met: Callable[[Event], bool]) -> None:
     await log.until(lambda event: id(event) not in known and is_met(event))
 
 
-@pytest.mark.usefixtures("noop_nodes")
+@pytest.mark.usefixtures("noop_nodes", "cold_nodes")
 async def test_scheduler_of_a_newer_build_goes_on_with_a_job(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +99,7 @@ async def test_scheduler_of_a_newer_build_goes_on_with_a_job(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("cold_nodes")
 async def test_mesh_with_two_jobs_is_upgraded_service_by_service(
     expected: dict[str, str], short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,7 +166,7 @@ async def test_a_version_is_exact_where_a_bit_of_its_base_has_flipped(
         _step(pair.policy, 1)
         await pair.publish(SECOND)
         node = pair.train if where == "source" else pair.rollouts[0]
-        flip_in_memory(node.process.pid, f"version {FIRST}", SIZE // 2)
+        flip_in_memory(node.pid, f"version {FIRST}", SIZE // 2)
         await pair.sync(SECOND)
         await pair.rollouts[0].logged("a delta makes other bytes; it comes whole")
 

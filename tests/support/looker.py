@@ -62,6 +62,9 @@ class Looker:
             return True
         return i in self._stop_at and self._done(i) >= self._stop_at[i]
 
+    def stepped(self, tokens: int) -> None:
+        pass
+
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         self.seen.setdefault(i, []).append((num_done, num_total))
 

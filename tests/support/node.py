@@ -66,6 +66,7 @@ from tests.support.directories import short_directory
 from tests.support.jobs import Log
 from tests.support.processes import child_pids, until_gone
 from tests.support.tinymodel import VOCAB, config
+from tests.support.warm import program_pid
 
 NODE = NodeId("n0")
 TENANT = "acme"
@@ -164,8 +165,8 @@ class TestNode:
     async def kill(self, service: str) -> list[int]:
         """kill -9; the processes that it leaves behind."""
         process = self._processes.pop(service)
-        children = child_pids(process.pid)
-        process.kill()
+        children = child_pids(program_pid(process.pid))
+        os.kill(program_pid(process.pid), signal.SIGKILL)
         await process.wait()
         return children
 
@@ -179,11 +180,11 @@ class TestNode:
     @contextmanager
     def frozen(self, service: str) -> Iterator[None]:
         """Its process stands still meanwhile."""
-        os.kill(self._processes[service].pid, signal.SIGSTOP)
+        os.kill(program_pid(self._processes[service].pid), signal.SIGSTOP)
         try:
             yield
         finally:
-            os.kill(self._processes[service].pid, signal.SIGCONT)
+            os.kill(program_pid(self._processes[service].pid), signal.SIGCONT)
 
     def rank_pids(self, deployment: DeploymentKey) -> list[int]:
         """Of its newest life, rank 0 first or not: as their log tells."""

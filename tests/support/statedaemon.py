@@ -26,6 +26,7 @@ from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap
 from tests.support.meshcerts import NODE, SECRET, certificates
 from tests.support.staterank import fill, slots_of
+from tests.support.warm import WARM, program_pid
 
 MiB = 1024 * 1024
 POLICY = DeploymentKey("acme", "sums", "policy")
@@ -53,6 +54,11 @@ class Daemon:
     """Its log, to the end."""
 
     @property
+    def pid(self) -> int:
+        """The pid of the state manager itself."""
+        return program_pid(self.process.pid)
+
+    @property
     def socket(self) -> Path:
         return self.directory / "state.sock"
 
@@ -70,12 +76,16 @@ class Daemon:
 
     async def launch(self) -> None:
         """Start the process; returns when it serves."""
+        environment = dict(self.environment)
+        if self.launcher:
+            # What the launcher does to its own process has to be done to the state manager.
+            environment.pop(WARM, None)
         process = await asyncio.create_subprocess_exec(
             *self.launcher,
             sys.executable,
             "-m",
             "phaseloom.statemgr.main",
-            env=self.environment,
+            env=environment,
             stderr=asyncio.subprocess.PIPE,
         )
         assert process.stderr is not None
@@ -105,7 +115,7 @@ class Daemon:
     async def kill(self) -> None:
         """kill -9; returns when it is dead, as it may be already."""
         with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
+            os.kill(self.pid, signal.SIGKILL)
         await self.ended()
 
     async def ended(self) -> int:
@@ -401,7 +411,7 @@ def open_memory(pid: int, what: str = "") -> dict[Path, str]:
 
 def memory_of(daemon: Daemon) -> list[str]:
     """Names of what a state manager holds."""
-    return sorted(set(open_memory(daemon.process.pid).values()))
+    return sorted(set(open_memory(daemon.pid).values()))
 
 
 def real_memory(pid: int, what: str = "the host copy") -> dict[int, int]:
@@ -418,7 +428,7 @@ def real_memory(pid: int, what: str = "the host copy") -> dict[int, int]:
 async def taken(daemon: Daemon, num_bytes: int) -> None:
     """Once its host copies really take so many bytes: a thread may look at what was given up a
     moment longer."""
-    pid = daemon.process.pid
+    pid = daemon.pid
     try:
         async with asyncio.timeout(30):
             while sum(real_memory(pid).values()) != num_bytes:

@@ -533,7 +533,7 @@ class Storm:
 
     def _limit_files(self) -> None:
         if self.d.process.returncode is None:
-            pid = self.d.process.pid
+            pid = self.d.pid
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             limit = _FILE_BYTES if self.is_disk_full else hard
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))

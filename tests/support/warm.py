@@ -1,20 +1,24 @@
-"""Programs that need not import torch: they are forked from a process that has.
+"""Programs that need not import anything: they are forked from a process that has.
 
-To import torch and the backends takes a node's fork server three seconds of processor time, which
-is most of what a small mesh costs. Here the first one that starts has a process of this test
-process import them, and it and all later ones are forks of that: the same program from there on,
-with the arguments, the environment and the files of the process that was started, which waits for
-it. Whoever kills that process kills the program.
+To import torch and the backends takes a node's fork server three seconds of processor time, and
+what a service needs takes each service a third of a second: together most of what a small mesh
+costs. Here the first fork server that starts has a process of this test process import them, and it
+and all later ones are forks of that, and the first service another process: the same program from
+there on, with the arguments, the environment and the files of the process that was started, which
+waits for it. Whoever kills that process kills the program; SIGTERM and SIGINT are passed on.
 
     agent -> python -m phaseloom.worker.agent.forkserver   (`warmstart/sitecustomize.py`: it waits)
     test process -> tests.support.warm -> the fork server -> its ranks
 
-Two things are not as on a real node: ranks are not descendants of their agent, and the string
-hashes of all nodes are the same. Tests that need either run `cold`.
+Some things are not as on a real node: ranks are not descendants of their agent, a program has
+another pid than the process that was started (`program_pid`), and the string hashes of all programs
+are the same. Tests that need any of these run `cold`.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -28,8 +32,8 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -39,49 +43,79 @@ import pytest
 from phaseloom.common.process.config import inherited
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 
-_VARIABLE = "PHASELOOM_TESTS_WARM"
+WARM = "PHASELOOM_TESTS_WARM"
+"""The variable that says where warm processes are to be had."""
 _LENGTH = struct.Struct("<I")
+_PID = struct.Struct("<i")
+_TORCH, _OURS = "torch", "ours"
+"""The names of the sockets of the two processes, by what each has imported."""
+_SERVICES = ("scheduler", "router", "profiler", "statemgr", "worker")
 
 
 @contextmanager
 def warm() -> Iterator[None]:
-    """Fork servers and ranks that are started meanwhile, by whatever process, start warm."""
+    """Services, fork servers and ranks that are started meanwhile, by whatever process, start
+    warm."""
     directory = Path(tempfile.mkdtemp(prefix="pl-"))
-    listener = socket.socket(socket.AF_UNIX)
-    path = directory / "warm.sock"
-    listener.bind(str(path))
-    listener.listen()
-    here, ours = os.pipe()
-    starter = threading.Thread(target=_start_when_asked, args=(listener, here), daemon=True)
-    starter.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(_VARIABLE, f"{sys.prefix}:{path}")
+    with ExitStack() as started, pytest.MonkeyPatch.context() as patch:
+        for imported in (_TORCH, _OURS):
+            started.enter_context(_started_when_asked(directory, imported))
+        patch.setenv(WARM, f"{sys.prefix}:{directory}")
         patch.setenv("PYTHONPATH", str(Path(__file__).with_name("warmstart")), prepend=os.pathsep)
         yield
+    shutil.rmtree(directory)
+
+
+@contextmanager
+def _started_when_asked(directory: Path, imported: str) -> Iterator[None]:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(directory / imported))
+    listener.listen(64)
+    here, ours = os.pipe()
+    starter = threading.Thread(
+        target=_start_when_asked, args=(listener, here, imported), daemon=True
+    )
+    starter.start()
+    yield
     os.close(ours)
     starter.join()
     listener.close()
-    shutil.rmtree(directory)
+
+
+def program_pid(pid: int) -> int:
+    """The pid of the program that runs for the process `pid`: another one where it started warm."""
+    directory = os.environ.get(WARM, "").partition(":")[2]
+    with suppress(OSError):
+        return int(Path(directory, str(pid)).read_text())
+    return pid
+
+
+def signal_programs(pids: Iterable[int], number: int) -> None:
+    """Send a signal that cannot be passed on, such as SIGSTOP, to the programs that run for these
+    processes."""
+    for pid in pids:
+        os.kill(program_pid(pid), number)
 
 
 @contextmanager
 def cold() -> Iterator[None]:
     """Programs that are started meanwhile import torch themselves, as everywhere else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(_VARIABLE, raising=False)
+        patch.delenv(WARM, raising=False)
         yield
 
 
-def _start_when_asked(listener: socket.socket, ended: int) -> None:
+def _start_when_asked(listener: socket.socket, ended: int, imported: str) -> None:
     """Start the process that imports once somebody has connected, and again where it has died.
 
     It dies with the thread that has started it, which is this one.
 
     Args: ended: a pipe whose other end is closed when no more are needed.
+          imported: what it imports.
     """
     while ended not in _ready(listener.fileno(), ended):
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno())],
+            [sys.executable, "-m", __name__, str(listener.fileno()), imported],
             env={**inherited(), DIE_WITH_PARENT: str(os.getpid()), "OMP_NUM_THREADS": "1"},
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
@@ -127,14 +161,24 @@ class _Forked:
         self.asking.close()
 
 
-def main(listener: socket.socket) -> NoReturn:
-    """Import what fork servers import, then fork a program for each connection."""
+def main(listener: socket.socket, imported: str) -> NoReturn:
+    """Import what fork servers import, or services, then fork a program for each connection."""
     from phaseloom.common.process import lifecycle
-    from phaseloom.worker.agent.preload import preload
-    from phaseloom.worker.backends import BACKENDS, missing_modules
 
     lifecycle.die_with_parent()
-    preload([name for name in BACKENDS if not missing_modules(name)])
+    if imported == _TORCH:
+        from phaseloom.worker.agent.preload import preload
+        from phaseloom.worker.backends import BACKENDS, missing_modules
+
+        preload([name for name in BACKENDS if not missing_modules(name)])
+    else:
+        for service in _SERVICES:
+            name = f"phaseloom.{service}.main"
+            importlib.import_module(name)
+            # It is run as a program later, and Python warns where such a module is there already.
+            del sys.modules[name]
+        gc.collect()
+        gc.freeze()
     running: list[_Forked] = []
     while True:
         fds = [fd for each in running for fd in (each.death, each.asking.fileno())]
@@ -164,6 +208,8 @@ def main(listener: socket.socket) -> NoReturn:
                         each.close()
                     _run(words, options, directory, environment, files)
                 running.append(_Forked(pid, os.pidfd_open(pid), asking))
+                with suppress(OSError):
+                    asking.send(_PID.pack(pid))
             for fd in files:
                 os.close(fd)
 
@@ -201,4 +247,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

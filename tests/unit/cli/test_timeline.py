@@ -35,6 +35,23 @@ def one_operation() -> list[SpanLine]:
     ]
 
 
+def test_sub_stages_lie_in_their_execution() -> None:
+    more = {**DEVICE, **OPERATION}
+    spans = [
+        *one_operation(),
+        span("sub-stage", "x1", 6, 7, "e1", **more, steps=1, tokens_per_step=640),
+        span("sub-stage", "x2", 7, 10, "e1", **more, steps=30, tokens_per_step=64),
+    ]
+    trace = chrome_trace(spans)
+    tracks = track_names(trace)
+    found = [e for e in trace["traceEvents"] if e.get("cat") == "sub-stage"]
+    assert [(e["ts"], e["dur"]) for e in found] == [(6000.0, 1000.0), (7000.0, 3000.0)]
+    assert found[1]["name"] == "sums 30 steps of 64 tokens"
+    execute = slices(trace)["execute"]
+    assert {(e["pid"], e["tid"]) for e in found} == {(execute["pid"], execute["tid"])}
+    assert tracks[execute["pid"], execute["tid"]] == "node t0 / device 0"
+
+
 def slices(trace: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {e["cat"]: e for e in trace["traceEvents"] if e["ph"] == "X"}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from phaseloom.common.contract.events import (
     ActivationOpened,
@@ -16,6 +18,7 @@ from phaseloom.common.contract.events import (
     NodeUp,
     OperationFinished,
     PhaseTrace,
+    StepRun,
 )
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
@@ -310,3 +313,49 @@ def test_finished_job_is_forgotten() -> None:
     profiler.step(len(entries) + 1, entries[-1][1], JobFinished(JOB, "r2"))
     assert not profiler._jobs
     assert not profiler._pools
+
+
+FULL, HALF, TAIL = StepRun(40, 40 * 64, 0.4), StepRun(30, 30 * 20, 0.2), StepRun(50, 50 * 4, 0.3)
+BLIP = StepRun(3, 3 * 500, 0.1)
+
+
+def with_steps(log: JobLog, steps: Callable[[int], list[StepRun]]) -> Entries:
+    """The log, where each `generate` tells the steps that `steps` gives for its place."""
+    told: Entries = []
+    place = 0
+    for sequence, time_s, event in log.entries():
+        if isinstance(event, OperationFinished) and event.kind == "generate":
+            told.append((sequence, time_s, replace(event, steps=steps(place))))
+            place += 1
+        else:
+            told.append((sequence, time_s, event))
+    return told
+
+
+def test_sub_stages_are_those_of_most_of_the_newest_rollouts() -> None:
+    """A short burst makes none; an evaluation of another shape is outvoted."""
+
+    def steps(place: int) -> list[StepRun]:
+        return [TAIL] if place % 4 == 3 else [FULL, BLIP, HALF, TAIL]
+
+    trace = fold(with_steps(grpo_log(12, lambda _: Turn()), steps))[-1].trace
+    full, half, tail = estimate(trace, "sampler", "generate").sub_stages
+    assert full == StepRun(43, 40 * 64 + 3 * 500, 0.5)
+    assert half == HALF
+    assert (tail.steps, tail.tokens) == (TAIL.steps, TAIL.tokens)
+    assert estimate(trace, "policy", "forward_backward").sub_stages == ()
+
+
+def test_each_replica_has_sub_stages_of_its_own() -> None:
+    log = grpo_log(12, lambda _: Turn())
+    entries = with_steps(log, lambda _: [FULL, TAIL, replace(FULL, replica=1)])
+    found = estimate(fold(entries)[-1].trace, "sampler", "generate").sub_stages
+    assert found == (FULL, TAIL, replace(FULL, replica=1))
+
+
+def test_trace_is_sent_again_when_a_sub_stage_comes() -> None:
+    log = grpo_log(40, lambda _: Turn())
+    before = fold(with_steps(log, lambda _: [FULL]))
+    after = fold(with_steps(log, lambda place: [FULL] if place < 20 else [FULL, TAIL]))
+    assert len(after) > len(before)
+    assert estimate(after[-1].trace, "sampler", "generate").sub_stages == (FULL, TAIL)

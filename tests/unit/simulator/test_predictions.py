@@ -11,7 +11,7 @@ from phaseloom.simulator.engine import Engine
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Submission, Take
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.nodes import PoolSpec
-from phaseloom.simulator.predictions import Prediction, accuracy, predictions
+from phaseloom.simulator.predictions import Prediction, accuracy, durations, predictions
 from phaseloom.simulator.world import World
 from tests.support.contention import config_of
 
@@ -115,3 +115,48 @@ def test_run_in_which_nothing_waited_has_no_errors() -> None:
     found = accuracy(predictions(log_of([job("a", 0.2, 0.2, 0.1, sigma=0.0)], "hrrs")))
     assert found.operations == 0
     assert found.error_p50 is None
+
+
+def test_durations_are_compared_with_the_newest_trace_before_them() -> None:
+    """Nothing is counted before a kind is measured, and nothing where durations do not vary."""
+    steady = durations(log_of([job("a", 0.2, 0.3, 0.1, sigma=0.0)], "hrrs"))
+    assert steady.operations > 3 * (ITERATIONS - 10)
+    assert steady.error_p90 == pytest.approx(0.0, abs=1e-6)
+    drawn = durations(log_of([job("a", 0.2, 0.3, 0.1, sigma=0.2)], "hrrs"))
+    assert drawn.error_p50 is not None
+    assert 0.05 < drawn.error_p50 < 0.2
+
+
+def in_passes(name: str, passes: int, pass_s: float) -> SimJob:
+    """A job that trains in several passes, all of them queued at once."""
+    plain = job(name, 0.4, pass_s, 0.05, sigma=0.0)
+    rollout, backward, *rest = plain.phases
+    return replace(plain, phases=(rollout, *[backward] * passes, *rest))
+
+
+def test_wait_for_a_quantum_lasts_until_what_runs_then_has_ended() -> None:
+    """A job that has more queued than its quantum has time for is not cut short in an operation."""
+    entries = log_of([in_passes("a", 1, 0.2), in_passes("b", 9, 0.3)], "hrrs")
+    waits = [p for p in predictions(entries) if "a." in p.operation and p.waited_s > 1.0]
+    assert len(waits) > ITERATIONS / 4
+    assert sorted(p.error for p in waits)[len(waits) * 9 // 10] < 1e-6
+
+
+def thinking(name: str, rollout_s: float, train_s: float) -> SimJob:
+    """A job whose controller answers between two operations before their device is given away."""
+    plain = job(name, rollout_s, 0.0, train_s, sigma=0.0)
+    phases = (
+        Phase(ROLLOUT, rollout_s, think_s=0.02),
+        Phase(ROLLOUT, 0.1, kind="forward"),
+        Phase(TRAIN, train_s, kind="optim_step"),
+    )
+    return replace(plain, phases=phases, submission=Submission.SERIAL)
+
+
+def test_controller_that_answers_soon_keeps_the_device_and_takes_its_time() -> None:
+    """What usually follows comes after the usual gap; after a long gap nothing more is expected."""
+    jobs = [thinking("a", 0.2, 0.15), thinking("b", 0.3, 0.11)]
+    found = accuracy(predictions(log_of(jobs, "hrrs")))
+    assert found.operations > 2 * ITERATIONS - 4
+    assert found.error_p90 is not None
+    assert found.error_p90 < 1e-6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,7 +28,6 @@ from phaseloom.simulator.spatial.merging import (
     gain_s,
 )
 from phaseloom.simulator.spatial.optimum import least_makespan_s
-from phaseloom.simulator.spatial.substages import cut
 from phaseloom.simulator.spatial.tables import PAPER_TABLE, TWO_CORES_TABLE
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -38,24 +36,6 @@ TABLE = slowdowns.read(PAPER_TABLE)
 
 def golden(name: str) -> Any:
     return json.loads((GOLDEN / f"{name}.json").read_text())
-
-
-@pytest.mark.parametrize("case", golden("substages")["cases"], ids=lambda case: case["name"])
-def test_cut_as_by_hand(case: dict[str, Any]) -> None:
-    assert [list(part) for part in cut(case["tokens"])] == case["out"], case["why"]
-
-
-@given(st.lists(st.integers(0, 2000), max_size=200))
-def test_cut_covers_every_step_once_and_neighbours_differ(tokens: list[int]) -> None:
-    parts = cut(tokens)
-    assert [step for part in parts for step in range(part.start, part.end)] == [*range(len(tokens))]
-    assert all(a.bucket != b.bucket for a, b in pairwise(parts))
-
-
-def test_cut_by_edges_of_ones_own() -> None:
-    tokens = [64] * 10 + [8] * 10
-    assert len(cut(tokens)) == 1
-    assert [part.bucket for part in cut(tokens, edges=(16,))] == [1, 0]
 
 
 @pytest.mark.parametrize("case", golden("migration")["cases"], ids=lambda case: case["name"])

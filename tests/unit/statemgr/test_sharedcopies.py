@@ -165,9 +165,8 @@ def test_content_stays_while_a_user_needs_it() -> None:
     world.merge(world.hold(second, PRIVATE))
     demotable = world.shared_copies.demotable
     assert demotable() == [copy]
-    world.residency.begin_use(second.wpg)
-    assert demotable() == []
-    world.residency.end_use(second.wpg)
+    with world.residency.using(second.wpg):
+        assert demotable() == []
     assert copy.next_use_s == math.inf
     first.wpg.next_use_s = 50.0
     assert copy.next_use_s == 50.0

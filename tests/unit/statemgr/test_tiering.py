@@ -94,7 +94,7 @@ class World:
             node.retire(replaced, "another incarnation has come")
         (rank,) = node.residency.current(key, incarnation).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
-        with self.tiering.using(rank.wpg):
+        with self.node.residency.using(rank.wpg):
             extent = await self.tiering.reserve(HEAP, name)
         node.residency.register_heap(rank, RegisterHeap(HEAP, b""), TensorTable.of(slots), extent)
         memory = node.memory[extent].view(HEAP)
@@ -347,7 +347,7 @@ async def test_nothing_goes_down_for_what_cannot_fit_anyway(tmp_path: Path) -> N
         with pytest.raises(ResourceError, match="nothing more can go to NVMe") as caught:
             await w.tiering.reserve(3 * SIZE, "too large")
         assert caught.value.info.details["needed_bytes"] == str(3 * SIZE)
-        with w.tiering.using(w.wpgs["b"]), pytest.raises(ResourceError):
+        with w.node.residency.using(w.wpgs["b"]), pytest.raises(ResourceError):
             await w.tiering.reserve(2 * SIZE, "too large beside what is in use")
         assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
 
@@ -435,7 +435,7 @@ async def test_copy_that_has_just_come_up_goes_down_once_the_end_of_that_is_reco
 ) -> None:
     async with world(tmp_path, closed=False) as w:
         w.directory.last_gate.clear()
-        with w.tiering.using(w.wpgs["c"]):
+        with w.node.residency.using(w.wpgs["c"]):
             w.hint("a", 5.0)
             await asyncio.to_thread(w.directory.at_last_gate.acquire)
             assert w.state("a") is State.HOST

@@ -35,7 +35,7 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.observability.spans import read_spans
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus
-from phaseloom.simulator.predictions import accuracy, predictions
+from phaseloom.simulator.predictions import accuracy, durations, predictions
 
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"
@@ -70,6 +70,7 @@ async def demo(
     ordering: str | None = None,
     pretrained: Path | None = None,
     vllm: Path | None = None,
+    adapter: int | None = None,
     spatial: bool = False,
     rounds: int = 3,
     slowdowns: Path | None = None,
@@ -84,18 +85,29 @@ async def demo(
             ordering: policy: which ready operation a device runs next; None: the default.
             pretrained: directory of a model that both jobs start from, instead of a tiny one from
                 a seed; it takes some GB of memory and many minutes.
+            adapter: rank of the LoRA adapter that each job trains on that model; None: the jobs
+                train all of its weights.
+            vllm: the Python that has vLLM, for rollouts on it; None: they run on `sampler`.
             spatial: run both jobs on one device of two cores instead, by turns and side by side.
             rounds: how often each way to share that device is measured.
             slowdowns: with `spatial`, the table by which operations are put side by side; None: the
                 one of two cores that comes with the simulator.
-    Raises: CallerError: a package is missing, a policy is not known, or the directory is no
-            model's.
+    Raises: CallerError: a package is missing, a policy is not known, the directory is no model's,
+            or an adapter has no model or no rank.
     """
     console = Console(highlight=False)
     check_prerequisites()
     mesh, program = MeshConfig(), Program(find_example())
     if pretrained is not None:
         mesh, program = await asyncio.to_thread(for_pretrained, pretrained)
+    if adapter is not None:
+        if pretrained is None or adapter < 1:
+            raise CallerError(
+                f"an adapter of rank {adapter} on {pretrained or 'the tiny model'}",
+                field="adapter",
+                remedy="name the model's directory with --pretrained, and a rank of 1 or more",
+            )
+        program = Program(program.script, [*program.arguments, "--adapter", str(adapter)])
     if vllm is not None:
         cache_bytes = await asyncio.to_thread(kv_cache_bytes, pretrained)
         mesh, program = with_vllm(mesh, program, vllm, cache_bytes)
@@ -340,7 +352,7 @@ def _write_results(
 ) -> Summary:
     notes = [OVERLAP_NOTE] if any(r.name == "chain_sum" for r in shared.results) else []
     recorded = read_entries(run_dir / "events.jsonl")
-    asked = predictions((entry.sequence, entry.time_unix_s, entry.event) for entry in recorded)
+    entries = [(entry.sequence, entry.time_unix_s, entry.event) for entry in recorded]
     summary = summarize(
         run_dir.name,
         seed,
@@ -348,7 +360,8 @@ def _write_results(
         shared.results,
         alone=alone,
         notes=notes,
-        predicted_starts=accuracy(asked),
+        predicted_starts=accuracy(predictions(entries)),
+        predicted_durations=durations(entries),
     )
     written = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (run_dir / "summary.json").write_bytes(written + b"\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, MSGPACK, decode
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
-from phaseloom.common.contract.events import KindEstimate, PhaseTrace
+from phaseloom.common.contract.events import KindEstimate, PhaseTrace, StepRun
 from phaseloom.common.contract.ids import JobKey, check_name, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
@@ -42,7 +43,8 @@ def jobs(*, run: Path | None = None, profile: bool = False, console: Console | N
         The run's directory. Without it: PHASELOOM_BUS_URL, _USER and _PASSWORD where they are set,
         else the newest run under runs/.
     profile
-        Show what the profiler has learned too: each job's cycle, durations, gaps, worst cases.
+        Show what the profiler has learned too: each job's cycle, durations, gaps, worst cases, and
+        the sub-stages of each rollout.
     """
     uvloop.run(_jobs(bus_config(run), profile, console or Console()))
 
@@ -295,7 +297,26 @@ def profile_tables(name: str, trace: PhaseTrace) -> list[Text | Table]:
     table = Table("operation", "seen", "median", "p95", "worst", "gap", "gap p10–p90", box=None)
     for estimate in trace.estimates:
         table.add_row(*_estimate_cells(estimate))
-    return [head, table]
+    return [head, table, *_sub_stage_lines(trace)]
+
+
+def _sub_stage_lines(trace: PhaseTrace) -> list[Text]:
+    """A line for each replica of each operation that tells its forward steps."""
+    lines = []
+    for estimate in trace.estimates:
+        num_replicas = len({stage.replica for stage in estimate.sub_stages})
+        for replica, stages in groupby(estimate.sub_stages, key=lambda stage: stage.replica):
+            name = f"{estimate.deployment}.{estimate.kind}"
+            name += f", replica {replica}" if num_replicas > 1 else ""
+            told = ", then ".join(map(_sub_stage, stages))
+            lines.append(Text.assemble("sub-stages of ", (name, "bold"), f": {told}"))
+    return lines
+
+
+def _sub_stage(stage: StepRun) -> str:
+    each = stage.tokens / stage.steps
+    steps = "1 step" if stage.steps == 1 else f"{stage.steps} steps"
+    return f"{_seconds(stage.duration_s)} in {steps} of {each:.0f} tokens"
 
 
 def _estimate_cells(estimate: KindEstimate) -> list[str]:

@@ -42,7 +42,7 @@ from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.observability.intervals import Interval, intersect, merge, subtract, total
 from phaseloom.common.observability.readiness import Readiness
-from phaseloom.simulator.predictions import PredictedStarts
+from phaseloom.simulator.predictions import PredictedDurations, PredictedStarts
 
 # --- What the controllers say ---------------------------------------------------------------------
 
@@ -378,6 +378,8 @@ class Summary(msgspec.Struct, frozen=True):
     notes: list[str]
     predicted_starts: PredictedStarts | None = None
     """How well `explain` predicted the starts of the whole shared run; None where nobody asked."""
+    predicted_durations: PredictedDurations | None = None
+    """How well the profiler predicted the durations of the whole shared run's operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +399,7 @@ def summarize(
     alone: Sequence[AloneRun] = (),
     notes: Sequence[str] = (),
     predicted_starts: PredictedStarts | None = None,
+    predicted_durations: PredictedDurations | None = None,
 ) -> Summary:
     """The summary of a shared run, compared with the same jobs alone where these were run.
 
@@ -434,6 +437,7 @@ def summarize(
         whole_run=_whole_run(log, alone),
         notes=list(notes),
         predicted_starts=predicted_starts,
+        predicted_durations=predicted_durations,
     )
 
 

@@ -1,6 +1,7 @@
 """A run's spans as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-Each node is a process with a track for each device (execute; switch, with offload and load inside),
+Each node is a process with a track for each device (execute, with the sub-stages of a rollout
+inside; switch, with offload and load inside),
 and one for the shares of a device that several use at the same time: who had how many of its units.
 Each job is a process with, for each deployment, its submits, its queue waits and its messages. An
 arrow leads from each submit to its execution. Slices on one thread must nest or must not overlap,
@@ -22,7 +23,7 @@ import msgspec
 
 from phaseloom.common.observability.spans import Attribute, SpanLine, operation_of
 
-DEVICE_SPANS = frozenset({"execute", "switch", "offload", "load"})
+DEVICE_SPANS = frozenset({"execute", "sub-stage", "switch", "offload", "load"})
 ASYNC_SPANS = frozenset({"queue", "route", "permit", "complete"})
 
 TraceEvent = dict[str, Any]
@@ -129,6 +130,8 @@ def _metadata(what: str, pid: int, tid: int, **args: object) -> TraceEvent:
 def _slice(span: SpanLine, lane: tuple[int, int], origin_ns: int) -> TraceEvent:
     attributes = span.attributes
     what = attributes.get("kind", span.name) if span.name == "execute" else span.name
+    if span.name == "sub-stage":
+        what = f"{attributes['steps']} steps of {attributes['tokens_per_step']} tokens"
     is_of_job = span.name in DEVICE_SPANS or span.name == "share"
     job = f"{attributes['job']} " if is_of_job and "job" in attributes else ""
     if span.name == "share":

@@ -26,6 +26,7 @@ _STYLES = {
     "offload": "red",
     "load": "red",
     "execute": "green",
+    "sub-stage": "green",
     "complete": "blue",
 }
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -60,6 +60,13 @@ def notes(summary: Summary) -> list[str]:
             f"for a device: off by {100 * starts.error_p50:.0f} % of the wait at the median, "
             f"{100 * starts.error_p90:.0f} % at the 90th percentile"
         )
+    lasted = summary.predicted_durations
+    if lasted is not None and lasted.error_p50 is not None and lasted.error_p90 is not None:
+        lines.append(
+            f"predicted durations of {lasted.operations} operations: off by "
+            f"{100 * lasted.error_p50:.0f} % at the median, {100 * lasted.error_p90:.0f} % at the "
+            "90th percentile"
+        )
     return [*lines, *(f"note: {note}" for note in summary.notes)]
 
 

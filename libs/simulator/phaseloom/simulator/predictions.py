@@ -1,4 +1,4 @@
-"""How well `explain` predicts starts: a recorded decision log, folded once more by the core.
+"""How well starts and durations are predicted: a recorded decision log, folded once more.
 
 For each operation that waits for a device, `explain` is asked as soon as the operation is ready, as
 if its controller had asked then. What it predicts is compared with the start that the log tells
@@ -8,6 +8,9 @@ that the live scheduler would have given.
 The error is the difference between the predicted wait and the real one, as a share of the real one.
 Waits below `LEAST_S` are left out: they are the latency of the bus and of processes, of which the
 scheduler knows nothing, and their relative errors say nothing.
+
+A duration is predicted as the scheduler does it: by the newest phase trace before the operation's
+end. Those of kinds that are not measured yet are left out, and those below `LEAST_DURATION_S`.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ from typing import NamedTuple
 import msgspec
 
 from phaseloom.common.contract import events
-from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import explain, ready
 from phaseloom.scheduler.core.state.step import Step
 
 LEAST_S = 0.05
 """The shortest wait that counts."""
+LEAST_DURATION_S = 0.01
+"""The shortest duration that counts."""
 
 Entry = tuple[int, float, events.Event]
 """An entry of the decision log: its sequence, the time at which the log took it, the event."""
@@ -59,6 +65,39 @@ class PredictedStarts(msgspec.Struct, frozen=True):
     error_seconds_p90: float | None
     bias_seconds: float | None
     """The mean of predicted − real wait, in seconds: below 0, operations start later than told."""
+
+
+class PredictedDurations(msgspec.Struct, frozen=True):
+    """The errors of the predicted durations of a run's operations."""
+
+    operations: int
+    """The operations of at least 10 ms whose kind had been measured."""
+    error_p50: float | None
+    """The median of |predicted − real duration| / real duration; None where there were none."""
+    error_p90: float | None
+
+
+def durations(entries: Iterable[Entry]) -> PredictedDurations:
+    """The errors of the predicted durations of all operations that completed.
+
+    Args: entries: the log from its first entry on.
+    """
+    usual_s: dict[tuple[JobKey, str, str], float] = {}
+    errors = []
+    for _, _, event in entries:
+        for part in events.parts(event):
+            match part:
+                case events.PhaseTrace():
+                    for e in part.estimates:
+                        usual_s[part.job, e.deployment, e.kind] = e.duration_s
+                case events.OperationFinished(key=key, outcome=Outcome.COMPLETED, replay=False):
+                    predicted_s = usual_s.get((key.job_key, key.deployment, part.kind))
+                    if predicted_s is not None and part.duration_s >= LEAST_DURATION_S:
+                        errors.append(abs(predicted_s - part.duration_s) / part.duration_s)
+    if not errors:
+        return PredictedDurations(0, None, None)
+    errors.sort()
+    return PredictedDurations(len(errors), _quantile(errors, 0.5), _quantile(errors, 0.9))
 
 
 def predictions(entries: Iterable[Entry]) -> list[Prediction]:

@@ -30,7 +30,7 @@ async def register_heap(
     what = f"the host copy of {rank.owner}"
     num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
     reserving = tiering.reserved(num_bytes, what, may_freeze=request.frozen)
-    with tiering.using(rank.wpg):
+    with node.residency.using(rank.wpg):
         async with reserving as extent:
             node.residency.register_heap(rank, request, table, extent)
             # A rank whose device pins memory may share a descriptor of device memory later.

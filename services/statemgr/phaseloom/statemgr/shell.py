@@ -16,7 +16,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from phaseloom.common.contract.checkpoints import (
     DescribeCheckpoint,
@@ -93,6 +93,8 @@ from phaseloom.statemgr.versions.versions import not_here
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HELLO_TIMEOUT_S = 10.0
 """Time for a peer to prove what it is, and for a first agent to come, in seconds."""
@@ -320,7 +322,7 @@ class StateManager:
 
     def _calls_of_agents(self) -> dict[type, Callable[[Any], Awaitable[StateMessage | None]]]:
         """The part that answers each message of an agent; None is answered by `Done`."""
-        parts, node = self._parts, self._node
+        parts, node, catalogue = self._parts, self._node, self._parts.catalogue
         return {
             RegisterWpg: self._register_wpg,
             SwitchIn: partial(switch_in, node, parts.tiering),
@@ -331,11 +333,11 @@ class StateManager:
             DropWpg: self._drop_wpg,
             Prefetch: self._prefetch,
             DropVersions: lambda body: parts.weights.drop(body.versions),
-            FindCheckpoints: parts.catalogue.find,
-            DescribeCheckpoint: parts.catalogue.describe,
-            SetExpiry: parts.catalogue.set_expiry,
-            EraseCheckpoint: parts.catalogue.erase,
-            FindExpired: parts.catalogue.find_expired,
+            FindCheckpoints: _in_thread(catalogue.find),
+            DescribeCheckpoint: _in_thread(catalogue.describe),
+            SetExpiry: _in_thread(catalogue.set_expiry),
+            EraseCheckpoint: _in_thread(catalogue.erase),
+            FindExpired: _in_thread(catalogue.find_expired),
             OpenArchive: parts.archives.open,
             ReadArchivePart: parts.archives.read,
             StatusRequest: self._status,
@@ -346,7 +348,7 @@ class StateManager:
     ) -> dict[type, Callable[[Rank, Any], Awaitable[Answer | StateMessage | None]]]:
         """The part that answers each message of a rank; None is answered by `Done`."""
         parts, node = self._parts, self._node
-        publishing, exporter = parts.publishing, parts.exporter
+        publishing, exporter, catalogue = parts.publishing, parts.exporter, parts.catalogue
         return {
             RegisterHeap: partial(register_heap, node, parts.tiering, parts.replicator),
             CommitInitial: partial(commit_initial, node),
@@ -362,8 +364,8 @@ class StateManager:
             ReadCheckpoint: parts.loader.read,
             OpenSaved: parts.loader.open_saved,
             ReadSaved: parts.loader.read_saved,
-            PruneCheckpoints: parts.catalogue.prune,
-            RemoveCheckpoint: parts.catalogue.remove,
+            PruneCheckpoints: _in_thread(catalogue.prune),
+            RemoveCheckpoint: _in_thread(catalogue.remove),
         }
 
     # --- versions ---
@@ -459,6 +461,11 @@ def _is_by_first(body: StateMessage) -> bool:
     if isinstance(body, CreateVersion | CommitVersion):
         return not body.version.part
     return isinstance(body, TakeSnapshot | WriteCheckpoint | PruneCheckpoints | RemoveCheckpoint)
+
+
+def _in_thread(work: Callable[..., T]) -> Callable[..., Awaitable[T]]:
+    """Blocking work as a call that others are answered beside."""
+    return lambda *args: asyncio.to_thread(work, *args)
 
 
 def _denied(why: str) -> CallerError:

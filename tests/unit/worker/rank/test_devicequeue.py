@@ -100,6 +100,22 @@ async def test_those_that_run_at_once_have_a_part_of_their_time_each() -> None:
         assert later.share == 1.0
 
 
+async def test_steps_are_told_with_the_tokens_of_all_that_share_them() -> None:
+    async with device(Batching.SHARED) as d:
+        calls = [call("r1", sample(1, max_tokens=40)), call("r2", sample(2, max_tokens=12))]
+        async with d.held_up():
+            tasks = [asyncio.create_task(d.queue.run(each)) for each in calls]
+            await waiting(*tasks)
+        await asyncio.gather(*tasks)
+        long, short = (each.steps for each in calls)
+        assert sum(run.steps for run in long) == 40
+        assert sum(run.steps for run in short) == 12
+        # The first step prefills both prompts; then two rows decode until the short one has ended.
+        assert sum(run.tokens for run in long) - long[0].tokens == 2 * 11 + 28
+        assert sum(run.duration_s for run in long) <= calls[0].duration_s
+        assert sum(run.duration_s for run in short) <= calls[1].duration_s
+
+
 async def test_nothing_joins_past_an_operation_that_waits() -> None:
     """So that an endless stream of one kind cannot keep another kind from the devices."""
     async with device(Batching.SHARED) as d:

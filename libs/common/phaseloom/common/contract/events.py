@@ -218,6 +218,22 @@ class OperationsQueued(Message, frozen=True, omit_defaults=True):
     """The trace of each operation; an empty list: none of them is traced."""
 
 
+MAX_STEP_RUNS = 16
+"""The most runs of steps that the end of an operation tells, of all replicas together."""
+
+
+class StepRun(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive forward steps of an operation over about equally many tokens."""
+
+    steps: int
+    tokens: int
+    """The tokens of all the steps: prefilled ones, and one for each row that decodes."""
+    duration_s: float
+    """The seconds from the end of the step before the first to the end of the last."""
+    replica: int = 0
+    """The data-parallel replica that ran them."""
+
+
 class OperationFinished(Message, frozen=True, omit_defaults=True):
     """WPG leader → scheduler, profiler. The operation's outcome is stored in DONE."""
 
@@ -241,6 +257,10 @@ class OperationFinished(Message, frozen=True, omit_defaults=True):
     time: at each moment theirs are in proportion to their sequences."""
     checkpoints: dict[str, str] = {}
     """For a `save_state` with a controller's blob: deployment → checkpoint, its own included."""
+    steps: list[StepRun] = []
+    """The forward steps of a `generate` in their order, each replica's behind those of the one
+    before; at most `MAX_STEP_RUNS`. Where other operations shared its steps, their tokens count
+    too."""
 
 
 class OperationsFinished(Message, frozen=True):
@@ -381,6 +401,9 @@ class KindEstimate(msgspec.Struct, frozen=True):
     gap_p10_s: float = -1.0
     gap_p90_s: float = -1.0
     """10th and 90th percentile of the gap; -1: not known."""
+    sub_stages: tuple[StepRun, ...] = ()
+    """The sub-stages that recent operations went through in most cases, with medians: each
+    replica's behind those of the one before. Empty: it tells no forward steps."""
 
 
 class PhaseTrace(Message, frozen=True):

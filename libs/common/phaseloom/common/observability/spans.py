@@ -23,6 +23,7 @@ STEPS = (
     "offload",
     "load",
     "execute",
+    "sub-stage",
     "complete",
 )
 """The names of an operation's spans, in the order in which they begin."""

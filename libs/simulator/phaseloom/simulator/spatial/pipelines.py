@@ -11,8 +11,8 @@ import math
 from random import Random
 from typing import NamedTuple
 
+from phaseloom.common.observability.substages import cut
 from phaseloom.scheduler.core.planning.chains import WAIT, Stage
-from phaseloom.simulator.spatial.substages import cut
 
 LONGEST = 8192
 PROMPT_TOKENS = 100

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import ceil
 from statistics import median
 
@@ -35,18 +35,22 @@ from phaseloom.common.contract.events import (
     OperationFinished,
     PhaseTrace,
     QueuedOperation,
+    StepRun,
     WpgStarted,
 )
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.observability.intervals import Interval, merge, subtract
 from phaseloom.common.observability.readiness import Readiness
+from phaseloom.common.observability.substages import FINE_EDGES, cut_runs
 from phaseloom.profiler.core.agenda import Agenda
 from phaseloom.profiler.core.cycle import MAX_CYCLES, Cycle, Span, find_cycle
 from phaseloom.profiler.core.history import WINDOW, History, Ran
 
 RECENT = 32
 """The number of samples that a median is taken over."""
+RECENT_STEPS = 8
+"""The number of operations of a kind whose sub-stages are compared."""
 NEAR_WINDOW = 128
 """The number of newest operations in which a cycle is looked for first."""
 MIN_INTERVAL_S = 2.0
@@ -67,6 +71,35 @@ class Emission:
     trace: PhaseTrace
 
 
+def usual_sub_stages(operations: Iterable[Sequence[StepRun]]) -> list[StepRun]:
+    """The sub-stages of recent operations, of each replica those of most operations, with medians.
+
+    Args: operations: the steps of each.
+    """
+    by_replica: dict[int, list[list[StepRun]]] = {}
+    for steps in operations:
+        for replica, runs in groupby(steps, key=lambda run: run.replica):
+            by_replica.setdefault(replica, []).append(cut_runs(list(runs)))
+    usual = []
+    for replica, cuts in sorted(by_replica.items()):
+        shape = Counter(map(_shape, cuts)).most_common(1)[0][0]
+        alike = [stages for stages in cuts if _shape(stages) == shape]
+        usual += [
+            StepRun(
+                round(median(stage.steps for stage in stages)),
+                round(median(stage.tokens for stage in stages)),
+                median(stage.duration_s for stage in stages),
+                replica,
+            )
+            for stages in zip(*alike, strict=True)
+        ]
+    return usual
+
+
+def _shape(stages: Sequence[StepRun]) -> tuple[int, ...]:
+    return tuple(bisect_right(FINE_EDGES, stage.tokens / stage.steps) for stage in stages)
+
+
 @dataclass(slots=True)
 class _Kind:
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -74,10 +107,14 @@ class _Kind:
     """The estimated duration of each operation if it had used all tokens that it was allowed, in
     seconds."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    steps: deque[list[StepRun]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """The forward steps of the newest operations that tell any."""
     count: int = 0
 
-    def ran(self, duration_s: float, num_tokens: int, limit: int) -> None:
+    def ran(self, duration_s: float, num_tokens: int, limit: int, steps: list[StepRun]) -> None:
         self.count += 1
+        if steps:
+            self.steps.append(steps)
         self.durations_s.append(duration_s)
         # Work grows with tokens; the fixed cost beside them makes this an upper estimate.
         share = max(1.0, limit / num_tokens) if num_tokens > 0 else 1.0
@@ -94,6 +131,7 @@ class _Kind:
             worst_s=max(self.worst_s),
             gap_p10_s=quantile(self.gaps_s, 0.1) if self.gaps_s else UNKNOWN_GAP_S,
             gap_p90_s=quantile(self.gaps_s, 0.9) if self.gaps_s else UNKNOWN_GAP_S,
+            sub_stages=tuple(usual_sub_stages(self.steps)),
         )
 
 
@@ -195,7 +233,7 @@ class Profiler:
             return
         name = (key.deployment, event.kind)
         kind = job.kinds.setdefault(name, _Kind())
-        kind.ran(event.duration_s, event.num_tokens, limit)
+        kind.ran(event.duration_s, event.num_tokens, limit, event.steps)
         job.ran.append(name, ready_s, start_s, time_s)
         self._note_pool_left(job, kind, key, time_s)
         if job_key not in self._agenda:
@@ -334,4 +372,7 @@ def _figures(trace: PhaseTrace) -> dict[tuple[str, ...], float]:
         figures["duration", *name] = estimate.duration_s
         figures["gap", *name] = estimate.next_gap_s
         figures["worst", *name] = estimate.worst_s
+        # Whether sub-stages came or went: their times move with the durations.
+        for i, stage in enumerate(estimate.sub_stages):
+            figures["sub-stage", *name, str(stage.replica), str(i)] = 0.0
     return figures

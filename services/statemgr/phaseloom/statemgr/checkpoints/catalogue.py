@@ -1,8 +1,10 @@
-"""The list of checkpoints, their descriptions, how long they are kept, and their removal."""
+"""The list of checkpoints, their descriptions, how long they are kept, and their removal.
+
+Blocking: call it in a thread.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import stat
@@ -47,16 +49,13 @@ class Catalogue:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
-    async def find(self, request: FindCheckpoints) -> CheckpointsFound:
+    def find(self, request: FindCheckpoints) -> CheckpointsFound:
         """Find a tenant's checkpoints. Raises: CallerError: a bad name."""
-        return CheckpointsFound(await asyncio.to_thread(self._find, request))
-
-    def _find(self, request: FindCheckpoints) -> list[SavedCheckpoint]:
         for field in ("tenant", "job", "deployment"):
             if name := getattr(request, field):
                 check_name(name, field)
         if self._checkpoints.root is None:
-            return []
+            return CheckpointsFound([])
         place = self._checkpoints.root / request.tenant
         pattern = f"{request.job or '*'}/{request.deployment or '*'}/*"
         found = []
@@ -64,47 +63,43 @@ class Catalogue:
             if all(is_name(part) for part in directory.relative_to(place).parts):
                 described = _described(directory)
                 found += [described] if described is not None else []
-        return found
+        return CheckpointsFound(found)
 
-    async def describe(self, request: DescribeCheckpoint) -> CheckpointsFound:
+    def describe(self, request: DescribeCheckpoint) -> CheckpointsFound:
         """Describe a checkpoint, with its files. Raises: CallerError: NOT_FOUND; a bad name."""
-        return CheckpointsFound([await asyncio.to_thread(self._describe, request)])
-
-    def _describe(self, request: DescribeCheckpoint) -> SavedCheckpoint:
         key, name = request.deployment, request.name
         with self._checkpoints.locked_if_there(key, name):
             described = _described(self._checkpoints.directory(key, name), with_files=True)
         if described is None:
             raise not_found(name)
-        return described
+        return CheckpointsFound([described])
 
-    async def set_expiry(self, request: SetExpiry) -> CheckpointsFound:
+    def set_expiry(self, request: SetExpiry) -> CheckpointsFound:
         """Keep a checkpoint for `ttl_s` seconds from now.
 
         Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk fails.
         """
         key, name = request.deployment, request.name
-        await asyncio.to_thread(self._checkpoints.set_expiry, key, name, request.ttl_s)
-        return await self.describe(DescribeCheckpoint(key, name))
+        self._checkpoints.set_expiry(key, name, request.ttl_s)
+        return self.describe(DescribeCheckpoint(key, name))
 
-    async def erase(self, request: EraseCheckpoint) -> CheckpointErased:
+    def erase(self, request: EraseCheckpoint) -> CheckpointErased:
         """Remove a checkpoint. Raises: CallerError: NOT_FOUND; a bad name. ResourceError: the disk
         fails."""
         key, name = request.deployment, request.name
-        num_bytes = await self._remove(key, name, if_expired=request.if_expired)
+        num_bytes = self._remove(key, name, if_expired=request.if_expired)
         if not num_bytes:
             raise not_found(name)
         return CheckpointErased(num_bytes)
 
-    async def remove(self, rank: Rank, request: RemoveCheckpoint) -> CheckpointRemoved:
+    def remove(self, rank: Rank, request: RemoveCheckpoint) -> CheckpointRemoved:
         """Remove a checkpoint of a rank's deployment, if there is one. Raises: CallerError: a bad
         name. ResourceError: the disk fails."""
-        return CheckpointRemoved(await self._remove(rank.wpg.key, request.name))
+        return CheckpointRemoved(self._remove(rank.wpg.key, request.name))
 
-    async def _remove(self, key: DeploymentKey, name: str, *, if_expired: bool = False) -> int:
-        remove = self._checkpoints.remove
+    def _remove(self, key: DeploymentKey, name: str, *, if_expired: bool = False) -> int:
         try:
-            num_bytes = await asyncio.to_thread(remove, key, name, if_expired=if_expired)
+            num_bytes = self._checkpoints.remove(key, name, if_expired=if_expired)
         except OSError as error:
             raise ResourceError(f"{name!r} of {key} stays: {error}") from error
         if num_bytes:
@@ -112,7 +107,7 @@ class Catalogue:
             log.info("checkpoint %r of %s %s: %d bytes", name, key, why, num_bytes)
         return num_bytes
 
-    async def prune(self, rank: Rank, request: PruneCheckpoints) -> None:
+    def prune(self, rank: Rank, request: PruneCheckpoints) -> None:
         """Remove the old checkpoints of a rank's deployment.
 
         Raises: CallerError: `keep` is less than one. ResourceError: the disk fails.
@@ -121,14 +116,14 @@ class Catalogue:
         if keep < 1:
             raise CallerError(f"{keep} are to stay", field="keep", remedy="keep one or more")
         try:
-            gone = await asyncio.to_thread(self._checkpoints.prune, key, keep, needed)
+            gone = self._checkpoints.prune(key, keep, needed)
         except OSError as error:
             raise ResourceError(f"old checkpoints of {key} stay: {error}") from error
         if gone:
             log.info("checkpoints of %s that nobody needs are gone: %s", key, ", ".join(gone))
 
-    async def find_expired(self, _: FindExpired) -> ExpiredFound:
-        expired = await asyncio.to_thread(self._checkpoints.expired)
+    def find_expired(self, _: FindExpired) -> ExpiredFound:
+        expired = self._checkpoints.expired()
         return ExpiredFound([DescribeCheckpoint(key, name) for key, name in expired])
 
 

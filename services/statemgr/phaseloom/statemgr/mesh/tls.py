@@ -225,24 +225,17 @@ class Stream:
     async def _until_ready(self) -> None:
         """Wait until the socket is ready for what the last read or write waits for; where that is
         nothing, let other tasks run."""
-        loop = asyncio.get_running_loop()
         if self._awaits_writing is None:
             await asyncio.sleep(0)
-        elif self._awaits_writing:
-            await self._until(loop.add_writer, loop.remove_writer)
+            return
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        if self._awaits_writing:
+            watch, unwatch = loop.add_writer, loop.remove_writer
         else:
-            await self._until(loop.add_reader, loop.remove_reader)
-
-    async def _until(self, watch: Callable[..., object], unwatch: Callable[[int], object]) -> None:
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def wake() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
-        watch(self._fd, wake)
+            watch, unwatch = loop.add_reader, loop.remove_reader
+        watch(self._fd, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             unwatch(self._fd)
 

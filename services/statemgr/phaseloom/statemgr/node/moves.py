@@ -94,13 +94,9 @@ class Moves:
     def under_way(self) -> list[Move]:
         return list(self._moves.values())
 
-    async def promote(self, what: HostCopy, work: Work) -> None:
-        """Promote a host copy and wait for the end; it goes on where the caller is cancelled."""
-        await asyncio.shield(self._begin(what, work, is_up=True).done)
-
-    async def demote(self, what: HostCopy, work: Work) -> None:
-        """Demote a host copy, likewise."""
-        await asyncio.shield(self._begin(what, work, is_up=False).done)
+    async def move(self, what: HostCopy, work: Work, *, is_up: bool) -> None:
+        """Move a host copy and wait for the end; the move goes on where the caller is cancelled."""
+        await asyncio.shield(self._begin(what, work, is_up=is_up).done)
 
     async def settled(self, what: HostCopy) -> None:
         """Wait until no move of the host copy is under way: a promotion is joined, a

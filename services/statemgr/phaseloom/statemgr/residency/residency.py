@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError, ResourceError
@@ -413,16 +415,20 @@ class Residency:
 
     # --- NVMe ---
 
-    def begin_use(self, wpg: Wpg) -> None:
-        """Keep the incarnation's host copies from being demoted until `end_use`; counts as a use of
-        the deployment."""
-        self._num_uses += 1
-        wpg.num_users += 1
-        wpg.last_used = self._num_uses
-        wpg.next_use_s = math.inf
-
-    def end_use(self, wpg: Wpg) -> None:
-        wpg.num_users -= 1
+    @contextmanager
+    def using(self, *wpgs: Wpg) -> Iterator[None]:
+        """Keep the host copies that are in host memory from being demoted within the block, which
+        counts as a use of the deployments."""
+        for wpg in wpgs:
+            self._num_uses += 1
+            wpg.num_users += 1
+            wpg.last_used = self._num_uses
+            wpg.next_use_s = math.inf
+        try:
+            yield
+        finally:
+            for wpg in wpgs:
+                wpg.num_users -= 1
 
     def demotable(self) -> list[Rank]:
         """The ranks whose own host copies may be demoted, in no order."""

@@ -63,7 +63,7 @@ async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switch
     """Offload a deployment without loading another; a deployment on NVMe stays there."""
     key, incarnation = request.deployment, request.incarnation
     wpg = node.residency.current(key, incarnation)
-    with tiering.using(wpg):
+    with node.residency.using(wpg):
         async with node.holding(wpg):
             ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
             return await _switch(tiering, wpg, ranks, [], Context())

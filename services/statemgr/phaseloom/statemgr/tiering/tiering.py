@@ -113,23 +113,12 @@ class Tiering:
         Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room for the copies; DATA_LOSS: the
                 file of one is bad and no seal has its bytes: the incarnation is over.
         """
-        with self.using(wpg, *others):
+        with self.node.residency.using(wpg, *others):
             for rank in wpg.ranks:
                 if rank.shared_copy is not None:
                     await self._promote(rank.shared_copy)
                 await self._promote(rank)
             yield
-
-    @contextmanager
-    def using(self, *wpgs: Wpg) -> Iterator[None]:
-        """Keep the host copies that are in host memory from being demoted within the block."""
-        for wpg in wpgs:
-            self.node.residency.begin_use(wpg)
-        try:
-            yield
-        finally:
-            for wpg in wpgs:
-                self.node.residency.end_use(wpg)
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
         """Take a prediction of the deployment's next use; promotions begin in the background.
@@ -249,7 +238,7 @@ class Tiering:
             details={**info.details, "nvme_used_bytes": used, "nvme_budget_bytes": budget},
         )
 
-    def _check_nvme(self, copy: HostCopy) -> None:
+    async def _demote(self, copy: HostCopy) -> None:
         used = self.node.nvme_used_bytes()
         if used + copy.extent_bytes > self.nvme_budget_bytes:
             raise ResourceError(
@@ -257,13 +246,10 @@ class Tiering:
                 f"{self.nvme_budget_bytes} are in use",
                 code=Code.RESOURCE_EXHAUSTED,
             )
-
-    async def _demote(self, copy: HostCopy) -> None:
-        self._check_nvme(copy)
         # Before the first await: no two callers that look for room choose the same copy.
         self.node.step(copy, Step.DEMOTE_BEGUN)
         work = self._demote_shared if isinstance(copy, SharedCopy) else self._demote_own
-        await self._moves.demote(copy, work)
+        await self._moves.move(copy, work, is_up=False)
 
     async def _demote_own(self, move: Move) -> None:
         node, rank = self.node, move.what
@@ -317,7 +303,7 @@ class Tiering:
         """Wait until no move of the copy is under way; promote it where it is on NVMe."""
         await self._moves.settled(copy)
         if copy.state is State.DEMOTED and self.node.is_needed(copy):
-            await self._moves.promote(copy, self._work_up(copy))
+            await self._moves.move(copy, self._work_up(copy), is_up=True)
 
     def _work_up(self, copy: HostCopy) -> Work:
         return self._promote_shared if isinstance(copy, SharedCopy) else self._promote_own

@@ -378,12 +378,9 @@ def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
 
 
 def _slots_and_name(request: OpenSlices) -> tuple[TensorTable, str]:
-    """The layout of the reader's memory, and the name of the copy of slices."""
+    """The layout of the reader's memory, and the name of the copy of slices, which is equal for all
+    requests for the same slices."""
     slots = slots_of(request.slices, request.num_bytes)
-    return TensorTable.of(slots), _name_of(request)
-
-
-def _name_of(request: OpenSlices) -> str:
-    """The name of a copy of slices: equal for all requests for the same slices."""
     what = msgspec.msgpack.encode((request.num_bytes, request.slices))
-    return f"{COPY_PREFIX}{hashlib.blake2b(what, digest_size=16).hexdigest()}"
+    name = f"{COPY_PREFIX}{hashlib.blake2b(what, digest_size=16).hexdigest()}"
+    return TensorTable.of(slots), name

@@ -136,6 +136,11 @@ class Watch(Protocol):
         before."""
         ...
 
+    def stepped(self, tokens: int) -> None:
+        """Report that a forward step over so many tokens has ended, before what has come of it:
+        those that it prefilled, and one for each row that it decoded, of all requests."""
+        ...
+
     def wants_tokens(self, i: int) -> bool:
         """Whether to report the request's new tokens now; asked for requests with `stream`."""
         ...
@@ -170,6 +175,9 @@ class Unwatched:
         return False
 
     def progress(self, i: int, num_done: int, num_total: int) -> None:
+        pass
+
+    def stepped(self, tokens: int) -> None:
         pass
 
     def wants_tokens(self, i: int) -> bool:

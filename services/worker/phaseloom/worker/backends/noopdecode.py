@@ -67,6 +67,8 @@ def decode(
     rows = [_rows(decoding, args) for args in requests]
     num_prompt = sum(length(prompt.tokens) for args in requests for prompt in args.prompts)
     time.sleep(decoding.prompt_token_s * num_prompt)
+    if num_prompt:
+        watch.stepped(num_prompt)
     waiting = dict(enumerate(rows))
     num_open = {i: len(own) for i, own in waiting.items()}
     while waiting:
@@ -87,6 +89,7 @@ def decode(
         live = [row for own in waiting.values() for row in own if row.is_open]
         if live:
             time.sleep(decoding.step_s + decoding.row_s * len(live))
+            watch.stepped(len(live))
             at_boundary()
         for row in live:
             row.done += 1

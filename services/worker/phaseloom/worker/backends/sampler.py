@@ -209,6 +209,8 @@ class SamplerBackend(InferenceBackend):
         samples_P = [call.args(prompt).num_samples for prompt in wave]
         expand_B = torch.arange(len(wave)).repeat_interleave(torch.tensor(samples_P))
         expand_B = expand_B.to(self._device)
+        new = zip(wave, prefixes, strict=True)
+        call.stepped(sum(prompt.tokens_T.size - prefix.num_tokens for prompt, prefix in new))
         call.accept(rows, prefill.logits_BV.index_select(0, expand_B).cpu())
         origins = [prefixes[i].origin for i in expand_B.tolist()]
         adapters = [wave[i].adapter for i in expand_B.tolist()]
@@ -303,6 +305,7 @@ class SamplerBackend(InferenceBackend):
         last_B = torch.cat([rows.last_B for rows in batch.waves]).to(self._device)
         with self._with([each for wave in batch.adapters for each in wave]):
             logits_BV = self._decoder.step(last_B, batch.cache).cpu()
+        call.stepped(len(logits_BV))
         logits = torch.split(logits_BV, batch.num_rows_by_wave)
         for rows, logits_RV in zip(batch.waves, logits, strict=True):
             call.accept(rows, logits_RV)
@@ -501,6 +504,9 @@ class _Call:
             ("reused_tokens:sum", num_reused),
         ):
             metrics[name] = metrics.get(name, 0.0) + num
+
+    def stepped(self, tokens: int) -> None:
+        self._watch.stepped(tokens)
 
     def next_wave(self, batch: _Batch, num_adapters: int) -> list[_Prompt]:
         """The prompts to begin with now, beside those that decode already, with at most

@@ -183,6 +183,9 @@ class _Ended:
     def is_stopped(self, i: int) -> bool:
         return False
 
+    def stepped(self, tokens: int) -> None:
+        """Do nothing: nobody asks how the steps went."""
+
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         """Do nothing: nobody asks."""
 

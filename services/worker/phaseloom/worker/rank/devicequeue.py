@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.codec import MSGPACK, encode
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import PhaseloomError
-from phaseloom.common.contract.events import TailGathered
+from phaseloom.common.contract.events import StepRun, TailGathered
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import KINDS, Kind
 from phaseloom.common.contract.operations import (
@@ -36,12 +36,15 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
+from phaseloom.common.observability.substages import StepRecord, of_replicas
+from phaseloom.common.tensors.layouts import coordinates, speakers
 from phaseloom.worker.backends.base import AdapterVersion, Version
 from phaseloom.worker.core.permits import Cancelled
 from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.tails import Reached, Rest, Tail, rest_of
 from phaseloom.worker.rank.wire import (
+    Generated,
     PartWritten,
     Payload,
     RunShare,
@@ -83,6 +86,8 @@ class Call:
     num_done: int = 0
     num_total: int = 0
     """The most new tokens of a running `generate`; on several ranks those of the leader's share."""
+    _runs: dict[int, list[StepRun]] = field(default_factory=dict)
+    """The steps of a `generate` by replica."""
 
     @property
     def kind(self) -> Kind[Any, Any]:
@@ -106,6 +111,15 @@ class Call:
     @property
     def key(self) -> OperationKey:
         return self.permit.operation
+
+    @property
+    def steps(self) -> list[StepRun]:
+        """As in `OperationFinished`."""
+        return of_replicas([runs for _, runs in sorted(self._runs.items())])
+
+    def note_steps(self, replica: int, runs: list[StepRun]) -> None:
+        """Note the steps of a replica, behind those that it took before."""
+        self._runs.setdefault(replica, []).extend(runs)
 
     def begin(self, now_s: float) -> None:
         self.has_begun = True
@@ -335,7 +349,8 @@ class DeviceQueue:
         )
         known = [result for (result,) in others]
         _check_had(known)
-        shares = [own, *(r for r in known if not isinstance(r, PartWritten | Failed | None))]
+        no_results = Generated | PartWritten | Failed | None
+        shares = [own, *(r for r in known if not isinstance(r, no_results))]
         return await self._ranks.here(lambda: self._executor.finish(args, shares))
 
     async def _generate_on_one(self, calls: list[Call]) -> None:
@@ -421,7 +436,7 @@ class DeviceQueue:
         """
         replicas = tuple(calls[0].permit.ranks)
         share = _share(calls, replicas=replicas, tail_share=tail_share)
-        shares = await self._shares(_requests(calls), share, watch)
+        shares = await self._shares(calls, _requests(calls), share, watch)
 
         def merged(call: Call, results: list[ShareResult]) -> Result | Exception | None:
             try:
@@ -440,9 +455,12 @@ class DeviceQueue:
         )
 
     async def _shares(
-        self, requests: list[Generate], share: RunShare, watch: ShareWatch
+        self, calls: list[Call], requests: list[Generate], share: RunShare, watch: ShareWatch
     ) -> list[list[ShareResult]]:
-        """Run requests over the ranks of a share. Returns: [rank of the share][request]."""
+        """Run requests over the ranks of a share, and note the steps in their calls.
+
+        Returns: [rank of the share][request].
+        """
         takes_part = not share.replicas or self._executor.settings.rank in share.replicas
         part = self._executor.part(requests, share.replicas) if takes_part else []
         if takes_part:
@@ -464,7 +482,23 @@ class DeviceQueue:
                 await self._ranks.here(generate)
 
         _, others = await self._ranks.together(own(), share)
-        return [[*watch.results], *others] if takes_part else others
+        ranks = [*share.replicas] or [*range(self._ranks.num_ranks)]
+        own_rank = self._executor.settings.rank
+        for rank, row in zip((r for r in ranks if r != own_rank), others, strict=True):
+            for i, result in enumerate(row):
+                if isinstance(result, Generated):
+                    self._note_steps(calls[i], rank, result.steps)
+                    row[i] = result.result
+        if not takes_part:
+            return others
+        for call, record in zip(calls, watch.records, strict=True):
+            self._note_steps(call, own_rank, record.runs)
+        return [[*watch.results], *others]
+
+    def _note_steps(self, call: Call, rank: int, runs: list[StepRun]) -> None:
+        layout = self._executor.settings.spec.layout
+        if rank in speakers(layout):
+            call.note_steps(coordinates(rank, layout).dp, runs)
 
     async def _generate_and_gather(
         self, calls: list[Call], watch: _LeaderWatch
@@ -520,7 +554,8 @@ class DeviceQueue:
         watch.versions = [call.version for call in calls]
         self._rests = {call.key: rest for call, rest in zip(calls, rests, strict=True)}
         try:
-            shares = await self._shares(requests, _share_of_rest(calls, requests, replicas), watch)
+            share = _share_of_rest(calls, requests, replicas)
+            shares = await self._shares(calls, requests, share, watch)
         finally:
             self._rests = {}
 
@@ -642,6 +677,10 @@ class ShareWatch:
     ) -> None:
         """Args: tell_drawn: called in the device thread with an operation's new tokens."""
         self.results: list[GenerateResult | None] = [None] * len(operations)
+        self.records = [StepRecord() for _ in operations]
+        """The steps of each request."""
+        self._live = {*range(len(operations))}
+        """The places of the requests that have not ended."""
         self.first_prompts: list[int] = []
         """The place in its operation of the first prompt of each request; empty: 0."""
         self.versions: list[Version | None] = []
@@ -685,6 +724,10 @@ class ShareWatch:
     def progress(self, i: int, num_done: int, num_total: int) -> None:
         """Do nothing: the leader reports the progress of its own share."""
 
+    def stepped(self, tokens: int) -> None:
+        for i in self._live:
+            self.records[i].stepped(tokens)
+
     def wants_tokens(self, i: int) -> bool:
         now_s = time.monotonic()
         if now_s < self._due_s.get(i, 0.0):
@@ -702,6 +745,7 @@ class ShareWatch:
             self.tail.still_open(i, num_samples)
 
     def ended(self, i: int, result: GenerateResult | None) -> None:
+        self._live.discard(i)
         self.results[i] = result
         self.still_open(i, 0)
 
@@ -739,7 +783,9 @@ class _CallsWatch(_LeaderWatch):
     def take(self, calls: Iterable[Call]) -> None:
         """Watch these too."""
         for call in calls:
+            self._live.add(len(self.calls))
             self.calls.append(call)
+            self.records.append(StepRecord())
             self._operations.append(call.key)
 
     def joined(self) -> Sequence[Generate]:
@@ -748,4 +794,6 @@ class _CallsWatch(_LeaderWatch):
         return _requests(new)
 
     def ended(self, i: int, result: GenerateResult | None) -> None:
+        self._live.discard(i)
+        self.calls[i].note_steps(0, self.records[i].runs)
         self._end(self.calls[i], result)

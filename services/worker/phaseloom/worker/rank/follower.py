@@ -25,6 +25,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.state_rank import Failed
 from phaseloom.common.observability import telemetry
+from phaseloom.common.observability.substages import StepRecord
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import Version
 from phaseloom.worker.core.permits import Cancelled
@@ -36,6 +37,7 @@ from phaseloom.worker.rank.tails import Tail
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import (
     CancelRun,
+    Generated,
     PartWritten,
     RankConfig,
     RankMessage,
@@ -197,8 +199,8 @@ class Follower:
         runs = [i for i, each in enumerate(named) if not isinstance(each, Failed)]
         if runs:
             ran = await self._generate_some(runs, requests, named, share)
-            for i, result in zip(runs, ran, strict=True):
-                results[i] = result
+            for i, (result, record) in zip(runs, ran, strict=True):
+                results[i] = None if result is None else Generated(result, record.runs)
         return results
 
     async def _generate_some(
@@ -207,7 +209,7 @@ class Follower:
         requests: list[Generate],
         named: list[Version | Failed | None],
         share: RunShare,
-    ) -> list[GenerateResult | None]:
+    ) -> list[tuple[GenerateResult | None, StepRecord]]:
         """Run this rank's part of some of the share's operations. Args: runs: their places."""
         parts = self.executor.part(requests, share.replicas)
         firsts = self.executor.first_prompts(requests, share.replicas)
@@ -236,7 +238,7 @@ class Follower:
         finally:
             self._generating = None
             await sending.done()
-        return watch.results
+        return [*zip(watch.results, watch.records, strict=True)]
 
     def _tell(self, told: TailReached) -> None:
         async def tell() -> None:

@@ -346,6 +346,7 @@ class Leader:
         return ended(
             Completion(call.operation.id, Outcome.COMPLETED, result=result),
             num_tokens=kind_for(args).num_tokens_done(args, result),
+            steps=call.steps,
             saved=args if isinstance(args, SaveState) else None,
         )
 

@@ -28,11 +28,13 @@ from phaseloom.common.contract.events import (
     OperationFinished,
     OperationsFinished,
     PermitReturned,
+    StepRun,
 )
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS, as_lists
 from phaseloom.common.contract.operations import Completion, Outcome, SaveState, checkpoints_of
 from phaseloom.common.observability import telemetry
+from phaseloom.common.observability.substages import cut_runs
 from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
 from phaseloom.common.transport.groupcommit import GroupCommit
 from phaseloom.common.transport.retry import until_done
@@ -66,6 +68,8 @@ class Ran:
     """The error where the ranks cannot go on together; None: they can."""
     num_tokens: int = 0
     share: float = 1.0
+    """As in `OperationFinished`."""
+    steps: list[StepRun] = field(default_factory=list)
     """As in `OperationFinished`."""
     saved: SaveState | None = None
     """The `save_state` that is durable now."""
@@ -123,8 +127,20 @@ class Outcomes:
                 completion = replace(done, error=completion.error or done.error)
         end_s = ran.started_unix_s + ran.duration_s
         attributes = self._attributes(permit)
-        telemetry.record("execute", ran.started_unix_s, end_s, parent, **attributes)
+        span = telemetry.record("execute", ran.started_unix_s, end_s, parent, **attributes)
+        self._record_sub_stages(ran, telemetry.child_context(span), attributes)
         await self.finished(permit, completion, parent, ran)
+
+    def _record_sub_stages(self, ran: Ran, parent: Context, attributes: dict[str, Any]) -> None:
+        """Record a span for each sub-stage of the leader's replica, where there are several."""
+        stages = cut_runs([run for run in ran.steps if run.replica == 0])
+        start_s = ran.started_unix_s
+        for stage in stages if len(stages) > 1 else ():
+            end_s = start_s + stage.duration_s
+            step = round(stage.tokens / stage.steps)
+            more = {**attributes, "steps": stage.steps, "tokens_per_step": step}
+            telemetry.record("sub-stage", start_s, end_s, parent, **more)
+            start_s = end_s
 
     async def _store(
         self, permit: Permit, completion: Completion, payload: Stored | None, parent: Context
@@ -186,6 +202,7 @@ class Outcomes:
             num_tokens=ran.num_tokens if ran else 0,
             share=ran.share if ran else 1.0,
             checkpoints=checkpoints_of(completion),
+            steps=ran.steps if ran else [],
         )
         msg_id = f"finished:{permit.operation}:{permit.incarnation}:{permit.id}"
         self.unended.discard(permit.operation)

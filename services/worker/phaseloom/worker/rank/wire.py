@@ -11,8 +11,9 @@ import msgspec
 from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.events import StepRun
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
-from phaseloom.common.contract.operations import DrawnTokens, Result
+from phaseloom.common.contract.operations import DrawnTokens, GenerateResult, Result
 from phaseloom.common.contract.specs import CommandId, DeploymentSpec, DeviceKind
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import Done, Failed
@@ -245,7 +246,14 @@ class PartWritten(Message, frozen=True):
     """The part that the rank has written; None: another rank writes the same slices."""
 
 
-ShareResult = Result | PartWritten | Failed | None
+class Generated(Message, frozen=True):
+    """A rank's answer to its share of a `generate`, with the steps that it took."""
+
+    result: GenerateResult
+    steps: list[StepRun]
+
+
+ShareResult = Result | Generated | PartWritten | Failed | None
 """A rank's result of one operation's share. Failed: the first of two calls could not be prepared,
 or the weights that the operation names could not be read, and nothing has changed. None: the
 operation was cancelled, or the share has no result."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
+
 from phaseloom.common.contract.events import KindEstimate
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -12,6 +15,9 @@ from phaseloom.scheduler.core.state.tree import State
 DEFAULT_DURATION_S = 0.1
 """The duration of a kind that was never measured: only its ratio to a switch matters."""
 DEFAULT_SWITCH_S = 0.02
+_P95 = NormalDist().inv_cdf(0.95)
+_SURELY = 1.0 - 1e-6
+"""The highest probability of a normal distribution that is told apart from 1."""
 
 
 def duration_s(state: State, deployment: Deployment, kind: str) -> float:
@@ -21,6 +27,29 @@ def duration_s(state: State, deployment: Deployment, kind: str) -> float:
             if estimate.kind == kind and estimate.deployment == deployment.key.deployment:
                 return estimate.duration_s
     return DEFAULT_DURATION_S
+
+
+def left_s(state: State, deployment: Deployment, op: Op) -> float:
+    """Seconds until the end of an operation that runs is known."""
+    usual_s, p95_s = duration_s(state, deployment, op.kind), 0.0
+    estimate = after(state, deployment.key.job_key, f"{deployment.key.deployment}.{op.kind}")
+    if estimate is not None:
+        p95_s = estimate.p95_s
+    ran_s = state.now_s - began_s(state, deployment, op) - state.latency_s
+    return still_s(usual_s, p95_s, ran_s)
+
+
+def still_s(median_s: float, p95_s: float, ran_s: float) -> float:
+    """The median of the seconds that are left of something that has not ended after `ran_s`.
+
+    Durations are taken to be lognormal, through their median and 95th percentile: what runs for
+    longer than usual has something left still.
+    """
+    if ran_s <= 0.0 or not p95_s > median_s > 0.0:
+        return max(0.0, median_s - ran_s)
+    logarithm = NormalDist(math.log(median_s), math.log(p95_s / median_s) / _P95)
+    passed = min(logarithm.cdf(math.log(ran_s)), _SURELY)
+    return max(0.0, math.exp(logarithm.inv_cdf((1.0 + passed) / 2.0)) - ran_s)
 
 
 def after(state: State, job: JobKey, last: str) -> KindEstimate | None:

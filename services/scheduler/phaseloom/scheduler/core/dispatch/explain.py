@@ -7,12 +7,15 @@ know nothing of what is still to come. What other tenants run is counted and not
 
 from __future__ import annotations
 
+from math import inf
+
 from msgspec.structs import replace
 
 from phaseloom.common.contract.api import Explanation
 from phaseloom.common.contract.errors import Code, ErrorInfo
+from phaseloom.common.contract.events import KindEstimate
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
-from phaseloom.common.contract.operations import Completion, result_kind
+from phaseloom.common.contract.operations import After, Completion, result_kind
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, device_views, idle_hold, ready
 from phaseloom.scheduler.core.policies.device_view import Candidate, Wait
@@ -22,6 +25,10 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JobState, OpState, WpgState
 from phaseloom.scheduler.core.wpgs import moves
+
+_MOST_QUEUED = 64
+"""The most operations of a deployment that a prediction looks at: it takes no longer where
+thousands are queued, and a quantum is over by then."""
 
 Queue = list[tuple[Candidate, str]]
 """Deployments in the order in which they are expected to begin, each with the reason."""
@@ -314,56 +321,145 @@ def _remaining_s(step: Step, slot: Slot) -> float:
         for key in deployment.activation.running
         if (op := deployment.queue.find(key)) is not None
     ]
-    ends_s = [
-        estimates.began_s(step.state, deployment, op)
-        + estimates.duration_s(step.state, deployment, op.kind)
-        + step.state.latency_s
-        for op in ops
-    ]
-    return max(0.0, max(ends_s, default=step.now_s) - step.now_s)
+    return max((estimates.left_s(step.state, deployment, op) for op in ops), default=0.0)
 
 
 def _phase_left_s(step: Step, slot: Slot) -> float:
-    """Seconds for which the phase that runs on a device is expected to keep it; 0: it may be over.
+    """Seconds for which the phase on a device is expected to keep it; 0: it may be over.
 
-    A phase usually takes as long as its segment of the job's cycle, and others are let in at the
-    end of its quantum.
+    The phase is what runs, what its job has queued behind that on the same device, and what usually
+    follows. Others are let in at the end of its quantum.
     """
-    used_by = step.state.deployments.get(slot.running)
-    is_kept = step.config.quantum_s > 0.0 or choice.policy_of(step).may_wait
-    if used_by is None or slot.is_released or slot.phase.job != slot.holder or not is_kept:
+    policy, quantum_s = choice.policy_of(step), step.config.quantum_s
+    is_kept = quantum_s > 0.0 or policy.may_wait
+    if slot.is_released or not slot.holder or slot.phase.job != slot.holder or not is_kept:
         return 0.0
-    usual_s = estimates.phase_s(step.state, used_by)
-    # A kind that comes again begins a phase of the device; the segment began when its job came in.
-    is_first = step.now_s < slot.held_since_s + usual_s
-    began_s = slot.held_since_s if is_first else slot.phase.began_s
+    used_by = step.state.deployments.get(slot.running)
+    if used_by is None:
+        left_s = _arrival_s(step, slot)
+        if left_s < 0.0:
+            return 0.0
+    else:
+        left_s = _remaining_s(step, slot)
+        if slot.phase.job not in step.state.traces:
+            left_s = max(left_s, _segment_left_s(step, slot, used_by))
+    quantum_left_s = inf
+    if quantum_s and not policy.may_wait:
+        quantum_left_s = slot.held_since_s + quantum_s - step.now_s
+    for duration_s in _to_come(step, slot):
+        if left_s >= quantum_left_s:  # what runs then is not cut short
+            return left_s
+        left_s += duration_s + step.state.latency_s
+    if quantum_left_s < inf and _comes_back_at_once(step, slot):
+        return max(left_s, quantum_left_s)
+    return left_s
+
+
+def _segment_left_s(step: Step, slot: Slot, used_by: Deployment) -> float:
+    """Seconds until a phase ends that takes as long as its job has declared."""
+    began_s = slot.held_since_s
     if slot.used_since_s <= began_s:
         began_s = max(began_s, estimates.open_s(step.state, used_by))
-    end_s = began_s + usual_s
-    # What runs may take longer than usual, and all that usually follows it comes later by that.
-    end_s = max(end_s, step.now_s + _remaining_s(step, slot) + _to_come_s(step, slot))
-    if step.config.quantum_s and not choice.policy_of(step).may_wait:
-        end_s = min(end_s, slot.held_since_s + step.config.quantum_s)
-    return end_s - step.now_s
+    return began_s + estimates.phase_s(step.state, used_by) - step.now_s
 
 
-def _to_come_s(step: Step, slot: Slot) -> float:
-    """Seconds of what usually follows in the phase on a device: one operation of each kind of its
-    job there that has not begun in it."""
-    trace = step.state.traces.get(slot.phase.job)
-    if trace is None:
-        return 0.0
-    here = {
-        deployment.key.deployment
-        for name in slot.placed
-        if (deployment := step.state.deployments[name]).job_name == slot.phase.job
-    }
-    known = {f"{e.deployment}.{e.kind}": e for e in trace.estimates if e.deployment in here}
+def _arrival_s(step: Step, slot: Slot) -> float:
+    """Seconds until the holder's next operation is expected on an idle device that is kept for it;
+    -1: none is, or it may come too late."""
+    expected = slot.expected.get(slot.holder)
+    until_s = idle_hold.held_until_s(step, slot)
+    is_usual = bool(_usual_s(step, slot, set()))
+    if expected is None or not is_usual or not step.now_s < until_s >= expected.at_s:
+        return -1.0
+    return max(0.0, expected.at_s - step.now_s)
+
+
+def _to_come(step: Step, slot: Slot) -> list[float]:
+    """The durations of what follows in a device's phase: what is queued, then what is usual."""
+    queued = _queued(step, slot)
+    kinds = [f"{d.key.deployment}.{op.kind}" for d, op in queued]
+    durations = [estimates.duration_s(step.state, d, op.kind) for d, op in queued]
+    last = _known(step, slot).get(kinds[-1] if kinds else _runs(step, slot))
+    # After a kind with a long gap the device is given away, whatever has not run in this phase.
+    if last is not None and last.next_gap_s > idle_hold.SOON * step.config.idle_grace_s:
+        return durations
+    usual = _usual_s(step, slot, set(kinds))
+    if usual and last is not None and (kinds or slot.running):
+        usual[0] += max(0.0, last.next_gap_s)
+    return durations + usual
+
+
+def _runs(step: Step, slot: Slot) -> str:
+    """The kind that runs on a device, or ran there last: `<deployment>.<kind>`."""
+    deployment = step.state.deployments.get(slot.running)
+    for key in deployment.activation.running if deployment is not None else ():
+        assert deployment is not None
+        if (op := deployment.queue.find(key)) is not None:
+            return f"{key.deployment}.{op.kind}"
+    return slot.last
+
+
+def _queued(step: Step, slot: Slot) -> list[tuple[Deployment, Op]]:
+    """The operations that the holder of a device has queued for it."""
+    here = _of_holder(step, slot)
+    names = {deployment.name for deployment in here}
+    return [(d, op) for d in here for op in _queued_behind(step, d, names)]
+
+
+def _of_holder(step: Step, slot: Slot) -> list[Deployment]:
+    placed = (step.state.deployments[name] for name in slot.placed)
+    return [deployment for deployment in placed if deployment.job_name == slot.holder]
+
+
+def _queued_behind(step: Step, deployment: Deployment, here: set[str]) -> list[Op]:
+    """The operations of a deployment that begin one behind the other on its device: up to the first
+    that waits for one of a deployment elsewhere, or is not published yet."""
+
+    def waits_elsewhere(after: After) -> bool:
+        key = DeploymentKey(deployment.key.tenant, deployment.key.job, after.deployment)
+        other = step.deployment(key)
+        if other is None or other.name in here:
+            return False
+        return not other.queue.is_done(after.seq)
+
+    found = []
+    for seq in range(deployment.queue.next_seq, deployment.queue.next_seq + _MOST_QUEUED):
+        op = deployment.queue.operations.get(seq)
+        if op is None or any(map(waits_elsewhere, op.after)):
+            break
+        if op.state is OpState.QUEUED:
+            found.append(op)
+    return found
+
+
+def _known(step: Step, slot: Slot) -> dict[str, KindEstimate]:
+    """The estimates of the kinds that the holder of a device runs there, by
+    `<deployment>.<kind>`."""
+    trace = step.state.traces.get(slot.holder)
+    here = {deployment.key.deployment for deployment in _of_holder(step, slot)}
+    every = trace.estimates if trace is not None else []
+    return {f"{e.deployment}.{e.kind}": e for e in every if e.deployment in here}
+
+
+def _comes_back_at_once(step: Step, slot: Slot) -> bool:
+    """Whether the holder's next operation there comes before the device is given away, whichever
+    kind it has run last: it keeps the device for its quantum."""
+    known, grace_s = _known(step, slot), step.config.idle_grace_s
+    kinds = {f"{d.key.deployment}.{op.kind}" for d, op in _queued(step, slot)}
+    if not known or not kinds <= known.keys():
+        return False
+    return all(0.0 <= estimate.next_gap_s <= grace_s for estimate in known.values())
+
+
+def _usual_s(step: Step, slot: Slot, queued: set[str]) -> list[float]:
+    """The durations of what usually follows in a phase and is not queued: one operation of each
+    kind of the holder there that has not begun in it."""
+    known = _known(step, slot)
     have_begun = [known[kind].count for kind in slot.phase.kinds if kind in known]
     # A kind that runs in fewer than half of the phases is not usual.
     rare = max(have_begun, default=0) / 2
-    return sum(
-        estimate.duration_s + step.state.latency_s
+    return [
+        estimate.duration_s
         for kind, estimate in known.items()
-        if estimate.count > rare and kind not in slot.phase.kinds
-    )
+        if estimate.count > rare and kind not in slot.phase.kinds and kind not in queued
+    ]

@@ -290,6 +290,8 @@ class _Row:
     top_tokens: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
+    num_prompt: int = 0
+    """The number of tokens that it begins with."""
     num_told: int = 0
     """The number of its tokens that were reported while it is decoded."""
 
@@ -407,6 +409,7 @@ class _Call:
             end = len(tokens) - start
             sample = prompt.sample + row.sample
             draw = Draw(prompt.seed, sample, sampling, tokens[:end], tokens[end:])
+        row.num_prompt = len(tokens)
         name = f"{row.request}.{row.prompt}.{row.sample}"
         self._rows[name] = row
         self._live.setdefault(row.request, set()).add(name)
@@ -441,7 +444,10 @@ class _Call:
                 self._end(i)
         drawn: set[int] = set()
         num_open = {i: len(names) for i, names in self._live.items()}
-        for step in self._engine.step() if self._live else ():
+        ended = [*self._engine.step()] if self._live else []
+        if tokens := sum(map(self._tokens_run, ended)):
+            self._watch.stepped(tokens)
+        for step in ended:
             self._accept(step)
             drawn.add(self._rows[step.name].request)
         for i in drawn:
@@ -454,6 +460,11 @@ class _Call:
             if not self._live[i]:
                 del self._live[i]
                 self._end(i)
+
+    def _tokens_run(self, step: Step) -> int:
+        """The tokens that a row's step ran: its prompt counts in the step that ends it."""
+        row = self._rows[step.name]
+        return len(step.tokens) if row.tokens else row.num_prompt
 
     def abort(self) -> None:
         """Drop the rows that are still being decoded."""

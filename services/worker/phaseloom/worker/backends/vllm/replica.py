@@ -143,6 +143,9 @@ class Agreed:
         if self._is_known(i):
             self._watch.progress(i, num_done, num_total)
 
+    def stepped(self, tokens: int) -> None:
+        self._watch.stepped(tokens)
+
     def wants_tokens(self, i: int) -> bool:
         return self._replica.rank == 0 and self._watch.wants_tokens(i)
 
