@@ -66,7 +66,12 @@ def run(*command: str | Path) -> str:
 
 
 def make_base(directory: Path) -> None:
-    """Make the base image of Debian's packages, from where this machine gets its own."""
+    """Make the base image of Debian's packages, from where this machine gets its own.
+
+    One that is there stays: `podman image rm` has it made anew.
+    """
+    if subprocess.run(["podman", "image", "exists", BASE], check=False).returncode == 0:
+        return
     targets = run("apt-get", "indextargets", "--format", "$(SITE) $(RELEASE)").splitlines()
     mirror = next(line.split()[0] for line in targets if line.split()[-1] == SUITE)
     root = directory / "root"

@@ -116,3 +116,14 @@ def test_next_iteration_of_a_job_of_version_13_is_net_of_its_own_waits_only() ->
     payload = snapshot(core, 13, older)
     restored = Core.restore(payload, led_since=0)
     assert group_of(restored.state.cluster, name).members[name].lag_s == 12.5
+
+
+def test_what_groups_of_version_14_leave_to_others_is_worked_out_anew() -> None:
+    core = running()
+
+    def older(tree: dict[str, Any]) -> None:
+        for group in tree["cluster"]["groups"].values():
+            del group["bounds"]["rollout_s"]
+
+    restored = Core.restore(snapshot(core, 14, older), led_since=0)
+    assert all(group.bounds is None for group in restored.state.cluster.groups.values())

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from phaseloom.scheduler.core.planning import groups
+from phaseloom.scheduler.core.planning.groups import bounds_of
 from phaseloom.scheduler.core.planning.weave.period import (
     group_phases,
     is_overloaded,
@@ -156,3 +160,33 @@ def test_drift_past_saturation_or_an_slo_is_overload() -> None:
     assert not is_overloaded(group)
     groups.set_cycle(cluster, "b", job("x", 140, 30, 1.5).cycle or drifted)
     assert is_overloaded(group)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(20, 400),
+            st.integers(20, 300),
+            st.integers(100, 220).map(lambda percent: percent / 100),
+            st.sampled_from([1, 1, 2]),
+        ),
+        min_size=3,
+        max_size=14,
+    ),
+    st.sampled_from([2, 40]),
+    st.sampled_from([0.0, 5.0]),
+)
+def test_groups_passed_over_for_their_rollout_nodes_have_no_better_place(
+    rows: list[tuple[int, int, float, int]], num_nodes: int, switch_s: float
+) -> None:
+    cluster = empty(num_nodes, switch_s=switch_s)
+    for i, (rollout_s, train_s, slo, nr) in enumerate(rows):
+        newcomer = job(f"j{i}", rollout_s, train_s, slo, nr=nr)
+        decision = place(cluster, newcomer)
+        seen_all = groups.copy(cluster)
+        for group in seen_all.groups.values():
+            group.bounds = replace(bounds_of(group), rollout_s=0.0)
+        assert decision == place(seen_all, newcomer)
+        if isinstance(decision, Placed):
+            keep(cluster, newcomer, decision)

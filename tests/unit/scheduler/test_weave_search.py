@@ -334,3 +334,23 @@ def test_plans_keep_memory_size_and_budgets(
                 taken = sum(m.needs[pool].host_bytes for m in users)
                 assert taken <= cluster.hosts[node].host_bytes
     assert bool(moved) or groups.cost(cluster) == before
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(JOB, min_size=3, max_size=9))
+def test_the_best_place_is_that_of_a_search_through_all(rows: list[dict[str, Any]]) -> None:
+    """What is passed over unseen, by a bound of its worth, could not have been better."""
+    cluster = empty(40, switch_s=5.0)
+    *before, newcomer = [job(f"j{i}", **{**row, "nr": 1}) for i, row in enumerate(rows)]
+    for member in before:
+        place(cluster, member)
+    state = search_state_of(cluster)
+    candidate = candidate_of(cluster, newcomer)
+    worths = []
+    for group in state.groups.values():
+        for nodes in {(node,) for other in group for node in other.nodes} | {("+",)}:
+            bigger = (*group, candidate._replace(nodes=nodes))
+            if len(group) < 5 and state.holds(bigger, is_changed=True):
+                worths.append(state.worth(bigger) - state.worth(group))
+    found = state.best(state.groups, candidate, inf)
+    assert (found.worth if found else inf) == pytest.approx(min(worths, default=inf))

@@ -11,6 +11,7 @@ import phaseloom.common.process.tcponly  # noqa: F401
 
 # isort: split
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Coroutine
@@ -86,6 +87,8 @@ async def serve(stop: asyncio.Event) -> None:
     A lost lease is no reason to end: a machine or server that is slow for a moment is enough for
     it.
     """
+    # The objects that the imports made stay: no step needs to wait while they are gone through.
+    gc.freeze()
     settings = config.load(Config, "scheduler")
     check_policies(
         settings.placement,

@@ -7,6 +7,7 @@ timed for small numbers. A second part runs the whole core and times its steps.
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from statistics import median
@@ -61,6 +62,9 @@ def _decide(cluster: Cluster, policy: str, job: SimJob) -> float:
 
 
 def _case(policy: str, num_jobs: int, seed: int) -> Record:
+    # As the scheduler's process does, so that a collection takes as long here as there.
+    gc.collect()
+    gc.freeze()
     jobs = generate("Mixed", seed, num_jobs=num_jobs + DECISIONS)
     cluster = _cluster(num_jobs + 1)
     for job in jobs[:num_jobs]:
@@ -156,9 +160,12 @@ def _targets(records: list[Record]) -> list[Target]:
         if p99.get(2000):
             targets.append(at_most(f"{policy}: decision p99 at 2,000 jobs, ms", p99[2000], 25.0))
             growth = p99[2000] / max(p99[1000], 1e-9)
-            targets.append(at_most(f"{policy}: p99 at 2,000 over at 1,000 jobs", growth, 2.5))
+            targets.append(at_most(f"{policy}: p99 at 2,000 over at 1,000 jobs", growth, 2.2))
+        elif LARGEST_REPACKED in p99:
+            what = f"{policy}: decision p99 at {LARGEST_REPACKED} jobs, ms"
+            targets.append(at_most(what, p99[LARGEST_REPACKED], 30.0))
         steps = [r.more["step_us_p50"] for r in mine if "step_us_p50" in r.more]
-        targets += [at_most(f"{policy}: core step p50, us", s, 50.0) for s in steps]
+        targets += [at_most(f"{policy}: core step p50, us", s, 40.0) for s in steps]
     return targets
 
 

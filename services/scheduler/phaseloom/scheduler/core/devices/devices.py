@@ -34,7 +34,9 @@ def units_of(state: State, slot: Slot) -> int:
 
 def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
     """The slot of each rank."""
-    return [slot(step.state, node, device) for node, device in deployment.places]
+    # Asked for several times in each step, so without a call for each rank.
+    nodes, assignments = step.state.nodes, deployment.wpg.assignments
+    return [nodes[a.node].devices[index].slots[0] for a in assignments for index in a.devices]
 
 
 def held_slots(state: State, deployment: Deployment) -> list[Slot]:

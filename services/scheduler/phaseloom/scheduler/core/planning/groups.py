@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from phaseloom.common.contract.ids import JobKey, NodeId
 from phaseloom.common.contract.specs import Batching, Cycle, DeploymentSpec, JobSpec
-from phaseloom.scheduler.core.planning.weave.period import timing_of
+from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, timing_of
 from phaseloom.scheduler.core.state.cluster import (
     Bounds,
     Cluster,
@@ -227,11 +227,16 @@ def _changed(group: Group) -> None:
 def bounds_of(group: Group) -> Bounds:
     """What the members of a group leave to one more."""
     timings = [timing_of(member) for member in group.members.values()]
+    busy: dict[NodeId, float] = {}
+    for timing, member in zip(timings, group.members.values(), strict=True):
+        for node in member.nodes.get(ROLLOUT, ()):
+            busy[node] = busy.get(node, 0.0) + timing.rollout_s
     return Bounds(
         allowed_s=min((timing.allowed_s for timing in timings), default=inf),
         solo_s=max((timing.solo_s for timing in timings), default=0.0),
         train_s=sum(timing.train_s for timing in timings),
         are_known=all(member.cycle is not None for member in group.members.values()),
+        rollout_s=min(busy.values(), default=0.0),
     )
 
 

@@ -121,6 +121,8 @@ class Bounds(msgspec.Struct, frozen=True):
     """Seconds that an iteration of each of them trains, in all."""
     are_known: bool = True
     """Whether the cycle of every member is known."""
+    rollout_s: float = 0.0
+    """Seconds that the rollouts of an iteration take on the rollout node that they use least."""
 
 
 class Group(msgspec.Struct):

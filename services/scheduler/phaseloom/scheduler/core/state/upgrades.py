@@ -37,7 +37,13 @@ def with_lags(tree: Tree) -> None:
                 member["lag_s"] = tree["jobs"][name]["progress"]["lag_s"]
 
 
-UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: with_lags, 14: unchanged}
+def without_bounds(tree: Tree) -> None:
+    """Forget what the members of each group leave to one more: version 15 knows more of it."""
+    for group in tree["cluster"]["groups"].values():
+        group["bounds"] = None
+
+
+UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: with_lags, 14: without_bounds}
 """Core version → the upgrade of its tree to the next version."""
 
 

@@ -143,32 +143,38 @@ class Shares(NamedTuple):
 def shares_of(group: Candidates) -> Shares | None:
     """The shares that a group takes; None where it asks a member for more than its budget, or a
     node for more than its time."""
-    shares: Shares | None = Shares(0.0, {})
+    train = 0.0
+    rollout: dict[str, float] = {}
     for candidate in group:
-        shares = add_shares(shares, candidate)
-        if shares is None:
+        budget_s = candidate.budget_s
+        if budget_s == inf:
+            continue
+        if candidate.work_s > budget_s + SLACK:
             return None
-    return shares
-
-
-def add_shares(shares: Shares | None, candidate: Candidate) -> Shares | None:
-    """The shares of a group with one more member, likewise."""
-    budget_s = candidate.budget_s
-    if shares is None or budget_s == inf:
-        return shares
-    if candidate.work_s > budget_s + SLACK:
-        return None
-    timing, left = candidate.timing, candidate.left
-    train = shares.train + timing.train_s * left / budget_s
-    if train > 1.0:
-        return None
-    share = timing.rollout_s * left / budget_s
-    rollout = dict(shares.rollout)
-    for node in candidate.nodes:
-        rollout[node] = taken = rollout.get(node, 0.0) + share
-        if taken > 1.0:
+        timing, left = candidate.timing, candidate.left
+        train += timing.train_s * left / budget_s
+        if train > 1.0:
             return None
+        share = timing.rollout_s * left / budget_s
+        for node in candidate.nodes:
+            rollout[node] = taken = rollout.get(node, 0.0) + share
+            if taken > 1.0:
+                return None
     return Shares(train, rollout)
+
+
+def has_shares(shares: Shares, candidate: Candidate, nodes: Iterable[str]) -> bool:
+    """Whether a group that takes these shares leaves enough to one more job on some nodes."""
+    budget_s = candidate.budget_s
+    if budget_s == inf:
+        return True
+    timing, left = candidate.timing, candidate.left
+    if candidate.work_s > budget_s + SLACK:
+        return False
+    if shares.train + timing.train_s * left / budget_s > 1.0:
+        return False
+    share = timing.rollout_s * left / budget_s
+    return all(shares.rollout.get(node, 0.0) + share <= 1.0 for node in nodes)
 
 
 def shape(group: Candidates) -> tuple[Rollout, ...]:
@@ -319,7 +325,11 @@ def moved(candidate: Candidate, move_s: float) -> Candidate | None:
 
 def nodes_of(group: Iterable[Candidate]) -> list[str]:
     """Rollout nodes, in the order in which members took them."""
-    return list(dict.fromkeys(node for candidate in group for node in candidate.nodes))
+    nodes: dict[str, None] = {}
+    for candidate in group:
+        for node in candidate.nodes:
+            nodes[node] = None
+    return list(nodes)
 
 
 def by_load(group: Candidates, nodes: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from phaseloom.common.contract.ids import NodeId
@@ -25,9 +26,9 @@ from phaseloom.scheduler.core.planning.weave.candidates import (
     MOVE_S,
     Candidate,
     Candidates,
-    add_shares,
     by_load,
     candidate_of,
+    has_shares,
     holds,
     moved,
     nodes_of,
@@ -35,6 +36,7 @@ from phaseloom.scheduler.core.planning.weave.candidates import (
     shares_of,
     signature,
 )
+from phaseloom.scheduler.core.planning.weave.fifo import MAX_LAPS, WARM_LAPS
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
 from phaseloom.scheduler.core.planning.weave.pool import pinned
 from phaseloom.scheduler.core.state.cluster import Cluster, Group, Move, Placed, Pool
@@ -189,43 +191,75 @@ class SearchState:
 
     def _adding(self, group: Candidates, candidate: Candidate) -> list[tuple[float, Candidate]]:
         """The choices of nodes with which the job could be added, each with the least $/h that it
-        can change: everybody is as fast as alone."""
-        shares = shares_of(group)
-        if shares is None or not self._trains_fit(group, candidate):
+        can change."""
+        if not self._trains_fit(group, candidate):
             return []
-        at_full_speed = sum(self.own_price(member) for member in (*group, candidate))
-        least = -VALUE * FASTEST * at_full_speed - self.worth(group)
+        shares = shares_of(group)
+        if shares is None or not has_shares(shares, candidate, ()):
+            return []
+        options = [
+            candidate._replace(nodes=nodes)
+            for nodes in self._node_choices(group, candidate)
+            if has_shares(shares, candidate, nodes) and self._rollouts_fit(group, candidate, nodes)
+        ]
+        if not options:
+            return []
+        least = self.price(group) - self._most_progress((*group, candidate)) - self.worth(group)
+        own = set(nodes_of(group))
         return [
-            (self.price((*group, option)) + least, option)
-            for option in self._options(group, candidate)
-            if add_shares(shares, option) is not None and self._rollouts_fit(group, option)
+            (
+                least + sum(self._node_price(node) for node in option.nodes if node not in own),
+                option,
+            )
+            for option in options
         ]
 
-    def _options(self, group: Candidates, candidate: Candidate) -> Iterator[Candidate]:
-        """Choices of nodes: those of the group, then with just enough new ones (WEAVE §4.2)."""
+    def _most_progress(self, group: Candidates) -> float:
+        """The value of a group's progress, in $/h, that no choice of rollout nodes exceeds.
+
+        Nobody is faster than alone, and the jobs train one after the other: the train nodes' time
+        goes to those for whom it is worth most. An orbit that did not close may have ended with a
+        training of each queued.
+        """
+        uses = [
+            (c.timing.train_s / c.timing.solo_s if c.timing.train_s else 0.0, self.own_price(c))
+            for c in group
+        ]
+        uses.sort(key=_price_of_training, reverse=True)
+        worth, left = 0.0, 1 + len(group) / (MAX_LAPS - WARM_LAPS)
+        for train, price in uses:
+            speed = FASTEST if train * FASTEST <= left else left / train
+            worth += price * speed
+            left -= train * speed
+        return VALUE * worth
+
+    def _node_choices(self, group: Candidates, candidate: Candidate) -> Iterator[tuple[str, ...]]:
+        """Nodes of the group, then of the group with just enough new ones (WEAVE §4.2)."""
         count = candidate.rollout.num_nodes
         own = nodes_of(group)
         free = len(self.cluster.free.get(ROLLOUT, ()))
         if count == 1:
-            yield from (candidate._replace(nodes=(node,)) for node in own)
+            yield from ((node,) for node in own)
             if free:
-                yield self.alone(candidate)
+                yield self._new_nodes(1)
             return
         same = dict.fromkeys(other.nodes for other in group if len(other.nodes) == count)
-        yield from (candidate._replace(nodes=nodes) for nodes in same)
+        yield from same
         ranked = by_load(group, own)
         for kept in range(min(count, len(ranked)), -1, -1):
             nodes = (*ranked[:kept], *self._new_nodes(count - kept))
             if nodes not in same and count - kept <= free:
-                yield candidate._replace(nodes=nodes)
+                yield nodes
 
     def _trains_fit(self, group: Candidates, candidate: Candidate) -> bool:
         taken = sum(other.train.host_bytes for other in group) + candidate.train.host_bytes
         return _fits(taken, self._fresh[TRAIN][1])
 
-    def _rollouts_fit(self, group: Candidates, candidate: Candidate) -> bool:
-        """Whether the job's rollout nodes hold all working sets; an exact fit is allowed."""
-        for node in candidate.nodes:
+    def _rollouts_fit(
+        self, group: Candidates, candidate: Candidate, nodes: tuple[str, ...]
+    ) -> bool:
+        """Whether rollout nodes hold all working sets with the job's; an exact fit is allowed."""
+        for node in nodes:
             taken = sum(other.rollout.host_bytes for other in group if node in other.nodes)
             host = self.cluster.hosts.get(NodeId(node))
             room = host.host_bytes if host is not None else self._fresh[ROLLOUT][1]
@@ -233,6 +267,12 @@ class SearchState:
             if not (is_there and _fits(taken + candidate.rollout.host_bytes, room)):
                 return False
         return True
+
+
+def _price_of_training(use: tuple[float, float]) -> float:
+    """$/h of a job's nodes for the train nodes' whole time. Args: use: their share, and the $/h."""
+    train, price = use
+    return price / train if train else inf
 
 
 def _fits(taken_bytes: int, host_bytes: int) -> bool:
@@ -244,14 +284,20 @@ def is_plannable(cluster: Cluster, group: Group) -> bool:
 
     Other groups are left as they are.
     """
-    if group.is_closed or any(m.cycle is None for m in group.members.values()):
-        return False
-    hosts = cluster.hosts
-    if not all(hosts[node].is_up for names in group.nodes.values() for node in names):
+    # Every placement asks every group, so these are plain loops.
+    if group.is_closed:
         return False
     trains = group.nodes.get(TRAIN, [])
-    used = [member.nodes.get(TRAIN, []) for member in group.members.values()]
-    return all(names == trains or set(names) == set(trains) for names in used)
+    for member in group.members.values():
+        used = member.nodes.get(TRAIN, [])
+        if member.cycle is None or (used != trains and set(used) != set(trains)):
+            return False
+    hosts = cluster.hosts
+    for names in group.nodes.values():
+        for node in names:
+            if not hosts[node].is_up:
+                return False
+    return True
 
 
 class _Groups(Mapping[str, Candidates]):

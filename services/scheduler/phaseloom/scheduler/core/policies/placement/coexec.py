@@ -15,6 +15,7 @@ in only where they suffice to make up for joining midway.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
 
 from phaseloom.common.contract.ids import NodeId
@@ -96,12 +97,28 @@ class _Settled:
         )
 
 
-def _promising(cluster: Cluster, member: Member, job: Timing) -> Iterator[Group]:
-    """The groups that could take a job by the train pool and the longest iteration, whatever its
-    rollout nodes. Every placement asks every group, so this is one loop without calls."""
+@dataclass
+class _Best:
+    """The cheapest placement that was found so far."""
+
+    price: float = inf
+    placed: Placed | None = None
+
+
+def _promising(cluster: Cluster, member: Member, job: Timing, best: _Best) -> Iterator[Group]:
+    """The groups that could take a job by the train pool, the longest iteration and, where a new
+    rollout node would cost no less than the best placement does, the rollout nodes.
+
+    Every placement asks every group, so this is one loop without calls.
+    """
     full, switch_s = cluster.limits.max_group_jobs, cluster.limits.switch_s
     allowed_s, train_s, solo_s = job.allowed_s, job.train_s, job.solo_s
     has_promise = member.slo > 0
+    need = need_of(member, ROLLOUT)
+    # On a node that others use, too, there are the switches of at least two jobs.
+    rollout_s = job.rollout_s + 2 * switch_s if need.num_nodes else -inf
+    new = free_nodes(cluster, ROLLOUT, need, 1)
+    new_price = price_per_hour(cluster, new) if new else inf
     for group in cluster.groups.values():
         count = len(group.members)
         if count >= full or group.is_closed:
@@ -111,6 +128,8 @@ def _promising(cluster: Cluster, member: Member, job: Timing) -> Iterator[Group]
             continue  # No SLO can be promised beside a job of unknown cycle.
         limit_s = (bounds.allowed_s if bounds.allowed_s < allowed_s else allowed_s) + SLACK
         if bounds.train_s + train_s + switch_s * (count + 1) > limit_s:
+            continue
+        if best.price <= new_price and bounds.rollout_s + rollout_s > limit_s:
             continue
         if bounds.solo_s <= limit_s and solo_s <= limit_s:
             yield group
@@ -165,17 +184,16 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     if member.cycle is None:
         return alone or share_blindly(cluster, member) or Waits(no_place(cluster, member))
     job = timing_of(member)
-    best_price = inf
-    best: Placed | None = None
-    for group in _promising(cluster, member, job):
-        found = _cheapest(cluster, group, member, best_price)
+    best = _Best()
+    for group in _promising(cluster, member, job, best):
+        found = _cheapest(cluster, group, member, best.price)
         if found is not None:
-            best_price, best = found
-            if best_price == 0.0:
+            best.price, best.placed = found
+            if best.price == 0.0:
                 break
-    if alone is not None and _price(cluster, alone) < best_price:
+    if alone is not None and _price(cluster, alone) < best.price:
         return alone
-    return best or Waits(no_place(cluster, member))
+    return best.placed or Waits(no_place(cluster, member))
 
 
 def _cheapest(
