@@ -20,7 +20,7 @@ import xxhash
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import PartSources, Slice
-from phaseloom.common.tensors.resharding import item_bytes
+from phaseloom.common.tensors.resharding import Box, item_bytes
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.transfer import fetching, wire
 from phaseloom.statemgr.transfer.assignment import Peer
@@ -481,7 +481,7 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_peers_still() 
         await holds(stream, is_far=True)
         asked.set()
         await running._over.wait()
-        elsewhere = [wire.Shared(Peer(holders[0], "s"), [(0, [], [])], digest)]
+        elsewhere = [wire.Shared(Peer(holders[0], "s"), [(0, Box((), ()))], digest)]
         nothing = xxhash.xxh3_128_hexdigest(b"")
         await stream.send(wire.Given(nothing, wire.Assigned(1, [], elsewhere)))
 
