@@ -20,7 +20,7 @@ import xxhash
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import PartSources, Slice
-from phaseloom.common.tensors.resharding import Box, item_bytes
+from phaseloom.common.tensors.resharding import item_bytes
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.transfer import fetching, wire
 from phaseloom.statemgr.transfer.assignment import Peer

@@ -30,25 +30,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import (
     Forward,
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
-    Generate,
-    GenerateResult,
-    OptimStep,
-    OptimStepResult,
 )
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends import scoring
 from phaseloom.worker.backends.adapters import own_parameters
-from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch, nothing
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, nothing
 from phaseloom.worker.backends.batch import (
     Batch,
-    asked_logprobs,
     check_some,
     forward_batch,
     loss_batch,
@@ -75,7 +69,6 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.packing import Pass, idle_pass, passes
 from phaseloom.worker.backends.processgroup import (
-    Member,
     collective,
     join_process_group,
     largest,
@@ -84,9 +77,7 @@ from phaseloom.worker.backends.sharedbase import SharedBase, base_scratch_bytes
 from phaseloom.worker.backends.training import (
     Masters,
     Training,
-    check_adam,
-    not_finite,
-    not_trainable,
+    TrainingBackend,
     recompute,
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
@@ -104,9 +95,11 @@ NORM_BLOCK = 4096
 same sums are added up in the same order, whatever the number of threads."""
 
 
-class FsdpBackend(Member):
+class FsdpBackend(TrainingBackend):
     """FSDP2 `Backend`. A rank's heap holds its shards; with one rank these are the
     whole tensors."""
+
+    _name = "fsdp"
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         check_layout(spec, ranks)
@@ -160,7 +153,7 @@ class FsdpBackend(Member):
         self._masters = Masters.of(self._tensors, self._layout.weights, masters)
         self._own_masters: list[torch.Tensor] = []
         """The masters of its own weights, while others are lent to it."""
-        self._training: Training | None = None
+        self._training = None
         if self._layout.training is not None:
             self._training = Training.of(
                 self._tensors, self._layout.weights, self._layout.training, self._masters
@@ -172,17 +165,6 @@ class FsdpBackend(Member):
         check_layout(spec, ranks)
         heap_bytes = _layout(spec, parameter_shapes(spec.model), ranks).heap_bytes
         return Memory(heap_bytes, base_scratch_bytes(spec.model, ranks))
-
-    def use_host_memory(self, buffer: memoryview) -> None:
-        self._tensors.use_host_memory(buffer)
-        assert self._layout.training is not None
-        self._trained().find_moments(self._tensors, self._layout.training)
-
-    def check_generate(self, args: Generate) -> None:
-        raise _does_not_generate()
-
-    def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
-        raise _does_not_generate()
 
     def check_forward(self, args: Forward) -> None:
         check_some(args.batch)
@@ -204,37 +186,13 @@ class FsdpBackend(Member):
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         """Add gradients. Raises: CallerError: loss or gradients are not finite; the gradients are
         spoilt."""
-        training = self._trained()
+        self._trained()
         loss = 0.0
         num_tokens = 0
         for packed in self._passes(loss_batch(args, self.vocab_size), only_used=True):
             num_tokens += packed.index_N.size
             loss += self._backward(args, packed)
-        is_finite = math.isfinite(loss) and math.isfinite(training.gradients.sum().item())
-        if largest(not is_finite, self._ranks):
-            raise not_finite(loss)
-        asked = asked_logprobs(args)
-        return ForwardBackwardResult(
-            {"loss:sum": loss, "num_tokens:sum": float(num_tokens)},
-            self.forward(asked).logprobs if asked else [],
-        )
-
-    def check_optim_step(self, args: OptimStep) -> None:
-        self._trained()
-        check_adam(args.adam)
-
-    @collective
-    def optim_step(self, args: OptimStep) -> OptimStepResult:
-        """Take a step. Raises: CallerError: the step cannot be taken; nothing has changed."""
-        training = self._trained()
-        check_adam(args.adam)
-        norm = self._grad_norm(training.gradients)
-        training.take_step(args.adam, norm)
-        return OptimStepResult({"grad_norm:mean": norm})
-
-    def zero_gradients(self) -> None:
-        if self._training is not None:
-            self._training.gradients.zero_()
+        return self._added(args, loss, num_tokens)
 
     @collective
     def weights_sha256(self) -> str:
@@ -242,16 +200,6 @@ class FsdpBackend(Member):
         return weights_digest(
             self.version_slots, self.holdings, views, self._ranks.rank, self._dtype
         )
-
-    def weights_changed(self) -> None:
-        """Make masters of weights that came without any, as those of a version or a checkpoint.
-
-        Nothing else is derived from the weights, which FSDP2 shards again after every pass.
-        """
-        if self._base is not None:
-            self._base.refill()
-        with torch.no_grad():
-            self._masters.fill()
 
     def weights_lent(self, name: str) -> None:
         """Lend their masters, too, where it is these that FSDP2 gathers."""
@@ -270,14 +218,6 @@ class FsdpBackend(Member):
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)
-
-    def close(self) -> None:
-        self._group.close()
-
-    def _trained(self) -> Training:
-        if self._training is None:
-            raise not_trainable()
-        return self._training
 
     def _padded(self, region: Region) -> dict[str, torch.Tensor]:
         """The rank's shards of a region with their padding, which are as large on all ranks."""
@@ -318,12 +258,12 @@ class FsdpBackend(Member):
         torch.autograd.backward(loss)
         return loss.item()
 
-    def _grad_norm(self, gradients: torch.Tensor) -> float:
-        """The norm over all ranks; each holds a shard, so squares add up. Collective."""
+    def grad_norm(self, training: Training) -> float:
+        # Each rank holds a shard, so squares add up.
         if self._ranks.num_units > 1:
-            square = _blockwise_square(gradients)
+            square = _blockwise_square(training.gradients)
         else:
-            square = gradients.square().sum()
+            square = training.gradients.square().sum()
         if self._ranks.world_size > 1:
             dist.all_reduce(square)
         return math.sqrt(square.item())
@@ -345,14 +285,6 @@ def _layout(spec: DeploymentSpec, shapes: Mapping[str, Sequence[int]], ranks: Ra
         ranks=ranks,
         optimizer_on=spec.optimizer_on,
         dtype=weights_dtype(spec.model),
-    )
-
-
-def _does_not_generate() -> CallerError:
-    return CallerError(
-        "the fsdp backend does not generate",
-        field="args.type",
-        remedy="send generate to a deployment with the backend 'sampler'",
     )
 
 

@@ -1,21 +1,37 @@
-"""Parts that training backends have in common: masters, AdamW over flat regions, checks."""
+"""What training backends have in common: masters, AdamW over flat regions, and the calls of
+`Backend` that they answer alike."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.operations import AdamParams
-from phaseloom.worker.backends.layout import Region, TrainingLayout
+from phaseloom.common.contract.operations import (
+    AdamParams,
+    Forward,
+    ForwardBackward,
+    ForwardBackwardResult,
+    ForwardResult,
+    Generate,
+    OptimStep,
+    OptimStepResult,
+)
+from phaseloom.worker.backends.base import RankGroup, Watch
+from phaseloom.worker.backends.batch import asked_logprobs
+from phaseloom.worker.backends.layout import Layout, Region, TrainingLayout
 from phaseloom.worker.backends.model import HeapTensors
 from phaseloom.worker.backends.optimizer import Hyperparameters, Moments, take_step
+from phaseloom.worker.backends.processgroup import Member, collective, largest
 
 
 @dataclass(frozen=True)
@@ -100,20 +116,115 @@ def check_adam(adam: AdamParams) -> None:
             )
 
 
-def not_trainable() -> CallerError:
-    return CallerError(
-        "the deployment is not trainable",
-        field="args.type",
-        remedy="declare it with trainable = true",
-    )
+class Base(Protocol):
+    """The weights under an adapter, which no heap has."""
+
+    def refill(self) -> None:
+        """Copy the weights to the device again, if it has a copy of its own."""
 
 
-def not_finite(loss: float) -> CallerError:
-    return CallerError(
-        f"the loss ({loss}) or a gradient of it is not finite",
-        field="args.batch",
-        remedy="bound the advantages, and check logprobs: exp(lp - logprobs) overflows",
-    )
+class TrainingBackend(Member, ABC):
+    """The part of a `Backend` that trains, and does not generate, in which its runtime has no say.
+
+    The subclass sets the attributes, and computes passes and the norm of gradients.
+    """
+
+    _name: str
+    """The backend's name, for refusals."""
+    _ranks: RankGroup
+    _tensors: HeapTensors
+    _layout: Layout
+    _masters: Masters
+    _training: Training | None
+    """None: the deployment is not trainable."""
+    _base: Base | None
+    """The base of an adapter; None: all weights are in the heap."""
+    _group: ExitStack
+    """Leaves the group of the ranks."""
+
+    @abstractmethod
+    def forward(self, args: Forward) -> ForwardResult:
+        """As `Backend.forward`."""
+
+    @abstractmethod
+    def grad_norm(self, training: Training) -> float:
+        """The norm of all ranks' gradients together. Collective."""
+
+    def use_host_memory(self, buffer: memoryview) -> None:
+        self._tensors.use_host_memory(buffer)
+        assert self._layout.training is not None
+        self._trained().find_moments(self._tensors, self._layout.training)
+
+    def check_generate(self, args: Generate) -> None:
+        raise CallerError(
+            f"the {self._name} backend does not generate",
+            field="args.type",
+            remedy="send generate to a deployment with the backend 'sampler'",
+        )
+
+    def generate(self, requests: Sequence[Generate], watch: Watch) -> None:
+        for args in requests:
+            self.check_generate(args)
+
+    def check_optim_step(self, args: OptimStep) -> None:
+        self._trained()
+        check_adam(args.adam)
+
+    @collective
+    def optim_step(self, args: OptimStep) -> OptimStepResult:
+        """Take a step. Raises: CallerError: the step cannot be taken; nothing has changed."""
+        training = self._trained()
+        check_adam(args.adam)
+        norm = self.grad_norm(training)
+        training.take_step(args.adam, norm)
+        return OptimStepResult({"grad_norm:mean": norm})
+
+    def zero_gradients(self) -> None:
+        if self._training is not None:
+            self._training.gradients.zero_()
+
+    def weights_changed(self) -> None:
+        """Make masters of weights that came without any, as those of a version or a checkpoint.
+
+        Nothing else is derived from the weights in the heap.
+        """
+        if self._base is not None:
+            self._base.refill()
+        with torch.no_grad():
+            self._masters.fill()
+
+    def close(self) -> None:
+        self._group.close()
+
+    def _trained(self) -> Training:
+        """The training state. Raises: CallerError: there is none."""
+        if self._training is None:
+            raise CallerError(
+                "the deployment is not trainable",
+                field="args.type",
+                remedy="declare it with trainable = true",
+            )
+        return self._training
+
+    def _added(self, args: ForwardBackward, loss: float, num_tokens: int) -> ForwardBackwardResult:
+        """The result of gradients that were added. Collective.
+
+        Args:   loss, num_tokens: of this rank's share.
+        Raises: CallerError: on some rank the loss or a gradient is not finite.
+        """
+        is_finite = math.isfinite(loss)
+        is_finite &= math.isfinite(self._trained().gradients.sum().item())
+        if largest(not is_finite, self._ranks):
+            raise CallerError(
+                f"the loss ({loss}) or a gradient of it is not finite",
+                field="args.batch",
+                remedy="bound the advantages, and check logprobs: exp(lp - logprobs) overflows",
+            )
+        asked = asked_logprobs(args)
+        return ForwardBackwardResult(
+            {"loss:sum": loss, "num_tokens:sum": float(num_tokens)},
+            self.forward(asked).logprobs if asked else [],
+        )
 
 
 def recompute(layers: Iterable[nn.Module]) -> None:

@@ -34,20 +34,15 @@ from phaseloom.common.contract.operations import (
     ForwardBackward,
     ForwardBackwardResult,
     ForwardResult,
-    Generate,
-    GenerateResult,
-    OptimStep,
-    OptimStepResult,
 )
 from phaseloom.common.contract.specs import Adapter, DeploymentSpec, DeviceKind
 from phaseloom.common.tensors.layouts import coordinates
 from phaseloom.common.tensors.resharding import Holding, holding_of
 from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.architectures import has_windows
-from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, Watch
+from phaseloom.worker.backends.base import ALONE, Memory, RankGroup
 from phaseloom.worker.backends.batch import (
     Batch,
-    asked_logprobs,
     check_one_target,
     check_some,
     forward_batch,
@@ -84,7 +79,6 @@ from phaseloom.worker.backends.model import (
 )
 from phaseloom.worker.backends.packing import Pass, idle_pass, passes
 from phaseloom.worker.backends.processgroup import (
-    Member,
     collective,
     join_process_group,
     largest,
@@ -93,9 +87,7 @@ from phaseloom.worker.backends.sharedbase import BaseMemory
 from phaseloom.worker.backends.training import (
     Masters,
     Training,
-    check_adam,
-    not_finite,
-    not_trainable,
+    TrainingBackend,
     recompute,
 )
 from phaseloom.worker.state.devicememory import DeviceMemory
@@ -104,8 +96,10 @@ Finish = Callable[[Share, torch.Tensor], torch.Tensor]
 """Computes the loss of a share from its log-probabilities (N,), on the last stage."""
 
 
-class MegatronBackend(Member):
+class MegatronBackend(TrainingBackend):
     """A `Backend` that trains with Megatron-core; see the module."""
+
+    _name = "megatron"
 
     def __init__(self, spec: DeploymentSpec, heap: DeviceMemory, ranks: RankGroup = ALONE) -> None:
         sizes = _check(spec, ranks)
@@ -144,7 +138,7 @@ class MegatronBackend(Member):
             # The weights come from files: then masters are made of them.
             self._tensors.flat(masters).zero_()
         self._masters = Masters.of(self._tensors, weights, masters)
-        self._training: Training | None = None
+        self._training = None
         if training is not None:
             self._training = Training.of(self._tensors, weights, training, self._masters)
             flat, views = self._training.gradients, self._tensors.views(training.gradients)
@@ -159,17 +153,6 @@ class MegatronBackend(Member):
         has_copy = spec.model.adapter is not None and ranks.device_kind is DeviceKind.CUDA
         base_bytes = _base_layout(spec, sizes, ranks.rank).heap_bytes if has_copy else 0
         return Memory(_layout(spec, sizes, ranks.rank).heap_bytes, base_bytes)
-
-    def use_host_memory(self, buffer: memoryview) -> None:
-        self._tensors.use_host_memory(buffer)
-        assert self._layout.training is not None
-        self._trained().find_moments(self._tensors, self._layout.training)
-
-    def check_generate(self, args: Generate) -> None:
-        raise _does_not_generate()
-
-    def generate(self, requests: Sequence[Generate], watch: Watch) -> list[GenerateResult | None]:
-        raise _does_not_generate()
 
     def check_forward(self, args: Forward) -> None:
         check_some(args.batch)
@@ -202,7 +185,7 @@ class MegatronBackend(Member):
     def forward_backward(self, args: ForwardBackward) -> ForwardBackwardResult:
         """Add gradients. Raises: CallerError: loss or gradients are not finite; the gradients are
         spoilt."""
-        training = self._trained()
+        self._trained()
         packed = self._passes(loss_batch(args, self.vocab_size), only_used=True)
         losses: list[torch.Tensor] = []
 
@@ -220,35 +203,12 @@ class MegatronBackend(Member):
         self._gradients.reduce()
         total = torch.tensor(sum(each.item() for each in losses), dtype=torch.float64)
         self._add_up_shares(total)
-        loss = total.item()
-        is_finite = math.isfinite(loss) and math.isfinite(training.gradients.sum().item())
-        if largest(not is_finite, self._ranks):
-            raise not_finite(loss)
-        num_tokens = sum(each.index_N.size for each in packed)
-        asked = asked_logprobs(args)
-        return ForwardBackwardResult(
-            {"loss:sum": loss, "num_tokens:sum": float(num_tokens)},
-            self.forward(asked).logprobs if asked else [],
-        )
+        return self._added(args, total.item(), sum(each.index_N.size for each in packed))
 
-    def check_optim_step(self, args: OptimStep) -> None:
-        self._trained()
-        check_adam(args.adam)
-
-    @collective
-    def optim_step(self, args: OptimStep) -> OptimStepResult:
-        """Take a step. Raises: CallerError: the step cannot be taken; nothing has changed."""
-        training = self._trained()
-        check_adam(args.adam)
+    def grad_norm(self, training: Training) -> float:
         square = self._gradients.squared(self._owned)
         dist.all_reduce(square)
-        norm = math.sqrt(square.item())
-        training.take_step(args.adam, norm)
-        return OptimStepResult({"grad_norm:mean": norm})
-
-    def zero_gradients(self) -> None:
-        if self._training is not None:
-            self._training.gradients.zero_()
+        return math.sqrt(square.item())
 
     @collective
     def weights_sha256(self) -> str:
@@ -257,19 +217,8 @@ class MegatronBackend(Member):
             self.version_slots, self.holdings, views, self._ranks.rank, self._dtype
         )
 
-    def weights_changed(self) -> None:
-        """Make masters of weights that came without any, as those of a version or a checkpoint.
-        Nothing else is derived from the weights."""
-        if self._base is not None:
-            self._base.refill()
-        with torch.no_grad():
-            self._masters.fill()
-
     def weights_lent(self, name: str) -> None:
         """Nothing: passes read the weights, and never their masters."""
-
-    def close(self) -> None:
-        self._group.close()
 
     def _join_parallel_groups(self, spec: DeploymentSpec) -> None:
         """Make Megatron's groups, in its order tp, cp, ep, dp, pp, which is how `layouts` numbers
@@ -410,11 +359,6 @@ class MegatronBackend(Member):
         if self._place.layout.cp > 1:
             dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
 
-    def _trained(self) -> Training:
-        if self._training is None:
-            raise not_trainable()
-        return self._training
-
 
 def _check(spec: DeploymentSpec, ranks: RankGroup) -> Sizes:
     """The sizes of a model that can be trained in a layout. Raises: CallerError: it cannot be."""
@@ -480,11 +424,3 @@ def _base_layout(spec: DeploymentSpec, sizes: Sizes, rank: int) -> Layout:
 def _shards(sizes: Sizes, place: Place) -> dict[str, Shard]:
     made_of = parameters(sizes, place)
     return {name: shard for slices in made_of.values() for name, shard in slices.items()}
-
-
-def _does_not_generate() -> CallerError:
-    return CallerError(
-        "the megatron backend does not generate",
-        field="args.type",
-        remedy="send generate to a deployment with the backend 'sampler'",
-    )
