@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import resource
 import signal
@@ -622,7 +623,7 @@ async def test_daemon_that_is_stopped_for_a_moment_loads_all_the_same(short_dir:
         await save(rank, "c")
         expected = tensors(rank)
         rank.run(2)
-        d.process.send_signal(signal.SIGSTOP)
+        os.kill(d.pid, signal.SIGSTOP)
         loading = asyncio.create_task(rank.client.read_checkpoint("c"))
         await d.relaunch()
         await loading
