@@ -93,24 +93,30 @@ async def check_refusals(
     assert await refusal(own.forward(BATCH, weights=KEPT)) == plain
 
 
-async def check_device_time(connection: client.Mesh, log: Log) -> None:
-    """The devices' time of an operation is that of the job whose weights it names, and of those
-    that ran at once on a rank each has its part."""
-    await log.caught_up()
-    jobs = {"first", "second", "shared"}
+def paid(job: str, log: Log) -> dict[str, float]:
+    """The devices' time, by pool, that a job has to pay by what is in the log."""
     queued = {str(each.key): each for each in log.events if isinstance(each, QueuedOperation)}
-    expected: dict[str, dict[str, float]] = {job: defaultdict(float) for job in jobs}
+    device_s: dict[str, float] = defaultdict(float)
     for ran in log.events:
         if not isinstance(ran, OperationFinished) or ran.kind == "save_state":
             continue
+        if (queued[str(ran.key)].payer or ran.key.job) != job:
+            continue
         name = ran.key.deployment
         num_devices = 2 if name == "pair" or (ran.key.job, name) == ("second", "policy") else 1
-        pool = "train" if name == "policy" else "rollout"
-        payer = queued[str(ran.key)].payer or ran.key.job
-        expected[payer][pool] += ran.duration_s * ran.share * num_devices
-    async with asyncio.timeout(60):  # the scheduler may read the log later than this
+        device_s["train" if name == "policy" else "rollout"] += (
+            ran.duration_s * ran.share * num_devices
+        )
+    return {**device_s}
+
+
+async def check_device_time(connection: client.Mesh, log: Log) -> None:
+    """The devices' time of an operation is that of the job whose weights it names, and of those
+    that ran at once on a rank each has its part."""
+    jobs = ("first", "second", "shared")
+    async with asyncio.timeout(60):  # scheduler and this log may read an end later than its caller
         for job in jobs:
-            while (await connection.status(job)).device_s != pytest.approx({**expected[job]}):
+            while (await connection.status(job)).device_s != pytest.approx(paid(job, log)):
                 await asyncio.sleep(0.05)
     shares = [
         ran.share
@@ -118,7 +124,7 @@ async def check_device_time(connection: client.Mesh, log: Log) -> None:
         if isinstance(ran, OperationFinished) and ran.key.deployment_key.deployment == "sampler"
     ]
     assert min(shares) < 1.0, "none ran at the same time as another"
-    payers = {each.payer for each in queued.values()}
+    payers = {each.payer for each in log.events if isinstance(each, QueuedOperation)}
     assert payers == {"", "first", "second"}
 
 

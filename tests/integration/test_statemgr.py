@@ -839,7 +839,7 @@ async def test_persisted_version_survives_the_daemon_and_is_served(short_dir: Pa
             await train.agent.write_seal(POLICY, 1, 1, [9])
         await train.agent.prepare_seal(POLICY, 1, 1)
         await train.agent.write_seal(POLICY, 1, 1, [2])
-        train.process.kill()
+        os.kill(train.pid, signal.SIGKILL)
         await train.process.wait()
     async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
         assert (await train.agent.status()).versions == [key]

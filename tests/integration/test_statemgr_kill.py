@@ -193,7 +193,7 @@ async def test_prepare_of_a_seal_is_repeated_when_the_daemon_dies_in_it(short_di
         loop = asyncio.get_running_loop()
 
         def die() -> None:
-            d.process.kill()
+            os.kill(d.pid, signal.SIGKILL)
             loop.call_soon_threadsafe(kill.set)
 
         rank.on_copy = die

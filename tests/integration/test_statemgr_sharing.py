@@ -6,6 +6,7 @@ import asyncio
 import json
 import mmap
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -650,7 +651,7 @@ async def test_switch_is_completed_when_the_daemon_dies_as_a_frozen_rank_copies_
 
         def die() -> None:
             first.on_copy = lambda: None
-            d.process.kill()
+            os.kill(d.pid, signal.SIGKILL)
             loop.call_soon_threadsafe(killed.set)
 
         first.on_copy = die

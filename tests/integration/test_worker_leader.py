@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from contextlib import aclosing
 from pathlib import Path
 
@@ -139,7 +141,7 @@ async def test_sync_whose_weights_are_in_but_cannot_be_booked_makes_the_life_dir
         await client.register_heap(heap, slots, frozen=True)
         await client.commit_initial(0)
         await state.agent.switch_in(KEY, 1, 2, [])
-        d.backend.on_changed = state.process.kill
+        d.backend.on_changed = lambda: os.kill(state.pid, signal.SIGKILL)
         sync = SyncWeights("policy", 1)
         key = await put(bus, "1", sync)
         await leader(d, bus, client).run(given(permit(key, sync)))
