@@ -478,10 +478,10 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_peers_still() 
         await stream.send_bytes(memoryview(content), 10.0)
 
     async def assigns(stream: tls.Stream) -> None:
-        await holds(stream, is_far=True)
+        give = await holds(stream, is_far=True)
         asked.set()
         await running._over.wait()
-        elsewhere = [wire.Shared(Peer(holders[0], "s"), [(0, Box((), ()))], digest)]
+        elsewhere = [wire.Shared(Peer(holders[0], "s"), [(0, give.boxes[0])], digest)]
         nothing = xxhash.xxh3_128_hexdigest(b"")
         await stream.send(wire.Given(nothing, wire.Assigned(1, [], elsewhere)))
 
