@@ -834,7 +834,10 @@ class Mesh:
         is_full = False
         while True:
             await asyncio.sleep(_ROOM_PAUSE_S)
-            free = shutil.disk_usage(server.store).free
+            try:
+                free = shutil.disk_usage(server.store).free
+            except OSError:
+                continue  # the server says itself what it lacks; the mesh must not end for this
             if not is_full and free < _FULL_BYTES:
                 is_full = True
                 full = ResourceError(

@@ -269,6 +269,7 @@ def marker_of(directory: Path) -> Marker | None:
 
 
 def readable_marker(directory: Path) -> Marker | None:
+    """The marker of a checkpoint; None: it has none, or one that cannot be read."""
     try:
         return marker_of(directory)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What training backends have in common: masters, AdamW over flat regions, and the calls of
+"""The base class of backends that train: masters, AdamW over flat regions, and the calls of
 `Backend` that they answer alike."""
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Part:
 
 
 class Added:
-    """What one of Megatron's linear layers adds to its output."""
+    """The adapters' part in one of Megatron's linear layers, which is added to its output."""
 
     def __init__(self, spread: Spread, parts: Sequence[Part], scale: float, *, tp: int) -> None:
         """Args: parts: the layers that Megatron's is made of, in the order of its outputs."""
