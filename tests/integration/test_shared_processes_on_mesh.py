@@ -76,10 +76,14 @@ async def until_started(log: Log, deployment: str, incarnation: int) -> None:
     )
 
 
-async def until_lost(log: Log, deployment: str, incarnation: int = 1) -> None:
+async def until_lost(log: Log, deployment: str, incarnation: int = 1) -> WpgLost:
     """Until an incarnation of it (`<job>.<name>`) has ended."""
     key = f"{TENANT}.{deployment}", incarnation
-    await log.until(lambda e: isinstance(e, WpgLost) and (str(e.deployment), e.incarnation) == key)
+    lost = await log.until(
+        lambda e: isinstance(e, WpgLost) and (str(e.deployment), e.incarnation) == key
+    )
+    assert isinstance(lost, WpgLost)
+    return lost
 
 
 def policy_pid(mesh: Mesh, job: str, tenant: str = TENANT) -> int:
@@ -150,7 +154,7 @@ async def test_job_that_takes_its_process_along_twice_has_one_of_its_own(
     directory = await asyncio.to_thread(
         save_model, tmp_path / "model", max_position_embeddings=LONG + 10
     )
-    config = MeshConfig(nodes=NODES[:1], models={"tiny": str(directory)})
+    config = MeshConfig(nodes=NODES[:1], models={"tiny": str(directory)}, max_losses=2)
     model = client.ModelSpec(registered="tiny", adapter=client.Adapter(rank=4))
     shared = client.Batching.SHARED
     spec = client.DeploymentSpec("sampler", "rollout", "sampler", model, batching=shared)
@@ -173,11 +177,28 @@ async def test_job_that_takes_its_process_along_twice_has_one_of_its_own(
             await has_begun()
             await long.stop()
             await long
+        await until_started(log, "quiet.sampler", 3)
+        own = rank_pid(mesh, "loud.sampler")
+        assert own != rank_pid(mesh, "quiet.sampler")
+
+        # A death counts for the job whose operation ran alone: this one, as a death of its own,
+        # would be too many for the quiet job, which has completed nothing since the first.
+        third = await connection.submit_job("third", [spec])
+        async with beginnings(mesh, "third") as has_begun:
+            long = third.deployment("sampler").generate([client.Prompt([1])], sampling, stream=True)
+            await has_begun()
+            kill_rank(mesh, "third.sampler")
+            lost = await until_lost(log, "quiet.sampler", 3)
+            assert [str(key) for key in lost.culprits] == [f"{TENANT}.third.sampler"]
+            assert "third.sampler was at work" in lost.error.message
+            await has_begun()
+            await long.stop()
+            await long
+        await third.finish()
         assert await said(quiet, 0) == before
-        own, other = rank_pid(mesh, "loud.sampler"), rank_pid(mesh, "quiet.sampler")
-        assert own != other
+        assert len(log.starts("quiet.sampler")) == 4
+        other = rank_pid(mesh, "quiet.sampler")
         assert pids.isdisjoint({own, other})
-        assert len(log.starts("quiet.sampler")) == 3
 
         # A job that is ended while it is at work takes nobody along.
         ended = await connection.submit_job("ended", [spec])
@@ -188,7 +209,7 @@ async def test_job_that_takes_its_process_along_twice_has_one_of_its_own(
         await ended.finish()
         await until_lost(log, "ended.sampler")
         assert await said(quiet, 0) == before
-        assert len(log.starts("quiet.sampler")) == 3
+        assert len(log.starts("quiet.sampler")) == 4
 
         await quiet.finish()
         await until_gone([other], _PATIENCE_S)

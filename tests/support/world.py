@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -636,11 +636,17 @@ class World:
     # --- disturbing -----------------------------------------------------------------------------
 
     def kill(
-        self, key: DeploymentKey, *, after_done: bool = False, on: NodeId | None = None
+        self,
+        key: DeploymentKey,
+        *,
+        after_done: bool = False,
+        on: NodeId | None = None,
+        culprits: Sequence[DeploymentKey] = (),
     ) -> None:
         """kill -9 of the ranks; with `after_done`, just after DONE was stored, before its word.
 
         Args: on: the node that they are killed on, of several.
+              culprits: the deployments at work in the process, where several share it.
         """
         ranks = self._die(key)
         if ranks is None:
@@ -648,7 +654,7 @@ class World:
         for operation in list(ranks.running)[:1]:
             if after_done:
                 self.done.setdefault(operation, Outcome.COMPLETED)
-        self.feed(lost(key, ranks.incarnation, on or ranks.node))
+        self.feed(lost(key, ranks.incarnation, on or ranks.node, culprits))
 
     def _forget(self, key: DeploymentKey, node: NodeId) -> None:
         """The node drops all that it has of it, in memory and on disk."""
@@ -827,5 +833,8 @@ def node_up(
     )
 
 
-def lost(key: DeploymentKey, incarnation: int, node: NodeId) -> WpgLost:
-    return WpgLost(key, incarnation, node, ErrorInfo(Code.UNAVAILABLE, "killed"))
+def lost(
+    key: DeploymentKey, incarnation: int, node: NodeId, culprits: Sequence[DeploymentKey] = ()
+) -> WpgLost:
+    killed = ErrorInfo(Code.UNAVAILABLE, "killed")
+    return WpgLost(key, incarnation, node, killed, list(culprits))

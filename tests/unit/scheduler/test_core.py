@@ -593,6 +593,32 @@ def test_wpg_that_dies_again_and_again_while_nothing_runs_fails_its_job_after_pa
     world.check_replay(snapshot_every=1)
 
 
+def test_death_that_another_wpg_caused_counts_for_that_one_alone() -> None:
+    """Idle jobs were failed for the operations of one in the process that they shared."""
+    world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    quiet, loud = deployment("a", "policy"), deployment("b", "policy")
+    for seq in range(1, 3):
+        world.queue("b", "policy", seq, "optim_step")
+        for _ in range(3):
+            kill_while_something_runs(world, loud)
+            world.kill(quiet, culprits=[loud])
+        world.run()
+    assert world.done == dict.fromkeys(("t.b.policy.1", "t.b.policy.2"), Outcome.FAILED)
+    assert world.core.state.deployments[str(quiet)].wpg.losses == 0
+    assert len(starts_of(world, quiet)) == 7
+    assert "rebuild/t.a.policy" not in world.core.state.timers
+
+    # Deaths that nobody caused, and its own, count.
+    for culprits in ([], [quiet, loud], [quiet]):
+        world.run()
+        world.kill(quiet, culprits=culprits)
+    assert world.core.state.jobs["t.a"].state is JobState.FAILED
+    world.check_replay(snapshot_every=1)
+
+
 def test_permit_that_is_returned_before_each_death_does_not_rebuild_without_end() -> None:
     world = World(config=msgspec.structs.replace(CONFIG, max_losses=2))
     world.submit("a")

@@ -78,6 +78,15 @@ class WpgLost(Message, frozen=True):
     incarnation: int
     node: NodeId
     error: ErrorInfo
+    culprits: list[DeploymentKey] = []
+    """Where the WPG's rank died with a process that it shared: the deployments whose ranks in it
+    were running an operation, starting, or being switched in. Empty: none was, or the rank had a
+    process alone."""
+
+    @property
+    def is_innocent(self) -> bool:
+        """Whether the WPG died of what another one did in the process that they shared."""
+        return bool(self.culprits) and self.deployment not in self.culprits
 
 
 class NodeDrainRequested(Message, frozen=True, omit_defaults=True):

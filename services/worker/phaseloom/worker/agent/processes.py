@@ -3,9 +3,10 @@
 Ranks that train or sample adapters, each alone on one device, share a process where tenant,
 backend, base and device are the same: runtime and device context exist once, however many jobs
 there are. Each of these ranks is started and ended by itself. A rank that does not end in time is
-killed with its process, which kills the other ranks, too; each WPG recovers by itself. A deployment
-that was at work twice when its process died gets a process of its own afterwards, so that an
-operation that kills its process does not harm others again and again.
+killed with its process, which kills the other ranks, too; each WPG recovers by itself. The culprits
+of a death are the deployments that were at work in the process, or the one that did not end. A
+deployment that was a culprit twice gets a process of its own afterwards, so that an operation that
+kills its process does not harm others again and again.
 
 A shared process is forked with its first rank and ends after its last.
 """
@@ -15,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import defaultdict
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import msgspec
@@ -32,7 +33,7 @@ from phaseloom.worker.rank.wire import EndRank, HostConfig, HostRank, RankConfig
 log = logging.getLogger(__name__)
 
 MAX_FALLS = 2
-"""The number of deaths of shared processes while a deployment was at work after which it gets a
+"""The number of deaths of shared processes with a deployment as a culprit after which it gets a
 process of its own."""
 END_S = 30.0
 """Seconds for a hosted rank to end: the call that its device runs is waited for."""
@@ -43,8 +44,9 @@ class LivingRank(Protocol):
 
     ended: asyncio.Future[None]
     """Done when the rank is dead and holds nothing of the node any more."""
-    was_at_work: bool
-    """Whether the rank's connection ended while it ran an operation; its WPG notes it."""
+    culprits: list[DeploymentKey]
+    """The deployments to blame for the death of the process that the rank shared and died with;
+    empty: nobody was at work in it, or the rank had a process alone."""
 
     def kill(self) -> None:
         """End the rank as soon as possible. Idempotent."""
@@ -57,7 +59,7 @@ class _Process:
     def __init__(self, process: RankProcess) -> None:
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.was_at_work = False
+        self.culprits: list[DeploymentKey] = []
         self._process = process
         loop.add_reader(process.sentinel, self._on_death)
 
@@ -75,7 +77,8 @@ class _SharedProcess:
 
     def __init__(self, process: _Process) -> None:
         self.process = process
-        self.num_ranks = 0
+        self.ranks: list[_HostedRank] = []
+        self._culprits: list[DeploymentKey] = []
         self.up: asyncio.Future[Peer[RankMessage]] = asyncio.get_running_loop().create_future()
         """The process's connection, once it is there; cancelled where the process died before."""
         process.ended.add_done_callback(lambda _: self.up.cancel())
@@ -83,12 +86,24 @@ class _SharedProcess:
     @property
     def is_open(self) -> bool:
         """Whether the process takes another rank."""
-        return self.num_ranks > 0 and not self.process.ended.done()
+        return bool(self.ranks) and not self.process.ended.done()
 
-    def leave(self) -> None:
+    def kill(self, culprit: DeploymentKey) -> None:
+        """Kill the process, since a rank of this deployment cannot be ended otherwise."""
+        if not self.process.ended.done():
+            self._culprits = [culprit]
+        self.process.kill()
+
+    def culprits(self) -> list[DeploymentKey]:
+        """The deployments to blame for the process's death; a rank asks before it leaves."""
+        if not self._culprits:
+            self._culprits = [rank.deployment for rank in self.ranks if rank.is_at_work()]
+        return self._culprits
+
+    def leave(self, rank: _HostedRank) -> None:
         """Note that a rank has ended; the process ends after its last one."""
-        self.num_ranks -= 1
-        if self.num_ranks:
+        self.ranks.remove(rank)
+        if self.ranks:
             return
         if self.up.done() and not self.up.cancelled():
             self.up.result().cut("its last rank has ended")  # it exits then
@@ -99,9 +114,13 @@ class _SharedProcess:
 class _HostedRank:
     """A rank in a shared process."""
 
-    def __init__(self, shared: _SharedProcess, config: RankConfig) -> None:
+    def __init__(
+        self, shared: _SharedProcess, config: RankConfig, is_at_work: Callable[[], bool]
+    ) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.was_at_work = False
+        self.culprits: list[DeploymentKey] = []
+        self.deployment = config.deployment
+        self.is_at_work = is_at_work
         self.fell = False
         """Whether the rank died with its process."""
         self._shared = shared
@@ -121,14 +140,21 @@ class _HostedRank:
             if shared.up.done() and not shared.up.cancelled():
                 await self._live_with(shared.up.result(), killed)
             self.fell = shared.up.cancelled()
-        except (PhaseloomError, TimeoutError) as error:
-            log.warning("%s falls with its process: %r", self._config.deployment, error)
+        except TimeoutError:
+            log.warning("%s does not end: its process is killed", self.deployment)
+            shared.kill(self.deployment)
+            await shared.process.ended
+            self.fell = True
+        except PhaseloomError as error:
+            log.warning("%s falls with its process: %s", self.deployment, error)
             shared.process.kill()
             await shared.process.ended
             self.fell = True
         finally:
             killed.cancel()
-            shared.leave()
+            if self.fell:
+                self.culprits = shared.culprits()
+            shared.leave(self)
             self.ended.set_result(None)
 
     async def _live_with(self, peer: Peer[RankMessage], killed: asyncio.Future[Any]) -> None:
@@ -156,24 +182,28 @@ class Processes:
         """The newest shared process for each kind of rank (`_shared_by`)."""
         self._awaited: dict[str, _SharedProcess] = {}
         """Shared processes that have yet to connect, by their tokens."""
-        self._fallen: defaultdict[DeploymentKey, list[_HostedRank]] = defaultdict(list)
-        """For each deployment, its hosted ranks that died with their processes, since it last ended
-        here by itself."""
+        self._num_falls: Counter[DeploymentKey] = Counter()
+        """The deaths of shared processes for which each deployment was to blame, since it last
+        ended here by itself."""
         self._forking = asyncio.Lock()
 
-    async def start(self, config: RankConfig) -> LivingRank:
-        """Start a rank. Raises: ResourceError: no process can be started."""
+    async def start(self, config: RankConfig, is_at_work: Callable[[], bool]) -> LivingRank:
+        """Start a rank.
+
+        Args:   is_at_work: whether the rank is starting, being switched in, or running an
+                operation; of a dead one, whether it was when it died.
+        Raises: ResourceError: no process can be started.
+        """
         shared_by = _shared_by(config)
-        num_falls = sum(rank.was_at_work for rank in self._fallen.get(config.deployment, ()))
-        if shared_by is None or num_falls >= MAX_FALLS:
+        if shared_by is None or self._num_falls[config.deployment] >= MAX_FALLS:
             return await self._fork(config.spec.backend, config)
         async with self._forking:
             shared = self._shared.get(shared_by)
             if shared is None or not shared.is_open:
                 shared = self._shared[shared_by] = await self._fork_shared(config)
-            shared.num_ranks += 1
-        rank = _HostedRank(shared, config)
-        self._tasks.create_task(self._host(rank, config.deployment))
+            rank = _HostedRank(shared, config, is_at_work)
+            shared.ranks.append(rank)
+        self._tasks.create_task(self._host(rank))
         return rank
 
     def connected(self, token: str, peer: Peer[RankMessage]) -> bool:
@@ -198,12 +228,12 @@ class Processes:
         shared.process.ended.add_done_callback(lambda _: self._awaited.pop(host.token, None))
         return shared
 
-    async def _host(self, rank: _HostedRank, deployment: DeploymentKey) -> None:
+    async def _host(self, rank: _HostedRank) -> None:
         await rank.live()
-        if rank.fell:
-            self._fallen[deployment].append(rank)
-        else:
-            self._fallen.pop(deployment, None)
+        if not rank.fell:
+            self._num_falls.pop(rank.deployment, None)
+        elif rank.deployment in rank.culprits:
+            self._num_falls[rank.deployment] += 1
 
 
 def _shared_by(config: RankConfig) -> Hashable:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from weakref import WeakValueDictionary
@@ -193,15 +193,19 @@ class Agent:
             del self._wpgs[wpg.deployment]
         async with self._state_lock:
             await self._state.drop_wpg(wpg.deployment, wpg.incarnation, forget=False)
-        await self._report_lost(wpg.deployment, wpg.incarnation, wpg.reason)
+        await self._report_lost(wpg.deployment, wpg.incarnation, wpg.reason, wpg.culprits)
 
     async def _report_lost(
-        self, deployment: DeploymentKey, incarnation: int, reason: ErrorInfo
+        self,
+        deployment: DeploymentKey,
+        incarnation: int,
+        reason: ErrorInfo,
+        culprits: Sequence[DeploymentKey] = (),
     ) -> None:
         log.warning("%s incarnation %d ended: %s", deployment, incarnation, reason.message)
         node = self._settings.node
         await self._append(
-            WpgLost(deployment, incarnation, NodeId(node), reason),
+            WpgLost(deployment, incarnation, NodeId(node), reason, list(culprits)),
             f"lost:{deployment}:{incarnation}:{node}",
         )
 
@@ -412,7 +416,9 @@ class Agent:
                 return
             report: ActivationOpened | ActivationRefused
             try:
+                wpg.is_switching = True  # it stays so where it fails: the rank may have died of it
                 report = await self._switch_in(command, wpg, message)
+                wpg.is_switching = False
                 wpg.epoch = command.epoch
             except PhaseloomError as error:
                 wpg.refused_epoch = command.epoch

@@ -29,7 +29,7 @@ from phaseloom.common.contract.errors import (
     ResourceError,
     to_exception,
 )
-from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
@@ -101,6 +101,10 @@ class Wpg:
         loop = asyncio.get_running_loop()
         self._up: asyncio.Future[None] = loop.create_future()
         self._is_killed = False
+        self._num_running = 0
+        """Batches of permits that the leader runs; of a dead WPG, that it ran when it died."""
+        self.is_switching = False
+        """Whether an activation is being opened, or the last one could not be."""
         self._freed: dict[CommandId, asyncio.Future[None]] = {}
         self._dead: asyncio.Future[None] = loop.create_future()
         self._num_left = len(command.devices)
@@ -142,6 +146,18 @@ class Wpg:
         return self._up.done() and self._up.exception() is None
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether its ranks are starting, being switched in, or running an operation; of a dead
+        WPG, whether they were when it died."""
+        return not self.is_up or self.is_switching or self._num_running > 0
+
+    @property
+    def culprits(self) -> list[DeploymentKey]:
+        """The deployments to blame for the death of the process that its rank shared, as
+        `WpgLost` has them."""
+        return [key for rank in self._ranks if rank.living for key in rank.living.culprits]
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of managed state on each of its devices, once the WPG is up."""
         return max(rank.up.state_bytes for rank in self._ranks if rank.up)
@@ -173,7 +189,7 @@ class Wpg:
         for rank in self._ranks:
             if not self._is_killed:
                 try:
-                    rank.living = await processes.start(rank.config)
+                    rank.living = await processes.start(rank.config, lambda: self.is_at_work)
                 except PhaseloomError as error:
                     self.kill(error.info)
             if rank.living is None:
@@ -190,7 +206,9 @@ class Wpg:
             self._leave()
 
     def _on_death(self) -> None:
-        self.kill()
+        names = " and ".join(f"{key.job}.{key.deployment}" for key in self.culprits)
+        told = f"{_DIED.message}, in which {names} was at work"
+        self.kill(ErrorInfo(_DIED.code, told) if names else None)
         self._leave()
 
     def _leave(self) -> None:
@@ -306,14 +324,11 @@ class Wpg:
     async def run(self, permits: RunPermits) -> None:
         """Run permits; returns once every outcome is stored. Raises: PhaseloomError: the WPG cannot
         go on."""
-        leader, living = self._ranks[0].peer, self._ranks[0].living
+        leader = self._ranks[0].peer
         assert leader is not None
-        assert living is not None
-        try:
-            await leader.call(permits)
-        except ResourceError:
-            living.was_at_work |= leader.closed.done()
-            raise
+        self._num_running += 1
+        await leader.call(permits)
+        self._num_running -= 1  # after an error the WPG is over, and has died at work
 
     async def until_devices_freed(self, permits: RunPermits, running: asyncio.Task[None]) -> None:
         """Return once no permit needs devices or state: each has ended, or is being saved.

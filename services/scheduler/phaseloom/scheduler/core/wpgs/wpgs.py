@@ -369,7 +369,8 @@ def lost(step: Step, event: WpgLost) -> None:
 
     Where the start itself cannot succeed, the deployment or its job ends, or the job falls back to
     a checkpoint. Operations that killed their WPG too often are failed. A WPG that dies as often
-    while nothing runs is rebuilt after pauses that grow, and in the end its job fails.
+    while nothing runs is rebuilt after pauses that grow, and in the end its job fails. A death that
+    another WPG has caused, in the process that they shared, counts for that one alone.
     """
     _note_stopped(step, event)
     deployment = step.deployment(event.deployment)
@@ -386,6 +387,9 @@ def lost(step: Step, event: WpgLost) -> None:
     _lose(step, deployment, event.node)
     step.tell("WPG lost", event.error.message, deployment.name)
     deployment.wpg.failed(event.error)
+    if event.is_innocent:
+        _try_start(step, deployment)
+        return
     is_idle = before is WpgState.READY and not culprits
     if is_idle and step.now_s - deployment.wpg.up_since_s >= STEADY_S:
         deployment.wpg.forgive_losses()
