@@ -181,19 +181,8 @@ async def test_job_that_takes_its_process_along_twice_has_one_of_its_own(
         own = rank_pid(mesh, "loud.sampler")
         assert own != rank_pid(mesh, "quiet.sampler")
 
-        # A death counts for the job whose operation ran alone: this one, as a death of its own,
-        # would be too many for the quiet job, which has completed nothing since the first.
         third = await connection.submit_job("third", [spec])
-        async with beginnings(mesh, "third") as has_begun:
-            long = third.deployment("sampler").generate([client.Prompt([1])], sampling, stream=True)
-            await has_begun()
-            kill_rank(mesh, "third.sampler")
-            lost = await until_lost(log, "quiet.sampler", 3)
-            assert [str(key) for key in lost.culprits] == [f"{TENANT}.third.sampler"]
-            assert "third.sampler was at work" in lost.error.message
-            await has_begun()
-            await long.stop()
-            await long
+        await kill_at_work(mesh, log, third, sampling, "quiet.sampler", 3)
         await third.finish()
         assert await said(quiet, 0) == before
         assert len(log.starts("quiet.sampler")) == 4
@@ -215,6 +204,29 @@ async def test_job_that_takes_its_process_along_twice_has_one_of_its_own(
         await until_gone([other], _PATIENCE_S)
         await said(job, 4)
         assert rank_pid(mesh, "loud.sampler") == own
+
+
+async def kill_at_work(
+    mesh: Mesh,
+    log: Log,
+    job: client.Job,
+    sampling: client.SamplingParams,
+    neighbour: str,
+    incarnation: int,
+) -> None:
+    """Kill the process in which a job is at work, and an idle neighbour that has died twice. A
+    death of its own would be one too many for the neighbour: it has completed nothing since the
+    first."""
+    async with beginnings(mesh, job.name) as has_begun:
+        long = job.deployment("sampler").generate([client.Prompt([1])], sampling, stream=True)
+        await has_begun()
+        kill_rank(mesh, f"{job.name}.sampler")
+        lost = await until_lost(log, neighbour, incarnation)
+        assert [str(key) for key in lost.culprits] == [f"{TENANT}.{job.name}.sampler"]
+        assert f"{job.name}.sampler was at work" in lost.error.message
+        await has_begun()
+        await long.stop()
+        await long
 
 
 @asynccontextmanager

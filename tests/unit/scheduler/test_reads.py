@@ -24,11 +24,14 @@ from phaseloom.common.contract.specs import (
     ModelDirectory,
     ModelFile,
     ModelSpec,
+    SchedulerConfig,
 )
 from phaseloom.scheduler.core.core import Core
+from phaseloom.scheduler.core.dispatch import phases
 from phaseloom.scheduler.core.state import outputs
+from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.validate import validate
-from tests.support.world import TENANT, World, deployment, spec
+from tests.support.world import CONFIG, TENANT, World, deployment, spec
 
 POLICY = deployment("a", "policy")
 ADAPTER = Adapter(rank=4, targets=("q_proj", "v_proj"))
@@ -69,9 +72,9 @@ def queue(
     return str(key)
 
 
-def published(*ttls_s: float) -> World:
+def published(*ttls_s: float, config: SchedulerConfig = CONFIG) -> World:
     """A job `a` that has published as many versions, and a job `b` with a sampler."""
-    world = World()
+    world = World(config=config)
     policy = replace(spec("policy", "train", trainable=True), model=model())
     submit(world, "a", policy, spec("sampler", "rollout"))
     submit(world, "b", sampler())
@@ -119,6 +122,50 @@ def test_devices_time_counts_as_that_of_the_job_whose_weights_are_read() -> None
     assert len(ran_s) == 4
     assert device_s(world, "a") - before_s == pytest.approx(sum(ran_s[:2]))
     assert device_s(world, "b") == pytest.approx(sum(ran_s[2:]))
+
+
+def test_operations_of_several_jobs_take_turns_where_not_all_have_room() -> None:
+    """One job's many requests kept those of another waiting until all of them had begun."""
+    world = published(TTL_S, config=replace(CONFIG, max_reading=4))
+    flood = [queue(world, "b", "sampler", f"f{n}", "generate", payer="a") for n in range(40)]
+    few = [queue(world, "b", "sampler", f"g{n}", "generate", payer="c") for n in range(3)]
+    own = queue(world, "b", "sampler", "own", "forward")
+    settle(world)
+    began = [str(c.operation) for c in world.commands if isinstance(c, Permit)]
+    order = [key for key in began if ".b.sampler." in key]
+    assert sorted(order) == sorted([*flood, *few, own])
+    # The first four had begun before the others came.
+    assert order[:4] == flood[:4]
+    assert {*few, own} <= {*order[4:12]}
+    assert [key for key in order if key in flood] == flood
+    world.check_replay(snapshot_every=1)
+
+
+def test_job_whose_weights_are_named_is_the_one_that_is_kept_waiting() -> None:
+    """Its SLO counts, and the wait is its: the sampler's job may have none."""
+    world = published(TTL_S)
+    queue(world, "b", "sampler", 1, "generate")
+    settle(world)
+    jobs = world.core.state.jobs
+    jobs["t.a"].spec = replace(jobs["t.a"].spec, slo=2.0)  # placement would keep it apart
+    before = jobs["t.a"].progress.lag_s, jobs["t.b"].progress.lag_s
+    queue(world, "a", "sampler", 1, "generate")
+    queue(world, "b", "sampler", 2, "generate", VersionKey(POLICY, 1), payer="a")
+    queue(world, "b", "sampler", 3, "generate", VersionKey(POLICY, 1), payer="a")
+    world.run(until_s=world.now_s)
+    state = world.core.state
+    waiting = state.deployments["t.b.sampler"].queue
+    step = Step(state, state.sequence, world.now_s)
+    ops = [op for op in waiting.operations.values() if op.payer]
+    assert len(ops) == 2
+    assert all(phases.slack_s(step, state.deployments["t.b.sampler"], op) < 1e9 for op in ops)
+    queued_s = world.now_s
+    settle(world)
+    began_s = [start_s for start_s, _, key in world.runs if key == "t.b.sampler.2"]
+    waited_s = began_s[0] - queued_s
+    assert waited_s > 0
+    assert state.jobs["t.a"].progress.lag_s - before[0] >= waited_s
+    assert state.jobs["t.b"].progress.lag_s == before[1]
 
 
 def device_s(world: World, job: str) -> float:

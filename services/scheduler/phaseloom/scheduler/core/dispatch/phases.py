@@ -22,6 +22,7 @@ SOON = 0.05
 
 def began(step: Step, deployment: Deployment, op: Op) -> None:
     """Note an operation that is about to be permitted: it continues a phase, or begins one."""
+    _note_lag(step, deployment, op)
     if deployment.activation.running:
         return  # It joins others.
     job = step.job_of(deployment)
@@ -40,11 +41,24 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
         is_new = is_new or not continues
     if is_new and ORDERING[step.config.ordering].is_strict:
         round_robin.began(step, deployment, here)
-    if job.progress.began_s < 0:
-        job.progress.began_s = op.ready_s
-    job.progress.lag_s += waited_s(step, deployment, op)
+
+
+def _note_lag(step: Step, deployment: Deployment, op: Op) -> None:
+    """Note for the job that an operation is run for how long it was kept waiting.
+
+    What several operations of a job wait for at once counts as the wait of the first.
+    """
+    running = deployment.activation.running
+    payer = step.payer_of(deployment, op)
+    if running and not op.payer:
+        return
+    if any(step.payer_of(deployment, deployment.queue.find(key)) is payer for key in running):
+        return
+    if payer.progress.began_s < 0:
+        payer.progress.began_s = op.ready_s
+    payer.progress.lag_s += waited_s(step, deployment, op)
     if deployment.activation.epoch == step.sequence:
-        job.progress.lag_s += estimates.switch_s(step.state, deployment)
+        payer.progress.lag_s += estimates.switch_s(step.state, deployment)
 
 
 def is_continued(step: Step, slot: Slot, deployment: Deployment, op: Op) -> bool:
@@ -98,13 +112,13 @@ def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
 
 
 def slack_s(step: Step, deployment: Deployment, op: Op) -> float:
-    """How much longer the operation may wait before its job misses its SLO.
+    """How much longer the operation may wait before the job that it is run for misses its SLO.
 
     It counts from the job's first operation: the time that was neither waiting nor switching would
     have passed alone as well.
     Returns: inf where it has none.
     """
-    job = step.job_of(deployment)
+    job = step.payer_of(deployment, op)
     if job.spec.slo <= 0:
         return float("inf")
     age_s = step.now_s - (job.progress.began_s if job.progress.began_s >= 0 else op.ready_s)

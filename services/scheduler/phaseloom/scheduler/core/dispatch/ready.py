@@ -9,6 +9,7 @@ Cost: O(operations looked at); a device knows by name which of its deployments h
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 
 from phaseloom.common.contract.ids import OperationKey
@@ -21,7 +22,8 @@ from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 from phaseloom.scheduler.core.wpgs import moves
 
 READ_AHEAD = 512
-"""How far above `head_seq` reading operations may run: it bounds the ended ones that are kept."""
+"""How far above `head_seq` reading operations may run: it bounds the ended ones that are kept, and
+how many are looked at."""
 
 
 def note(step: Step) -> None:
@@ -79,19 +81,39 @@ def first(step: Step, deployment: Deployment) -> Op | None:
 def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
     """The operations that may run together now: one mutating one, or reading ones by arrival.
 
-    A reading one that ran while its WPG died runs alone: should it be what kills it, the others
-    do not suffer for it again, and the blame is clear.
+    Of reading ones that are run for several jobs, where not all have room, each job has as many as
+    another, as far as the first `READ_AHEAD` show it. A reading one that ran while its WPG died
+    runs alone: should it be what kills it, the others do not suffer for it again, and the blame is
+    clear.
     """
-    chosen: list[Op] = []
+    found: list[Op] = []
+    is_shared = False
     for op in operations(step, deployment):
-        if len(chosen) == room:
+        is_shared = is_shared or bool(op.payer)
+        if len(found) >= room and (not is_shared or len(found) >= READ_AHEAD):
             break
         if not is_reachable(step, deployment, op):
             continue
         if op.is_mutating or op.uncertain:
-            return chosen or [op]
-        chosen.append(op)
-    return chosen
+            return _in_turns(deployment, found, room) or [op]
+        found.append(op)
+    return _in_turns(deployment, found, room)
+
+
+def _in_turns(deployment: Deployment, ops: list[Op], room: int) -> list[Op]:
+    """As many of these as there is room for: one of each job after the other, by arrival.
+
+    What runs of a job on the deployment counts.
+    """
+    if len(ops) <= room:
+        return ops
+    running = (deployment.queue.find(key) for key in deployment.activation.running)
+    num_before = Counter(op.payer for op in running if op is not None)
+    turns = []
+    for op in ops:
+        turns.append((num_before[op.payer], op.arrival, op))
+        num_before[op.payer] += 1
+    return [op for _, _, op in heapq.nsmallest(room, turns, key=lambda turn: turn[:2])]
 
 
 def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished, StateSnapshotTaken
-from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.devices import devices, estimates, round_robin
 from phaseloom.scheduler.core.dispatch import speculative
@@ -87,11 +86,8 @@ def _charge(step: Step, deployment: Deployment, event: OperationFinished) -> Non
     op = deployment.queue.find(event.key)
     if op is not None and op.has_snapshot:
         return
-    own = deployment.key.job_key
-    payer = JobKey(own.tenant, op.payer) if op is not None and op.payer else own
-    job = step.state.jobs.get(str(payer)) or step.job(own)
     device_s = event.duration_s * event.share * len(deployment.places)
-    job.charge(deployment.spec.pool, device_s)
+    step.payer_of(deployment, op).charge(deployment.spec.pool, device_s)
 
 
 def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:

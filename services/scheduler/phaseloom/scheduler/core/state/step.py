@@ -129,6 +129,14 @@ class Step:
     def job_of(self, deployment: Deployment) -> Job:
         return self.state.jobs[deployment.job_name]
 
+    def payer_of(self, deployment: Deployment, op: Op | None) -> Job:
+        """The job that an operation is run for: the one whose weights it names; its own where it
+        names none, or the other is gone."""
+        own = self.job_of(deployment)
+        if op is None or not op.payer:
+            return own
+        return self.state.jobs.get(str(JobKey(own.key.tenant, op.payer)), own)
+
     def node(self, node: NodeId) -> Node:
         return self.state.nodes[node]
 

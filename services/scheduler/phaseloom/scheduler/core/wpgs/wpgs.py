@@ -387,9 +387,17 @@ def lost(step: Step, event: WpgLost) -> None:
     _lose(step, deployment, event.node)
     step.tell("WPG lost", event.error.message, deployment.name)
     deployment.wpg.failed(event.error)
-    if event.is_innocent:
+    if event.is_innocent or _may_go_on(step, deployment, event, before, culprits):
         _try_start(step, deployment)
-        return
+
+
+def _may_go_on(
+    step: Step, deployment: Deployment, event: WpgLost, before: WpgState, culprits: list[Op]
+) -> bool:
+    """Count a death for a WPG; returns whether it is to be started anew.
+
+    Args: before: its state when it died. culprits: the operations that it ran then.
+    """
     is_idle = before is WpgState.READY and not culprits
     if is_idle and step.now_s - deployment.wpg.up_since_s >= STEADY_S:
         deployment.wpg.forgive_losses()
@@ -397,19 +405,19 @@ def lost(step: Step, event: WpgLost) -> None:
         deployment.wpg.count_loss()
     if before in _REBUILDING and event.error.code is Code.DATA_LOSS:
         _cannot_be_rebuilt(step, deployment, event.error)
-        return
+        return False
     if before is WpgState.STARTING and _is_hopeless(step, deployment, event.error):
         _cannot_start(step, deployment, event.error)
-        return
+        return False
     if deployment.wpg.losses > step.config.max_losses:
         if culprits:
             _give_up(step, deployment, culprits, event.error)
         else:
             step.follow(FollowUp.FAIL_JOB, deployment.job_name, _dies_again(deployment, event))
-            return
+            return False
     elif is_idle and deployment.wpg.losses > 1:
         _pause(step, deployment)
-    _try_start(step, deployment)
+    return True
 
 
 def _dies_again(deployment: Deployment, event: WpgLost) -> ErrorInfo:
