@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ ADAM = AdamParams(1e-2)
 PROMPTS = [client.Prompt([1, 2, 3], seed=5), client.Prompt([7, 8, 9, 10], seed=6)]
 SAMPLING = client.SamplingParams(8, temperature=1.0, ignore_eos=True)
 NUM_SAMPLES = 4
+BATCH = [Datum([1, 2, 3, 4], [2, 3, 4, 5])]
 
 
 def sampler_spec(model: dict[str, Any] | None = None) -> DeploymentSpec:
@@ -249,6 +251,25 @@ async def test_vllm_of_two_ranks_takes_what_two_ranks_of_megatron_publish(short_
         assert log.failures() == []
 
 
+async def check_trainers_read_by_name(
+    policy: client.Deployment,
+    other: client.Deployment,
+    published: Sequence[client.OperationHandle[client.PublishWeightsResult]],
+) -> None:
+    """A trainer of Megatron reads its own older versions and checkpoints, and so does one of fsdp.
+
+    Args: published: two versions; the last one is of the weights that `policy` has, as is its
+          checkpoint `end`.
+    """
+    now = (await policy.forward(BATCH)).logprobs
+    named = [*published, client.NamedWeights("policy", job="job", checkpoint="end")]
+    scored = [(await policy.forward(BATCH, weights=each)).logprobs for each in named]
+    assert scored[0] != scored[1] == scored[2] == now
+    for weights, own in zip(named, scored, strict=True):
+        told = (await other.forward(BATCH, weights=weights)).logprobs
+        assert told[0] == pytest.approx(own[0], abs=1e-5)
+
+
 @vllm.needs_vllm_python
 async def test_adapter_that_two_ranks_train_is_drawn_with_by_all_samplers_and_goes_on_in_fsdp(
     short_dir: Path, tmp_path: Path
@@ -308,6 +329,11 @@ async def test_adapter_that_two_ranks_train_is_drawn_with_by_all_samplers_and_go
 
         on_fsdp = replace(policy_spec, backend="fsdp", layout=Layout())
         other = (await connection.submit_job("other", [on_fsdp])).deployment("policy")
+        await check_trainers_read_by_name(policy, other, published)
+        for each in (policy, quiet):
+            await step(each, 4)
+        later = [(await each.save_state("later")).weights_sha256 for each in (policy, quiet)]
+        assert later[0] == later[1], "it has read nothing"
         loaded = await other.load_state("end", source="job/policy")
         assert loaded.weights_sha256 == expected
         await step(other, 4)

@@ -229,6 +229,40 @@ async def check_misfits(
         assert tokens(await unnamed) == own
 
 
+async def check_trainers_of_adapters(connection: client.Mesh, adapted: client.Deployment) -> None:
+    """A trainer reads the versions and checkpoints of another, over two ranks too, and itself an
+    older one, if they could take the place of its own; to go on as if it had not."""
+    older = await trained(adapted, range(1, 3))
+    scores = [(await adapted.forward(BATCH)).logprobs[0]]
+    await adapted.save_state("kept")
+    await trained(adapted, range(3, 4))
+    assert (await adapted.forward(BATCH, weights=older)).logprobs[0] == scores[0]
+    scores.append((await adapted.forward(BATCH)).logprobs[0])
+    assert scores[0] != scores[1]
+    kept = replace(KEPT, job="adapted")
+    peers = await connection.submit_job(
+        "peers",
+        [
+            replace(policy(4, num_ranks=2), name="pair"),
+            replace(policy(4, num_ranks=2), name="twin"),
+            replace(policy(8), name="wider"),
+        ],
+    )
+    pair, twin, wider = (peers.deployment(name) for name in ("pair", "twin", "wider"))
+    for weights in (older, kept):
+        told = (await pair.forward(BATCH, weights=weights)).logprobs[0]
+        assert np.abs(np.array(told) - np.array(scores[0])).max() <= 1e-5
+    misfit, field = Code.FAILED_PRECONDITION, "args.weights"
+    assert await refusal(wider.forward(BATCH, weights=older)) == (misfit, field)
+    assert await refusal(wider.forward(BATCH, weights=kept)) == (misfit, f"{field}.checkpoint")
+    assert await refusal(pair.forward(BATCH, weights=KEPT)) == (misfit, f"{field}.checkpoint")
+    for each in (pair, twin):
+        await trained(each, range(2))
+    own, twins = await digests(pair, twin, name="end")
+    assert own == twins, "it has read nothing"
+    await peers.finish()
+
+
 async def test_deployments_read_all_weights_by_their_names_and_keep_their_own(
     short_dir: Path, tmp_path: Path
 ) -> None:
@@ -277,6 +311,7 @@ async def test_deployments_read_all_weights_by_their_names_and_keep_their_own(
         [file] = mesh.run_dir.glob("checkpoints/*/first/policy/kept/model*.safetensors")
         flip_in_file(file, file.stat().st_size - 9)
         await check_misfits(adapted.deployment("policy"), samplers, expected[2])
+        await check_trainers_of_adapters(connection, adapted.deployment("policy"))
 
         # Whatever is killed, an operation draws with what it names.
         for sampling in samplers:

@@ -77,6 +77,32 @@ class Served:
         return await told(await self.start_sdk(str(SDK_CHILD), *part, python=python))
 
 
+def check_whole(said: dict[str, Any]) -> None:
+    """Check what the part `whole` of `sdk_child.py`, or `full`, tells of any backends."""
+    assert said["losses"][0] == said["before"]
+    assert said["losses"][-1] < 0.01 * said["before"]
+    assert said["shapes"] == [[7]]
+    assert said["sampled"] == said["named"] == said["earlier"] == [9, 2, 7, 3, 11, 4]
+    assert said["newer"] == said["sampled"]
+    assert said["base"] != said["sampled"]
+    assert said["difference"] <= 1e-6
+    assert len(said["drawn"]) == 3
+    assert len(set(said["loaded"])) == 1
+    own, with_optimizer, without = said["went_on"]
+    assert own == with_optimizer != without
+    assert said["custom"]["mine"] == 1.0
+    assert said["ppo"]["num_tokens:sum"] == 7
+    assert "there is no loss 'kto'" in said["refused"]
+    assert "of a part of the batch, are dropped" in said["partial"]
+    assert said["after"] > 0.0
+    assert said["runs"] == 4
+    assert said["listed"] == said["paths"]
+    assert "NotFoundError" in said["gone"]
+    assert said["both"] == [said["newer"], said["base"]]
+    assert "there is no model 'none'" in said["unknown_model"]
+    assert "NotFoundError" in said["unknown_path"]
+
+
 async def ended(process: asyncio.subprocess.Process) -> bytes:
     """What the program has written on stdout."""
     said, complaints = await process.communicate()

@@ -50,6 +50,11 @@ def sampler(own: ModelSpec | None = None, **changes: Any) -> DeploymentSpec:
     return replace(spec("sampler", "rollout"), model=own, max_adapters=2, **changes)
 
 
+def trainer(adapter: Adapter) -> DeploymentSpec:
+    """A trainer, in place of the sampler."""
+    return replace(sampler(model(adapter)), max_adapters=0, trainable=True)
+
+
 def submit(world: World, job: str, *specs: DeploymentSpec) -> None:
     world.later(0, JobSubmitted(JobKey(TENANT, job), JobSpec(deployments=[*specs]), f"do-{job}"))
 
@@ -215,6 +220,8 @@ def test_version_stays_while_an_operation_names_it() -> None:
     ("reader", "field"),
     [
         (replace(sampler(), max_adapters=0), "args.weights"),
+        (trainer(replace(ADAPTER, alpha=3.0)), "args.weights"),
+        (trainer(replace(ADAPTER, rank=8)), "args.weights"),
         (sampler(model(adapter=None)), "args.weights"),
         (sampler(model(blake3="another")), "args.weights"),
         (sampler(model(Adapter(rank=3, targets=ADAPTER.targets))), "args.weights"),
@@ -229,6 +236,14 @@ def test_deployment_that_cannot_read_the_version_refuses(
     read = queue(world, "c", "sampler", "r1", "forward", VersionKey(POLICY, 1))
     settle(world)
     assert refusal(world, read) == (Code.FAILED_PRECONDITION, field)
+
+
+def test_trainer_reads_an_adapter_that_could_take_the_place_of_its_own() -> None:
+    world = published(TTL_S)
+    submit(world, "c", trainer(replace(ADAPTER, seed=7)))
+    read = queue(world, "c", "sampler", "r1", "forward", VersionKey(POLICY, 1))
+    settle(world)
+    assert world.done[read] is Outcome.COMPLETED
 
 
 @pytest.mark.parametrize("adapter", [ADAPTER, None], ids=["adapter", "all weights"])

@@ -75,7 +75,7 @@ class Backends:
     @property
     def has_adapters(self) -> bool:
         """Whether adapters can be trained and sampled."""
-        return self.train == "fsdp" and self.rollout in {"sampler", "vllm"}
+        return self.train in {"fsdp", "megatron"} and self.rollout in {"sampler", "vllm"}
 
     def policy(self, model: ModelSpec) -> DeploymentSpec:
         return DeploymentSpec(POLICY, self.train_pool, self.train, model, trainable=True)

@@ -130,8 +130,8 @@ class Generate(Message, frozen=True):
     token."""
     weights: NamedWeights | None = None
     """The weights to draw with, in place of the deployment's own, which stay as they are. Those of
-    an adapter need a deployment with an adapter and `max_adapters`, others one without an
-    adapter."""
+    an adapter need a deployment with an adapter and, where it is a sampler, `max_adapters`; others
+    one without an adapter."""
 
 
 class Forward(Message, frozen=True):

@@ -1,8 +1,8 @@
 """Weights that operations name, as a rank reads with them in place of its own: versions and
 checkpoints.
 
-An adapter's are used beside the deployment's own. All weights of a model take the place of its own
-in the heap for one call, which gives them back to the last byte.
+A sampler uses an adapter's beside its own. All weights of a model, and a trainer's adapter, take
+the place of its own in the heap for one call, which gives them back to the last byte.
 
 The operations that run at a time and name the same weights have them in host memory once. Those of
 adapters' checkpoints, which take longest to read, stay there: as many as the rank has places for on
@@ -96,8 +96,8 @@ class WeightsReader:
             return None
         backend, spec = self.executor.backend, self.executor.settings.spec
         try:
-            if spec.model.adapter is not None:
-                if not spec.max_adapters or not isinstance(backend, TakesAdapters):
+            if spec.model.adapter is not None and isinstance(backend, TakesAdapters):
+                if not spec.max_adapters:
                     raise self._reads_none("declare it with max_adapters")
                 if named.checkpoint:
                     return await self._checkpoint(named, backend)
@@ -120,7 +120,7 @@ class WeightsReader:
             remedy=remedy,
         )
 
-    # --- all weights of a model ------------------------------------------------------------------
+    # --- weights of the deployment's own shape ----------------------------------------------------
 
     async def _whole_version(self, permit: Permit) -> WholeVersion:
         ticket = permit.ticket
@@ -143,8 +143,7 @@ class WeightsReader:
         """The checkpoint that has the name now; another operation has it, or it is read."""
 
         async def read(opened: SavedOpened, name: str) -> WholeVersion:
-            if opened.adapter_config:
-                raise _not_read("it is of an adapter, and this deployment has all weights")
+            self._check_kind(opened)
             whole = tensors_of(self.executor.backend.version_slots)
             if tensors_of(TensorTable.read(opened.tensors).tensors) != whole:
                 raise _not_read("its tensors are others")
@@ -183,6 +182,25 @@ class WeightsReader:
             if error is not None:
                 raise error
             return found
+
+    def _check_kind(self, opened: SavedOpened) -> None:
+        """Check that a checkpoint can take the place of the deployment's own weights.
+
+        Raises: CallerError: it has an adapter and the deployment none, or another one.
+        """
+        own = self.executor.settings.spec.model.adapter
+        if own is None and opened.adapter_config:
+            raise _not_read("it is of an adapter, and this deployment has all weights")
+        if own is None:
+            return
+        if not opened.adapter_config:
+            raise _not_read("it has all weights of its model, and no adapter")
+        theirs = self._adapter(opened)
+        if (theirs.rank, theirs.alpha) != (own.rank, own.alpha):
+            raise _not_read(
+                f"its adapter has rank {theirs.rank} and alpha {theirs.alpha:g}, this deployment's "
+                f"rank {own.rank} and alpha {own.alpha:g}"
+            )
 
     def _lent(self, name: str, pieces: list[tuple[memoryview, Runs]]) -> WholeVersion:
         version = WholeVersion(name, lambda: self.state.versions.lent(pieces))

@@ -2,18 +2,21 @@
 kept.
 
 A version that an open operation names is kept, in whichever job it was published, and afterwards
-for as long as its publish has said. A deployment with an adapter reads versions of adapters, if it
-has room for others beside its own; one with all weights of its model reads such versions, and its
-ranks find out whether they are of the same model. No operation that reads changes what another one
+for as long as its publish has said. A sampler with an adapter reads versions of adapters, if it has
+room for others beside its own; a trainer with an adapter those that could take the place of its
+own. A deployment with all weights of its model reads such versions, and its ranks find out whether
+they are of the same model. No operation that reads changes what another one
 reads.
 """
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from phaseloom.common.contract.commands import ReleaseVersions
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.common.contract.specs import Adapter, DeploymentSpec, ModelSpec
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import JobVersions
 from phaseloom.scheduler.core.state.operation import Op
@@ -72,13 +75,21 @@ def _misfit(theirs: ModelSpec, spec: DeploymentSpec) -> str:
         return "" if own.adapter is None else "it has all weights of its model, and no adapter"
     if own.adapter is None:
         return "it is of an adapter, and this deployment has all weights of its model"
-    if not spec.max_adapters:
-        return "this deployment has no room for other adapters: declare it with max_adapters"
     if _base(theirs) != _base(own):
         return "it is an adapter on another base"
-    if theirs.adapter.rank > own.adapter.rank:
-        return f"it has rank {theirs.adapter.rank}, and there is room for {own.adapter.rank}"
-    others = sorted({*theirs.adapter.targets} - {*own.adapter.targets})
+    if spec.trainable:
+        is_alike = replace(theirs.adapter, seed=own.adapter.seed) == own.adapter
+        return "" if is_alike else "a trainer reads adapters of its rank, alpha and targets alone"
+    return _no_room(theirs.adapter, own.adapter, spec)
+
+
+def _no_room(theirs: Adapter, own: Adapter, spec: DeploymentSpec) -> str:
+    """Why a sampler has no place for an adapter beside its own; empty: it has one."""
+    if not spec.max_adapters:
+        return "this deployment has no room for other adapters: declare it with max_adapters"
+    if theirs.rank > own.rank:
+        return f"it has rank {theirs.rank}, and there is room for {own.rank}"
+    others = sorted({*theirs.targets} - {*own.targets})
     return f"this deployment has no adapter on {', '.join(others)}" if others else ""
 
 
