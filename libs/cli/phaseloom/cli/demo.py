@@ -75,25 +75,41 @@ async def demo(
     rounds: int = 3,
     slowdowns: Path | None = None,
 ) -> int:
-    """Run the demo; returns the exit code: 0 where everything held.
+    """Train two GRPO jobs that share a mesh of two devices.
 
-    Args:   baseline: also run each job alone first, and compare.
-            steps: GRPO steps of each job; None: the example's default.
-            run_dir: where to leave the results; None: `runs/<time>`, which becomes `runs/latest`.
-            jobs: tasks of `examples/grpo.py`; a job is called like its task.
-            placement: policy: which nodes a job is pinned to, and with whom; None: the default.
-            ordering: policy: which ready operation a device runs next; None: the default.
-            pretrained: directory of a model that both jobs start from, instead of a tiny one from
-                a seed; it takes some GB of memory and many minutes.
-            adapter: rank of the LoRA adapter that each job trains on that model; None: the jobs
-                train all of its weights.
-            vllm: the Python that has vLLM, for rollouts on it; None: they run on `sampler`.
-            spatial: run both jobs on one device of two cores instead, by turns and side by side.
-            rounds: how often each way to share that device is measured.
-            slowdowns: with `spatial`, the table by which operations are put side by side; None: the
-                one of two cores that comes with the simulator.
-    Raises: CallerError: a package is missing, a policy is not known, the directory is no model's,
-            or an adapter has no model or no rank.
+    The exit code is 0 where everything held, else 1.
+
+    Parameters
+    ----------
+    baseline
+        Also run each job alone first, and compare.
+    steps
+        GRPO steps of each job. Without it: as many as the example is tuned to.
+    seed
+        What all random choices are drawn from.
+    run_dir
+        Where to leave the results. Without it: `runs/<time>`, which becomes `runs/latest`.
+    jobs
+        Tasks of `examples/grpo.py`; a job is called like its task.
+    placement
+        Policy that decides which nodes a job is pinned to, and with whom.
+    ordering
+        Policy that decides which ready operation a device runs next.
+    pretrained
+        Directory of a model that both jobs start from, in place of a tiny one from a seed. It takes
+        some GB of memory, and minutes.
+    vllm
+        The Python that has vLLM, for rollouts on it. Without it: they run on `sampler`.
+    adapter
+        Rank of the LoRA adapter that each job trains on that model. Without it: jobs train all of
+        its weights.
+    spatial
+        Run both jobs on one device of two cores instead, by turns and side by side.
+    rounds
+        How often each way to share that device is measured.
+    slowdowns
+        With `--spatial`, the table by which operations are put side by side. Without it: the one of
+        two cores that comes with the simulator.
     """
     console = Console(highlight=False)
     check_prerequisites()

@@ -52,8 +52,6 @@ def run_to_resume(run: str, runs: Path) -> Path:
     Args:   run: its name under `runs`, or a path; empty: the newest.
     Raises: CallerError: NOT_FOUND: there is none. FAILED_PRECONDITION: the run has not ended.
     """
-    if run and not Path(run).is_dir() and (runs / run).is_dir():
-        run = str(runs / run)
     found = find_run(Path(run) if run else None, runs).resolve()
     file = found / "mesh.json"
     pid = msgspec.json.decode(file.read_bytes())["pid"] if file.is_file() else 0
@@ -68,11 +66,14 @@ def run_to_resume(run: str, runs: Path) -> Path:
 
 
 def find_run(run: Path | None, runs: Path = RUNS) -> Path:
-    """The given directory; without one, the newest run under `runs`.
+    """The directory of a run.
 
+    Args:   run: its name under `runs`, or a path; None: the newest.
     Raises: CallerError: NOT_FOUND: there is no such directory, or no run at all.
     """
     if run is not None:
+        if not run.is_dir() and (runs / run).is_dir():
+            return runs / run
         if not run.is_dir():
             raise CallerError(
                 f"there is no run directory {run}",
