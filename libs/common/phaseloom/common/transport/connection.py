@@ -112,7 +112,7 @@ async def connect(
             log.warning("disconnected from NATS at %s", url)
 
     async def reconnected() -> None:
-        log.info("reconnected to NATS")
+        log.warning("connected to NATS at %s again", url)
         if on_reconnect:
             await on_reconnect()
 
