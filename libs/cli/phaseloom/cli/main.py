@@ -54,8 +54,9 @@ def application() -> App:
         version=_version,
         # No line of help here has any Markdown, and its renderer takes long to import.
         help_format="plaintext",
-        # The parameter `console` is for programs that call a subcommand as a function.
-        default_parameter=Parameter(parse=re.compile("^(?!console$)")),
+        # The parameter `console` is for programs that call a subcommand as a function. There is no
+        # `--no-resume` beside `--resume`: everything is off unless it is named.
+        default_parameter=Parameter(parse=re.compile("^(?!console$)"), negative=()),
     )
     for place, line in _COMMANDS.items():
         name = place.partition(":")[2].replace("_", "-")
