@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import nats
 import pytest
@@ -337,7 +338,7 @@ async def test_controller_in_the_readme_runs_as_it_is_written(mesh: Mesh) -> Non
     shown = re.findall(r"```python\n(from phaseloom.client.*?)```", text, re.DOTALL)[0]
     imports, _, body = shown.partition("\n\n")
     program = f"{imports}\nasync def main():\n{indent(body, '    ')}\n    return groups\n"
-    given = {
+    given: dict[str, Any] = {
         "config": MODEL,
         "batch": [client.Datum([1, 2], [2, 3], weights=[1.0, 1.0])],
         "loss": "cross_entropy",

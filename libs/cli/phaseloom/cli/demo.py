@@ -128,18 +128,16 @@ async def demo(
         cache_bytes = await asyncio.to_thread(kv_cache_bytes, pretrained)
         mesh, program = with_vllm(mesh, program, vllm, cache_bytes)
     settings = with_policies(mesh, placement, ordering)
+    if spatial:
+        is_other = pretrained is not None or vllm is not None or baseline
+        _check_spatial(is_other=is_other, rounds=rounds)
+        settings = replace(settings, slowdowns=str(slowdowns or one_device.TABLE))
+    settings.check()
+    _check_tasks(jobs)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     if spatial:
-        if pretrained is not None or vllm is not None or baseline or rounds < 1:
-            raise CallerError(
-                "the spatial demo is of the tiny model and compares runs of its own",
-                field="spatial",
-                remedy="leave out baseline, pretrained and vllm, and use 1 round or more",
-            )
         specs = [ControllerSpec(task, task, seed, steps or one_device.STEPS) for task in jobs]
-        settings = replace(settings, slowdowns=str(slowdowns or one_device.TABLE))
-        settings.check()
         return await _share_in_space(
             specs, program, settings, run_dir, console=console, rounds=rounds
         )
@@ -165,6 +163,25 @@ async def demo(
     for problem in problems:
         console.print(f"[bold red]FAILED[/] {problem}", soft_wrap=True)
     return 1 if problems else 0
+
+
+def _check_spatial(*, is_other: bool, rounds: int) -> None:
+    """Args: is_other: whether an option is given that the spatial demo does not have."""
+    if is_other or rounds < 1:
+        raise CallerError(
+            "the spatial demo is of the tiny model and compares runs of its own",
+            field="spatial",
+            remedy="leave out baseline, pretrained and vllm, and use 1 round or more",
+        )
+
+
+def _check_tasks(jobs: tuple[str, ...]) -> None:
+    if not jobs or len(set(jobs)) != len(jobs) or not set(jobs) <= set(TASKS):
+        raise CallerError(
+            f"{', '.join(jobs) or 'nothing'} is not what the demo can train",
+            field="--jobs",
+            remedy=f"name one or more of {', '.join(TASKS)}, each once",
+        )
 
 
 async def _share_in_space(

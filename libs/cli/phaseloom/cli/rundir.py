@@ -22,19 +22,30 @@ _BUS_URL = f"{config.PREFIX}BUS_URL"
 
 
 def new_run_dir(runs: Path) -> Path:
-    """Make the directory `runs/<time>`, and let `runs/latest` point to it."""
+    """Make the directory `runs/<time>`, and let `runs/latest` point to it.
+
+    Raises: CallerError: FAILED_PRECONDITION: it cannot be made.
+    """
     name = time.strftime("%Y%m%d-%H%M%S")
     run_dir = runs / name
     number = 1
-    runs.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            run_dir.mkdir()
-            break
-        except FileExistsError:
-            number += 1
-            run_dir = runs / f"{name}-{number}"
-    _point_at(run_dir)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                run_dir.mkdir()
+                break
+            except FileExistsError:
+                number += 1
+                run_dir = runs / f"{name}-{number}"
+        _point_at(run_dir)
+    except OSError as error:
+        raise CallerError(
+            f"no directory of a run can be made in {runs}: {error.strerror}",
+            code=Code.FAILED_PRECONDITION,
+            field="--runs",
+            remedy="name a folder that you may write to, on a disk with room",
+        ) from None
     return run_dir
 
 

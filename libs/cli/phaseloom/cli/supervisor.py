@@ -79,6 +79,8 @@ _SETTINGS = "settings.json"
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _STABLE_AFTER_S = 10.0
+_LAST_BYTES = 64 * 1024
+"""How much of the end of a log is read for its last line."""
 _STOP_TIMEOUT_S = 12.0
 """Seconds for a child to stop: more than a service's own bound, after which the service exits
 hard."""
@@ -219,6 +221,14 @@ class MeshConfig(msgspec.Struct, frozen=True):
                     field="mesh.nodes.cores_per_device",
                     remedy="use 1 or more on emulated devices, and leave it out on GPUs",
                 )
+            for backend, python in node.interpreters.items():
+                if not Path(python).expanduser().exists():
+                    raise CallerError(
+                        f"{node.name} has no {python} for {backend}",
+                        code=Code.NOT_FOUND,
+                        field="mesh.nodes.interpreters",
+                        remedy="name the Python of an environment that has the backend",
+                    )
         for where, names in (
             ("mesh.nodes", [node.name for node in self.nodes]),
             ("mesh.tenants", self.tenants),
@@ -515,6 +525,23 @@ class Ended:
         return f"{how} after {self.after_s:.1f} s"
 
 
+def last_words(log_file: Path) -> str:
+    """The reason that a service has logged as its last line, to go on a sentence with; or empty.
+
+    A service that was killed has logged none.
+    """
+    with suppress(OSError, msgspec.DecodeError, IndexError), log_file.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        line = msgspec.json.decode(file.read().splitlines()[-1], type=_LogLine)
+        return f": {line.message}" if line.level == "CRITICAL" else ""
+    return ""
+
+
+class _LogLine(msgspec.Struct):
+    level: str
+    message: str
+
+
 Report = Callable[[str, str], Awaitable[None]]
 """The type of the callback for a child that has ended and will be started again: (name, reason)."""
 
@@ -533,7 +560,7 @@ class Child:
 
     async def run(self) -> None:
         """Run the process until `stop`, and start it again whenever it ends before."""
-        failures = 0
+        failures, before = 0, ""
         try:
             while not self._stopping.is_set():
                 ended = await self._run_once()
@@ -541,7 +568,10 @@ class Child:
                     return
                 failures = 1 if ended.after_s >= _STABLE_AFTER_S else failures + 1
                 wait_s = pause_s(failures)
-                why = f"{ended}; starts again after {wait_s:.1f} s; see {self.log_file}"
+                said = await asyncio.to_thread(last_words, self.log_file)
+                told = ": as before" if said and said == before else said
+                before = said
+                why = f"{ended}{told}; starts again after {wait_s:.1f} s; see {self.log_file}"
                 await self.report(self.spec.name, why)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):

@@ -31,7 +31,7 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
+from nats.js.errors import APIError, NotFoundError, ServerError, ServiceUnavailableError
 
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import JobReport
@@ -61,6 +61,8 @@ _WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
 _CONSUMER_EXISTS = frozenset({10013, 10148})
 _NO_PEERS = 10005
 _CONSUMER_BOUND_PAUSE_S = 0.05
+_NO_STORAGE = 10047
+"""The error code of a NATS server whose disk has less room than a stream may take."""
 _PROVISION_PAUSE_S = 0.2
 _REQUEST_TIMEOUT_S = 10.0
 _NEXT_TRY_S = 3.0
@@ -380,7 +382,18 @@ class Bus:
         try:
             await self._replicate(await self.js.stream_info(config.name))
         except NotFoundError:
-            await self.js.add_stream(config)
+            try:
+                await self.js.add_stream(config)
+            except ServerError as error:
+                if error.err_code != _NO_STORAGE:
+                    raise
+                raise ResourceError(
+                    f"the NATS server's disk has no room for the {config.max_bytes} bytes that the "
+                    f"stream {config.name} may take",
+                    code=Code.RESOURCE_EXHAUSTED,
+                    remedy="have the server's store on a disk with more room; of a tenant's stream "
+                    "ops_max_bytes says how much it may take",
+                ) from error
 
     async def _ensure_bucket(self, config: api.KeyValueConfig) -> None:
         try:
