@@ -299,7 +299,7 @@ class StateOperations:
         if before is not None and before != checkpoint:
             self._fallback = before.checkpoints.get(key.deployment, "")
         await until_done(
-            lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value), "store the checkpoint"
+            lambda: self.bus.keys.put(Bucket.CHECKPOINTS, kv_key, value), "store the checkpoint"
         )
         return checkpoints
 
