@@ -59,7 +59,8 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
 from phaseloom.common.transport.stored import Stored
 from phaseloom.worker.backends.base import Version
-from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
+from phaseloom.worker.rank.calls import Call
+from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
 from phaseloom.worker.rank.namedweights import WeightsReader
