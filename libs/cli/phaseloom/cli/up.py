@@ -139,6 +139,7 @@ async def _announce(mesh: Mesh) -> None:
 def greeting(mesh: Mesh) -> str:
     """The text that tells how a controller connects, with lines to paste into a shell."""
     blocks = [
+        f"connect a controller of {tenant} with\n"
         f"export PHASELOOM_URL={mesh.url}\n"
         f"export PHASELOOM_TENANT={tenant}\n"
         f"export PHASELOOM_PASSWORD={password}"
@@ -150,7 +151,6 @@ def greeting(mesh: Mesh) -> str:
     return "\n".join(
         [
             f"the mesh is up: {nodes}; logs in {mesh.run_dir / 'logs'}",
-            "connect a controller with",
             *blocks,
             *_gateway(mesh),
             *_console(mesh),
