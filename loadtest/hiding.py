@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 from loadtest.records import Machine, describe
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.recorder import Recorded
 from phaseloom.cli.report import Execution, RunLog, Switch, figures, read_log, window_of
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     AdamParams,
     DeploymentSpec,

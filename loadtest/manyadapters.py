@@ -17,7 +17,8 @@ from statistics import median
 
 from loadtest.records import Record
 from loadtest.watching import RANKS, memory_bytes, services
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     AdamParams,
     Adapter,

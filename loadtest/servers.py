@@ -26,7 +26,8 @@ from loadtest.cuttingoff import EnsembleBehindProxies
 from loadtest.rawchain import TENANT
 from loadtest.records import Machine, Record, describe, quantile
 from loadtest.roundtrip import WARM_UP, Call, Turn, call_of, turn
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Deployment, connect
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.common.contract.streams import DONE, PERMITS, SCHED, Bucket, ops_stream

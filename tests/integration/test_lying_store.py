@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.storecheck import MARKS, StoreMarks
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import TimerFired

@@ -11,7 +11,8 @@ import pytest
 from grpo import deployments, train
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Datum, Prompt, SamplingParams
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import AdamParams, Deployment, DeploymentSpec, ModelSpec
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.events import KindEstimate, PhaseTrace

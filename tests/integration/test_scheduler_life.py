@@ -16,7 +16,8 @@ from grpo import deployments
 from nats.js.api import DiscardPolicy
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import (
     Explanation,

@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from loadtest.cuttingoff import EnsembleBehindProxies
 from phaseloom import client
 from phaseloom.cli import doctor
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.storecheck import check_store
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import OperationFinished, TimerFired
 from phaseloom.common.contract.ids import OperationKey

@@ -20,7 +20,8 @@ from nats.aio.msg import Msg
 from settings import SETTINGS, Settings
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import ResultReply, ResultRequest
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode

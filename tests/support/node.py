@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from nats.aio.msg import Msg
 
 from phaseloom.cli.certs import make_certificates
-from phaseloom.cli.supervisor import ChildSpec, MeshConfig, NodeConfig, child_specs
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.processes import ChildSpec, child_specs
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import content_type_of, decode
 from phaseloom.common.contract.commands import (
