@@ -178,8 +178,9 @@ def _decode(payload: bytes, kind: type[S]) -> S:
 
 def _follow_up(step: Step) -> None:
     """Do the follow-ups that an event has asked for. Moves are looked at after every event."""
-    step.follow(FollowUp.MOVE)
     asked = step.asked
+    if step.state.moving or asked:
+        step.follow(FollowUp.MOVE)
     for _ in range(PASSES):
         if not asked:
             return
