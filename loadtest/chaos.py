@@ -163,7 +163,7 @@ class _Run:
 
     async def follow(self, bus: Bus) -> None:
         """Follow which operations of the jobs are queued and completed, until cancelled."""
-        async with aclosing(bus.read_log()) as entries:
+        async with aclosing(bus.log.read()) as entries:
             async for entry in entries:
                 match entry.event:
                     case QueuedOperation(key=key) if job := self.jobs.get(key.job):

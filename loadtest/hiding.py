@@ -153,7 +153,7 @@ async def _recorded(mesh: Mesh, num_jobs: int) -> AsyncIterator[list[Recorded]]:
     bus = await Bus.open(mesh.credentials.bus, "bench")
 
     async def follow() -> None:
-        async with aclosing(bus.read_log()) as log:
+        async with aclosing(bus.log.read()) as log:
             async for entry in log:
                 entries.append(Recorded(entry.sequence, entry.time_s, entry.event))
                 if isinstance(entry.event, JobFinished):

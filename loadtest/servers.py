@@ -171,7 +171,7 @@ async def _kill_only_server(job: _Job) -> None:
 
 
 async def _kill_scheduler(job: _Job) -> None:
-    stored = await job.bus.kv_get(Bucket.LEASES, scheduler_lease_key())
+    stored = await job.bus.keys.get(Bucket.LEASES, scheduler_lease_key())
     assert stored is not None
     os.kill(int(stored.payload.decode().rpartition(" ")[2]), signal.SIGKILL)
 

@@ -75,7 +75,7 @@ async def until_asked(mesh: Mesh, deployment: str) -> None:
     try:
         async with asyncio.timeout(60):
             while True:
-                newest = await bus.get_stored(streams.PERMITS, subject)
+                newest = await bus.stored.get(streams.PERMITS, subject)
                 command = decode(newest.payload, Command) if newest is not None else None
                 if isinstance(command, AdjustClaims) and command.shrinks:
                     assert str(command.deployment) == f"demo.{deployment}"

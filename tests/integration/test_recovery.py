@@ -215,7 +215,7 @@ async def half_done(mesh: Mesh, log: Log, job: str) -> None:
     bus = await Bus.open(mesh.credentials.bus, "test")
     try:
         subject = streams.permit_subject(NodeId("rollout-0"))
-        permits = await bus.get_stored(streams.PERMITS, subject)
+        permits = await bus.stored.get(streams.PERMITS, subject)
         assert permits is not None
         command = decode(permits.payload, Command)
         assert isinstance(command, Permits)

@@ -33,7 +33,8 @@ from phaseloom.cli.supervisor import NATS
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.tensors.modelfiles import file_blake3
-from phaseloom.common.transport.bus import Bus, LogExtent
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogExtent
 
 MANIFEST = "backup.json"
 _FILES = "run"

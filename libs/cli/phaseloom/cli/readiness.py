@@ -65,7 +65,7 @@ class Readiness:
 
     async def _nodes_up(self) -> None:
         wanted = self._nodes()
-        async with aclosing(self.bus.read_log(self.begins_at)) as entries:
+        async with aclosing(self.bus.log.read(self.begins_at)) as entries:
             async for entry in entries:
                 if isinstance(entry.event, NodeUp):
                     self.missing.discard(f"node {entry.event.node}")

@@ -144,7 +144,7 @@ class Mesh:
             stack.push_async_callback(self._bus.close)
             self._marks = await self._checked(self._bus)
             # An earlier run in this directory has told of its nodes, too.
-            self._begins_at = await until_done(self._bus.log_end, "the log's end") + 1
+            self._begins_at = await until_done(self._bus.log.end, "the log's end") + 1
             await self._register_models(self._bus)
             specs = child_specs(
                 self.config, self.run_dir, sockets, self.credentials, secrets.token_urlsafe(24)
