@@ -34,19 +34,17 @@ def units_of(state: State, slot: Slot) -> int:
 
 def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
     """The slot of each rank."""
-    return _slots(step.state, deployment)
+    # Asked for several times in each step, so without a call for each rank.
+    nodes, assignments = step.state.nodes, deployment.wpg.assignments
+    return [nodes[a.node].devices[index].slots[0] for a in assignments for index in a.devices]
 
 
 def held_slots(state: State, deployment: Deployment) -> list[Slot]:
     """The slot of each rank that has a part in what runs."""
-    slots, idle = _slots(state, deployment), deployment.activation.idle_ranks
-    return [slot for rank, slot in enumerate(slots) if rank not in idle] if idle else slots
-
-
-def _slots(state: State, deployment: Deployment) -> list[Slot]:
-    # Asked for several times in each step, so without a call for each rank.
     nodes, assignments = state.nodes, deployment.wpg.assignments
-    return [nodes[a.node].devices[index].slots[0] for a in assignments for index in a.devices]
+    slots = [nodes[a.node].devices[index].slots[0] for a in assignments for index in a.devices]
+    idle = deployment.activation.idle_ranks
+    return [slot for rank, slot in enumerate(slots) if rank not in idle] if idle else slots
 
 
 def slots_on(node: Node) -> list[Slot]:

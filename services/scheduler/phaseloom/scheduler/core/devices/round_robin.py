@@ -88,4 +88,4 @@ def _latest(state: State, job: str) -> int:
     group = state.cluster.groups.get(state.cluster.placed.get(job, ""))
     if group is None:
         return NOWHERE
-    return max(state.jobs[member].progress.round for member in group.members)
+    return max([state.jobs[member].progress.round for member in group.members])
