@@ -262,7 +262,6 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("api", "checks", "continuation", "events", "state_agent", "streaming"),
         ("checkpoints", "kinds", "streams"),
         ("state_rank",),
-        ("schema",),
     ],
     "phaseloom.scheduler.core": [
         ("state",),
