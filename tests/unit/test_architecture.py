@@ -170,8 +170,8 @@ def check_pure(file: Path, *, allowed: str | None = None) -> None:
 STATEMGR_PURE = (
     "residency.incarnations",
     "memory.layouts",
+    "residency.hostcopies",
     "residency.residency",
-    "sharing.sharedcopies",
     "versions.versions",
     "checkpoints.snapshots",
     "checkpoints.marker",
