@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
@@ -179,6 +180,24 @@ async def test_refused_operation_raises_the_routers_error(nats_server: EmbeddedS
 
 
 @pytest.mark.usefixtures("leader")
+async def test_failure_that_nobody_awaits_is_logged(
+    nats_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program whose every gradient is refused would otherwise look as if it trained."""
+    async with connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        policy.forward_backward([Datum([1, 2], [2, 3])], Loss.PPO)
+        awaited = policy.forward_backward([Datum([1, 2], [2, 3])], Loss.PPO)
+        with pytest.raises(CallerError):
+            await awaited
+        await policy.optim_step(ADAM)
+    gc.collect()
+    (said,) = [r.getMessage() for r in caplog.records if "nobody awaited" in r.getMessage()]
+    assert said.startswith("acme.sums.policy.1 (forward_backward) failed")
+    assert "args.batch[0].logprobs" in said
+
+
+@pytest.mark.usefixtures("leader")
 async def test_wrong_arguments_raise_at_the_call_and_take_no_seq(
     nats_server: EmbeddedServer,
 ) -> None:
@@ -189,6 +208,9 @@ async def test_wrong_arguments_raise_at_the_call_and_take_no_seq(
         assert too_large.value.info.field == "batch[1]"
         with pytest.raises(CallerError):
             policy.forward([Datum([2**40], [1])])
+        with pytest.raises(CallerError, match="'grpo' is no loss") as unknown:
+            policy.forward_backward([datum(1)], "grpo")
+        assert "cross_entropy" in (unknown.value.info.remedy or "")
         assert policy.optim_step(ADAM).seq == 1
 
 
@@ -258,7 +280,7 @@ async def deaf_outbox(
         credentials.tenants[TENANT],
         inbox_prefix=f"_INBOX_{TENANT}",
     )
-    await bus.kv_put(streams.Bucket.SESSIONS, "acme.sums", b"1")
+    await bus.keys.put(streams.Bucket.SESSIONS, "acme.sums", b"1")
     parts = []
     async with asyncio.TaskGroup() as group:
         outbox = Outbox(
@@ -340,7 +362,7 @@ async def test_controller_that_is_attached_is_known_to_live(
     lease = session_lease_key(JobKey(TENANT, "sums"))
     async with connected(nats_server) as mesh:
         job = await mesh.submit_job("sums", SPECS)
-        async with asyncio.timeout(60), aclosing(bus.kv_watch(Bucket.LEASES, lease)) as changes:
+        async with asyncio.timeout(60), aclosing(bus.keys.watch(Bucket.LEASES, lease)) as changes:
             change = await anext(changes)
         assert change.stored is not None
         assert int(change.stored.payload) == job.session
@@ -352,7 +374,7 @@ async def test_attach_gives_the_jobs_last_checkpoint(nats_server: EmbeddedServer
     async with connected(nats_server) as mesh:
         job = await mesh.submit_job("sums", SPECS)
         assert job.checkpoint is None
-        await bus.kv_put(Bucket.CHECKPOINTS, "acme.sums", encode(checkpoint))
+        await bus.keys.put(Bucket.CHECKPOINTS, "acme.sums", encode(checkpoint))
         assert (await mesh.attach("sums")).checkpoint == checkpoint
 
 
@@ -381,7 +403,7 @@ async def test_options_of_the_calls_reach_the_operation(
 
 
 async def _stored(bus: Bus, name: str) -> Operation:
-    stored = await bus.get_stored(f"OPS_{TENANT}", f"{streams.PREFIX}.op.{TENANT}.sums.{name}")
+    stored = await bus.stored.get(f"OPS_{TENANT}", f"{streams.PREFIX}.op.{TENANT}.sums.{name}")
     assert stored is not None
     operation: Operation = decode(stored.payload, Operation)
     return operation

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from phaseloom.cli.demo import demo
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.processes import child_specs
 from phaseloom.cli.report import JobResult
 from phaseloom.cli.spatial import (
     POLICIES,
@@ -21,7 +23,6 @@ from phaseloom.cli.spatial import (
     summarize,
     write,
 )
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig, child_specs
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import DeviceKind
 from phaseloom.common.transport.natsserver import Credentials

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from phaseloom.cli.supervisor import api_key
+from phaseloom.cli.processes import api_key
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
@@ -53,9 +53,12 @@ def accounts(directory: Path, *tenants: str, url: str) -> None:
 
     Parameters
     ----------
-    directory: where the files go; only its owner can read them.
-    tenants: all tenants of the mesh.
-    url: where services and controllers reach the server: nats://HOST:PORT.
+    directory
+        Where the files go; only its owner can read them.
+    tenants
+        All tenants of the mesh.
+    url
+        Where services and controllers reach the server: nats://HOST:PORT.
     """
     make_accounts(directory, tenants, url)
     print(directory)

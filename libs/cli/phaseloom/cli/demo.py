@@ -21,6 +21,7 @@ from rich.console import Console
 from phaseloom.cli import spatial as one_device
 from phaseloom.cli import verdict
 from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
 from phaseloom.cli.progress import Progress
 from phaseloom.cli.recorder import Recorder, read_entries, read_events
@@ -28,7 +29,7 @@ from phaseloom.cli.replay import FILE as REPLAY
 from phaseloom.cli.replay import make_replay
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
 from phaseloom.cli.rundir import new_run_dir
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.cli.timeline import write_timeline
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
@@ -75,25 +76,41 @@ async def demo(
     rounds: int = 3,
     slowdowns: Path | None = None,
 ) -> int:
-    """Run the demo; returns the exit code: 0 where everything held.
+    """Train two GRPO jobs that share a mesh of two devices.
 
-    Args:   baseline: also run each job alone first, and compare.
-            steps: GRPO steps of each job; None: the example's default.
-            run_dir: where to leave the results; None: `runs/<time>`, which becomes `runs/latest`.
-            jobs: tasks of `examples/grpo.py`; a job is called like its task.
-            placement: policy: which nodes a job is pinned to, and with whom; None: the default.
-            ordering: policy: which ready operation a device runs next; None: the default.
-            pretrained: directory of a model that both jobs start from, instead of a tiny one from
-                a seed; it takes some GB of memory and many minutes.
-            adapter: rank of the LoRA adapter that each job trains on that model; None: the jobs
-                train all of its weights.
-            vllm: the Python that has vLLM, for rollouts on it; None: they run on `sampler`.
-            spatial: run both jobs on one device of two cores instead, by turns and side by side.
-            rounds: how often each way to share that device is measured.
-            slowdowns: with `spatial`, the table by which operations are put side by side; None: the
-                one of two cores that comes with the simulator.
-    Raises: CallerError: a package is missing, a policy is not known, the directory is no model's,
-            or an adapter has no model or no rank.
+    The exit code is 0 where everything held, else 1.
+
+    Parameters
+    ----------
+    baseline
+        Also run each job alone first, and compare.
+    steps
+        GRPO steps of each job. Without it: as many as the example is tuned to.
+    seed
+        What all random choices are drawn from.
+    run_dir
+        Where to leave the results. Without it: `runs/<time>`, which becomes `runs/latest`.
+    jobs
+        Tasks of `examples/grpo.py`; a job is called like its task.
+    placement
+        Policy that decides which nodes a job is pinned to, and with whom.
+    ordering
+        Policy that decides which ready operation a device runs next.
+    pretrained
+        Directory of a model that both jobs start from, in place of a tiny one from a seed. It takes
+        some GB of memory, and minutes.
+    vllm
+        The Python that has vLLM, for rollouts on it. Without it: they run on `sampler`.
+    adapter
+        Rank of the LoRA adapter that each job trains on that model. Without it: jobs train all of
+        its weights.
+    spatial
+        Run both jobs on one device of two cores instead, by turns and side by side.
+    rounds
+        How often each way to share that device is measured.
+    slowdowns
+        With `--spatial`, the table by which operations are put side by side. Without it: the one of
+        two cores that comes with the simulator.
     """
     console = Console(highlight=False)
     check_prerequisites()
@@ -112,18 +129,16 @@ async def demo(
         cache_bytes = await asyncio.to_thread(kv_cache_bytes, pretrained)
         mesh, program = with_vllm(mesh, program, vllm, cache_bytes)
     settings = with_policies(mesh, placement, ordering)
+    if spatial:
+        is_other = pretrained is not None or vllm is not None or baseline
+        _check_spatial(is_other=is_other, rounds=rounds)
+        settings = replace(settings, slowdowns=str(slowdowns or one_device.TABLE))
+    settings.check()
+    _check_tasks(jobs)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     if spatial:
-        if pretrained is not None or vllm is not None or baseline or rounds < 1:
-            raise CallerError(
-                "the spatial demo is of the tiny model and compares runs of its own",
-                field="spatial",
-                remedy="leave out baseline, pretrained and vllm, and use 1 round or more",
-            )
         specs = [ControllerSpec(task, task, seed, steps or one_device.STEPS) for task in jobs]
-        settings = replace(settings, slowdowns=str(slowdowns or one_device.TABLE))
-        settings.check()
         return await _share_in_space(
             specs, program, settings, run_dir, console=console, rounds=rounds
         )
@@ -149,6 +164,25 @@ async def demo(
     for problem in problems:
         console.print(f"[bold red]FAILED[/] {problem}", soft_wrap=True)
     return 1 if problems else 0
+
+
+def _check_spatial(*, is_other: bool, rounds: int) -> None:
+    """Args: is_other: whether an option is given that the spatial demo does not have."""
+    if is_other or rounds < 1:
+        raise CallerError(
+            "the spatial demo is of the tiny model and compares runs of its own",
+            field="spatial",
+            remedy="leave out baseline, pretrained and vllm, and use 1 round or more",
+        )
+
+
+def _check_tasks(jobs: tuple[str, ...]) -> None:
+    if not jobs or len(set(jobs)) != len(jobs) or not set(jobs) <= set(TASKS):
+        raise CallerError(
+            f"{', '.join(jobs) or 'nothing'} is not what the demo can train",
+            field="--jobs",
+            remedy=f"name one or more of {', '.join(TASKS)}, each once",
+        )
 
 
 async def _share_in_space(

@@ -13,6 +13,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from phaseloom.cli.output import print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.errors import CallerError, Code
@@ -20,8 +21,9 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.tensors.modelfiles import read_model
-from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport.keys import Conflict
 
 
 def add(
@@ -54,7 +56,7 @@ def list_models(*, run: Path | None = None, console: Console | None = None) -> N
     run
         As for `phaseloom jobs`.
     """
-    (console or Console()).print(table(uvloop.run(_all(bus_config(run)))))
+    print_whole(console or Console(), table(uvloop.run(_all(bus_config(run)))))
 
 
 def remove(name: str, *, run: Path | None = None, console: Console | None = None) -> None:
@@ -80,14 +82,14 @@ async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) 
     Args:   replaces: whether it replaces another registration of the name.
     Raises: CallerError: ALREADY_EXISTS: the name stands for something else.
     """
-    stored = await bus.kv_get_raw(Bucket.MODELS, model.name)
+    stored = await bus.keys.get_raw(Bucket.MODELS, model.name)
     if stored is not None and not stored.is_gone and not replaces:
         if decode(stored.payload, RegisteredModel) == model:
             return
         raise _taken(model.name)
     try:
         sequence = stored.sequence if stored else 0
-        await bus.kv_swap(Bucket.MODELS, model.name, encode(model), sequence)
+        await bus.keys.swap(Bucket.MODELS, model.name, encode(model), sequence)
     except Conflict:
         raise _taken(model.name) from None
 
@@ -125,14 +127,14 @@ async def _add(settings: BusConfig, model: RegisteredModel) -> None:
 
 async def _all(settings: BusConfig) -> list[RegisteredModel]:
     async with open_bus(settings, "models") as bus:
-        names = sorted(await bus.kv_keys(Bucket.MODELS))
-        found = await asyncio.gather(*(bus.kv_get(Bucket.MODELS, name) for name in names))
+        names = sorted(await bus.keys.names(Bucket.MODELS))
+        found = await asyncio.gather(*(bus.keys.get(Bucket.MODELS, name) for name in names))
     return [decode(stored.payload, RegisteredModel) for stored in found if stored is not None]
 
 
 async def _remove(settings: BusConfig, name: str) -> None:
     async with open_bus(settings, "models") as bus:
-        stored = await bus.kv_get(Bucket.MODELS, name)
+        stored = await bus.keys.get(Bucket.MODELS, name)
         if stored is None:
             raise CallerError(
                 f"there is no registered model {name!r}",
@@ -140,7 +142,7 @@ async def _remove(settings: BusConfig, name: str) -> None:
                 field="name",
                 remedy="see `phaseloom model list`",
             )
-        await bus.kv_delete(Bucket.MODELS, name, stored.sequence)
+        await bus.keys.delete(Bucket.MODELS, name, stored.sequence)
 
 
 def _taken(name: str) -> CallerError:

@@ -42,7 +42,7 @@ def replay(
     runs
         Folder with the runs' directories.
     """
-    directory = find_run(_directory(run, runs), runs).resolve()
+    directory = find_run(Path(run) if run else None, runs).resolve()
     recorded = directory / _EVENTS
     if recorded.is_file():
         events: list[Recorded] = read_events(recorded)
@@ -73,20 +73,13 @@ def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
     write_replay(Replay(title, view.update(last_s)), path)
 
 
-def _directory(run: str, runs: Path) -> Path | None:
-    if not run:
-        return None
-    named = runs / run
-    return named if named.is_dir() else Path(run)
-
-
 async def _of_live(settings: BusConfig) -> list[Recorded]:
     """All events that are in a running mesh's decision log now."""
     events: list[Recorded] = []
     async with open_bus(settings, "replay") as bus:
-        end = await bus.log_end()
+        end = await bus.log.end()
         if end:
-            async with aclosing(bus.read_entries()) as entries:
+            async with aclosing(bus.log.read_entries()) as entries:
                 async for entry in entries:
                     events += (
                         Recorded(one.sequence, one.time_s, one.event) for one in entry.apart()

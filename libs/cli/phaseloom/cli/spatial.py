@@ -18,8 +18,8 @@ from statistics import median
 import msgspec
 from msgspec.structs import replace
 
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.report import JobResult
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.common.contract.specs import Residency
 from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
 

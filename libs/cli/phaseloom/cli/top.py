@@ -18,10 +18,10 @@ from statistics import median
 import uvloop
 from rich.console import Console, Group
 from rich.live import Live
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from phaseloom.cli.output import print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.codec import decode
@@ -31,14 +31,13 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability.activity import Activity, Execution, Switch
 from phaseloom.common.process import lifecycle
-from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport.decisionlog import LogEntry
 
 WINDOW_S = 30.0
 NUM_NOTICES = 8
 _REFRESHES_PER_S = 2
-_UNBOUNDED = 1_000_000
-"""A terminal width, in columns, at which nothing is cut or folded."""
 
 
 def top(*, run: Path | None = None, once: bool = False, console: Console | None = None) -> None:
@@ -47,8 +46,8 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
     Parameters
     ----------
     run
-        The run's directory. Without it: PHASELOOM_BUS_URL, _USER and _PASSWORD where they are set,
-        else the newest run under runs/.
+        The run: its directory, or its name under runs/. Without it: PHASELOOM_BUS_URL, _USER and
+        _PASSWORD where they are set, else the newest run under runs/.
     once
         Print the table once and exit. In a file or a pipe it is as wide as it needs.
     """
@@ -68,25 +67,21 @@ async def _top(settings: BusConfig, once: bool, console: Console) -> None:
 
 def show(dashboard: Dashboard, now_s: float, console: Console) -> None:
     """Print the dashboard once. Where stdout is no terminal, nothing is cropped or folded."""
-    shown = dashboard.render(now_s)
-    if not console.is_terminal:
-        unbounded = console.options.update(width=_UNBOUNDED, max_width=_UNBOUNDED)
-        console.width = max(console.width, Measurement.get(console, unbounded, shown).maximum)
-    console.print(shown)
+    print_whole(console, dashboard.render(now_s))
 
 
 async def catch_up(bus: Bus, dashboard: Dashboard) -> None:
     """Feed the dashboard with everything that the bus has now."""
-    end = await bus.log_end()
+    end = await bus.log.end()
     if end:
-        async with aclosing(bus.read_entries()) as entries:
+        async with aclosing(bus.log.read_entries()) as entries:
             async for entry in entries:
                 for one in entry.apart():
                     dashboard.take(one)
                 if entry.sequence >= end:
                     break
-    for key in await bus.kv_keys(Bucket.VIEW):
-        stored = await bus.kv_get(Bucket.VIEW, key)
+    for key in await bus.keys.names(Bucket.VIEW):
+        stored = await bus.keys.get(Bucket.VIEW, key)
         dashboard.view(key, stored.payload if stored else None)
     for notice in await bus.newest_notices(NUM_NOTICES):
         dashboard.notice(notice)
@@ -112,13 +107,13 @@ async def _watch(bus: Bus, dashboard: Dashboard, console: Console) -> None:
 
 
 async def _follow_log(bus: Bus, dashboard: Dashboard) -> None:
-    async with aclosing(bus.read_log()) as entries:
+    async with aclosing(bus.log.read()) as entries:
         async for entry in entries:
             dashboard.take(entry)
 
 
 async def _follow_views(bus: Bus, dashboard: Dashboard) -> None:
-    async for change in bus.kv_watch(Bucket.VIEW):
+    async for change in bus.keys.watch(Bucket.VIEW):
         dashboard.view(change.key, change.stored.payload if change.stored else None)
 
 
