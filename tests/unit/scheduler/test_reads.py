@@ -272,6 +272,23 @@ def test_deployment_over_several_nodes_reads_versions_of_its_kind_alone(
     assert refusal(world, misfit) == (Code.FAILED_PRECONDITION, "args.weights")
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_operation_may_name_a_version_whose_end_the_log_does_not_have_yet(is_killed: bool) -> None:
+    """Its caller has the outcome before the log has it: the version was said not to exist."""
+    world = published()
+    queue(world, "a", "policy", 1, "publish_weights", ttl_s=TTL_S)
+    while not world.core.state.deployments[str(POLICY)].activation.running:
+        world.run(until_s=world.next_s)
+    if is_killed:
+        world.kill(POLICY)
+    read = queue(world, "b", "sampler", "r1", "generate", VersionKey(POLICY, 1))
+    settle(world)
+    assert world.done[read] is Outcome.COMPLETED
+    never = queue(world, "b", "sampler", "r2", "generate", VersionKey(POLICY, 2))
+    settle(world)
+    assert refusal(world, never) == (Code.NOT_FOUND, "args.weights.version")
+
+
 def test_version_of_nobody_is_not_found() -> None:
     world = published(TTL_S)
     for slot, job, seq, field in (

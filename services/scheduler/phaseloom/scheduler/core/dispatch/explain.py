@@ -18,6 +18,7 @@ from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 from phaseloom.common.contract.operations import After, Completion, result_kind
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, device_views, idle_hold, ready
+from phaseloom.scheduler.core.operations import reads
 from phaseloom.scheduler.core.policies.device_view import Candidate, Wait
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Slot
@@ -87,6 +88,9 @@ def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
         other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
         if other is not None and not other.queue.is_done(after.seq):
             lines.append(f"{_name(other, after.seq)}, which `after` names")
+    publish = reads.running_publish(step, op)
+    if publish is not None:
+        lines.append(f"{publish.key}, whose version it names")
     if deployment.wpg.state is not WpgState.READY:
         lines.append(f"the workers of {deployment.key.deployment}: {_why_not_up(step, deployment)}")
     return lines

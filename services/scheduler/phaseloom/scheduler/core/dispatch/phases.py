@@ -25,7 +25,6 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
     _note_lag(step, deployment, op)
     if deployment.activation.running:
         return  # It joins others.
-    job = step.job_of(deployment)
     name, kind = deployment.job_name, kind_of(deployment, op)
     # What begins beside others leaves the phase of the device to those.
     slots = devices.slots_of(step, deployment)

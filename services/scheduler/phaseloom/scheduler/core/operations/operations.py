@@ -204,6 +204,10 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
         if not other.queue.is_done(after.seq):
             step.state.wait_for(f"{key}.{after.seq}", str(op.key))
             return
+    publish = reads.running_publish(step, op)
+    if publish is not None:
+        step.state.wait_for(str(publish.key), str(op.key))
+        return
     unreadable = reads.resolve(step, deployment, op)
     if unreadable is not None:
         end_unrun(step, deployment, op, unreadable)

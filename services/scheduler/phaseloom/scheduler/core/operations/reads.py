@@ -21,6 +21,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import JobVersions
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import FollowUp, Step
+from phaseloom.scheduler.core.state.transitions import OpState
 
 _FIELD = "args.weights"
 _KEEP = "name a version that exists: publish it with a ttl_s that lasts until it is read"
@@ -51,6 +52,18 @@ def resolve(step: Step, deployment: Deployment, op: Op) -> ErrorInfo | None:
         return ErrorInfo(Code.FAILED_PRECONDITION, what, field=_FIELD, remedy=_LOAD)
     op.adapter = policy.spec.model.adapter
     return None
+
+
+def running_publish(step: Step, op: Op) -> Op | None:
+    """The publish of the version that an operation names, where it runs still: its caller may have
+    the version's outcome before the log has it."""
+    if op.version is None or op.is_mutating:
+        return None
+    policy = step.deployment(op.version.policy)
+    publish = policy.queue.operations.get(op.version.seq) if policy is not None else None
+    if publish is None or publish.has_ended or publish.kind != "publish_weights":
+        return None
+    return publish if publish.state is OpState.PERMITTED or publish.uncertain else None
 
 
 def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
