@@ -13,7 +13,7 @@ from phaseloom.client.streams import GenerateHandle
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
-from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_key
 from phaseloom.common.contract.kinds import KINDS
 
 R = TypeVar("R", bound=ops.Result)
@@ -307,12 +307,13 @@ class Deployment:
         session of the job, has the same outcome. The arrays of the result are packed; `int32s` and
         `float32s` unpack them.
 
-        Args: id: names the operation. Use the same id for the same operation, and for no other.
+        Args:   id: names the operation. Use the same id for the same operation, and for no other.
+        Raises: CallerError: the number is below 1, or has too many digits.
         """
+        key = parse_operation_key(f"{self._job}.{self.name}.{seq}")
         payload = encode(ops.Operation(id, self._session, args, _refs(after), timeout_s))
         self._outbox.check_room(len(payload))
         self._next_seq = max(self._next_seq, seq + 1)
-        key = OperationKey(self._job.tenant, self._job.job, self.name, str(seq))
         part = Part(key, id, ops.kind_of(args), payload)
         self._outbox.submit(part)
         return OperationHandle([part], lambda results: results[0], self._outbox)

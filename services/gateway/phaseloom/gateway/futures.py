@@ -12,6 +12,7 @@ import nats.errors
 
 from phaseloom.client import (
     CallerError,
+    Code,
     Explanation,
     Lost,
     OperationHandle,
@@ -138,5 +139,6 @@ async def _answer(work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer | L
 
 
 def failed(error: PhaseloomError) -> dict[str, Any]:
-    category = "user" if isinstance(error, CallerError) else "server"
+    is_callers = isinstance(error, CallerError) or error.info.code is Code.RESOURCE_EXHAUSTED
+    category = "user" if is_callers else "server"
     return {"error": str(error), "category": category}

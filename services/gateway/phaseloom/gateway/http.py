@@ -32,6 +32,7 @@ _TINKER = "/api/"
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names for errors."""
 MAX_BODY_BYTES = 64 * 2**20
+_MAX_MESSAGE_CHARS = 2000
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -81,6 +82,7 @@ async def answered(request: web.Request, handler: Handler) -> web.StreamResponse
     """Answer every error in the form of the API that was called."""
 
     def refuse(status: int, message: str, field: str = "") -> web.Response:
+        message = message[:_MAX_MESSAGE_CHARS]  # it may quote what the caller sent
         log.info("%s %s: %d: %s", request.method, request.path, status, message)
         return refused(request.path, status, message, field)
 

@@ -237,7 +237,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     values = {**(asked.chat_template_kwargs or {})}
     if asked.tools:
         values["tools"] = asked.tools
-    tokens = call.tokenizer.chat(asked.messages, **values)
+    tokens = call.tokenizer.chat(asked.messages, values)
     message = "delta" if asked.stream else "message"
 
     def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from phaseloom.client import (
     CallerError,
     GenerateHandle,
 )
+from phaseloom.common.contract.checks import MAX_SAMPLES
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.gateway.models import (
     BASE,
@@ -79,5 +80,9 @@ async def source_of(tenant: Tenant, name: str) -> Source:
 
 
 def check_samples(num_samples: int) -> None:
-    if num_samples < 1:
-        raise CallerError(f"{num_samples} samples are none", field="num_samples", remedy="use 1")
+    if not 1 <= num_samples <= MAX_SAMPLES:
+        raise CallerError(
+            f"{num_samples} samples are not drawn at once",
+            field="num_samples",
+            remedy=f"use 1 to {MAX_SAMPLES}",
+        )

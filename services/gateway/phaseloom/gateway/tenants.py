@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from phaseloom.client import CallerError, Code
 from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.ids import is_name
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
@@ -72,7 +73,7 @@ class Tenant:
         return found
 
     async def _registered(self, name: str) -> RegisteredModel | None:
-        if not name or set(name) & set(" *>/\\"):
+        if not is_name(name):
             return None
         stored = await self.bus.keys.get(Bucket.MODELS, name)
         if stored is None:

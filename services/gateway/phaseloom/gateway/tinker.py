@@ -35,9 +35,11 @@ from phaseloom.client import (
 )
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.checks import MAX_TOP_LOGPROBS
+from phaseloom.common.contract.errors import to_exception
+from phaseloom.common.contract.ids import check_name
 from phaseloom.gateway.checkpoints import clean_up, clean_up_all, told_time, ttl_of
 from phaseloom.gateway.core import convert
-from phaseloom.gateway.futures import Answer, Promise
+from phaseloom.gateway.futures import Answer, Promise, failed
 from phaseloom.gateway.http import PREFIX, body_of, tenant_of
 from phaseloom.gateway.models import POLICY, SAMPLER, Draw, TrainedModel, context_of
 from phaseloom.gateway.records import (
@@ -47,7 +49,7 @@ from phaseloom.gateway.records import (
     SamplerRecord,
     SessionRecord,
 )
-from phaseloom.gateway.sampling import source_of
+from phaseloom.gateway.sampling import check_samples, source_of
 from phaseloom.gateway.tenants import Tenant
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,24 @@ _PAUSE_S = 0.1
 """Seconds before a call whose promise is lost is answered: the SDK asks again at once."""
 _PROTOBUF = "application/x-protobuf"
 
+_MAX_NAME_CHARS = 256
+"""The most characters of a checkpoint's name."""
+_MAX_METADATA_BYTES = 65_536
+"""The most bytes of a model's or a checkpoint's metadata."""
+
 routes = web.RouteTableDef()
+
+
+def _metadata(given: dict[str, Any] | None) -> dict[str, Any]:
+    """The metadata of a request. Raises: CallerError: it is too large to be kept."""
+    num_bytes = len(msgspec.json.encode(given)) if given else 0
+    if num_bytes > _MAX_METADATA_BYTES:
+        raise CallerError(
+            f"the metadata has {num_bytes} bytes",
+            field="user_metadata",
+            remedy=f"give at most {_MAX_METADATA_BYTES} bytes, and keep the rest elsewhere",
+        )
+    return given or {}
 
 
 class _Loose(msgspec.Struct, frozen=True):
@@ -122,7 +141,7 @@ class OfModel(_Loose, frozen=True):
 class OptimStep(_Loose, frozen=True):
     model_id: str
     seq_id: int
-    adam_params: dict[str, Any]
+    adam_params: dict[str, float | None]
 
 
 class SaveWeights(_Loose, frozen=True):
@@ -155,8 +174,8 @@ class CreateSamplingSession(_Loose, frozen=True):
 class Sample(_Loose, frozen=True):
     sampling_session_id: str
     seq_id: int
-    prompt: dict[str, Any]
-    sampling_params: dict[str, Any]
+    prompt: convert.ModelInput
+    sampling_params: convert.SampleParams
     num_samples: int = 1
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
@@ -170,6 +189,7 @@ class Sample(_Loose, frozen=True):
 
         Raises: CallerError: something cannot; names the field.
         """
+        check_samples(self.num_samples)
         for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
             if not 0 <= getattr(self, field) <= MAX_TOP_LOGPROBS:
                 raise CallerError(
@@ -310,7 +330,7 @@ async def create_model(request: web.Request) -> web.Response:
         tenant,
         asked.session_id,
         asked.model_seq_id,
-        ModelRecord("", "", "", asked.base_model, 0, asked.user_metadata or {}, adapter),
+        ModelRecord("", "", "", asked.base_model, 0, _metadata(asked.user_metadata), adapter),
     )
     return await _promised(_creating(tenant, record))
 
@@ -329,7 +349,7 @@ async def _new_model(
     name = f"{session}:train:{number}"
     record = tenant.book.find(ModelRecord, tenant.name, name)
     if record is None:
-        job = f"tinker-{session}-{number}"
+        job = check_name(f"tinker-{session}-{number}", "model_seq_id")
         record = replace(like, tenant=tenant.name, id=name, job=job)
         await tenant.book.put(record)
     return record
@@ -438,10 +458,11 @@ async def forward_backward(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
     asked = convert.read_request(await request.read())
     opened = await _opened(tenant, asked.model_id)
+    context = context_of(await tenant.base(opened.record.base))
     refusal: PhaseloomError | None = None
     args: ops.Args
     try:
-        args = convert.trained(asked)
+        args = convert.trained(asked, context)
     except CallerError as error:
         # It keeps its number, or all that follow would wait for it: the mesh refuses an empty one.
         refusal = error
@@ -500,7 +521,7 @@ async def _save_weights(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promis
     name = _mesh_name(asked.path or "", asked.seq_id)
     try:
         path = _path(opened.record, "weights", asked.path or f"{asked.seq_id:06d}")
-        ttl_s = ttl_of(asked.ttl_seconds)
+        ttl_s, metadata = ttl_of(asked.ttl_seconds), _metadata(asked.user_metadata)
         before = tenant.book.find(CheckpointRecord, tenant.name, path)
         if before is not None and before.name != name and not asked.overwrite:
             raise CallerError(
@@ -511,7 +532,7 @@ async def _save_weights(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promis
             )
     except CallerError as error:
         return _refused_save(opened, asked.seq_id, error)
-    saved = _checkpoint(opened.record, path, POLICY, name, asked.user_metadata)
+    saved = _checkpoint(opened.record, path, POLICY, name, metadata)
 
     def begin() -> Begun:
         handle = opened.submit(asked.seq_id, ops.SaveState(name, ttl_s=ttl_s))
@@ -561,7 +582,8 @@ async def _load_weights(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promis
     """The promise to load a checkpoint: into the model that is named, or into a new one."""
     saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
     if asked.session_id is not None and asked.model_seq_id is not None:
-        like = ModelRecord("", "", "", saved.base, 1, asked.user_metadata or {}, saved.adapter)
+        kept = _metadata(asked.user_metadata)
+        like = ModelRecord("", "", "", saved.base, 1, kept, saved.adapter)
         record = await _new_model(tenant, asked.session_id, asked.model_seq_id, like)
     else:
         record = tenant.book.get(ModelRecord, tenant.name, asked.model_id or "")
@@ -626,7 +648,7 @@ async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Pr
     record, sampler = opened.record, opened.model.sampler
     try:
         path = None if asked.path is None else _path(record, "sampler_weights", asked.path)
-        ttl_s = ttl_of(asked.ttl_seconds)
+        ttl_s, metadata = ttl_of(asked.ttl_seconds), _metadata(asked.user_metadata)
     except CallerError as error:
         return _refused_save(opened, asked.seq_id, error)
     version = _mesh_name(asked.path or "", asked.seq_id)
@@ -643,7 +665,7 @@ async def _save_for_sampler(tenant: Tenant, asked: SaveWeights) -> tuple[str, Pr
             await outcome_of(handle)
             if path is not None:
                 by = POLICY if sampler is None else SAMPLER
-                saved = _checkpoint(record, path, by, version, asked.user_metadata)
+                saved = _checkpoint(record, path, by, version, metadata)
                 await _keep(tenant, saved, ttl_s)
                 return {"type": "save_weights_for_sampler", "path": path}
             session = record.id.partition(":")[0]
@@ -685,16 +707,16 @@ async def get_sampler(request: web.Request) -> web.Response:
 @routes.post(PREFIX + "/asample")
 async def sample(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, Sample)
+    asked.check()
     source = await source_of(tenant, asked.sampling_session_id)
     name = f"{asked.sampling_session_id}:{asked.seq_id}"
     promise = tenant.futures.find(name)
     if promise is None:
-        asked.check()
         tokens = convert.prompt_tokens(asked.prompt)
         sampling = convert.sampling(asked.sampling_params, len(tokens), source.context)
         num_top, num_prompt_top = asked.topk_sample_logprobs, asked.topk_prompt_logprobs
         sampling = replace(sampling, top_logprobs=num_top)
-        seed = asked.sampling_params.get("seed")
+        seed = asked.sampling_params.seed
         prompt = Prompt(tokens, seed=random.getrandbits(62) if seed is None else seed)
 
         async def draw() -> Answer:
@@ -797,8 +819,9 @@ def _answer_of(done: ops.Completion, num_targets: int) -> Answer:
             return convert.trained_output(result, result.metrics, num_targets)
         case ops.OptimStepResult() as result:
             return {"type": "optim_step", "metrics": result.metrics}
-    why = done.error.message if done.error else f"the operation was {done.outcome}"
-    return {"error": why, "category": "server"}
+    if done.error is not None:
+        return failed(to_exception(done.error))
+    return {"error": f"the operation was {done.outcome}", "category": "server"}
 
 
 # --- What there is --------------------------------------------------------------------------------
@@ -849,7 +872,7 @@ async def get_session(request: web.Request) -> web.Response:
 
 
 def _checkpoint(
-    record: ModelRecord, path: str, deployment: str, name: str, metadata: dict[str, Any] | None
+    record: ModelRecord, path: str, deployment: str, name: str, metadata: dict[str, Any]
 ) -> CheckpointRecord:
     source = f"{record.job}/{deployment}"
     return CheckpointRecord(
@@ -860,18 +883,20 @@ def _checkpoint(
         source,
         name,
         time.time(),
-        metadata or {},
+        metadata,
         record.adapter,
     )
 
 
 def _path(record: ModelRecord, kind: str, name: str) -> str:
     # The SDK puts names in addresses as they are.
-    if name in ("", ".", "..") or set(name) & set("/%?#\\") or not name.isprintable():
+    is_told = name.isprintable() and len(name) <= _MAX_NAME_CHARS
+    if name in ("", ".", "..") or set(name) & set("/%?#\\") or not is_told:
         raise CallerError(
-            f"{name!r} cannot be a checkpoint's name",
+            f"{name[:_MAX_NAME_CHARS]!r} cannot be a checkpoint's name",
             field="path",
-            remedy="use a name without / % ? # \\ and control characters",
+            remedy=f"use at most {_MAX_NAME_CHARS} characters, without / % ? # \\ and control "
+            "characters",
         )
     return f"tinker://{record.id}/{kind}/{name}"
 

@@ -56,9 +56,10 @@ class ModelTokenizer:
         """The vocabulary's spelling of a token."""
         return self._tokenizer.id_to_token(token) or ""
 
-    def chat(self, messages: list[dict[str, Any]], **values: Any) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], values: dict[str, Any]) -> list[int]:
         """The tokens of a conversation, up to where the assistant speaks.
 
+        Args:   values: further values for the template.
         Raises: CallerError: the model has no chat template, or it refuses the messages.
         """
         if self._template is None:
@@ -70,7 +71,7 @@ class ModelTokenizer:
             )
         try:
             text = self._template.render(
-                **{"add_generation_prompt": True, **self._special, **values}, messages=messages
+                {"add_generation_prompt": True, **self._special, **values, "messages": messages}
             )
         except (TemplateError, TypeError) as error:
             raise CallerError(

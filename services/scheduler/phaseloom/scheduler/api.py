@@ -228,7 +228,7 @@ def _check_depth(config: dict[str, Any], field: str) -> None:
 def _encoded_bytes(spec: JobSpec) -> int:
     try:
         return len(encode(spec))
-    except OverflowError:
+    except CallerError:
         raise CallerError(
             "an integer is out of range", field="spec", remedy="use -2^63 to 2^64 - 1"
         ) from None

@@ -46,8 +46,14 @@ def content_type_of(headers: Mapping[str, str] | None) -> str:
 
 
 def encode(message: object, content_type: str = MSGPACK) -> bytes:
+    """Encode a message. Raises: CallerError: a number has more than 64 bits."""
     encoder = _json_encoder if content_type == JSON else _msgpack_encoder
-    return encoder.encode(message)
+    try:
+        return encoder.encode(message)
+    except OverflowError as error:
+        raise CallerError(
+            f"a number has more than 64 bits: {error}", remedy="use smaller numbers"
+        ) from None
 
 
 def decode(payload: bytes, kind: Any, content_type: str = MSGPACK, *, field: str = "") -> Any:

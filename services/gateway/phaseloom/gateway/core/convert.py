@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
@@ -62,12 +63,21 @@ def read_request(content: bytes) -> Any:
     return request
 
 
-def trained(request: Any) -> Forward | ForwardBackward:
+def trained(request: Any, context: int) -> Forward | ForwardBackward:
     """The operation that a `ForwardBackwardRequest` asks for.
 
+    Args:   context: the most tokens of a datum.
     Raises: CallerError: naming what the mesh does not carry.
     """
     batch = [_datum(request, index) for index in range(len(request.data))]
+    for index, datum in enumerate(batch):
+        num_tokens = len(datum.tokens) // 4
+        if num_tokens > context:
+            raise CallerError(
+                f"a datum of {num_tokens} tokens is longer than the model's context, {context}",
+                field=f"data[{index}].model_input",
+                remedy="shorten it, or cut it in two",
+            )
     _check_same_shape(batch)
     if request.forward_only:
         return Forward([Datum(d.tokens, d.targets, num_targets=d.num_targets) for d in batch])
@@ -141,9 +151,17 @@ def _datum(request: Any, index: int) -> Datum:
                 field=f"{field}.loss_fn_inputs.{name}",
                 remedy="give one number for each target",
             )
+    with np.errstate(invalid="ignore"):
+        ids = targets.astype("<i4")
+    if (ids != targets).any():
+        raise CallerError(
+            "the targets are no token ids",
+            field=f"{field}.loss_fn_inputs.target_tokens",
+            remedy="give whole numbers of the model's vocabulary",
+        )
     num_targets = targets.shape[1] if targets.ndim > 1 else 1
     floats: dict[str, Any] = {n: array.astype("<f4").tobytes() for n, array in arrays.items()}
-    return Datum(tokens, targets.astype("<i4").tobytes(), **floats, num_targets=num_targets)
+    return Datum(tokens, ids.tobytes(), **floats, num_targets=num_targets)
 
 
 def _text(chunk: Any, field: str) -> bytes:
@@ -285,24 +303,46 @@ def _topk(tokens: Int32s, logprobs: Float32s, num_top: int) -> Any:
     )
 
 
-def adam(params: Mapping[str, float]) -> AdamParams:
+def adam(params: Mapping[str, float | None]) -> AdamParams:
     """The AdamW parameters of an `optim_step`, with the SDK's defaults for those that are left out.
 
     Raises: CallerError: there is no such parameter.
     """
-    params = {name: value for name, value in params.items() if value is not None}
+    given = {name: value for name, value in params.items() if value is not None}
     known = AdamParams.__struct_fields__
-    if unknown := sorted(params.keys() - set(known)):
+    if unknown := sorted(given.keys() - set(known)):
         raise CallerError(
             f"AdamW has no {unknown[0]!r}",
             field="adam_params",
             remedy=f"use {', '.join(known)}",
         )
     defaults = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
-    return AdamParams(**{**defaults, **params})
+    return AdamParams(**{**defaults, **given})
 
 
-def sampling(params: Mapping[str, Any], prompt_tokens: int, context: int) -> SamplingParams:
+class Chunk(msgspec.Struct, frozen=True):
+    """A part of an SDK's `ModelInput`."""
+
+    type: str = ""
+    tokens: list[int] = []
+
+
+class ModelInput(msgspec.Struct, frozen=True):
+    chunks: list[Chunk] = []
+
+
+class SampleParams(msgspec.Struct, frozen=True):
+    """The SDK's `SamplingParams`."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | int | list[str | int] | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+def sampling(params: SampleParams, prompt_tokens: int, context: int) -> SamplingParams:
     """The mesh's sampling parameters, from the SDK's `SamplingParams`.
 
     Args:   context: the most tokens of prompt and sample together.
@@ -315,29 +355,29 @@ def sampling(params: Mapping[str, Any], prompt_tokens: int, context: int) -> Sam
             field="prompt",
             remedy="shorten it",
         )
-    stop = params.get("stop") or []
-    stops: Sequence[Any] = [stop] if isinstance(stop, str | int) else stop
+    stop = params.stop or []
+    stops: Sequence[str | int] = [stop] if isinstance(stop, str | int) else stop
     return SamplingParams(
-        min(params.get("max_tokens") or room, room),
-        temperature=params.get("temperature", 1.0),
-        top_k=max(params.get("top_k") or 0, 0),
-        top_p=params.get("top_p") or 1.0,
+        min(params.max_tokens or room, room),
+        temperature=params.temperature,
+        top_k=max(params.top_k or 0, 0),
+        top_p=params.top_p or 1.0,
         stop_token_ids=[each for each in stops if isinstance(each, int)],
         stop_strings=[each for each in stops if isinstance(each, str)],
     )
 
 
-def prompt_tokens(prompt: Mapping[str, Any]) -> list[int]:
+def prompt_tokens(prompt: ModelInput) -> list[int]:
     """The tokens of an SDK's `ModelInput`. Raises: CallerError: it has chunks that are not text."""
     tokens: list[int] = []
-    for index, chunk in enumerate(prompt.get("chunks", [])):
-        if chunk.get("type") != "encoded_text":
+    for index, chunk in enumerate(prompt.chunks):
+        if chunk.type != "encoded_text":
             raise CallerError(
                 "only text can be given",
                 field=f"prompt.chunks[{index}]",
                 remedy="leave images out",
             )
-        tokens += chunk["tokens"]
+        tokens += chunk.tokens
     if not tokens:
         raise CallerError("the prompt is empty", field="prompt", remedy="give a token")
     return tokens

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+from phaseloom.common.contract.errors import Code, ResourceError
+
 PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT_BYTES = 64
 
@@ -32,11 +34,21 @@ class Heap:
     """
 
     def __init__(self, num_bytes: int, scratch_bytes: int = 0) -> None:
+        """Raises: ResourceError: RESOURCE_EXHAUSTED: this machine has no such address space."""
         self.num_bytes = num_bytes
         self.scratch_bytes = scratch_bytes
         self._scratch_start = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
         self._mapped_bytes = self._scratch_start + -(-scratch_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._map = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._map = mmap.mmap(
+                -1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        except (OSError, OverflowError) as error:
+            raise ResourceError(
+                f"its state needs {self._mapped_bytes} bytes, which cannot be mapped: {error}",
+                code=Code.RESOURCE_EXHAUSTED,
+                remedy="use a smaller model, or an adapter of a lower rank",
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
