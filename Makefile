@@ -60,7 +60,7 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails bench-scale bench-servers loadtest chaos powercuts console gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos powercuts console gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -149,6 +149,10 @@ bench-gateway: $(VENV)/.test
 ## bench-offpolicy: rewards of the GRPO example in step with its rollouts, ahead of them, in flight
 bench-offpolicy: $(VENV)/.test
 	$(BIN)/python -m loadtest offpolicy $(ARGS)
+
+## bench-spatial: two jobs on one device of two cores, by turns and side by side; ARGS="tools memory"
+bench-spatial: $(VENV)/.demo $(VENV)/.test
+	$(BIN)/python -m loadtest spatial $(ARGS)
 
 ## bench-tails: rollouts of two jobs on four devices, with their long tails gathered and without
 bench-tails: $(VENV)/.test

@@ -26,6 +26,7 @@ from loadtest.powercuts import PowerCutsReport
 from loadtest.records import Machine, Records
 from loadtest.scale import ScaleReport, Steps
 from loadtest.servers import ServersReport
+from loadtest.spatial import SpatialReport
 from loadtest.tailbench import TailReport
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
@@ -301,6 +302,28 @@ def tails_table(report: TailReport) -> str:
     return f"{told}\n\n{_table(report.machine, head, rows)}"
 
 
+def spatial_table(report: SpatialReport) -> str:
+    policies = dict.fromkeys(name for each in report.in_order for name in each.policies)
+    rows = []
+    for spatial in report.in_order:
+        cells = [f"`{spatial.setting}`", f"{spatial.serial_seconds:.1f} s"]
+        for name in policies:
+            found = spatial.policies.get(name)
+            least, *_, most = sorted(found.ratios) * 2 if found else (0.0, 0.0)
+            cells.append(f"{found.ratio:.2f} ({least:.2f} to {most:.2f})" if found else "")
+        rows.append(tuple(cells))
+    same = sum(spatial.weights_identical for spatial in report.in_order)
+    rounds = min(len(spatial.ratios) for spatial in report.in_order)
+    told = (
+        "How many times as fast the same two jobs are as by turns: the median of the rounds' "
+        f"ratios, at least {rounds} of them, with the least and the greatest. Each job has the "
+        f"same final weights, bit for bit, in all runs of a setting, in {same} of {len(rows)} "
+        "settings."
+    )
+    head = ("setting", "by turns", *(f"`{name}`" for name in policies))
+    return f"{told}\n\n{_table(report.machine, head, rows)}"
+
+
 def scale_table(report: ScaleReport) -> str:
     settings = report.settings
     facts = [
@@ -384,6 +407,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "lora": ("lora.json", "adapters.md", Records, bench_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
     "tails": ("tails.json", "rollouts.md", TailReport, tails_table),
+    "spatial": ("spatial.json", "scheduling.md", SpatialReport, spatial_table),
     "offpolicy": ("offpolicy.json", "rollouts.md", OffPolicyReport, off_policy_table),
 }
 """The file in the runs, the page, the type and the table of each published name, which is the name

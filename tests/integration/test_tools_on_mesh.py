@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from toolbox import Environment
 
 from phaseloom import client
 from phaseloom.cli.supervisor import MeshConfig
-from tests.support.jobs import running_mesh, tenant
+from tests.support.jobs import no_barrier, running_mesh, tenant
 
 pytestmark = pytest.mark.timeout(240)
 SETTINGS = Settings(
@@ -33,26 +34,34 @@ class Heard:
 
 
 async def test_two_runs_with_failing_tools_end_with_the_same_weights(short_dir: Path) -> None:
+    """Once with trajectories that go on independently, once with all in step."""
+
     async def run(connection: client.Mesh, name: str, seconds: float) -> Heard:
         heard = Heard()
         environment = Environment(seconds=seconds, faults=0.05)
-        job = await connection.submit_job(name, deployments_of(model_of(SETTINGS)))
-        await train(job, environment, SETTINGS, heard)
+        settings = replace(SETTINGS, together=name.startswith("together"))
+        job = await connection.submit_job(name, deployments_of(model_of(settings)))
+        await train(job, environment, settings, heard, no_barrier)
         await job.finish()
         return heard
 
     async with running_mesh(MeshConfig(), short_dir) as (mesh, log), tenant(mesh) as connection:
-        first, second = await asyncio.gather(
-            run(connection, "slow", 0.02), run(connection, "quick", 0.0)
+        ended = await asyncio.gather(
+            *(
+                run(connection, f"{how}-{pace}", seconds)
+                for how in ("each", "together")
+                for pace, seconds in (("slow", 0.02), ("quick", 0.0))
+            )
         )
         await log.caught_up()
         assert log.failures() == []
-    (done,), (other) = first.all("done"), second.all("done")
-    for name in ("weights_sha256", "reward_start", "reward_end"):
-        assert done[name] == other[0][name], name
-    tried = SETTINGS.questions * SETTINGS.group * SETTINGS.steps + 2 * SETTINGS.eval_questions
-    left_out = first.all("left_out")
-    assert left_out == second.all("left_out")
-    assert 0 < len(left_out) < tried
-    assert all("was not answered in time" in each["why"] for each in left_out)
-    assert max(step["turns"] for step in first.all("step")) > 1.5
+    for first, second in (ended[:2], ended[2:]):
+        (done,), (other) = first.all("done"), second.all("done")
+        for name in ("weights_sha256", "reward_start", "reward_end"):
+            assert done[name] == other[0][name], name
+        tried = SETTINGS.questions * SETTINGS.group * SETTINGS.steps + 2 * SETTINGS.eval_questions
+        left_out = first.all("left_out")
+        assert left_out == second.all("left_out")
+        assert 0 < len(left_out) < tried
+        assert all("was not answered in time" in each["why"] for each in left_out)
+        assert max(step["turns"] for step in first.all("step")) > 1.5

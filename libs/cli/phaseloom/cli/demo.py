@@ -72,6 +72,8 @@ async def demo(
     vllm: Path | None = None,
     adapter: int | None = None,
     spatial: bool = False,
+    setting: str = one_device.STEADY,
+    multiplexing: tuple[str, ...] = ("greedy",),
     rounds: int = 3,
     slowdowns: Path | None = None,
 ) -> int:
@@ -88,12 +90,17 @@ async def demo(
             adapter: rank of the LoRA adapter that each job trains on that model; None: the jobs
                 train all of its weights.
             vllm: the Python that has vLLM, for rollouts on it; None: they run on `sampler`.
-            spatial: run both jobs on one device of two cores instead, by turns and side by side.
-            rounds: how often each way to share that device is measured.
-            slowdowns: with `spatial`, the table by which operations are put side by side; None: the
-                one of two cores that comes with the simulator.
-    Raises: CallerError: a package is missing, a policy is not known, the directory is no model's,
-            or an adapter has no model or no rank.
+            spatial: run two jobs on one device of two cores instead, by turns and side by side.
+            setting: which jobs share it: `steady`, the demo's own, which always have work; `tools`,
+                jobs that wait for tools; `memory`, where one training does not fit beside the
+                other; `no-gain`, with a table by which sharing does not pay. All but the first
+                imply `spatial`.
+            multiplexing: with `spatial`, the policies to compare with `off` and `static`.
+            rounds: with `spatial`, how often each policy is measured.
+            slowdowns: with `spatial`, the table by which operations are put side by side; None: one
+                of two cores that comes with the simulator.
+    Raises: CallerError: a package is missing, a policy or a setting is not known, the directory is
+            no model's, or an adapter has no model or no rank.
     """
     console = Console(highlight=False)
     check_prerequisites()
@@ -114,18 +121,24 @@ async def demo(
     settings = with_policies(mesh, placement, ordering)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
-    if spatial:
-        if pretrained is not None or vllm is not None or baseline or rounds < 1:
+    if spatial or setting != one_device.STEADY:
+        if pretrained is not None or vllm is not None or baseline:
             raise CallerError(
-                "the spatial demo is of the tiny model and compares runs of its own",
+                "the spatial demo is of tiny models and compares runs of its own",
                 field="spatial",
-                remedy="leave out baseline, pretrained and vllm, and use 1 round or more",
+                remedy="leave out baseline, pretrained and vllm",
             )
-        specs = [ControllerSpec(task, task, seed, steps or one_device.STEPS) for task in jobs]
-        settings = replace(settings, slowdowns=str(slowdowns or one_device.TABLE))
+        chosen = one_device.chosen(setting, multiplexing, rounds, slowdowns)
+        settings = replace(settings, slowdowns=str(slowdowns or chosen.table))
         settings.check()
+        policies = [one_device.SERIAL, one_device.STATIC, *dict.fromkeys(multiplexing)]
         return await _share_in_space(
-            specs, program, settings, run_dir, console=console, rounds=rounds
+            chosen.specs(jobs, seed, steps),
+            setting,
+            [policy for _ in range(rounds) for policy in policies],
+            settings,
+            run_dir=run_dir,
+            console=console,
         )
     specs = [ControllerSpec(task, task, seed, steps) for task in jobs]
     failures: list[PhaseloomError] = []
@@ -153,28 +166,30 @@ async def demo(
 
 async def _share_in_space(
     specs: Sequence[ControllerSpec],
-    program: Program,
+    setting: str,
+    policies: Sequence[str],
     settings: MeshConfig,
-    run_dir: Path,
     *,
+    run_dir: Path,
     console: Console,
-    rounds: int,
 ) -> int:
-    """Run both jobs on one device under each multiplexing policy, in turns."""
-    program = Program(program.script, [*program.arguments, "--pool", one_device.POOL])
+    """Run two jobs on one device under one multiplexing policy after the other."""
+    chosen = one_device.SETTINGS[setting]
+    words = [*chosen.arguments, "--pool", one_device.POOL]
+    program = Program(find_example(chosen.example), words)
     runs = []
-    for number in range(1, rounds + 1):
-        for policy in one_device.POLICIES:
-            finished = await _run(
-                specs,
-                program,
-                one_device.mesh_of(policy, settings),
-                run_dir / f"round-{number}-{policy}",
-                console,
-                title=f"Round {number}, multiplexing {policy}",
-            )
-            runs.append(one_device.run_of(number, policy, finished.results))
-    found = one_device.summarize(runs)
+    for place, policy in enumerate(policies):
+        number = policies[: place + 1].count(policy)
+        finished = await _run(
+            specs,
+            program,
+            one_device.mesh_of(policy, settings, setting),
+            run_dir / f"round-{number}-{policy}",
+            console,
+            title=f"Round {number}, multiplexing {policy}",
+        )
+        runs.append(one_device.run_of(number, policy, finished.results, finished.log))
+    found = one_device.summarize(runs, setting)
     summary = one_device.SpatialSummary(run_dir.name, specs[0].seed, specs[0].steps or 0, found)
     await asyncio.to_thread(one_device.write, summary, run_dir)
     for line in [*one_device.lines_of(found), f"results: {run_dir}"]:

@@ -3,7 +3,8 @@
 Two jobs on the same devices, each worker with a replica of both. `serial` runs one after the other
 (the paper's Verl); `rollmux` rolls out on half of the devices and trains on the others, and
 `rollmux_best` on the best of a quarter, a half and three quarters; `static` gives each job half of
-each device; `rollouts` shares rollouts alone (the paper's MuxServe). The optimum may stop what has
+each device; `rollouts` shares rollouts alone (the paper's MuxServe); `operations` is `greedy` where
+nobody knows which sub-stage of an operation runs. The optimum may stop what has
 begun, so no schedule of the same chains beats it.
 
 It is a study of chains under a table of slowdowns (`simulator.spatial`), not a run of the
@@ -452,7 +453,7 @@ SCENARIOS: dict[str, Scenario] = {
         "jigsaw-fig12",
         "two jobs of one kind on eight devices, shared in space (JigsawRL Fig. 12)",
         _ALIKE,
-        _ALL,
+        (*_ALL[:5], "operations", *_ALL[5:]),
         _throughput(1.5, 1.2, 0.97),
     ),
     "jigsaw-fig13": _scenario(
@@ -504,7 +505,7 @@ SCENARIOS: dict[str, Scenario] = {
         "jigsaw-fig19",
         "what is shared: nothing, rollouts, everything (JigsawRL Fig. 19)",
         [("4B GSM8K, 4 devices", _alike, (_GSM8K, 4))],
-        ("serial", "rollouts", "greedy", "lookahead"),
+        ("serial", "rollouts", "operations", "greedy", "lookahead"),
         _each({"4B GSM8K, 4 devices": 1.7}),
     ),
     "jigsaw-fig20": _scenario(
