@@ -24,7 +24,8 @@ from loadtest import manyadapters
 from loadtest.rawchain import TENANT
 from loadtest.records import Record
 from loadtest.state_bench import measure_switches
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import connect
 from phaseloom.common.contract.operations import Generate, Prompt, SamplingParams
 from phaseloom.common.contract.specs import Adapter, Batching, DeploymentSpec, ModelSpec

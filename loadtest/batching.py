@@ -14,7 +14,8 @@ from statistics import median
 
 from loadtest.rawchain import TENANT
 from loadtest.records import Record
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import connect
 from phaseloom.common.contract.operations import Prompt, SamplingParams
 from phaseloom.common.contract.specs import Batching, DeploymentSpec, ModelSpec

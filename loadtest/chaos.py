@@ -29,7 +29,8 @@ from loadtest.processes import children
 from loadtest.records import Machine, describe
 from phaseloom.cli.controllers import find_example
 from phaseloom.cli.demo import TINY_KV_CACHE_BYTES, Program, with_vllm
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.events import OperationFinished, QueuedOperation
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Outcome
@@ -162,7 +163,7 @@ class _Run:
 
     async def follow(self, bus: Bus) -> None:
         """Follow which operations of the jobs are queued and completed, until cancelled."""
-        async with aclosing(bus.read_log()) as entries:
+        async with aclosing(bus.log.read()) as entries:
             async for entry in entries:
                 match entry.event:
                     case QueuedOperation(key=key) if job := self.jobs.get(key.job):

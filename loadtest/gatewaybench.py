@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 
 from loadtest.records import Machine, describe
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig, api_key
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.processes import api_key
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     AdamParams,
     Batching,

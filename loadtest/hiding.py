@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 from loadtest.records import Machine, describe
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.recorder import Recorded
 from phaseloom.cli.report import Execution, RunLog, Switch, figures, read_log, window_of
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     AdamParams,
     DeploymentSpec,
@@ -152,7 +153,7 @@ async def _recorded(mesh: Mesh, num_jobs: int) -> AsyncIterator[list[Recorded]]:
     bus = await Bus.open(mesh.credentials.bus, "bench")
 
     async def follow() -> None:
-        async with aclosing(bus.read_log()) as log:
+        async with aclosing(bus.log.read()) as log:
             async for entry in log:
                 entries.append(Recorded(entry.sequence, entry.time_s, entry.event))
                 if isinstance(entry.event, JobFinished):

@@ -26,7 +26,8 @@ from loadtest.rawchain import raw_chain
 from loadtest.records import Machine, describe, quantile
 from loadtest.roundtrip import payload, turn
 from loadtest.watching import Sample, Watch, processor_s, services, step_seconds
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import connect
 from phaseloom.common.process import config
 from phaseloom.common.transport.bus import Bus

@@ -17,7 +17,8 @@ from statistics import median
 
 from loadtest.records import Record
 from loadtest.watching import RANKS, memory_bytes, services
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     AdamParams,
     Adapter,
@@ -55,7 +56,7 @@ class _DeviceTime:
         self._grown = asyncio.Condition()
 
     async def follow(self) -> None:
-        async with aclosing(self._bus.read_entries()) as entries:
+        async with aclosing(self._bus.log.read_entries()) as entries:
             async for entry in entries:
                 async with self._grown:
                     self.seconds += sum(_seconds(one.event) for one in entry.apart())
@@ -72,7 +73,7 @@ class _DeviceTime:
         return self.seconds - before_s, wall_s
 
     async def _caught_up(self) -> None:
-        end = await self._bus.log_end()
+        end = await self._bus.log.end()
         async with self._grown:
             await self._grown.wait_for(lambda: self._sequence >= end)
 

@@ -16,7 +16,8 @@ import msgspec
 
 from loadtest.records import Machine, describe
 from phaseloom.cli.controllers import find_example
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.process import config, diewithparent
 
 TENANT = "demo"

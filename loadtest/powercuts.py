@@ -253,10 +253,11 @@ async def _operations(bus: Bus, job: str) -> tuple[int, list[str]]:
     A deployment's ordered operations are numbered from 1, so that a lost one leaves a hole.
     """
     prefix = f"{streams.PREFIX}.done.{TENANT}.{job}."
-    slots = [s.removeprefix(prefix) for s in await bus.subjects(streams.DONE, f"{prefix}>")]
+    slots = [s.removeprefix(prefix) for s in await bus.stored.subjects(streams.DONE, f"{prefix}>")]
     stored = f"{streams.PREFIX}.op.{TENANT}.{job}."
     queued = [
-        s.removeprefix(stored) for s in await bus.subjects(streams.ops_stream(TENANT), f"{stored}>")
+        s.removeprefix(stored)
+        for s in await bus.stored.subjects(streams.ops_stream(TENANT), f"{stored}>")
     ]
     known = {*slots, *queued}
     newest = Counter[str]()
@@ -264,7 +265,7 @@ async def _operations(bus: Bus, job: str) -> tuple[int, list[str]]:
         if slot.isdigit():
             newest[deployment] = max(newest[deployment], int(slot))
     wanted = {f"{name}.{seq}" for name, last in newest.items() for seq in range(1, last + 1)}
-    outcomes = await bus.get_all_stored(streams.DONE, [f"{prefix}{slot}" for slot in slots])
+    outcomes = await bus.stored.get_all(streams.DONE, [f"{prefix}{slot}" for slot in slots])
     completed = set()
     for subject, message in outcomes.items():
         completion = decode(message.payload, Completion, content_type_of(message.headers))

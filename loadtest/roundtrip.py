@@ -22,7 +22,8 @@ from statistics import median
 
 from loadtest.rawchain import TENANT, raw_chain
 from loadtest.records import Record, quantile
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Deployment, connect
 from phaseloom.common.contract.arrays import pack_float32s, pack_int32s
 from phaseloom.common.contract.codec import encode

@@ -26,7 +26,8 @@ from loadtest.cuttingoff import EnsembleBehindProxies
 from loadtest.rawchain import TENANT
 from loadtest.records import Machine, Record, describe, quantile
 from loadtest.roundtrip import WARM_UP, Call, Turn, call_of, turn
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Deployment, connect
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.common.contract.streams import DONE, PERMITS, SCHED, Bucket, ops_stream
@@ -170,7 +171,7 @@ async def _kill_only_server(job: _Job) -> None:
 
 
 async def _kill_scheduler(job: _Job) -> None:
-    stored = await job.bus.kv_get(Bucket.LEASES, scheduler_lease_key())
+    stored = await job.bus.keys.get(Bucket.LEASES, scheduler_lease_key())
     assert stored is not None
     os.kill(int(stored.payload.decode().rpartition(" ")[2]), signal.SIGKILL)
 

@@ -21,7 +21,8 @@ from statistics import median
 import msgspec
 
 from loadtest.records import Machine, describe
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     Batching,
     DeploymentSpec,

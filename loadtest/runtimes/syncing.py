@@ -29,7 +29,8 @@ from loadtest.records import Record
 from loadtest.runtimes import models
 from loadtest.state_bench import Pairs, copy_seconds, filled
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.operations import AdamParams, Datum, Loss
 from phaseloom.common.contract.specs import DeploymentSpec, Layout
 from phaseloom.statemgr.memory.extents import Extent

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from peft import PeftModel
 
 from phaseloom import client
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError, Code
 from tests.support.jobs import TENANT, kill_rank, running_mesh, tenant
 from tests.support.node import STEP, lesson

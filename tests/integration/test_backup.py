@@ -194,8 +194,8 @@ def run_dir(tmp_path: Path) -> Path:
 
     async def fill(bus: Bus) -> None:
         for number in range(3):
-            await bus.append(TimerFired(f"timer-{number}."))
-        await bus.kv_put(Bucket.SESSIONS, "demo.sums", b"3")
+            await bus.log.append(TimerFired(f"timer-{number}."))
+        await bus.keys.put(Bucket.SESSIONS, "demo.sums", b"3")
 
     run.mkdir()
     asyncio.run(served(run, fill))
@@ -219,8 +219,8 @@ def test_what_is_restored_is_what_the_run_had(run_dir: Path, tmp_path: Path) -> 
     assert not (target / "logs").exists()
 
     async def look(bus: Bus) -> None:
-        assert await bus.log_end() == 3
-        session = await bus.kv_get(Bucket.SESSIONS, "demo.sums")
+        assert await bus.log.end() == 3
+        session = await bus.keys.get(Bucket.SESSIONS, "demo.sums")
         assert session is not None
         assert int(session.payload) > 3, "a controller of before would go on"
 

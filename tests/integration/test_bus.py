@@ -20,9 +20,13 @@ from phaseloom.common.contract.operations import Completion, Outcome
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import diewithparent
-from phaseloom.common.transport.bus import AlreadyStored, Bus, Conflict, LogEntry, Stored
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig, within
+from phaseloom.common.transport.decisionlog import LogEntry
+from phaseloom.common.transport.keys import Conflict
+from phaseloom.common.transport.link import AlreadyStored
 from phaseloom.common.transport.natsserver import EmbeddedServer, find_binary
+from phaseloom.common.transport.stored import Stored
 from tests.support.processes import free_port
 
 KEY = OperationKey("acme", "sums", "policy", "7")
@@ -35,7 +39,7 @@ def command(index: int) -> ReleaseVersions:
 
 async def take(bus: Bus, count: int, start: int = 1) -> list[LogEntry]:
     entries: list[LogEntry] = []
-    async with aclosing(bus.read_log(start)) as log:
+    async with aclosing(bus.log.read(start)) as log:
         async for entry in log:
             entries.append(entry)
             if len(entries) == count:
@@ -44,20 +48,20 @@ async def take(bus: Bus, count: int, start: int = 1) -> list[LogEntry]:
 
 
 async def test_publish_returns_the_stream_sequence(bus: Bus) -> None:
-    first = await bus.append(TimerFired("a"))
-    assert await bus.append(TimerFired("b")) == first + 1
-    assert await bus.log_end() == first + 1
+    first = await bus.log.append(TimerFired("a"))
+    assert await bus.log.append(TimerFired("b")) == first + 1
+    assert await bus.log.end() == first + 1
 
 
 async def test_publish_is_stored_once_when_its_id_comes_again(bus: Bus) -> None:
-    first = await bus.append(TimerFired("a"), msg_id="same")
-    assert await bus.append(TimerFired("a"), msg_id="same") == first
-    assert await bus.log_end() == first
+    first = await bus.log.append(TimerFired("a"), msg_id="same")
+    assert await bus.log.append(TimerFired("a"), msg_id="same") == first
+    assert await bus.log.end() == first
 
 
 async def test_publish_leaves_the_callers_headers_alone(bus: Bus) -> None:
     headers = {"traceparent": "x"}
-    await bus.append(TimerFired("a"), msg_id="1", headers=headers)
+    await bus.log.append(TimerFired("a"), msg_id="1", headers=headers)
     assert headers == {"traceparent": "x"}
 
 
@@ -66,7 +70,7 @@ async def test_publish_says_already_stored_when_a_subject_has_its_message(bus: B
     await bus.publish(streams.done_subject(KEY), first)
     with pytest.raises(AlreadyStored):
         await bus.publish(streams.done_subject(KEY), Completion("second", Outcome.FAILED))
-    stored = await bus.get_stored(streams.DONE, streams.done_subject(KEY))
+    stored = await bus.stored.get(streams.DONE, streams.done_subject(KEY))
     assert stored is not None
     assert decode(stored.payload, Completion) == first
 
@@ -104,7 +108,7 @@ async def test_done_republishes_only_what_was_stored(bus: Bus) -> None:
 
 async def test_read_log_begins_at_the_exact_sequence(bus: Bus) -> None:
     for number in range(5):
-        await bus.append(TimerFired(str(number)), headers={"n": str(number)})
+        await bus.log.append(TimerFired(str(number)), headers={"n": str(number)})
     entries = await take(bus, 3, start=3)
     assert [entry.sequence for entry in entries] == [3, 4, 5]
     assert [entry.event for entry in entries] == [TimerFired("2"), TimerFired("3"), TimerFired("4")]
@@ -115,8 +119,8 @@ async def test_read_log_begins_at_the_exact_sequence(bus: Bus) -> None:
 async def test_read_log_sees_what_is_appended_while_it_waits(bus: Bus) -> None:
     async with asyncio.TaskGroup() as group:
         reader = group.create_task(take(bus, 2))
-        await bus.append(TimerFired("early"))
-        await bus.append(TimerFired("late"))
+        await bus.log.append(TimerFired("early"))
+        await bus.log.append(TimerFired("late"))
     assert [entry.event for entry in reader.result()] == [TimerFired("early"), TimerFired("late")]
 
 
@@ -126,8 +130,8 @@ async def test_read_log_misses_nothing_and_repeats_nothing_when_the_server_is_ki
     """Its consumer lives in the server's memory: it is made again where the reader stood, also
     when it had not read anything yet from a start in the middle."""
     for number in range(3):
-        await bus.append(TimerFired(str(number)))
-    async with aclosing(bus.read_log(2)) as from_two, aclosing(bus.read_log(4)) as from_four:
+        await bus.log.append(TimerFired(str(number)))
+    async with aclosing(bus.log.read(2)) as from_two, aclosing(bus.log.read(4)) as from_four:
         seen = [(await anext(from_two)).sequence]
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(anext(from_four))
@@ -144,7 +148,7 @@ async def test_read_log_misses_nothing_and_repeats_nothing_when_the_server_is_ki
 
 async def append_when_back(bus: Bus, event: TimerFired) -> int:
     """Append; publishes of an outage wait in the client until it has reconnected."""
-    return await bus.append(event, msg_id=event.timer)
+    return await bus.log.append(event, msg_id=event.timer)
 
 
 async def test_consume_redelivers_until_acknowledged(bus: Bus) -> None:
@@ -165,7 +169,7 @@ async def test_consume_redelivers_until_acknowledged(bus: Bus) -> None:
 async def until_gone_from_permits(bus: Bus, subject: str) -> None:
     """The server takes an acknowledgement into account behind its answers to requests."""
     async with asyncio.timeout(60):
-        while await bus.get_stored(streams.PERMITS, subject) is not None:
+        while await bus.stored.get(streams.PERMITS, subject) is not None:
             await asyncio.sleep(0.01)
 
 
@@ -265,7 +269,7 @@ async def test_bury_parks_the_message_with_its_reason_and_takes_it_off(bus: Bus)
     await bus.publish(streams.permit_subject(NODE), b"\xc1")
     await bus.consume(streams.PERMITS, streams.permit_subject(NODE), "agent", taken.put_nowait)
     await bus.bury("agent", await taken.get(), error)
-    parked = await bus.get_stored(streams.DEAD, streams.dead_subject("agent"))
+    parked = await bus.stored.get(streams.DEAD, streams.dead_subject("agent"))
     assert parked is not None
     assert parked.headers["Phaseloom-Subject"] == streams.permit_subject(NODE)
     assert '"not a command"' in parked.headers["Phaseloom-Error"]
@@ -275,85 +279,85 @@ async def test_bury_parks_the_message_with_its_reason_and_takes_it_off(bus: Bus)
 async def test_delete_subject_leaves_the_others(bus: Bus) -> None:
     for number in (1, 2, 3):
         await bus.publish(f"pl.v1.op.acme.sums.policy.{number}", b"")
-    await bus.delete_subject("OPS_acme", "pl.v1.op.acme.sums.policy.2")
-    assert await bus.subjects("OPS_acme", "pl.v1.op.acme.sums.>") == [
+    await bus.stored.delete("OPS_acme", "pl.v1.op.acme.sums.policy.2")
+    assert await bus.stored.subjects("OPS_acme", "pl.v1.op.acme.sums.>") == [
         "pl.v1.op.acme.sums.policy.1",
         "pl.v1.op.acme.sums.policy.3",
     ]
-    assert await bus.get_stored("OPS_acme", "pl.v1.op.acme.sums.policy.2") is None
+    assert await bus.stored.get("OPS_acme", "pl.v1.op.acme.sums.policy.2") is None
 
 
 async def test_get_stored_is_none_when_the_stream_is_absent(bus: Bus) -> None:
-    assert await bus.get_stored("OPS_nobody", "pl.v1.op.nobody.a.b.1") is None
+    assert await bus.stored.get("OPS_nobody", "pl.v1.op.nobody.a.b.1") is None
 
 
 async def test_kv_swap_refuses_when_the_key_changed(bus: Bus) -> None:
-    first = await bus.kv_swap(Bucket.SEALS, "acme.sums.policy", b"1", 0)
-    second = await bus.kv_swap(Bucket.SEALS, "acme.sums.policy", b"2", first)
+    first = await bus.keys.swap(Bucket.SEALS, "acme.sums.policy", b"1", 0)
+    second = await bus.keys.swap(Bucket.SEALS, "acme.sums.policy", b"2", first)
     for stale in (0, first):
         with pytest.raises(Conflict):
-            await bus.kv_swap(Bucket.SEALS, "acme.sums.policy", b"3", stale)
-    assert await bus.kv_get(Bucket.SEALS, "acme.sums.policy") == Stored(
+            await bus.keys.swap(Bucket.SEALS, "acme.sums.policy", b"3", stale)
+    assert await bus.keys.get(Bucket.SEALS, "acme.sums.policy") == Stored(
         b"2", second, (await got_headers(bus, "acme.sums.policy"))
     )
 
 
 async def got_headers(bus: Bus, key: str) -> dict[str, str]:
-    stored = await bus.kv_get_raw(Bucket.SEALS, key)
+    stored = await bus.keys.get_raw(Bucket.SEALS, key)
     assert stored is not None
     return stored.headers
 
 
 async def test_kv_delete_makes_the_key_absent_and_can_be_followed_by_a_swap(bus: Bus) -> None:
-    first = await bus.kv_swap(Bucket.SEALS, "a", b"1", 0)
+    first = await bus.keys.swap(Bucket.SEALS, "a", b"1", 0)
     with pytest.raises(Conflict):
-        await bus.kv_delete(Bucket.SEALS, "a", first + 1)
-    marker = await bus.kv_delete(Bucket.SEALS, "a", first)
-    assert await bus.kv_get(Bucket.SEALS, "a") is None
-    raw = await bus.kv_get_raw(Bucket.SEALS, "a")
+        await bus.keys.delete(Bucket.SEALS, "a", first + 1)
+    marker = await bus.keys.delete(Bucket.SEALS, "a", first)
+    assert await bus.keys.get(Bucket.SEALS, "a") is None
+    raw = await bus.keys.get_raw(Bucket.SEALS, "a")
     assert raw is not None
     assert raw.is_gone
-    await bus.kv_swap(Bucket.SEALS, "a", b"2", marker)
-    assert (await bus.kv_get(Bucket.SEALS, "a") or raw).payload == b"2"
+    await bus.keys.swap(Bucket.SEALS, "a", b"2", marker)
+    assert (await bus.keys.get(Bucket.SEALS, "a") or raw).payload == b"2"
 
 
 async def test_kv_put_and_keys(bus: Bus) -> None:
-    await bus.kv_put(Bucket.VIEW, "acme.sums", b"x")
-    await bus.kv_put(Bucket.VIEW, "acme.letters", b"y")
-    assert await bus.kv_keys(Bucket.VIEW) == ["acme.letters", "acme.sums"]
+    await bus.keys.put(Bucket.VIEW, "acme.sums", b"x")
+    await bus.keys.put(Bucket.VIEW, "acme.letters", b"y")
+    assert await bus.keys.names(Bucket.VIEW) == ["acme.letters", "acme.sums"]
 
 
 async def test_kv_value_expires_and_watchers_hear_of_it(bus: Bus) -> None:
-    await bus.kv_swap(Bucket.LEASES, "node.a", b"1", 0, ttl_s=3.0)
-    async with aclosing(bus.kv_watch(Bucket.LEASES)) as changes:
+    await bus.keys.swap(Bucket.LEASES, "node.a", b"1", 0, ttl_s=3.0)
+    async with aclosing(bus.keys.watch(Bucket.LEASES)) as changes:
         now = await anext(changes)
         assert now.stored is not None
         assert (now.key, now.stored.payload) == ("node.a", b"1")
         assert (await anext(changes)).stored is None
-    assert await bus.kv_get(Bucket.LEASES, "node.a") is None
+    assert await bus.keys.get(Bucket.LEASES, "node.a") is None
 
 
 async def test_kv_watch_goes_on_when_the_server_is_killed(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:
-    await bus.kv_put(Bucket.VIEW, "a", b"1")
-    async with aclosing(bus.kv_watch(Bucket.VIEW, "a")) as changes:
+    await bus.keys.put(Bucket.VIEW, "a", b"1")
+    async with aclosing(bus.keys.watch(Bucket.VIEW, "a")) as changes:
         await anext(changes)
         await nats_server.kill()
         await nats_server.start()
         async with asyncio.TaskGroup() as group:
             change = group.create_task(anext(changes))
-            await bus.kv_put(Bucket.VIEW, "a", b"2")
+            await bus.keys.put(Bucket.VIEW, "a", b"2")
         stored = change.result().stored
         assert stored is not None
         assert stored.payload == b"2"
 
 
 async def test_provision_again_changes_nothing(bus: Bus) -> None:
-    await bus.append(TimerFired("a"))
+    await bus.log.append(TimerFired("a"))
     await bus.provision()
     await bus.provision_tenant("acme", 1)
-    assert await bus.log_end() == 1
+    assert await bus.log.end() == 1
     info = await bus.js.stream_info("OPS_acme")
     assert info.config.max_bytes == 64 * 2**20
 
@@ -361,15 +365,15 @@ async def test_provision_again_changes_nothing(bus: Bus) -> None:
 async def test_reconnect_provisions_memory_streams_again_when_the_server_was_killed(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:
-    await bus.append(TimerFired("a"))
+    await bus.log.append(TimerFired("a"))
     await nats_server.kill()
     await nats_server.start()
     await append_when_back(bus, TimerFired("b"))
     await bus.notice("test", "back", "the server was killed")
     async with asyncio.timeout(30):
-        while await bus.get_stored(streams.EVENTS, streams.event_subject("test")) is None:
+        while await bus.stored.get(streams.EVENTS, streams.event_subject("test")) is None:
             await bus.notice("test", "back", "the server was killed")
-    assert await bus.log_end() == 2
+    assert await bus.log.end() == 2
 
 
 async def test_close_returns_when_the_server_is_gone(
@@ -392,7 +396,7 @@ async def test_open_fails_with_a_remedy_when_there_is_no_server(
 
 async def test_read_log_gives_nodes_their_events_back_as_they_were(bus: Bus) -> None:
     event = NodeLost(NODE, 3, "lease expired")
-    await bus.append(event)
+    await bus.log.append(event)
     assert (await take(bus, 1))[0].event == event
 
 
@@ -414,34 +418,34 @@ async def test_call_that_swallows_its_cancellation_is_ended_all_the_same() -> No
 
 
 async def queued_keys(bus: Bus, since_s: float) -> list[str]:
-    async with aclosing(bus.queued_since(since_s)) as operations:
+    async with aclosing(bus.log.queued_since(since_s)) as operations:
         return [operation.key.slot async for operation in operations]
 
 
 async def test_events_that_one_append_brought_come_one_by_one_or_as_they_are_stored(
     bus: Bus,
 ) -> None:
-    await bus.append(OperationsQueued([queued(1), queued(2)]))
-    await bus.append(TimerFired("t"))
-    async with aclosing(bus.read_log()) as log:
+    await bus.log.append(OperationsQueued([queued(1), queued(2)]))
+    await bus.log.append(TimerFired("t"))
+    async with aclosing(bus.log.read()) as log:
         got = [await anext(log) for _ in range(3)]
     assert [(e.sequence, type(e.event)) for e in got] == [
         (1, QueuedOperation),
         (1, QueuedOperation),
         (2, TimerFired),
     ]
-    async with aclosing(bus.read_entries()) as entries:
+    async with aclosing(bus.log.read_entries()) as entries:
         assert isinstance((await anext(entries)).event, OperationsQueued)
 
 
 async def test_what_was_queued_since_a_time_is_found_without_a_consumer(bus: Bus) -> None:
     assert await queued_keys(bus, 0.0) == []
-    await bus.append(queued(1))
-    async with aclosing(bus.read_log()) as log:
+    await bus.log.append(queued(1))
+    async with aclosing(bus.log.read()) as log:
         first = await anext(log)
     for seq in range(2, 600, 2):
-        await bus.append(OperationsQueued([queued(seq), queued(seq + 1)]))
-    await bus.append(TimerFired("t"))
+        await bus.log.append(OperationsQueued([queued(seq), queued(seq + 1)]))
+    await bus.log.append(TimerFired("t"))
     assert await queued_keys(bus, first.time_s) == [str(seq) for seq in range(1, 600)]
     assert await queued_keys(bus, first.time_s + 0.0001) == [str(seq) for seq in range(2, 600)]
     assert await queued_keys(bus, first.time_s + 3600) == []
@@ -463,7 +467,7 @@ async def test_streams_are_made_once_the_server_has_what_it_stores_them_with(
         await early.wait()
     async with nats_process(*arguments, "-js", "-sd", str(tmp_path)):
         bus = await opening
-        assert await bus.log_end() == 0
+        assert await bus.log.end() == 0
         await bus.close()
     told = [r for r in caplog.records if "provisioned" in r.message and r.levelname == "WARNING"]
     assert len(told) < 10, "the same over and over"
@@ -485,15 +489,15 @@ async def nats_process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Proc
 
 async def test_all_that_is_stored_of_many_subjects_is_read_at_once(bus: Bus) -> None:
     subjects = [streams.done_subject(queued(seq).key) for seq in range(1, 100)]
-    assert await bus.get_all_stored(streams.DONE, subjects) == {}
+    assert await bus.stored.get_all(streams.DONE, subjects) == {}
     for subject in subjects[::2]:
         await bus.publish(subject, Completion(subject, Outcome.COMPLETED))
-    stored = await bus.get_all_stored(streams.DONE, subjects)
+    stored = await bus.stored.get_all(streams.DONE, subjects)
     assert sorted(stored) == sorted(subjects[::2])
     assert stored[subjects[2]].sequence == 2
     assert decode(stored[subjects[2]].payload, Completion).id == subjects[2]
-    assert list(await bus.get_all_stored(streams.DONE, subjects[:1])) == subjects[:1]
-    assert await bus.get_all_stored(streams.DONE, subjects[1:2]) == {}
+    assert list(await bus.stored.get_all(streams.DONE, subjects[:1])) == subjects[:1]
+    assert await bus.stored.get_all(streams.DONE, subjects[1:2]) == {}
 
 
 async def test_more_than_one_answer_holds_is_read_all_the_same(bus: Bus) -> None:
@@ -501,7 +505,7 @@ async def test_more_than_one_answer_holds_is_read_all_the_same(bus: Bus) -> None
     error = ErrorInfo(Code.INTERNAL, "x" * 7 * 2**20)
     for subject in large:
         await bus.publish(subject, Completion(subject, Outcome.FAILED, error=error))
-    assert sorted(await bus.get_all_stored(streams.DONE, large)) == sorted(large)
+    assert sorted(await bus.stored.get_all(streams.DONE, large)) == sorted(large)
 
 
 @pytest.mark.parametrize("status", ["204", "404", "503"])
@@ -514,7 +518,7 @@ async def test_header_that_looks_like_the_servers_end_of_an_answer_ends_none(
         headers = {"Status": status, "Nats-Subject": "x"} if subject == subjects[-1] else {}
         await bus.publish(subject, Completion(subject, Outcome.COMPLETED), headers=headers)
     for order in (subjects, subjects[-1:], subjects[1::2]):
-        assert sorted(await bus.get_all_stored(streams.DONE, order)) == sorted(order)
+        assert sorted(await bus.stored.get_all(streams.DONE, order)) == sorted(order)
 
 
 def queued(seq: int) -> QueuedOperation:

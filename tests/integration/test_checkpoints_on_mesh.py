@@ -11,7 +11,8 @@ import pytest
 
 from phaseloom import client
 from phaseloom.cli import checkpoints
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.events import StateSnapshotTaken
 from tests.integration.test_cli_jobs import shown

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from phaseloom.cli.jobs import cancel, drain, explain, jobs
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Cycle, DeploymentSpec, ModelSpec, Segment
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.operations import After, Operation, PublishWeights

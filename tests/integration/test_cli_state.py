@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.state import headline, state, tables
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import DeploymentSpec, ModelSpec
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey

@@ -258,7 +258,7 @@ async def deaf_outbox(
         credentials.tenants[TENANT],
         inbox_prefix=f"_INBOX_{TENANT}",
     )
-    await bus.kv_put(streams.Bucket.SESSIONS, "acme.sums", b"1")
+    await bus.keys.put(streams.Bucket.SESSIONS, "acme.sums", b"1")
     parts = []
     async with asyncio.TaskGroup() as group:
         outbox = Outbox(
@@ -340,7 +340,7 @@ async def test_controller_that_is_attached_is_known_to_live(
     lease = session_lease_key(JobKey(TENANT, "sums"))
     async with connected(nats_server) as mesh:
         job = await mesh.submit_job("sums", SPECS)
-        async with asyncio.timeout(60), aclosing(bus.kv_watch(Bucket.LEASES, lease)) as changes:
+        async with asyncio.timeout(60), aclosing(bus.keys.watch(Bucket.LEASES, lease)) as changes:
             change = await anext(changes)
         assert change.stored is not None
         assert int(change.stored.payload) == job.session
@@ -352,7 +352,7 @@ async def test_attach_gives_the_jobs_last_checkpoint(nats_server: EmbeddedServer
     async with connected(nats_server) as mesh:
         job = await mesh.submit_job("sums", SPECS)
         assert job.checkpoint is None
-        await bus.kv_put(Bucket.CHECKPOINTS, "acme.sums", encode(checkpoint))
+        await bus.keys.put(Bucket.CHECKPOINTS, "acme.sums", encode(checkpoint))
         assert (await mesh.attach("sums")).checkpoint == checkpoint
 
 
@@ -381,7 +381,7 @@ async def test_options_of_the_calls_reach_the_operation(
 
 
 async def _stored(bus: Bus, name: str) -> Operation:
-    stored = await bus.get_stored(f"OPS_{TENANT}", f"{streams.PREFIX}.op.{TENANT}.sums.{name}")
+    stored = await bus.stored.get(f"OPS_{TENANT}", f"{streams.PREFIX}.op.{TENANT}.sums.{name}")
     assert stored is not None
     operation: Operation = decode(stored.payload, Operation)
     return operation

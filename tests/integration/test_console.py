@@ -107,12 +107,12 @@ async def shown(nats_server: EmbeddedServer, bus: Bus) -> AsyncIterator[Console]
 async def run(bus: Bus, tenant: str, *seqs: int) -> None:
     """Operations of a tenant's job `a`, as the log tells of them."""
     key = DeploymentKey(tenant, "a", "policy")
-    await bus.append(NodeUp(NODE, "train", [DeviceSpec(64)], 640, 1, "h:1"))
-    await bus.append(WpgStarted(key, 1, NODE, 10, 0, [0]))
+    await bus.log.append(NodeUp(NODE, "train", [DeviceSpec(64)], 640, 1, "h:1"))
+    await bus.log.append(WpgStarted(key, 1, NODE, 10, 0, [0]))
     for seq in seqs:
         operation = OperationKey(tenant, "a", "policy", str(seq))
-        await bus.append(QueuedOperation(operation, str(operation), "forward_backward"))
-        await bus.append(
+        await bus.log.append(QueuedOperation(operation, str(operation), "forward_backward"))
+        await bus.log.append(
             OperationFinished(
                 operation, "forward_backward", Outcome.COMPLETED, 1, 1, 1e9 + seq, 0.5
             )
@@ -138,7 +138,7 @@ async def test_page_opens_with_a_key_once_and_everything_else_needs_one(shown: C
 
 
 async def test_each_tenant_sees_its_own_and_an_operator_all(shown: Console, bus: Bus) -> None:
-    await bus.kv_put(Bucket.VIEW, "acme.a", encode(JobStatus("a", "active")))
+    await bus.keys.put(Bucket.VIEW, "acme.a", encode(JobStatus("a", "active")))
     await run(bus, "acme", 1, 2)
     await run(bus, "globex", 1)
     everything = await shown.until_seen(3, num_jobs=1)
@@ -289,7 +289,7 @@ async def test_call_that_nobody_answers_is_told_with_what_to_do(shown: Console) 
 async def test_what_a_controller_reports_is_shown(
     nats_server: EmbeddedServer, shown: Console, bus: Bus
 ) -> None:
-    await bus.kv_put(Bucket.VIEW, "acme.a", encode(JobStatus("a", "active")))
+    await bus.keys.put(Bucket.VIEW, "acme.a", encode(JobStatus("a", "active")))
     password = nats_server.credentials.tenants["acme"]
     router = service("router", nats_server, PHASELOOM_ROUTER_TENANTS='["acme"]')
     client = await connect(
@@ -329,11 +329,11 @@ async def reported(client: Client, report: JobReport) -> None:
 
 
 async def test_job_that_is_gone_is_forgotten(shown: Console, bus: Bus) -> None:
-    sequence = await bus.kv_put(Bucket.VIEW, "acme.a", encode(JobStatus("a", "active")))
+    sequence = await bus.keys.put(Bucket.VIEW, "acme.a", encode(JobStatus("a", "active")))
     await run(bus, "acme", 1)
     await shown.until_seen(1)
-    await bus.append(JobFinished(JobKey("acme", "a"), "1"))
-    await bus.kv_delete(Bucket.VIEW, "acme.a", sequence)
+    await bus.log.append(JobFinished(JobKey("acme", "a"), "1"))
+    await bus.keys.delete(Bucket.VIEW, "acme.a", sequence)
     async with asyncio.timeout(PATIENCE_S):
         while (await shown.state()).jobs:
             await asyncio.sleep(0.02)

@@ -22,8 +22,9 @@ from grpo import deployments, train
 from playwright.async_api import Browser
 
 from phaseloom import client
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.replay import make_replay
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from tests.support.browser import NARROW, Tab, browser, needs_chromium, opened, picture
 from tests.support.directories import short_directory
 from tests.support.jobs import NOOP, TASKS, TENANT, no_barrier, running_mesh, short

@@ -18,7 +18,8 @@ import pytest_asyncio
 from settings import MODEL
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.api import JobRequest, JobStatus
 from phaseloom.common.contract.codec import JSON, MSGPACK, encode
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError

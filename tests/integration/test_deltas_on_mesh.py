@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.common.contract.operations import AdamParams
 from phaseloom.common.contract.specs import Layout, ModelSpec
 from tests.support.jobs import running_mesh, tenant

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.events import ActivationOpened, Event
 from tests.support.jobs import (
     TASKS,

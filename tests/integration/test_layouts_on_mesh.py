@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.events import WpgStarted
 from phaseloom.common.contract.operations import AdamParams
 from phaseloom.common.contract.specs import Layout

@@ -16,7 +16,8 @@ from rich.console import Console
 from settings import Settings
 
 from phaseloom.cli.jobs import explain
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import MeshJob
 from phaseloom.common.contract.api import JobStatus
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError

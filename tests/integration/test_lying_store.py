@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.storecheck import MARKS, StoreMarks
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import TimerFired
@@ -68,7 +69,7 @@ class Run:
     async def fill(self, entries: range) -> None:
         bus = await self.bus()
         for number in entries:
-            await bus.append(TimerFired(f"timer-{number}."))
+            await bus.log.append(TimerFired(f"timer-{number}."))
         await bus.close()
 
     def damage(self, damage: Damage, stream: str = streams.SCHED) -> None:
@@ -116,8 +117,8 @@ async def test_log_that_ends_before_the_snapshot_is_refused(run: Run) -> None:
 async def test_snapshot_that_is_gone_with_the_log_before_it_is_refused(run: Run) -> None:
     await snapshot(run, sequence=NUM_ENTRIES - 10)
     bus = await run.bus()
-    await bus.truncate_log(NUM_ENTRIES - 10)
-    await bus.delete_subject(f"KV_{Bucket.SNAPSHOTS}", ">")
+    await bus.log.truncate(NUM_ENTRIES - 10)
+    await bus.stored.delete(f"KV_{Bucket.SNAPSHOTS}", ">")
     await bus.close()
     await run.server.stop()
     error = await refused(run)
@@ -131,7 +132,7 @@ async def test_older_copy_of_the_store_is_refused(run: Run) -> None:
     await run.fill(range(NUM_ENTRIES + 1, NUM_ENTRIES + 6))
     bus = await run.bus()
     mark = LogMark(bus, run.directory / "nodes/train-0")
-    mark.saw(await bus.log_end())
+    mark.saw(await bus.log.end())
     keeping = asyncio.create_task(mark.keep())
     while read_mark(run.directory / "nodes/train-0") < NUM_ENTRIES + 5:
         await asyncio.sleep(0.01)
@@ -168,7 +169,7 @@ async def test_damaged_key_is_refused(run: Run) -> None:
     """The server answers as if there were none: a job would begin anew, for one."""
     bus = await run.bus()
     for job in ("sums", "letters"):
-        await bus.kv_put(Bucket.CHECKPOINTS, f"demo.{job}", b"timer-20." + job.encode())
+        await bus.keys.put(Bucket.CHECKPOINTS, f"demo.{job}", b"timer-20." + job.encode())
     await bus.close()
     await run.server.stop()
     run.damage(flipped, f"KV_{Bucket.CHECKPOINTS}")
@@ -183,7 +184,7 @@ async def test_lost_tail_is_gone_on_without_where_the_operator_accepts_that(run:
     (node / "log-mark").write_text(str(NUM_ENTRIES + 7))
     (node / "a.state").write_text("newer than the store")
     bus = await run.bus()
-    await bus.kv_put(Bucket.SESSIONS, "demo.sums", b"3")
+    await bus.keys.put(Bucket.SESSIONS, "demo.sums", b"3")
     await bus.close()
     await run.server.stop()
     await refused(run)
@@ -194,7 +195,7 @@ async def test_lost_tail_is_gone_on_without_where_the_operator_accepts_that(run:
     assert not (node / "a.state").exists()
     await run.server.start()
     bus = await run.bus()
-    stored = await bus.kv_get(Bucket.SESSIONS, "demo.sums")
+    stored = await bus.keys.get(Bucket.SESSIONS, "demo.sums")
     assert stored is not None
     assert int(stored.payload) > 3, "no controller goes on with what it knew"
     await bus.close()
@@ -216,7 +217,7 @@ async def test_log_that_goes_back_under_a_mesh_ends_it_and_is_told_to_all(run: R
     read: list[int] = []
 
     async def follow() -> None:
-        async with aclosing(reader.read_entries(NUM_ENTRIES)) as entries:
+        async with aclosing(reader.log.read_entries(NUM_ENTRIES)) as entries:
             async for entry in entries:
                 read.append(entry.sequence)
 
@@ -224,7 +225,7 @@ async def test_log_that_goes_back_under_a_mesh_ends_it_and_is_told_to_all(run: R
     await until(lambda: read == [NUM_ENTRIES])
     await run.server.kill()
     await run.server.start()
-    end = await until_done(lambda: writer.append(TimerFired("the last")), "append")
+    end = await until_done(lambda: writer.log.append(TimerFired("the last")), "append")
     await until(lambda: read[-1] == end)
     marks = StoreMarks(run.directory / MARKS)
     await marks.check(writer)
@@ -233,7 +234,7 @@ async def test_log_that_goes_back_under_a_mesh_ends_it_and_is_told_to_all(run: R
     run.damage(tail_cut)
     await run.server.start()
     with pytest.raises(ResourceError) as told:
-        await until_done(lambda: writer.append(TimerFired("with a number of old")), "append")
+        await until_done(lambda: writer.log.append(TimerFired("with a number of old")), "append")
     assert told.value.info.code is Code.DATA_LOSS
     with pytest.raises(ResourceError, match="the decision log ends at"):
         async with asyncio.timeout(30):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from phaseloom import client
 from phaseloom.cli.jobs import drain_node
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.common.contract.api import DrainNode
 from phaseloom.common.contract.events import NodeLost, OperationFinished
 from phaseloom.common.contract.ids import NodeId

@@ -18,7 +18,8 @@ from grpo import declared
 from rich.console import Console
 
 from phaseloom.cli.jobs import drain_node
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Deployment, Durability, MeshJob
 from phaseloom.common.contract.api import DrainNode, NodeStatus
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError

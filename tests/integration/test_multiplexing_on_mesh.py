@@ -11,7 +11,8 @@ import pytest
 from grpo import deployments, train
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Datum, Prompt, SamplingParams
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode
@@ -74,7 +75,7 @@ async def until_asked(mesh: Mesh, deployment: str) -> None:
     try:
         async with asyncio.timeout(60):
             while True:
-                newest = await bus.get_stored(streams.PERMITS, subject)
+                newest = await bus.stored.get(streams.PERMITS, subject)
                 command = decode(newest.payload, Command) if newest is not None else None
                 if isinstance(command, AdjustClaims) and command.shrinks:
                     assert str(command.deployment) == f"demo.{deployment}"

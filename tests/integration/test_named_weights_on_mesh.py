@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom import client
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.client import Batching, NamedWeights
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.events import OperationFinished, QueuedOperation, WpgLost

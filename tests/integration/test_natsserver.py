@@ -62,7 +62,7 @@ async def test_tenant_gets_an_acknowledgement_for_its_own_operation(
         with pytest.raises(APIError, match="maximum messages per subject"):
             await client.jetstream().publish(SUBJECT, b"again")
         assert errors.empty()
-    stored = await bus.get_stored("OPS_acme", SUBJECT)
+    stored = await bus.stored.get("OPS_acme", SUBJECT)
     assert stored is not None
     assert stored.payload == b"payload"
 
@@ -104,7 +104,7 @@ async def test_tenant_has_no_jetstream(nats_server: EmbeddedServer, bus: Bus) ->
         for subject in ("$JS.API.INFO", "$JS.API.STREAM.PURGE.OPS_acme"):
             with pytest.raises(nats.errors.TimeoutError):
                 await client.request(subject, b"", timeout=0.3)
-    assert await bus.get_stored("OPS_acme", SUBJECT) is not None
+    assert await bus.stored.get("OPS_acme", SUBJECT) is not None
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_tenant_cannot_aim_the_acknowledgement_of_its_operation_at_the_mes
         await client.publish(SUBJECT, b"", reply="pl.v1.permit.train-0")
         await client.flush()
     async with asyncio.timeout(30):
-        while await bus.get_stored("OPS_acme", SUBJECT) is None:
+        while await bus.stored.get("OPS_acme", SUBJECT) is None:
             await bus.client.flush()
     await bus.client.flush()
     assert heard.pending_msgs == 0
@@ -206,12 +206,12 @@ async def test_restart_keeps_address_credentials_and_what_was_stored(
     nats_server: EmbeddedServer, bus: Bus
 ) -> None:
     before = nats_server.credentials
-    await bus.append(TimerFired("a"))
+    await bus.log.append(TimerFired("a"))
     await nats_server.stop()
     await nats_server.start()
     assert nats_server.credentials == before
     fresh = await Bus.open(before.bus, "fresh")
-    assert await fresh.log_end() == 1
+    assert await fresh.log.end() == 1
     await fresh.close()
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from tests.support.jobs import TENANT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node"

@@ -18,8 +18,10 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from phaseloom import client
-from phaseloom.cli import supervisor
-from phaseloom.cli.supervisor import ChildSpec, Mesh, MeshConfig, NodeConfig
+from phaseloom.cli import processes
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.processes import ChildSpec
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.api import DrainNode, NodeStatus
 from phaseloom.common.contract.errors import CallerError, PhaseloomError
 from phaseloom.common.contract.events import Event, NodeLost, SealCommitted
@@ -130,8 +132,8 @@ async def world() -> AsyncIterator[World]:
         short_directory() as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patched = partial(specs_with_roots, specs=supervisor.child_specs)
-        patch.setattr(supervisor, "child_specs", patched)
+        patched = partial(specs_with_roots, specs=processes.child_specs)
+        patch.setattr("phaseloom.cli.supervisor.child_specs", patched)
         async with running_mesh(MESH, directory) as (mesh, log), tenant(mesh) as connection:
             bus = await Bus.open(mesh.credentials.bus, "operator")
             job = await connection.submit_job("one", [ON_ONE])

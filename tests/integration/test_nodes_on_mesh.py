@@ -16,7 +16,8 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.api import DrainNode, NodeStatus
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.events import (

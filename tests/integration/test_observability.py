@@ -20,7 +20,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.cli.up import greeting
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode

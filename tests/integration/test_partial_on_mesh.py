@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.client import (
     Batching,
     GenerateResult,

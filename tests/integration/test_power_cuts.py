@@ -41,7 +41,7 @@ async def stored_before_a_cut(disk: losingdisk.PowerCut, *, fsync: bool, seed: i
     async with asyncio.TaskGroup() as group:
         for number, subject in enumerate(subjects):
             group.create_task(bus.publish(subject, {"number": number}))
-            group.create_task(bus.append(TimerFired(f"timer-{number}")))
+            group.create_task(bus.log.append(TimerFired(f"timer-{number}")))
             group.create_task(leases.put(f"key-{number}", b"value"))
     await server.kill()
     await close_client(bus.client)
@@ -54,7 +54,7 @@ async def stored_before_a_cut(disk: losingdisk.PowerCut, *, fsync: bool, seed: i
             bus = await Bus.open(server.credentials.bus, "test")
             await bus.provision_tenant("acme", 2**20)
             leases = await bus.js.key_value("leases")
-            kept = sum([await bus.get_stored("OPS_acme", s) is not None for s in subjects])
+            kept = sum([await bus.stored.get("OPS_acme", s) is not None for s in subjects])
             kept += (await bus.js.stream_info(streams.SCHED)).state.messages
             kept += (await leases.status()).values
         await bus.close()

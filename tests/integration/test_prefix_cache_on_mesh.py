@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phaseloom import client
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.client import (
     AdamParams,
     Deployment,

@@ -15,7 +15,8 @@ import msgspec
 from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogEntry
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.profiler.core.profile import is_news
 from phaseloom.profiler.shell import MSG_ID, Shell
@@ -27,7 +28,7 @@ SUMS, LETTERS = JobKey("acme", "sums"), JobKey("acme", "letters")
 
 async def append(bus: Bus, log: JobLog) -> None:
     for _, _, event in log.entries():
-        await bus.append(event)
+        await bus.log.append(event)
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Told:
 async def traces_until(bus: Bus, job: JobKey) -> list[Told]:
     """All traces in the log, up to the first one of a job."""
     traces = []
-    async for entry in bus.read_log():
+    async for entry in bus.log.read():
         if isinstance(entry.event, PhaseTrace):
             traces.append(Told(entry.sequence, entry.headers[MSG_ID], entry.event))
             if entry.event.job == job:
@@ -75,7 +76,7 @@ async def test_trace_goes_to_the_log_and_to_the_view(bus: Bus) -> None:
             1,
         )
         assert estimate.duration_s == 0.02
-        async with aclosing(bus.kv_watch(Bucket.PROFILES)) as changes:
+        async with aclosing(bus.keys.watch(Bucket.PROFILES)) as changes:
             view = await anext(changes)
     assert view.key == "acme.sums"
     assert view.stored is not None
@@ -92,7 +93,7 @@ async def test_neither_the_fold_nor_the_log_waits_for_the_view(bus: Bus) -> None
             await traces_until(bus, job)
         await bus.provision()
         waiting = {str(SUMS), str(LETTERS)}
-        async with aclosing(bus.kv_watch(Bucket.PROFILES)) as changes:
+        async with aclosing(bus.keys.watch(Bucket.PROFILES)) as changes:
             async for change in changes:
                 waiting.discard(change.key)
                 if not waiting:
@@ -152,7 +153,7 @@ async def test_process_outlasts_a_server_that_is_killed(
 
 
 async def _first(bus: Bus, count: int) -> AsyncIterator[LogEntry]:
-    async for entry in bus.read_log():
+    async for entry in bus.log.read():
         yield entry
         if entry.sequence >= count:
             return

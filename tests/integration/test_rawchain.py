@@ -24,16 +24,16 @@ async def test_raw_chain_stores_every_hop_of_an_operation(short_dir: Path) -> No
         bus = await Bus.open(credentials.bus, "test")
         for seq in (1, 2, 3):
             key = f"{TENANT}.raw.policy.{seq}"
-            operation = await bus.get_stored(streams.ops_stream(TENANT), f"pl.v1.op.{key}")
-            done = await bus.get_stored(streams.DONE, f"pl.v1.done.{key}")
+            operation = await bus.stored.get(streams.ops_stream(TENANT), f"pl.v1.op.{key}")
+            done = await bus.stored.get(streams.DONE, f"pl.v1.done.{key}")
             assert operation is not None
             assert operation.payload == b"payload"
             assert done is not None
         # The outcome goes ahead of the end's entry in the log.
         async with asyncio.timeout(10):
-            while await bus.log_end() < 6:
+            while await bus.log.end() < 6:
                 await asyncio.sleep(0.01)
-        assert sorted(await bus.subjects(streams.SCHED, "pl.v1.sched.>")) == [
+        assert sorted(await bus.stored.subjects(streams.SCHED, "pl.v1.sched.>")) == [
             "pl.v1.sched.finished",
             "pl.v1.sched.queued",
         ]

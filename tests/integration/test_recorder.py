@@ -14,19 +14,20 @@ from phaseloom.cli.recorder import Recorded, Recorder, read_entries, read_events
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.events import OperationsQueued, QueuedOperation, TimerFired
 from phaseloom.common.contract.ids import OperationKey
-from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogEntry
 from tests.support.joblog import Turn, grpo_log
 
 
 async def test_file_has_every_entry_as_the_log_has_it(bus: Bus, tmp_path: Path) -> None:
     events = [event for _, _, event in grpo_log(3, lambda _: Turn()).entries()]
     for event in events[:10]:
-        await bus.append(event)
+        await bus.log.append(event)
     watched: list[Recorded] = []
     recorder = Recorder(bus, tmp_path / "events.jsonl", watched.append)
     recording = asyncio.create_task(recorder.run())
     for event in events[10:]:
-        await bus.append(event)
+        await bus.log.append(event)
     await recorder.drained()
     recording.cancel()
     with suppress(asyncio.CancelledError):
@@ -39,7 +40,7 @@ async def test_file_has_every_entry_as_the_log_has_it(bus: Bus, tmp_path: Path) 
 
 
 async def _entries(bus: Bus, count: int) -> AsyncIterator[LogEntry]:
-    async for entry in bus.read_log():
+    async for entry in bus.log.read():
         yield entry
         if entry.sequence >= count:
             return
@@ -58,7 +59,7 @@ async def test_until_returns_once_the_watcher_has_seen_it(bus: Bus, tmp_path: Pa
         waiting = group.create_task(recorder.until(lambda: "third" in seen))
         for name in ("first", "second", "third"):
             assert not waiting.done()
-            await bus.append(TimerFired(name))
+            await bus.log.append(TimerFired(name))
         await waiting
         recording.cancel()
     assert seen == ["first", "second", "third"]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import (
     Attached,
@@ -214,7 +215,7 @@ async def half_done(mesh: Mesh, log: Log, job: str) -> None:
     bus = await Bus.open(mesh.credentials.bus, "test")
     try:
         subject = streams.permit_subject(NodeId("rollout-0"))
-        permits = await bus.get_stored(streams.PERMITS, subject)
+        permits = await bus.stored.get(streams.PERMITS, subject)
         assert permits is not None
         command = decode(permits.payload, Command)
         assert isinstance(command, Permits)

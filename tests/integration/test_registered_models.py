@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from phaseloom import client
 from phaseloom.cli import models
 from phaseloom.cli.demo import demo
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.events import SealCommitted
 from phaseloom.common.contract.specs import ModelDirectory

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     AdamParams,
     Batching,

@@ -94,7 +94,7 @@ async def show_job(bus: Bus, *, state: str = "active", next_seq: int = 1) -> Non
     """What the scheduler's projection says of the job."""
     deployment = DeploymentStatus("policy", "train", "node0", "ready", 1, next_seq)
     status = JobStatus(JOB.job, state, [deployment])
-    await bus.kv_put(Bucket.VIEW, str(JOB), encode(status))
+    await bus.keys.put(Bucket.VIEW, str(JOB), encode(status))
 
 
 async def attach(client: Client) -> Attached:
@@ -125,7 +125,7 @@ async def queued(bus: Bus, num: int) -> list[QueuedOperation]:
     found: list[QueuedOperation] = []
     # What a killed replica had is delivered again after its time to acknowledge, more than once
     # where the next one has to wait for what comes before.
-    async with asyncio.timeout(60), aclosing(bus.read_log()) as entries:
+    async with asyncio.timeout(60), aclosing(bus.log.read()) as entries:
         async for entry in entries:
             if isinstance(entry.event, SessionOpened):
                 continue
@@ -171,12 +171,12 @@ async def test_operation_reaches_the_log_without_its_payload(
 
 @pytest.mark.usefixtures("router")
 async def test_trace_of_the_controller_goes_on_in_the_log(bus: Bus, tenant: Client) -> None:
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     headers = {CONTENT_TYPE: MSGPACK, "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
     payload = encode(Operation("a", 1, PublishWeights()))
     await tenant.request(streams.op_subject(key(1)), payload, timeout=30, headers=headers)
-    async with asyncio.timeout(30), aclosing(bus.read_log()) as entries:
+    async with asyncio.timeout(30), aclosing(bus.log.read()) as entries:
         entry = await anext(entries)
     assert entry.headers["traceparent"].split("-")[1] == trace_id
 
@@ -237,7 +237,7 @@ async def test_message_without_a_key_is_buried_with_its_reason(bus: Bus, tenant:
     await send(tenant, key(1), Operation("a", session, PublishWeights()))
     await queued(bus, 1)
     await until_stored_are(bus, [key(1)])
-    buried = await bus.get_stored(streams.DEAD, streams.dead_subject("router"))
+    buried = await bus.stored.get(streams.DEAD, streams.dead_subject("router"))
     assert buried is not None
     assert buried.payload == b"{}"
     assert buried.headers["Phaseloom-Subject"] == subject
@@ -250,7 +250,7 @@ async def until_stored_are(bus: Bus, operations: list[OperationKey]) -> None:
     goes a moment later."""
     wanted = [streams.op_subject(operation) for operation in operations]
     async with asyncio.timeout(60):
-        while await bus.subjects(streams.ops_stream(TENANT), f"{streams.PREFIX}.op.>") != wanted:
+        while await bus.stored.subjects(streams.ops_stream(TENANT), "pl.v1.op.>") != wanted:
             await asyncio.sleep(0.01)
 
 
@@ -259,7 +259,7 @@ async def test_subject_with_a_wildcard_takes_no_other_operation_with_it(
     bus: Bus, tenant: Client
 ) -> None:
     """The server takes `*` in a subject that is published to; deleting by it would take all."""
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     await publish_all(tenant, [1, 2])
     await queued(bus, 2)
     notices = await bus.client.subscribe(streams.event_subject("router"))
@@ -295,7 +295,7 @@ async def test_late_copy_of_an_operation_reaches_the_scheduler_which_knows_its_s
     await send(tenant, key(1), Operation("a", session, PublishWeights()))
     await queued(bus, 1)
     await finish(bus, key(1), "a")
-    await bus.delete_subject(streams.ops_stream(TENANT), streams.op_subject(key(1)))
+    await bus.stored.delete(streams.ops_stream(TENANT), streams.op_subject(key(1)))
     await send(tenant, key(1), Operation("copy", session, PublishWeights()))
     assert [entry.id for entry in await queued(bus, 2)] == ["a", "copy"]
 
@@ -316,7 +316,7 @@ async def test_late_copy_of_an_operation_without_order_is_dropped(bus: Bus, tena
 
 
 async def test_operations_wait_in_the_stream_when_no_router_runs(bus: Bus, tenant: Client) -> None:
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     for seq in range(1, 21):
         await send(tenant, key(seq), Operation(f"id{seq}", 1, PublishWeights()))
     async with Router(bus).running([TENANT]):
@@ -335,7 +335,7 @@ class Scheduler:
         self.finished = 0
 
     async def usage(self, tenant: str, _: UsageRequest) -> Usage:
-        end = await self._bus.log_end()
+        end = await self._bus.log.end()
         entries = await queued(self._bus, end) if end else []
         mine = [e for e in entries if e.key.tenant == tenant and e.error is None]
         return Usage(len(mine) - self.finished, end)
@@ -344,7 +344,7 @@ class Scheduler:
 async def test_operations_above_the_bound_are_refused_with_a_retry_time_until_some_end(
     bus: Bus, tenant: Client
 ) -> None:
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     scheduler = Scheduler(bus)
     service = await serve_api(bus, "scheduler", {"tenant.usage": (UsageRequest, scheduler.usage)})
     limits = {TENANT: Limits(max_operations=3)}
@@ -373,7 +373,7 @@ async def test_operations_above_the_bound_are_refused_with_a_retry_time_until_so
 
 
 async def test_bound_holds_without_a_scheduler_to_ask(bus: Bus, tenant: Client) -> None:
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     async with Router(bus, {TENANT: Limits(max_operations=5)}).running([TENANT]):
         await publish_all(tenant, range(1, 21))
         entries = await queued(bus, 20)
@@ -381,7 +381,7 @@ async def test_bound_holds_without_a_scheduler_to_ask(bus: Bus, tenant: Client) 
 
 
 async def test_stored_bytes_and_rate_are_bounded(bus: Bus, tenant: Client) -> None:
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     for first, name, limits in (
         (0, "max_bytes", Limits(max_bytes=1)),
         (4, "rate", Limits(rate=0.001, burst=2)),
@@ -408,7 +408,7 @@ async def test_other_tenants_are_not_bounded_by_ones_excess(
         inbox_prefix="_INBOX_globex",
     )
     for name in (TENANT, "globex"):
-        await bus.kv_put(Bucket.SESSIONS, f"{name}.{JOB.job}", b"1")
+        await bus.keys.put(Bucket.SESSIONS, f"{name}.{JOB.job}", b"1")
     async with Router(bus, {TENANT: Limits(max_operations=1)}).running([TENANT, "globex"]):
         for seq in (1, 2):
             operation = Operation(f"id{seq}", 1, PublishWeights())
@@ -468,7 +468,7 @@ async def test_replica_learns_of_sessions_that_another_replica_gave(
 async def test_attach_goes_on_after_what_the_streams_hold(bus: Bus, tenant: Client) -> None:
     """The view lags, and the session before died between two publishes: 5 would wait for ever."""
     await show_job(bus, next_seq=2)
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"8")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"8")
     await finish(bus, key(2), "c2")
     await finish(bus, key(3), "c3")
     await send(tenant, key(4), Operation("c4", 8, PublishWeights()))
@@ -512,16 +512,16 @@ async def test_heartbeat_keeps_a_lease_that_runs_out_without_it(bus: Bus, tenant
     async with Router(bus, session_ttl_s=3.0).running([TENANT]):
         session = (await attach(tenant)).session
         lease = session_lease_key(JOB)
-        assert await bus.kv_get(Bucket.LEASES, lease) is None
+        assert await bus.keys.get(Bucket.LEASES, lease) is None
         assert await beat(tenant, session) == Beat(3.0)
-        async with asyncio.timeout(60), aclosing(bus.kv_watch(Bucket.LEASES, lease)) as changes:
+        async with asyncio.timeout(60), aclosing(bus.keys.watch(Bucket.LEASES, lease)) as changes:
             held = (await anext(changes)).stored
             assert held is not None
             assert held.payload == str(session).encode()
             while (await anext(changes)).stored is not None:
                 pass
         await beat(tenant, session)
-        assert await bus.kv_get(Bucket.LEASES, lease) is not None
+        assert await bus.keys.get(Bucket.LEASES, lease) is not None
 
 
 @pytest.mark.usefixtures("router")
@@ -538,7 +538,7 @@ async def test_heartbeat_of_a_session_that_is_over_is_aborted(bus: Bus, tenant: 
     with pytest.raises(CallerError) as unknown:
         await beat(tenant, second + 1)
     assert unknown.value.info.code is Code.FAILED_PRECONDITION
-    held = await bus.kv_get(Bucket.LEASES, session_lease_key(JOB))
+    held = await bus.keys.get(Bucket.LEASES, session_lease_key(JOB))
     assert held is not None
     assert held.payload == str(second).encode()
 
@@ -548,7 +548,7 @@ async def test_attach_answers_the_jobs_last_checkpoint(bus: Bus, tenant: Client)
     await show_job(bus)
     assert (await attach(tenant)).checkpoint is None
     checkpoint = Checkpoint("policy", 7, {"policy": "s7", "sampler": "s7"}, b"\x00\xffblob")
-    await bus.kv_put(Bucket.CHECKPOINTS, str(JOB), encode(checkpoint))
+    await bus.keys.put(Bucket.CHECKPOINTS, str(JOB), encode(checkpoint))
     assert (await attach(tenant)).checkpoint == checkpoint
 
 
@@ -564,7 +564,7 @@ async def test_result_is_the_stored_id_and_then_the_completion(bus: Bus, tenant:
         return reply
 
     assert await ask() == ResultReply()
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     await send(tenant, key(1), Operation("mine", 1, PublishWeights()))
     assert await ask() == ResultReply(stored_id="mine")
     completion = await finish(bus, key(1), "mine")
@@ -601,7 +601,7 @@ async def test_tenant_cannot_publish_or_ask_as_another(bus: Bus, tenant: Client)
             ResultReply,
             timeout_s=0.3,
         )
-    assert await bus.subjects(streams.ops_stream("globex"), f"{streams.PREFIX}.op.>") == []
+    assert await bus.stored.subjects(streams.ops_stream("globex"), f"{streams.PREFIX}.op.>") == []
 
 
 # --- replicas ------------------------------------------------------------------------------------
@@ -622,7 +622,7 @@ async def publish_all(client: Client, seqs: Iterable[int]) -> None:
 async def test_nothing_is_lost_or_doubled_when_a_replica_is_killed_in_the_stream(
     bus: Bus, tenant: Client, nats_server: EmbeddedServer
 ) -> None:
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     total = 600
     async with replica(nats_server, "a") as first, replica(nats_server, "b") as second:
         async with asyncio.TaskGroup() as group:
@@ -631,7 +631,7 @@ async def test_nothing_is_lost_or_doubled_when_a_replica_is_killed_in_the_stream
             first.kill()
         entries = await queued(bus, total)
         assert {entry.id for entry in entries} == {f"id{seq}" for seq in range(1, total + 1)}
-        async with aclosing(bus.queued_since(0.0)) as logged:
+        async with aclosing(bus.log.queued_since(0.0)) as logged:
             assert len([operation async for operation in logged]) == total
         second.terminate()
         assert await second.wait() == 0
@@ -654,21 +654,21 @@ async def leave_half_logged(bus: Bus, tenant: Client, total: int) -> None:
         QueuedOperation(key(seq), f"id{seq}", "publish_weights", session=1)
         for seq in range(1, total + 1, 2)
     ]
-    await bus.append(OperationsQueued(logged))
+    await bus.log.append(OperationsQueued(logged))
     await subscription.unsubscribe()
     for message in taken:
         await message.nak()
 
 
 async def logged_seqs(bus: Bus) -> list[int]:
-    async with aclosing(bus.queued_since(0.0)) as logged:
+    async with aclosing(bus.log.queued_since(0.0)) as logged:
         return sorted([operation.key.seq or 0 async for operation in logged])
 
 
 async def test_what_a_dead_replica_had_logged_of_its_batch_is_not_logged_again(
     bus: Bus, tenant: Client
 ) -> None:
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     await leave_half_logged(bus, tenant, 64)
     async with Router(bus).running([TENANT]):
         await queued(bus, 64)
@@ -683,7 +683,7 @@ async def test_what_cannot_be_looked_up_in_time_is_logged_once_more(
 ) -> None:
     """It would be put back for ever where the log has grown too long."""
     monkeypatch.setattr(router_shell, "_LOOK_BACK_S", 0.0)
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     await leave_half_logged(bus, tenant, 8)
     async with Router(bus).running([TENANT]):
         await queued(bus, 12)
@@ -693,7 +693,7 @@ async def test_what_cannot_be_looked_up_in_time_is_logged_once_more(
 async def test_replica_routes_on_after_a_restart_of_the_server_and_stops_without_one(
     bus: Bus, tenant: Client, nats_server: EmbeddedServer
 ) -> None:
-    await bus.kv_put(Bucket.SESSIONS, str(JOB), b"1")
+    await bus.keys.put(Bucket.SESSIONS, str(JOB), b"1")
     async with replica(nats_server, "a") as process:
         await publish_all(tenant, [1])
         await queued(bus, 1)
@@ -715,5 +715,5 @@ async def test_replica_routes_on_after_a_restart_of_the_server_and_stops_without
 
 
 async def _is_stored(bus: Bus, where: OperationKey) -> bool:
-    stored = await bus.get_stored(streams.ops_stream(where.tenant), streams.op_subject(where))
+    stored = await bus.stored.get(streams.ops_stream(where.tenant), streams.op_subject(where))
     return stored is not None

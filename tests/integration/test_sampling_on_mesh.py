@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom import client
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from tests.support.jobs import running_mesh, tenant
 from tests.support.node import sampler_spec
 from tests.support.tinymodel import VOCAB

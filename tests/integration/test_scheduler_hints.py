@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import AdamParams, Deployment, DeploymentSpec, ModelSpec
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.events import KindEstimate, PhaseTrace
@@ -52,7 +53,7 @@ async def predict(bus: Bus, log: Log, job: str, *deployments: str) -> None:
     """As if the profiler had found that something else follows each of their steps, much later."""
     estimates = [KindEstimate(d, "optim_step", 0.01, FAR_S, count=9) for d in deployments]
     trace = PhaseTrace(JobKey(TENANT, job), 0.0, [], estimates)
-    await bus.append(trace)
+    await bus.log.append(trace)
     await log.until(lambda event: event == trace)
 
 

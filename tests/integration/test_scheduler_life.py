@@ -16,7 +16,8 @@ from grpo import deployments
 from nats.js.api import DiscardPolicy
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import (
     Explanation,
@@ -69,7 +70,9 @@ from phaseloom.common.contract.specs import (
 )
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
-from phaseloom.common.transport.bus import Bus, Conflict, LogEntry
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogEntry
+from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.leases import renew_session, scheduler_lease_key
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.common.transport.retry import RetryingLog
@@ -152,7 +155,7 @@ async def test_snapshot_larger_than_a_message_comes_back_whole(bus: Bus) -> None
     assert stored.payload == LARGE
     assert stored.manifest.sequence == 9
     assert stored.manifest.num_chunks == 4
-    keys = await bus.kv_keys(Bucket.SNAPSHOTS)
+    keys = await bus.keys.names(Bucket.SNAPSHOTS)
     assert keys == ["core", *(f"core.9.{index}" for index in range(4))], "the old one's chunks stay"
 
 
@@ -171,7 +174,7 @@ async def test_leader_whose_place_was_taken_cannot_store_an_older_snapshot(bus: 
 async def test_damaged_snapshot_is_refused(bus: Bus) -> None:
     snapshots = Snapshots(bus)
     await snapshots.save(7, b"sound")
-    await bus.kv_put(Bucket.SNAPSHOTS, "core.7.0", zlib.compress(b"other"))
+    await bus.keys.put(Bucket.SNAPSHOTS, "core.7.0", zlib.compress(b"other"))
     with pytest.raises(ResourceError) as caught:
         await Snapshots(bus).load()
     assert caught.value.info.code is Code.DATA_LOSS
@@ -206,7 +209,7 @@ async def test_scheduler_refuses_a_snapshot_of_another_core_version(
     assert caught.value.info.code is Code.FAILED_PRECONDITION
     assert f"core version {CORE_VERSION + 1}" in caught.value.info.message
     assert remedy in caught.value.info.remedy
-    assert await bus.kv_get(Bucket.LEASES, "scheduler") is None, "the lease is kept"
+    assert await bus.keys.get(Bucket.LEASES, "scheduler") is None, "the lease is kept"
 
 
 @pytest.mark.usefixtures("environment")
@@ -247,8 +250,8 @@ async def test_only_the_leader_that_knows_the_newest_snapshot_claims_it(bus: Bus
 @pytest.mark.usefixtures("environment")
 async def test_scheduler_refuses_a_log_that_begins_behind_its_snapshot(bus: Bus) -> None:
     for _ in range(3):
-        await bus.append(SchedulerConfigured(CONFIG))
-    await bus.truncate_log(3)
+        await bus.log.append(SchedulerConfigured(CONFIG))
+    await bus.log.truncate(3)
     with pytest.raises(ResourceError, match="begins at 3") as caught:
         await main.serve(asyncio.Event())
     assert caught.value.info.code is Code.DATA_LOSS
@@ -306,7 +309,7 @@ async def test_leader_whose_lease_is_lost_stands_by_and_leads_again(bus: Bus) ->
     taken = await take_lease(bus)
     await until(lambda: is_silent(bus))
     assert not serving.done()
-    await bus.kv_delete(Bucket.LEASES, scheduler_lease_key(), taken)
+    await bus.keys.delete(Bucket.LEASES, scheduler_lease_key(), taken)
     await until(lambda: answers(bus))
     stop.set()
     await serving
@@ -348,7 +351,7 @@ async def test_operation_whose_outcome_is_stored_is_explained_as_ended(
     serving = asyncio.create_task(main.serve(stop))
     await until(lambda: folds(bus))
     for event in (*BEGUN, QueuedOperation(key(1), "id", "optim_step", session=1)):
-        await bus.append(event)
+        await bus.log.append(event)
     await until(lambda: folds(bus))
     request = OperationRequest("a", "policy", "1")
 
@@ -368,10 +371,10 @@ async def test_operation_whose_outcome_is_stored_is_explained_as_ended(
 async def take_lease(bus: Bus) -> int:
     """From whoever holds it, who may renew it at any moment; where it is stored."""
     while True:
-        held = await bus.kv_get(Bucket.LEASES, scheduler_lease_key())
+        held = await bus.keys.get(Bucket.LEASES, scheduler_lease_key())
         assert held is not None
         with suppress(Conflict):
-            return await bus.kv_swap(
+            return await bus.keys.swap(
                 Bucket.LEASES, scheduler_lease_key(), b"other, pid 1", held.sequence
             )
 
@@ -396,12 +399,12 @@ async def test_settled_operation_is_told_as_it_is_stored(bus: Bus, is_stored: bo
     settle = SettleCompletion(key(1), "optim_step", given_up, "application/msgpack")
     for _ in range(2):  # a restart performs it again
         await BusSink(bus, Snapshots(bus)).perform(settle, None)
-    assert await bus.log_end() == 1
-    stored = await bus.get_stored(streams.DONE, streams.done_subject(key(1)))
+    assert await bus.log.end() == 1
+    stored = await bus.stored.get(streams.DONE, streams.done_subject(key(1)))
     assert stored is not None
     outcome = decode(stored.payload, Completion).outcome
     assert outcome is (Outcome.COMPLETED if is_stored else Outcome.FAILED)
-    async for entry in bus.read_log():
+    async for entry in bus.log.read():
         assert isinstance(entry.event, OperationFinished)
         assert (entry.event.outcome, entry.event.incarnation) == (outcome, 0)
         break
@@ -426,7 +429,7 @@ async def test_outputs_are_stored_though_the_server_dies_under_them(
         await nats_server.start()
     assert performing.done()
     assert appending.result() >= 1
-    assert await bus.get_stored(streams.DONE, streams.done_subject(key(1))) is not None
+    assert await bus.stored.get(streams.DONE, streams.done_subject(key(1))) is not None
 
 
 async def test_command_for_which_there_is_no_room_waits_and_people_are_told(bus: Bus) -> None:
@@ -452,26 +455,27 @@ async def test_job_that_is_forgotten_leaves_nothing_on_the_bus(bus: Bus) -> None
     for job in ("a", "b"):
         await bus.publish(streams.done_subject(key(1, job)), Completion("id", Outcome.FAILED))
         await bus.publish(streams.op_subject(key(2, job)), b"late")
-        await bus.kv_put(Bucket.VIEW, f"{ACME}.{job}", b"x")
-        await bus.kv_put(Bucket.SEALS, f"{ACME}.{job}.policy", b"x")
+        await bus.keys.put(Bucket.VIEW, f"{ACME}.{job}", b"x")
+        await bus.keys.put(Bucket.SEALS, f"{ACME}.{job}.policy", b"x")
     async with running(sink.run()):
         await sink.perform(ForgetJob(A, ["policy"]), None)
         await sink.save(1, b"")  # what is to be deleted is, before it is stored
     assert await absent(bus, Bucket.SEALS, f"{POLICY}")
-    assert await bus.subjects(streams.DONE, "pl.v1.done.>") == [streams.done_subject(key(1, "b"))]
-    stored = await bus.subjects(streams.ops_stream(ACME), "pl.v1.op.>")
+    done = await bus.stored.subjects(streams.DONE, "pl.v1.done.>")
+    assert done == [streams.done_subject(key(1, "b"))]
+    stored = await bus.stored.subjects(streams.ops_stream(ACME), "pl.v1.op.>")
     assert stored == [streams.op_subject(key(2, "b"))]
-    assert await bus.kv_keys(Bucket.VIEW) == [f"{ACME}.b"]
+    assert await bus.keys.names(Bucket.VIEW) == [f"{ACME}.b"]
 
 
 async def test_checkpoint_of_an_ended_job_is_gone_before_its_name_is_given_again(bus: Bus) -> None:
-    await bus.kv_put(Bucket.CHECKPOINTS, str(A), b"x")
+    await bus.keys.put(Bucket.CHECKPOINTS, str(A), b"x")
     await BusSink(bus, Snapshots(bus)).perform(DropCheckpoint(A), None)
     assert await absent(bus, Bucket.CHECKPOINTS, str(A))
 
 
 async def absent(bus: Bus, bucket: Bucket, name: str) -> bool:
-    return await bus.kv_get(bucket, name) is None
+    return await bus.keys.get(bucket, name) is None
 
 
 # --- housekeeping -------------------------------------------------------------------------------
@@ -486,13 +490,13 @@ async def keeping(bus: Bus) -> AsyncIterator[tuple[Housekeeping, Shell]]:
     async with running(shell.run(), sink.run()):
         await shell.caught_up.wait()
         for event in BEGUN:
-            await bus.append(event)
+            await bus.log.append(event)
         await folded(bus, shell)
         yield Housekeeping(bus, log, shell), shell
 
 
 async def folded(bus: Bus, shell: Shell) -> None:
-    end = await bus.log_end()
+    end = await bus.log.end()
     async with asyncio.timeout(60):
         while shell.core.state.sequence < end:
             await asyncio.sleep(0.01)
@@ -500,12 +504,12 @@ async def folded(bus: Bus, shell: Shell) -> None:
 
 async def finish(bus: Bus, shell: Shell, seq: int) -> None:
     """An operation that is queued, permitted, and completed."""
-    await bus.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
+    await bus.log.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
     await folded(bus, shell)
     epoch = shell.core.state.deployments[str(POLICY)].activation.epoch
     await bus.publish(streams.done_subject(key(seq)), Completion("id", Outcome.COMPLETED))
     event = OperationFinished(key(seq), "optim_step", Outcome.COMPLETED, epoch, 1, 0.0, 0.0)
-    await bus.append(event)
+    await bus.log.append(event)
     await folded(bus, shell)
 
 
@@ -514,19 +518,19 @@ async def test_old_outcomes_are_deleted_once_no_rebuild_needs_them(bus: Bus) -> 
         await finish(bus, shell, 1)
         for stray in (key(3), key(1, "nobody"), key(1)):
             subject = streams.done_subject(stray)
-            if not await bus.subjects(streams.DONE, subject):
+            if not await bus.stored.subjects(streams.DONE, subject):
                 await bus.publish(subject, Completion("id", Outcome.FAILED))
         async with running(housekeeping.sweep_outcomes(0.1)):
             await until(lambda: is_gone(bus, key(1, "nobody")))
             assert not await is_gone(bus, key(1)), "a rebuild compares with it"
             assert not await is_gone(bus, key(3)), "an attach tells by it what a gap is"
-            await bus.append(JobFinished(A, "end"))
+            await bus.log.append(JobFinished(A, "end"))
             await until(lambda: is_gone(bus, key(1)))
             await until(lambda: is_gone(bus, key(3)))
 
 
 async def is_gone(bus: Bus, op: OperationKey) -> bool:
-    return not await bus.subjects(streams.DONE, streams.done_subject(op))
+    return not await bus.stored.subjects(streams.DONE, streams.done_subject(op))
 
 
 async def test_controller_without_a_heartbeat_is_reported_and_so_is_its_return(bus: Bus) -> None:
@@ -555,7 +559,7 @@ async def value(read: Callable[[], bool]) -> bool:
 
 async def next_of(bus: Bus, kind: type[Event]) -> Event:
     async with asyncio.timeout(60):
-        async for entry in bus.read_log():
+        async for entry in bus.log.read():
             if isinstance(entry.event, kind):
                 return entry.event
     raise AssertionError
@@ -571,11 +575,11 @@ async def test_two_leaders_send_every_command_once(bus: Bus) -> None:
     shells = [Shell(Core(), logs, sink, CONFIG, 1000) for sink in sinks]
     async with running(*(shell.run() for shell in shells), *(sink.run() for sink in sinks)):
         for event in (SchedulerConfigured(CONFIG), *BEGUN):
-            await bus.append(event)
+            await bus.log.append(event)
         for shell in shells:
             await folded(bus, shell)
         for seq in range(1, 4):
-            await bus.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
+            await bus.log.append(QueuedOperation(key(seq), "id", "optim_step", session=1))
         for shell in shells:
             await folded(bus, shell)
             await shell.rest()
@@ -592,8 +596,8 @@ async def test_two_leaders_send_every_command_once(bus: Bus) -> None:
 
 async def entries(bus: Bus) -> list[LogEntry]:
     found = []
-    end = await bus.log_end()
-    async for entry in bus.read_log():
+    end = await bus.log.end()
+    async for entry in bus.log.read():
         found.append(entry)
         if entry.sequence == end:
             break
@@ -680,7 +684,7 @@ async def reading(mesh: Mesh) -> AsyncIterator[Bus]:
 
 async def leader(bus: Bus) -> tuple[str, int]:
     """Name and process of the scheduler that holds the lease; empty and 0 where none does."""
-    stored = await bus.kv_get(Bucket.LEASES, scheduler_lease_key())
+    stored = await bus.keys.get(Bucket.LEASES, scheduler_lease_key())
     if stored is None:
         return "", 0
     name, _, pid = stored.payload.decode().partition(", pid ")

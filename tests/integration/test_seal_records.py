@@ -54,7 +54,7 @@ async def test_part_that_is_added_again_changes_nothing(bus: Bus) -> None:
 
 
 async def test_record_of_an_older_release_is_a_committed_seal(bus: Bus) -> None:
-    await bus.kv_put(Bucket.SEALS, str(KEY), encode(part(7)))
+    await bus.keys.put(Bucket.SEALS, str(KEY), encode(part(7)))
     records = SealRecords(bus)
     assert await records.newest(KEY) == 7
     await records.commit(part(9), 1)

@@ -99,7 +99,7 @@ async def test_scheduler_told_to_stop_ends_though_the_server_is_gone_while_it_re
     # Nor does it end as one that loses its lease.
     ttl = {"PHASELOOM_SCHEDULER_LEASE_TTL_S": "60"}
     async with service("scheduler", nats_server, **ttl) as process:
-        async for change in bus.kv_watch(Bucket.LEASES, scheduler_lease_key()):
+        async for change in bus.keys.watch(Bucket.LEASES, scheduler_lease_key()):
             if change.stored is not None:
                 break
         await nats_server.kill()

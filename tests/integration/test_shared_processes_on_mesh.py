@@ -13,7 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import content_type_of, decode
 from phaseloom.common.contract.errors import CallerError

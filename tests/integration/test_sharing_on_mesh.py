@@ -11,8 +11,9 @@ from blake3 import blake3
 from rich.console import Console
 
 from phaseloom import client
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.state import state
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import Datum
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.ids import NodeId

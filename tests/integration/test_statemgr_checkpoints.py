@@ -30,7 +30,7 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.transport.bus import Bus
 from phaseloom.statemgr.checkpoints.marker import BLOCK_BYTES
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.rank.devicequeue import Call
+from phaseloom.worker.rank.calls import Call
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import GroupLost, Ranks
 from phaseloom.worker.rank.outcomes import Outcomes

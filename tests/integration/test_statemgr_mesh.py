@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import NodeUp, SealCommitted, SealFailed, WpgLost

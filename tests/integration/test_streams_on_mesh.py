@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.client import (
     Batching,
     GenerateHandle,

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.supervisor import Mesh, MeshConfig, settings_of
+from phaseloom.cli.meshconfig import MeshConfig, settings_of
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import DeploymentSpec, ModelSpec, connect
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import ResourceError

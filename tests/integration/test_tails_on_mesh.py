@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.client import (
     Batching,
     GenerateResult,

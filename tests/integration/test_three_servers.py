@@ -19,14 +19,17 @@ from msgspec.structs import replace
 from loadtest.cuttingoff import EnsembleBehindProxies
 from phaseloom import client
 from phaseloom.cli import doctor
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.storecheck import check_store
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import OperationFinished, TimerFired
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion, Outcome
 from phaseloom.common.contract.streams import DONE, SCHED, Bucket, done_subject
-from phaseloom.common.transport.bus import AlreadyStored, Bus, Conflict
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.keys import Conflict
+from phaseloom.common.transport.link import AlreadyStored
 from phaseloom.common.transport.natsserver import MEMBERS, EmbeddedEnsemble
 from phaseloom.common.transport.retry import until_done
 from tests.support.jobs import NOOP, TASKS, Log, following, run_job, short, tenant
@@ -104,7 +107,7 @@ async def test_one_of_many_writers_is_first_whichever_server_it_speaks_with(
             (first,) = [name for name in await asyncio.gather(*writers) if name]
             subject = done_subject(key)
             for bus in opened:
-                stored = await bus.get_stored(DONE, subject)
+                stored = await bus.stored.get(DONE, subject)
                 assert stored is not None
                 assert first.encode() in stored.payload
 
@@ -119,7 +122,7 @@ async def test_one_of_many_holders_takes_a_key_whichever_server_it_speaks_with(
 
             async def take(bus: Bus, name: str, revision: int = revision) -> int:
                 try:
-                    return await bus.kv_swap(Bucket.LEASES, "race", name.encode(), revision)
+                    return await bus.keys.swap(Bucket.LEASES, "race", name.encode(), revision)
                 except Conflict:
                     return 0
 
@@ -135,9 +138,9 @@ async def test_what_is_acknowledged_is_read_at_once_whichever_server_is_asked(
     async with buses(ensemble) as opened:
         for number in range(60):
             value = str(number).encode()
-            await opened[number % 3].kv_put(Bucket.VIEW, "read", value)
+            await opened[number % 3].keys.put(Bucket.VIEW, "read", value)
             for bus in opened:
-                stored = await bus.kv_get(Bucket.VIEW, "read")
+                stored = await bus.keys.get(Bucket.VIEW, "read")
                 assert stored is not None
                 assert stored.payload == value
 
@@ -246,7 +249,7 @@ async def _stores(directory: Path) -> Path:
         async with EmbeddedEnsemble(nats, ["acme"], fsync=False) as ensemble:
             bus = await Bus.open(ensemble.credentials.bus, "test")
             for number in range(NUM_EVENTS):
-                await bus.append(TimerFired(str(number)))
+                await bus.log.append(TimerFired(str(number)))
             await whole(bus)
             await bus.close()
         if older is not None:

@@ -13,7 +13,7 @@ from grpo_tools import deployments as deployments_of
 from toolbox import Environment
 
 from phaseloom import client
-from phaseloom.cli.supervisor import MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
 from tests.support.jobs import no_barrier, running_mesh, tenant
 
 pytestmark = pytest.mark.timeout(240)

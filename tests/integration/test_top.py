@@ -20,12 +20,12 @@ async def test_board_has_every_event_of_the_logs_last_entry(bus: Bus) -> None:
     queued = [
         QueuedOperation(OperationKey("t", "a", "policy", f"r{i}"), "", "forward") for i in range(4)
     ]
-    await bus.append(OperationsQueued(queued))
+    await bus.log.append(OperationsQueued(queued))
     ended = [
         OperationFinished(one.key, one.kind, Outcome.COMPLETED, 1, 1, 0.0, 0.1)
         for one in queued[:3]
     ]
-    await bus.append(OperationsFinished(ended))
+    await bus.log.append(OperationsFinished(ended))
     dashboard = Dashboard()
     await catch_up(bus, dashboard)
     console = Console(width=200)

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.events import Event, NodeUp, OperationFinished
 from phaseloom.common.transport.bus import Bus
 from phaseloom.scheduler.core.state.tree import CORE_VERSION

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from phaseloom import client
 from phaseloom.cli.demo import demo
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.state import state
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.common.contract.arrays import int32s
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
 from phaseloom.common.contract.events import ActivationOpened

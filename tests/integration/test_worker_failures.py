@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from nats.aio.msg import Msg
 
 from phaseloom import client
-from phaseloom.cli.supervisor import MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.commands import Command, OpenActivation, Permit, StartWpg, StopWpg

@@ -77,8 +77,8 @@ async def test_mutating_operation_is_refused_while_others_read(bus: Bus) -> None
                 await running.run(given(permit(mutating, load)))
             assert refused.value.info.code is Code.FAILED_PRECONDITION
         await read
-        assert await bus.get_stored(streams.DONE, streams.done_subject(mutating)) is None
-        assert await bus.get_stored(streams.DONE, streams.done_subject(reading)) is not None
+        assert await bus.stored.get(streams.DONE, streams.done_subject(mutating)) is None
+        assert await bus.stored.get(streams.DONE, streams.done_subject(reading)) is not None
 
 
 async def test_ends_that_come_together_share_an_entry_of_the_log(bus: Bus) -> None:
@@ -89,8 +89,8 @@ async def test_ends_that_come_together_share_an_entry_of_the_log(bus: Bus) -> No
         keys = [one.operation for one in permits]
         outcomes.unended.update(keys)
         await asyncio.gather(*(outcomes.finished(one, done, Context()) for one in permits))
-    assert await bus.log_end() == 1
-    async with aclosing(bus.read_entries()) as entries:
+    assert await bus.log.end() == 1
+    async with aclosing(bus.log.read_entries()) as entries:
         entry = await anext(entries)
     assert isinstance(entry.event, OperationsFinished)
     assert [one.key for one in entry.event.operations] == keys

@@ -200,7 +200,7 @@ async def test_permits_that_come_in_one_message_are_each_done_once(node: TestNod
     keys = [await node.put(deployment, f"rb{i}", args) for i in range(6)]
     stored = Completion(f"id-{keys[0]}", Outcome.CANCELLED)
     await node.bus.publish(streams.done_subject(keys[0]), stored)
-    await node.bus.delete_subject(streams.ops_stream(keys[1].tenant), streams.op_subject(keys[1]))
+    await node.bus.stored.delete(streams.ops_stream(keys[1].tenant), streams.op_subject(keys[1]))
     await permit_all(node, keys, args)
     outcomes = [(await node.outcome(key)).outcome for key in keys]
     assert outcomes == [Outcome.CANCELLED, Outcome.FAILED, *[Outcome.COMPLETED] * 4]
@@ -242,6 +242,6 @@ async def test_permits_that_make_no_sense_are_buried_and_the_next_are_taken(
     await node.permit(key, sample(3))
     assert (await node.outcome(key)).outcome is Outcome.COMPLETED
     await all_acknowledged(node)
-    buried = await node.bus.get_stored(streams.DEAD, streams.dead_subject("worker"))
+    buried = await node.bus.stored.get(streams.DEAD, streams.dead_subject("worker"))
     assert buried is not None
     assert "traceparents" in buried.headers["Phaseloom-Error"]

@@ -125,7 +125,7 @@ async def test_checkpoint_with_a_blob_is_the_jobs_last(node: TestNode) -> None:
     finished = await node.finished(key)
     checkpoints = {"policy": "first", "sampler": "theirs"}
     assert finished.checkpoints == checkpoints
-    stored = await node.bus.kv_get(Bucket.CHECKPOINTS, str(policy.job_key))
+    stored = await node.bus.keys.get(Bucket.CHECKPOINTS, str(policy.job_key))
     assert stored is not None
     assert decode(stored.payload, Checkpoint) == Checkpoint("policy", 1, checkpoints, b"step 7")
 
@@ -140,7 +140,7 @@ async def test_checkpoint_with_a_blob_is_the_jobs_last(node: TestNode) -> None:
     done = await node.run(policy, 2, big)
     assert done.error is not None
     assert (done.error.code, done.error.field) == (Code.INVALID_ARGUMENT, "args.controller_blob")
-    assert await node.bus.kv_get(Bucket.CHECKPOINTS, str(policy.job_key)) == stored
+    assert await node.bus.keys.get(Bucket.CHECKPOINTS, str(policy.job_key)) == stored
     assert not (kept_in(node, policy) / "third").exists()
 
 

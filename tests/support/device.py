@@ -28,7 +28,8 @@ from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import Watch
 from phaseloom.worker.backends.sampler import SamplerBackend
-from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
+from phaseloom.worker.rank.calls import Call
+from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.wire import Payload, RankConfig, RankMessage

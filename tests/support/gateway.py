@@ -15,7 +15,9 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig, api_key
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.processes import api_key
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.process import config as configuration
 from tests.support.jobs import TENANT
 from tests.support.pretrained import save_model

@@ -20,7 +20,8 @@ from nats.aio.msg import Msg
 from settings import SETTINGS, Settings
 
 from phaseloom import client
-from phaseloom.cli.supervisor import Mesh, MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import ResultReply, ResultRequest
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, content_type_of, decode, encode
@@ -137,7 +138,7 @@ class Log:
 
     async def follow(self, bus: Bus) -> None:
         self._bus = bus
-        async with aclosing(bus.read_entries()) as entries:
+        async with aclosing(bus.log.read_entries()) as entries:
             async for entry in entries:
                 async with self._grown:
                     self.events += [one.event for one in entry.apart()]
@@ -147,7 +148,7 @@ class Log:
     async def caught_up(self) -> None:
         """Until all is here that the log has by now. An outcome comes to its client another way:
         what the log told before may be on its way here still."""
-        end = await self._bus.log_end()
+        end = await self._bus.log.end()
         async with asyncio.timeout(_PATIENCE_S), self._grown:
             await self._grown.wait_for(lambda: self._sequence >= end)
 

@@ -56,7 +56,8 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.process import lifecycle
-from phaseloom.common.transport.bus import AlreadyStored, Bus
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.link import AlreadyStored
 from phaseloom.common.transport.services import serve_api
 
 
@@ -98,7 +99,7 @@ class Leader:
         self.go.clear()
 
     async def _follow(self) -> None:
-        async with aclosing(self.bus.read_log()) as entries:
+        async with aclosing(self.bus.log.read()) as entries:
             async for entry in entries:
                 if isinstance(entry.event, QueuedOperation):
                     self.arrived.append(entry.event)
@@ -127,7 +128,7 @@ class Leader:
         await self.bus.publish(streams.done_subject(queued.key), completion)
 
     async def _args(self, key: OperationKey) -> Args:
-        stored = await self.bus.get_stored(streams.ops_stream(key.tenant), streams.op_subject(key))
+        stored = await self.bus.stored.get(streams.ops_stream(key.tenant), streams.op_subject(key))
         assert stored is not None
         operation: Operation = decode(stored.payload, Operation, content_type_of(stored.headers))
         return operation.args
@@ -141,7 +142,7 @@ class Leader:
         ]
         status = JobStatus(request.job, "active", deployments)
         self.jobs[request.job] = status
-        await self.bus.kv_put(Bucket.VIEW, str(JobKey(tenant, request.job)), encode(status))
+        await self.bus.keys.put(Bucket.VIEW, str(JobKey(tenant, request.job)), encode(status))
         return JobStatus(request.job, "submitted")
 
     async def _status(self, tenant: str, request: JobRequest) -> JobStatus:

@@ -17,7 +17,7 @@ from phaseloom.common.contract.commands import Command, Permits
 from phaseloom.common.contract.events import Event, ReplanComputed, TimerFired
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import lifecycle
-from phaseloom.common.transport.bus import LogEntry
+from phaseloom.common.transport.decisionlog import LogEntry
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
 from phaseloom.scheduler.core.state.outputs import (
@@ -117,7 +117,7 @@ class Live:
             await self._sleep(self._agenda.now_s)
         return len(self.log)
 
-    async def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
+    async def read_entries(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
         index = start_sequence - 1
         while True:
             while index < len(self.log):
@@ -128,7 +128,7 @@ class Live:
             self._changed.set()
             await self._grown.wait()
 
-    async def log_end(self) -> int:
+    async def end(self) -> int:
         return len(self.log)
 
     async def _compute(self, asked: ComputeReplan) -> ReplanComputed:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from opentelemetry.context import Context
 
 from phaseloom.common.contract.events import Event
-from phaseloom.common.transport.bus import LogEntry
+from phaseloom.common.transport.decisionlog import LogEntry
 from phaseloom.scheduler.core.state.outputs import Output
 
 
@@ -30,7 +30,7 @@ class MemoryLog:
             self._grown.set()
         return len(self.entries)
 
-    async def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
+    async def read_entries(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
         index = start_sequence - 1
         while True:
             while index < len(self.entries):
@@ -39,7 +39,7 @@ class MemoryLog:
             self._grown.clear()
             await self._grown.wait()
 
-    async def log_end(self) -> int:
+    async def end(self) -> int:
         return len(self.entries)
 
 

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from nats.aio.msg import Msg
 
 from phaseloom.cli.certs import make_certificates
-from phaseloom.cli.supervisor import ChildSpec, MeshConfig, NodeConfig, child_specs
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.processes import ChildSpec, child_specs
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import content_type_of, decode
 from phaseloom.common.contract.commands import (
@@ -215,7 +216,7 @@ class TestNode:
     async def put_again(self, deployment: DeploymentKey, slot: int | str) -> OperationKey:
         """One that is there already."""
         key = OperationKey(*_names(deployment), str(slot))
-        assert await self.bus.get_stored(streams.ops_stream(TENANT), streams.op_subject(key))
+        assert await self.bus.stored.get(streams.ops_stream(TENANT), streams.op_subject(key))
         return key
 
     async def outcome(self, key: OperationKey) -> Completion:
@@ -225,13 +226,13 @@ class TestNode:
 
     async def forget_outcome(self, key: OperationKey) -> None:
         """As if it had never been stored."""
-        await self.bus.delete_subject(streams.DONE, streams.done_subject(key))
+        await self.bus.stored.delete(streams.DONE, streams.done_subject(key))
 
     async def stored_outcome(self, key: OperationKey) -> Completion:
         """Once there is one."""
         async with asyncio.timeout(_PATIENCE_S):
             while True:
-                stored = await self.bus.get_stored(streams.DONE, streams.done_subject(key))
+                stored = await self.bus.stored.get(streams.DONE, streams.done_subject(key))
                 if stored is not None:
                     break
                 await asyncio.sleep(0.01)

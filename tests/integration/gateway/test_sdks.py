@@ -114,9 +114,11 @@ async def test_trl_trains_on_what_the_mesh_draws_with_its_weights(short_dir: Pat
         program = await served.start_sdk(str(example), *map(str, words), python=TRL)
         said = [json.loads(line) for line in (await ended(program)).splitlines()]
         async with open_bus(served.mesh.credentials.bus, "test") as bus:
-            views = [await bus.kv_get(Bucket.VIEW, key) for key in await bus.kv_keys(Bucket.VIEW)]
-            names = await bus.kv_keys(Bucket.MODELS)
-            registered = {name for name in names if await bus.kv_get(Bucket.MODELS, name)}
+            views = [
+                await bus.keys.get(Bucket.VIEW, key) for key in await bus.keys.names(Bucket.VIEW)
+            ]
+            names = await bus.keys.names(Bucket.MODELS)
+            registered = {name for name in names if await bus.keys.get(Bucket.MODELS, name)}
     drawn = [each for each in said if each["event"] == "drawn"]
     rewarded = [each for each in said if each["event"] == "rewarded"]
     steps = [each for each in said if each["event"] == "step"]

@@ -10,6 +10,8 @@ import pytest
 
 from phaseloom.cli.controllers import find_example
 from phaseloom.cli.demo import demo
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.processes import child_specs
 from phaseloom.cli.report import Execution, JobResult, RunLog
 from phaseloom.cli.spatial import (
     SETTINGS,
@@ -23,7 +25,6 @@ from phaseloom.cli.spatial import (
     summarize,
     write,
 )
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig, child_specs
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import DeviceKind

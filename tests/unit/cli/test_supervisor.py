@@ -6,16 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.supervisor import (
-    ChildSpec,
-    Ended,
-    MeshConfig,
-    NodeConfig,
-    child_specs,
-    pause_s,
-    socket_directory,
-    with_metrics,
-)
+from phaseloom.cli.child import Ended, pause_s
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.processes import ChildSpec, child_specs, with_metrics
+from phaseloom.cli.supervisor import socket_directory
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config
 from phaseloom.common.transport.natsserver import Credentials

@@ -10,7 +10,7 @@ from phaseloom.cli.top import WINDOW_S, Dashboard, show
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.codec import encode
 from phaseloom.common.contract.events import Notice
-from phaseloom.common.transport.bus import LogEntry
+from phaseloom.common.transport.decisionlog import LogEntry
 from tests.support.runlog import HandMade, shared
 
 

@@ -7,7 +7,8 @@ import pytest
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
-from phaseloom.common.transport.bus import AlreadyStored, Conflict
+from phaseloom.common.transport.keys import Conflict
+from phaseloom.common.transport.link import AlreadyStored
 from phaseloom.common.transport.retry import until_done
 
 

@@ -17,7 +17,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 reader = InMemoryMetricReader()
 otel.set_meter_provider(MeterProvider([reader]))
 
-from phaseloom.common.transport.bus import LogEntry
+from phaseloom.common.transport.decisionlog import LogEntry
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.events import *

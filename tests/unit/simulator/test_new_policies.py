@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phaseloom.cli.supervisor import MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.scheduler.core.policies.registry import ORDERING, PLACEMENT

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from phaseloom.cli.supervisor import api_key
+from phaseloom.cli.processes import api_key
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES

@@ -26,13 +26,15 @@ import msgspec
 import uvloop
 from rich.console import Console
 
+from phaseloom.cli.meshconfig import MeshConfig, servers_of, settings_of
 from phaseloom.cli.rundir import find_run, open_bus
 from phaseloom.cli.storecheck import MARKS, StoreMarks, check_when_up, end_sessions, newest_mark
-from phaseloom.cli.supervisor import NATS, MeshConfig, servers_of, settings_of
+from phaseloom.cli.supervisor import NATS
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.process.files import replace_file
 from phaseloom.common.tensors.modelfiles import file_blake3
-from phaseloom.common.transport.bus import Bus, LogExtent
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogExtent
 
 MANIFEST = "backup.json"
 _FILES = "run"

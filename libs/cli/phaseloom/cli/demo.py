@@ -21,6 +21,7 @@ from rich.console import Console
 from phaseloom.cli import spatial as one_device
 from phaseloom.cli import verdict
 from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
 from phaseloom.cli.progress import Progress
 from phaseloom.cli.recorder import Recorder, read_entries, read_events
@@ -28,7 +29,7 @@ from phaseloom.cli.replay import FILE as REPLAY
 from phaseloom.cli.replay import make_replay
 from phaseloom.cli.report import AloneRun, JobResult, RunLog, Summary, read_log, summarize
 from phaseloom.cli.rundir import new_run_dir
-from phaseloom.cli.supervisor import Mesh, MeshConfig, NodeConfig
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.cli.timeline import write_timeline
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError

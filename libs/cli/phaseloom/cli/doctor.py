@@ -32,7 +32,7 @@ from nats.aio.client import Client
 from rich.console import Console
 from rich.table import Table
 
-from phaseloom.cli.supervisor import MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath

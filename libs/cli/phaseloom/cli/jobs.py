@@ -163,8 +163,8 @@ async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
 
 async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:
     found = {}
-    for key in sorted(await bus.kv_keys(bucket)):
-        stored = await bus.kv_get(bucket, key)
+    for key in sorted(await bus.keys.names(bucket)):
+        stored = await bus.keys.get(bucket, key)
         if stored is not None:  # it may have gone meanwhile
             content_type = JSON if bucket is Bucket.PROFILES else MSGPACK
             found[key] = _decoded(stored.payload, kind, content_type)

@@ -20,8 +20,9 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.tensors.modelfiles import read_model
-from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport.keys import Conflict
 
 
 def add(
@@ -80,14 +81,14 @@ async def register(bus: Bus, model: RegisteredModel, *, replaces: bool = False) 
     Args:   replaces: whether it replaces another registration of the name.
     Raises: CallerError: ALREADY_EXISTS: the name stands for something else.
     """
-    stored = await bus.kv_get_raw(Bucket.MODELS, model.name)
+    stored = await bus.keys.get_raw(Bucket.MODELS, model.name)
     if stored is not None and not stored.is_gone and not replaces:
         if decode(stored.payload, RegisteredModel) == model:
             return
         raise _taken(model.name)
     try:
         sequence = stored.sequence if stored else 0
-        await bus.kv_swap(Bucket.MODELS, model.name, encode(model), sequence)
+        await bus.keys.swap(Bucket.MODELS, model.name, encode(model), sequence)
     except Conflict:
         raise _taken(model.name) from None
 
@@ -125,14 +126,14 @@ async def _add(settings: BusConfig, model: RegisteredModel) -> None:
 
 async def _all(settings: BusConfig) -> list[RegisteredModel]:
     async with open_bus(settings, "models") as bus:
-        names = sorted(await bus.kv_keys(Bucket.MODELS))
-        found = await asyncio.gather(*(bus.kv_get(Bucket.MODELS, name) for name in names))
+        names = sorted(await bus.keys.names(Bucket.MODELS))
+        found = await asyncio.gather(*(bus.keys.get(Bucket.MODELS, name) for name in names))
     return [decode(stored.payload, RegisteredModel) for stored in found if stored is not None]
 
 
 async def _remove(settings: BusConfig, name: str) -> None:
     async with open_bus(settings, "models") as bus:
-        stored = await bus.kv_get(Bucket.MODELS, name)
+        stored = await bus.keys.get(Bucket.MODELS, name)
         if stored is None:
             raise CallerError(
                 f"there is no registered model {name!r}",
@@ -140,7 +141,7 @@ async def _remove(settings: BusConfig, name: str) -> None:
                 field="name",
                 remedy="see `phaseloom model list`",
             )
-        await bus.kv_delete(Bucket.MODELS, name, stored.sequence)
+        await bus.keys.delete(Bucket.MODELS, name, stored.sequence)
 
 
 def _taken(name: str) -> CallerError:

@@ -19,7 +19,8 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError, InternalError
 from phaseloom.common.contract.events import Event, parts
-from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogEntry
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -49,7 +50,7 @@ class Recorder:
 
     async def run(self) -> None:
         """Record until the task is cancelled."""
-        async with aclosing(self._bus.read_entries()) as entries:
+        async with aclosing(self._bus.log.read_entries()) as entries:
             await self._record(entries)
         raise InternalError("the decision log's subscription ended")
 
@@ -67,7 +68,7 @@ class Recorder:
 
     async def drained(self) -> None:
         """Wait until everything that is in the log now is in the file too."""
-        end = await self._bus.log_end()
+        end = await self._bus.log.end()
         await self.until(lambda: self._sequence >= end)
 
     async def until(self, seen: Callable[[], bool]) -> None:

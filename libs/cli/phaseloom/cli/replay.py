@@ -84,9 +84,9 @@ async def _of_live(settings: BusConfig) -> list[Recorded]:
     """All events that are in a running mesh's decision log now."""
     events: list[Recorded] = []
     async with open_bus(settings, "replay") as bus:
-        end = await bus.log_end()
+        end = await bus.log.end()
         if end:
-            async with aclosing(bus.read_entries()) as entries:
+            async with aclosing(bus.log.read_entries()) as entries:
                 async for entry in entries:
                     events += (
                         Recorded(one.sequence, one.time_s, one.event) for one in entry.apart()

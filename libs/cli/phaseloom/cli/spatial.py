@@ -22,8 +22,8 @@ import msgspec
 from msgspec.structs import replace
 
 from phaseloom.cli.controllers import ControllerSpec
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.report import JobResult, RunLog
-from phaseloom.cli.supervisor import MeshConfig, NodeConfig
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import Residency
 from phaseloom.common.observability.intervals import Interval, intersect, merge, total

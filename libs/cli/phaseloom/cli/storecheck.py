@@ -23,7 +23,9 @@ from nats.js.errors import NotFoundError
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.streams import SCHED, Bucket
 from phaseloom.common.process.files import replace_file
-from phaseloom.common.transport.bus import Bus, Conflict, LogExtent, log_went_back
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogExtent, log_went_back
+from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.logmark import read_mark
 from phaseloom.common.transport.retry import until_done
 from phaseloom.scheduler.snapshots import Snapshots
@@ -144,7 +146,7 @@ async def check_store(bus: Bus, known: int = 0) -> LogExtent:
     Returns: the extent of the log.
     Raises:  ResourceError: DATA_LOSS: something is lost; the message says what.
     """
-    extent = await bus.check_log()
+    extent = await bus.log.check()
     for bucket in Bucket:
         if bucket is not Bucket.LEASES:  # they come and go by themselves
             await _check_keys(bus, bucket)
@@ -169,8 +171,8 @@ async def _check_keys(bus: Bus, bucket: Bucket) -> None:
 
     Raises: ResourceError: DATA_LOSS: it lists a key whose value it cannot read.
     """
-    for key in await bus.kv_keys(bucket):
-        if await bus.kv_get_raw(bucket, key) is None:
+    for key in await bus.keys.names(bucket):
+        if await bus.keys.get_raw(bucket, key) is None:
             raise ResourceError(
                 f"the value of {key} in bucket {bucket} is damaged",
                 code=Code.DATA_LOSS,
@@ -186,12 +188,12 @@ async def end_sessions(bus: Bus) -> int:
 
     Returns: the number of jobs that had a session.
     """
-    jobs = await bus.kv_keys(Bucket.SESSIONS)
+    jobs = await bus.keys.names(Bucket.SESSIONS)
     for job in jobs:
-        while (stored := await bus.kv_get(Bucket.SESSIONS, job)) is not None:
+        while (stored := await bus.keys.get(Bucket.SESSIONS, job)) is not None:
             session = str(int(stored.payload) + _SESSIONS_SKIPPED).encode()
             try:
-                await bus.kv_swap(Bucket.SESSIONS, job, session, stored.sequence)
+                await bus.keys.swap(Bucket.SESSIONS, job, session, stored.sequence)
                 break
             except Conflict:
                 continue

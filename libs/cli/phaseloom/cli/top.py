@@ -31,8 +31,9 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability.activity import Activity, Execution, Switch
 from phaseloom.common.process import lifecycle
-from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport.decisionlog import LogEntry
 
 WINDOW_S = 30.0
 NUM_NOTICES = 8
@@ -77,16 +78,16 @@ def show(dashboard: Dashboard, now_s: float, console: Console) -> None:
 
 async def catch_up(bus: Bus, dashboard: Dashboard) -> None:
     """Feed the dashboard with everything that the bus has now."""
-    end = await bus.log_end()
+    end = await bus.log.end()
     if end:
-        async with aclosing(bus.read_entries()) as entries:
+        async with aclosing(bus.log.read_entries()) as entries:
             async for entry in entries:
                 for one in entry.apart():
                     dashboard.take(one)
                 if entry.sequence >= end:
                     break
-    for key in await bus.kv_keys(Bucket.VIEW):
-        stored = await bus.kv_get(Bucket.VIEW, key)
+    for key in await bus.keys.names(Bucket.VIEW):
+        stored = await bus.keys.get(Bucket.VIEW, key)
         dashboard.view(key, stored.payload if stored else None)
     for notice in await bus.newest_notices(NUM_NOTICES):
         dashboard.notice(notice)
@@ -112,13 +113,13 @@ async def _watch(bus: Bus, dashboard: Dashboard, console: Console) -> None:
 
 
 async def _follow_log(bus: Bus, dashboard: Dashboard) -> None:
-    async with aclosing(bus.read_log()) as entries:
+    async with aclosing(bus.log.read()) as entries:
         async for entry in entries:
             dashboard.take(entry)
 
 
 async def _follow_views(bus: Bus, dashboard: Dashboard) -> None:
-    async for change in bus.kv_watch(Bucket.VIEW):
+    async for change in bus.keys.watch(Bucket.VIEW):
         dashboard.view(change.key, change.stored.payload if change.stored else None)
 
 

@@ -14,8 +14,10 @@ from socket import create_server
 import uvloop
 from msgspec.structs import replace
 
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.processes import api_key
 from phaseloom.cli.rundir import new_run_dir, run_to_resume
-from phaseloom.cli.supervisor import Mesh, MeshConfig, api_key
+from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.process import config
 from phaseloom.scheduler.core.policies.registry import check_policies
 

@@ -34,7 +34,7 @@ from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.operations import After, Completion, Outcome, Progress, Result
 from phaseloom.common.contract.streams import op_subject, out_subject
 from phaseloom.common.observability import telemetry
-from phaseloom.common.transport.bus import is_subject_taken
+from phaseloom.common.transport.link import is_subject_taken
 from phaseloom.common.transport.services import call_api, pub_ack, request_reply
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability.spans import Row, spans_of, waterfall, where
-from phaseloom.common.transport.bus import Bus, KeyChange
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.keys import KeyChange
 from phaseloom.common.transport.leases import nodes_up
 from phaseloom.common.transport.services import node_report
 from phaseloom.console.core.view import View
@@ -62,7 +63,7 @@ class Shell:
             group.create_task(self._follow(Bucket.PROFILES, self._cycle))
 
     async def _follow_log(self) -> None:
-        async with aclosing(self.bus.read_log()) as entries:
+        async with aclosing(self.bus.log.read()) as entries:
             async for entry in entries:
                 self.view.step(entry.time_s, entry.event)
         raise InternalError("the decision log's subscription ended")
@@ -78,7 +79,7 @@ class Shell:
                 self.view.reported(job, report)
 
     async def _follow(self, bucket: Bucket, take: Callable[[JobKey, KeyChange], None]) -> None:
-        changes: AsyncIterator[KeyChange] = self.bus.kv_watch(bucket)
+        changes: AsyncIterator[KeyChange] = self.bus.keys.watch(bucket)
         async for change in changes:
             tenant, _, job = change.key.partition(".")
             try:

@@ -19,7 +19,8 @@ import nats.errors
 from phaseloom.client import Adapter, Lost
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.keys import Conflict
 
 log = logging.getLogger(__name__)
 
@@ -127,10 +128,10 @@ class Book:
 
     async def load(self, tenant: str) -> None:
         """Read the records that an earlier gateway has kept."""
-        for key in await self._bus.kv_keys(Bucket.GATEWAY):
+        for key in await self._bus.keys.names(Bucket.GATEWAY):
             if not key.startswith(f"{tenant}."):
                 continue
-            stored = await self._bus.kv_get(Bucket.GATEWAY, key)
+            stored = await self._bus.keys.get(Bucket.GATEWAY, key)
             if stored is not None:
                 self._sequences[key] = stored.sequence
                 self._remember(_decoder.decode(stored.payload))
@@ -157,12 +158,12 @@ class Book:
     async def _swap(self, key: str, value: bytes) -> None:
         known = self._sequences.get(key, 0)
         try:
-            self._sequences[key] = await self._bus.kv_swap(Bucket.GATEWAY, key, value, known)
+            self._sequences[key] = await self._bus.keys.swap(Bucket.GATEWAY, key, value, known)
         except Conflict:
-            stored = await self._bus.kv_get_raw(Bucket.GATEWAY, key)
+            stored = await self._bus.keys.get_raw(Bucket.GATEWAY, key)
             if stored is not None and stored.is_gone:
                 known = stored.sequence
-                self._sequences[key] = await self._bus.kv_swap(Bucket.GATEWAY, key, value, known)
+                self._sequences[key] = await self._bus.keys.swap(Bucket.GATEWAY, key, value, known)
             elif stored is not None and stored.payload == value:  # an answer was lost
                 self._sequences[key] = stored.sequence
             else:
@@ -173,7 +174,7 @@ class Book:
         known = self._sequences.get(key)
         if known is not None:
             with suppress(Conflict):  # an answer was lost, or another gateway serves the tenant
-                await self._bus.kv_delete(Bucket.GATEWAY, key, known)
+                await self._bus.keys.delete(Bucket.GATEWAY, key, known)
             del self._sequences[key]
         self._records.pop((type(record), record.tenant, record.id), None)
 

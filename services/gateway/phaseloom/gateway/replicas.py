@@ -95,7 +95,7 @@ class Seat:
         """The URL of the other replica that serves the tenant; None: there is none now, or it is
         this one."""
         try:
-            stored = await self._bus.kv_get(Bucket.LEASES, gateway_lease_key(self.name))
+            stored = await self._bus.keys.get(Bucket.LEASES, gateway_lease_key(self.name))
         except nats.errors.Error as error:
             log.info("who serves %s cannot be read: %r", self.name, error)
             return None

@@ -47,7 +47,7 @@ class Tenant:
 
     async def bases(self) -> list[RegisteredModel]:
         """The registered models, which can be trained and sampled."""
-        names = sorted(await self.bus.kv_keys(Bucket.MODELS))
+        names = sorted(await self.bus.keys.names(Bucket.MODELS))
         found = [await self._registered(name) for name in names]
         return [model for model in found if model is not None]
 
@@ -74,7 +74,7 @@ class Tenant:
     async def _registered(self, name: str) -> RegisteredModel | None:
         if not name or set(name) & set(" *>/\\"):
             return None
-        stored = await self.bus.kv_get(Bucket.MODELS, name)
+        stored = await self.bus.keys.get(Bucket.MODELS, name)
         if stored is None:
             return None
         model: RegisteredModel = decode(stored.payload, RegisteredModel)

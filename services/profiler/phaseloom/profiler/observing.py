@@ -26,7 +26,8 @@ from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.observability import metrics
 from phaseloom.common.observability.activity import Activity, Execution, Switch
 from phaseloom.common.observability.metrics import Metric, Reading
-from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogEntry
 
 
 class Totals:
@@ -92,7 +93,7 @@ class Metrics:
         self._happened(entry.event)
 
     async def _refresh(self) -> None:
-        self._log_end = await self._bus.log_end()
+        self._log_end = await self._bus.log.end()
 
     def _note_period(self, event: Event) -> None:
         match event:

@@ -20,7 +20,8 @@ import msgspec
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.events import JobFinished, PhaseTrace
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogEntry
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.profiler.core.profile import Emission, Profiler
 from phaseloom.profiler.observing import Metrics
@@ -47,14 +48,14 @@ class Shell:
     async def run(self) -> None:
         """Follow the log until cancelled."""
         self._metrics.register()
-        history_end = await self._log.log_end()
+        history_end = await self._log.end()
         # Not earlier: each answer would wait as long, and what is logged meanwhile is not counted.
         self._bus.client.read_pause_s = _READ_PAUSE_S
         async with asyncio.TaskGroup() as group:
             if history_end == 0:
                 log.info("the decision log is empty")
                 self._start_telling(group)
-            async with aclosing(self._bus.read_entries()) as entries:
+            async with aclosing(self._bus.log.read_entries()) as entries:
                 is_new = history_end == 0
                 async for entry in entries:
                     for one in entry.apart():
@@ -89,7 +90,7 @@ class Shell:
         view = msgspec.json.encode(emission.trace)
         job = emission.trace.job
         await until_done(
-            lambda: self._bus.kv_put(Bucket.PROFILES, str(job), view),
+            lambda: self._bus.keys.put(Bucket.PROFILES, str(job), view),
             "put the profile",
             attempt_s=ATTEMPT_S,
         )

@@ -61,8 +61,9 @@ from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability import metrics, telemetry
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport import leases
-from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.groupcommit import GroupCommit
+from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.services import serve_api
 from phaseloom.router.admission import Admission
 from phaseloom.router.checkpoints import Checkpoints
@@ -96,7 +97,7 @@ class Sessions:
 
     async def watch(self) -> None:
         """Follow the sessions that other replicas give out, until cancelled."""
-        async for change in self._bus.kv_watch(Bucket.SESSIONS):
+        async for change in self._bus.keys.watch(Bucket.SESSIONS):
             if change.stored is None:
                 self._newest.pop(change.key, None)
             else:
@@ -111,7 +112,7 @@ class Sessions:
         """
         key = str(job)
         if self._newest.get(key) != claimed:
-            stored = await self._bus.kv_get(Bucket.SESSIONS, key)
+            stored = await self._bus.keys.get(Bucket.SESSIONS, key)
             self._newest[key] = int(stored.payload) if stored else 0
         return self._newest[key]
 
@@ -122,13 +123,13 @@ class Sessions:
         """
         key = str(job)
         while True:
-            stored = await self._bus.kv_get_raw(Bucket.SESSIONS, key)
+            stored = await self._bus.keys.get_raw(Bucket.SESSIONS, key)
             last = 0 if stored is None or stored.is_gone else int(stored.payload)
             if resumes and last:
                 self._newest[key] = last
                 return last
             try:
-                await self._bus.kv_swap(
+                await self._bus.keys.swap(
                     Bucket.SESSIONS, key, str(last + 1).encode(), stored.sequence if stored else 0
                 )
             except Conflict:
@@ -302,9 +303,9 @@ class Router:
         first = queued[0]
         if len(queued) == 1:
             msg_id = f"queued:{first.header.key}:{first.copy}"
-            return await self._bus.append(first.header, msg_id=msg_id, headers=first.headers)
+            return await self._bus.log.append(first.header, msg_id=msg_id, headers=first.headers)
         traceparents = [one.headers.get("traceparent", "") for one in queued]
-        return await self._bus.append(
+        return await self._bus.log.append(
             OperationsQueued(
                 [one.header for one in queued], traceparents if any(traceparents) else []
             )
@@ -318,7 +319,7 @@ class Router:
         """
         reason = "a copy of an operation that is done"
         await self._bus.notice(SOURCE, "dropped", reason, str(key))
-        await self._bus.delete_subject(streams.ops_stream(key.tenant), streams.op_subject(key))
+        await self._bus.stored.delete(streams.ops_stream(key.tenant), streams.op_subject(key))
 
     async def _bury(self, message: Msg, error: CallerError) -> None:
         log.warning("buried %s: %s", message.subject, error)
@@ -346,13 +347,13 @@ class Router:
     async def _logged_since(self, times_s: list[float]) -> set[OperationKey]:
         logged: set[OperationKey] = set()
         async with asyncio.timeout(_LOOK_BACK_S):
-            async with aclosing(self._bus.queued_since(min(times_s))) as queued:
+            async with aclosing(self._bus.log.queued_since(min(times_s))) as queued:
                 async for operation in queued:
                     logged.add(operation.key)
         return logged
 
     async def _is_done(self, key: OperationKey) -> bool:
-        stored = await self._bus.get_stored(streams.DONE, streams.done_subject(key))
+        stored = await self._bus.stored.get(streams.DONE, streams.done_subject(key))
         return stored is not None
 
     async def _header(self, key: OperationKey, message: Msg) -> QueuedOperation:
@@ -376,7 +377,7 @@ class Router:
         Raises: CallerError: no such job, or it has ended.
         """
         job = JobKey(tenant, check_name(request.job, "job"))
-        view = await self._bus.kv_get(Bucket.VIEW, str(job))
+        view = await self._bus.keys.get(Bucket.VIEW, str(job))
         if view is None:
             raise CallerError(
                 f"there is no job {request.job!r}",
@@ -389,18 +390,19 @@ class Router:
         session = await self._sessions.give(job, resumes=bool(request.numbered))
         # From this place of the log on, the scheduler refuses operations of older sessions, which a
         # replica that does not know of this session yet may still let pass.
-        await self._bus.append(SessionOpened(job, session), msg_id=f"session:{job}:{session}")
+        await self._bus.log.append(SessionOpened(job, session), msg_id=f"session:{job}:{session}")
         # The streams are read after the older sessions are over, which can add nothing any more.
+        wanted = f"{streams.PREFIX}.op.{job}.>"
         operations = results.stored_seqs(
-            await self._bus.subjects(streams.ops_stream(tenant), f"{streams.PREFIX}.op.{job}.>")
+            await self._bus.stored.subjects(streams.ops_stream(tenant), wanted)
         )
         outcomes = results.stored_seqs(
-            await self._bus.subjects(streams.DONE, f"{streams.PREFIX}.done.{job}.>")
+            await self._bus.stored.subjects(streams.DONE, f"{streams.PREFIX}.done.{job}.>")
         )
         status, fillers = results.attach_status(job, status, operations, outcomes, request.numbered)
         for filler in fillers:
             await self._log(filler, 0)
-        stored = await self._bus.kv_get(Bucket.CHECKPOINTS, str(job))
+        stored = await self._bus.keys.get(Bucket.CHECKPOINTS, str(job))
         checkpoint: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
         return Attached(session=session, status=status, checkpoint=checkpoint)
 
@@ -411,7 +413,7 @@ class Router:
         """
         check_report(request.job, request.step, request.values)
         job = JobKey(tenant, request.job)
-        if await self._bus.kv_get(Bucket.VIEW, str(job)) is None:
+        if await self._bus.keys.get(Bucket.VIEW, str(job)) is None:
             raise CallerError(
                 f"there is no job {request.job}",
                 code=Code.NOT_FOUND,
@@ -437,11 +439,11 @@ class Router:
         operation's id."""
         deployment = DeploymentKey(tenant, request.job, request.deployment)
         key = parse_operation_key(f"{deployment}.{request.slot}")
-        done = await self._bus.get_stored(streams.DONE, streams.done_subject(key))
+        done = await self._bus.stored.get(streams.DONE, streams.done_subject(key))
         if done is not None:
             completion: Completion = decode(done.payload, Completion, content_type_of(done.headers))
             return ResultReply(stored_id=completion.id, completion=completion)
-        stored = await self._bus.get_stored(streams.ops_stream(tenant), streams.op_subject(key))
+        stored = await self._bus.stored.get(streams.ops_stream(tenant), streams.op_subject(key))
         if stored is None:
             return ResultReply()
         identity = validate.identify(stored.payload, content_type_of(stored.headers))

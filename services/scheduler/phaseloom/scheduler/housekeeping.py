@@ -19,7 +19,8 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.events import NodeLost, SessionLost, SessionOpened
 from phaseloom.common.contract.ids import JobKey, parse_operation_key
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, KeyChange
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.keys import KeyChange
 from phaseloom.common.transport.leases import node_lease_key, session_lease_key
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.scheduler.core.durability import seals
@@ -64,7 +65,7 @@ class Housekeeping:
         """Report controllers whose heartbeat ended, and those that came back."""
         await self.shell.caught_up.wait()
         leases: dict[str, tuple[int, int]] = {}
-        async with aclosing(self.bus.kv_watch(Bucket.LEASES, session_lease_key(_ANY))) as changes:
+        async with aclosing(self.bus.keys.watch(Bucket.LEASES, session_lease_key(_ANY))) as changes:
             async for change in changes:
                 await self._note_session(change, leases)
 
@@ -83,7 +84,7 @@ class Housekeeping:
 
     async def _has_lease(self, key: str) -> bool:
         stored = await until_done(
-            lambda: self.bus.kv_get(Bucket.LEASES, key), "read a lease", attempt_s=ATTEMPT_S
+            lambda: self.bus.keys.get(Bucket.LEASES, key), "read a lease", attempt_s=ATTEMPT_S
         )
         return stored is not None
 
@@ -116,12 +117,12 @@ class Housekeeping:
         await self.log.append(SessionLost(job.key, session), msg_id=msg_id)
 
     async def _sweep(self, before_s: float) -> None:
-        subjects = self.bus.stored_before(streams.DONE, f"{_DONE_PREFIX}>", before_s)
+        subjects = self.bus.stored.before(streams.DONE, f"{_DONE_PREFIX}>", before_s)
         num_deleted = 0
         async with aclosing(subjects) as old:
             async for subject in old:
                 if not self._is_needed(subject):
-                    await self.bus.delete_subject(streams.DONE, subject)
+                    await self.bus.stored.delete(streams.DONE, subject)
                     num_deleted += 1
         if num_deleted:
             log.info("deleted %d outcomes that nobody needs any more", num_deleted)

@@ -30,7 +30,8 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.process import config, lifecycle, slowdowns
-from phaseloom.common.transport.bus import Bus, log_went_back
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import log_went_back
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
 from phaseloom.common.transport.retry import ATTEMPT_S, RetryingLog, until_done
 from phaseloom.common.transport.services import serve_api
@@ -212,7 +213,7 @@ async def restored(bus: Bus, snapshots: Snapshots) -> Core:
     if stored is not None:
         core = Core.restore(stored.payload, led_since=stored.manifest.led_since)
     sequence = core.state.sequence
-    extent = await until_done(bus.log_extent, "the log's extent", attempt_s=ATTEMPT_S)
+    extent = await until_done(bus.log.extent, "the log's extent", attempt_s=ATTEMPT_S)
     extent.check_whole()
     if extent.first > sequence + 1:
         raise ResourceError(
@@ -257,7 +258,7 @@ async def _serve_api(bus: Bus, shell: Shell) -> None:
 
 def _outcomes(bus: Bus) -> OutcomeOf:
     async def outcome_of(key: OperationKey) -> Completion | None:
-        stored = await bus.get_stored(streams.DONE, streams.done_subject(key))
+        stored = await bus.stored.get(streams.DONE, streams.done_subject(key))
         if stored is None:
             return None
         completion: Completion = decode(stored.payload, Completion, content_type_of(stored.headers))

@@ -29,7 +29,7 @@ def models_on(bus: Bus) -> ModelOf:
     """Look models up in the bus's bucket."""
 
     async def model_of(name: str) -> RegisteredModel | None:
-        stored = await bus.kv_get(Bucket.MODELS, name)
+        stored = await bus.keys.get(Bucket.MODELS, name)
         if stored is None:
             return None
         model: RegisteredModel = decode(stored.payload, RegisteredModel)

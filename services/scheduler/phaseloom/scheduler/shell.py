@@ -26,7 +26,7 @@ from phaseloom.common.contract.errors import InternalError, ResourceError, to_ex
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import SchedulerConfig
 from phaseloom.common.observability import telemetry
-from phaseloom.common.transport.bus import LogEntry, log_has_a_hole
+from phaseloom.common.transport.decisionlog import LogEntry, log_has_a_hole
 from phaseloom.scheduler import observing
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
@@ -79,9 +79,9 @@ class WallClock:
 class DecisionLog(Protocol):
     async def append(self, event: events.Event, *, msg_id: str | None = None) -> int: ...
 
-    def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]: ...
+    def read_entries(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]: ...
 
-    async def log_end(self) -> int: ...
+    async def end(self) -> int: ...
 
 
 class Sink(Protocol):
@@ -183,11 +183,11 @@ class Shell:
     # --- the fold -------------------------------------------------------------------------------
 
     async def _fold(self) -> None:
-        backlog_end = await self._log.log_end()
+        backlog_end = await self._log.end()
         if backlog_end <= self.core.state.sequence:
             await self._caught_up()
         since_snapshot = 0
-        async for entry in self._log.read_log(self.core.state.sequence + 1):
+        async for entry in self._log.read_entries(self.core.state.sequence + 1):
             if entry.sequence != self.core.state.sequence + 1:
                 # Entries are only ever dropped below the snapshot before the newest.
                 raise log_has_a_hole(self.core.state.sequence + 1, entry.sequence - 1)

@@ -23,8 +23,9 @@ from phaseloom.common.contract.operations import Completion, checkpoints_of
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport import tickets
-from phaseloom.common.transport.bus import AlreadyStored, Bus
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.groupcommit import GroupCommit
+from phaseloom.common.transport.link import AlreadyStored
 from phaseloom.common.transport.retry import ATTEMPT_S, until_done
 from phaseloom.scheduler import permits
 from phaseloom.scheduler.core.state import outputs
@@ -76,11 +77,11 @@ class BusSink:
                 for key in keys:
                     self._delete(streams.ops_stream(key.tenant), streams.op_subject(key))
             case outputs.PutView(job, status):
-                await self._bus.kv_put(Bucket.VIEW, str(job), encode(status))
+                await self._bus.keys.put(Bucket.VIEW, str(job), encode(status))
             case outputs.DropCheckpoint(job):
                 # At once: whoever takes the name again must not find the checkpoint.
                 subject = f"$KV.{Bucket.CHECKPOINTS}.{job}"
-                await self._bus.delete_subject(f"KV_{Bucket.CHECKPOINTS}", subject)
+                await self._bus.stored.delete(f"KV_{Bucket.CHECKPOINTS}", subject)
             case outputs.ForgetJob(job, deployments):
                 self._forget(job, deployments)
             case outputs.Tell(what, reason, subject):
@@ -152,7 +153,7 @@ class BusSink:
         before = await self._snapshots.save(sequence, snapshot, is_last=is_last)
         if before:
             await until_done(
-                lambda: self._bus.truncate_log(before), "truncate the log", attempt_s=ATTEMPT_S
+                lambda: self._bus.log.truncate(before), "truncate the log", attempt_s=ATTEMPT_S
             )
 
     async def _write(self, key: OperationKey, completion: Completion, content_type: str) -> None:
@@ -165,7 +166,7 @@ class BusSink:
     async def _tell_stored(self, key: OperationKey, kind: str, ours: Completion) -> None:
         """Append to the log the outcome that is stored, be it ours or the workers'."""
         subject = streams.done_subject(key)
-        stored = (await self._bus.get_all_stored(streams.DONE, [subject], are_there=True)).get(
+        stored = (await self._bus.stored.get_all(streams.DONE, [subject], are_there=True)).get(
             subject
         )
         done = ours
@@ -182,7 +183,7 @@ class BusSink:
             error=done.error,
             checkpoints=checkpoints_of(done),
         )
-        await self._bus.append(event, msg_id=f"settled:{key}")
+        await self._bus.log.append(event, msg_id=f"settled:{key}")
 
     def _forget(self, job: JobKey, deployments: list[str]) -> None:
         self._delete(streams.DONE, f"{streams.PREFIX}.done.{job}.>")
@@ -198,7 +199,7 @@ class BusSink:
     async def _delete_now(self, stream: str, subject: str) -> None:
         with contextlib.suppress(NotFoundError):  # no such tenant: nothing to delete
             await until_done(
-                lambda: self._bus.delete_subject(stream, subject), "delete", attempt_s=ATTEMPT_S
+                lambda: self._bus.stored.delete(stream, subject), "delete", attempt_s=ATTEMPT_S
             )
 
     def _delete(self, stream: str, subject: str) -> None:

@@ -17,9 +17,11 @@ from phaseloom.common.contract import streams
 from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, Conflict, Stored
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.leases import LeaseLost
 from phaseloom.common.transport.retry import until_done
+from phaseloom.common.transport.stored import Stored
 
 MANIFEST_KEY = "core"
 CHUNK_BYTES = streams.MAX_PAYLOAD_BYTES // 2
@@ -100,7 +102,7 @@ class Snapshots:
             for start in range(0, len(packed), self._chunk_bytes)
         ]
         for index, part in enumerate(parts):
-            put = partial(self._bus.kv_put, Bucket.SNAPSHOTS, _chunk_key(sequence, index), part)
+            put = partial(self._bus.keys.put, Bucket.SNAPSHOTS, _chunk_key(sequence, index), part)
             await until_done(put, "store a chunk", attempt_s=_ATTEMPT_S)
         before = self._manifest
         checksum, led_since = zlib.crc32(packed), 0 if is_last else None
@@ -113,21 +115,21 @@ class Snapshots:
         return before.sequence
 
     async def _read(self, key: str) -> Stored | None:
-        read = partial(self._bus.kv_get_raw, Bucket.SNAPSHOTS, key)
+        read = partial(self._bus.keys.get_raw, Bucket.SNAPSHOTS, key)
         return await until_done(read, "read the snapshot", attempt_s=_ATTEMPT_S)
 
     async def _drop(self, manifest: Manifest) -> None:
         keys = f"$KV.{Bucket.SNAPSHOTS}.{_chunk_key(manifest.sequence)}"
-        await self._bus.delete_subject(f"KV_{Bucket.SNAPSHOTS}", keys)
+        await self._bus.stored.delete(f"KV_{Bucket.SNAPSHOTS}", keys)
 
     async def _swap(self, manifest: Manifest) -> None:
         payload = encode(manifest)
         try:
-            self._revision = await self._bus.kv_swap(
+            self._revision = await self._bus.keys.swap(
                 Bucket.SNAPSHOTS, MANIFEST_KEY, payload, self._revision
             )
         except Conflict:
-            stored = await self._bus.kv_get_raw(Bucket.SNAPSHOTS, MANIFEST_KEY)
+            stored = await self._bus.keys.get_raw(Bucket.SNAPSHOTS, MANIFEST_KEY)
             if stored is None or stored.payload != payload:
                 raise LeaseLost(
                     "another scheduler has stored a snapshot: this one does not lead any more",

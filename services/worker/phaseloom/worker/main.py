@@ -141,7 +141,8 @@ async def _announce(
         price_per_hour=settings.price,
         backends={name: CAPABILITIES[name] for name in backends},
     )
-    await until_done(lambda: bus.append(up, msg_id=f"node-up:{settings.node}:{revision}"), "append")
+    msg_id = f"node-up:{settings.node}:{revision}"
+    await until_done(lambda: bus.log.append(up, msg_id=msg_id), "append")
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.transport.framing import MAX_FRAME_BYTES
-from phaseloom.worker.rank.devicequeue import MAX_SHARED_BYTES, Clocks
+from phaseloom.worker.rank.calls import Clocks
+from phaseloom.worker.rank.devicequeue import MAX_SHARED_BYTES
 from phaseloom.worker.rank.executor import Refused
 from tests.support.device import call, device, sample
 

@@ -5,7 +5,7 @@ holder at most. Its revision (the stream sequence at which it was taken) only gr
 holders from one another. A holder that cannot renew its lease knows so before anyone else can take
 it: the holder counts from before its last renewal was sent, the server from when it was stored.
 
-KV's own `update` sets no time to live, hence `Bus.kv_swap`. An expired key leaves a marker, which
+KV's own `update` sets no time to live, hence `Bus.keys.swap`. An expired key leaves a marker, which
 reads as free and whose sequence the next holder must name. An attempt whose answer was lost may
 have been stored: a holder recognises its own by a nonce.
 """
@@ -26,7 +26,8 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from phaseloom.common.contract.errors import Code, ResourceError, session_over, to_exception
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.keys import Conflict
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def node_lease_key(node: str) -> str:
 async def nodes_up(bus: Bus) -> list[str]:
     """The names of the nodes that are up, sorted: those whose agents hold a lease."""
     prefix = node_lease_key("")
-    keys = await bus.kv_keys(Bucket.LEASES)
+    keys = await bus.keys.names(Bucket.LEASES)
     return sorted(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
 
 
@@ -83,13 +84,13 @@ async def renew_session(bus: Bus, job: JobKey, session: int, ttl_s: float) -> No
     """
     key = session_lease_key(job)
     while True:
-        current = await bus.kv_get_raw(Bucket.LEASES, key)
+        current = await bus.keys.get_raw(Bucket.LEASES, key)
         alive = 0 if current is None or current.is_gone else int(current.payload)
         if alive > session:
             raise to_exception(session_over(session, alive))
         expected = current.sequence if current else 0
         try:
-            await bus.kv_swap(
+            await bus.keys.swap(
                 Bucket.LEASES, key, str(session).encode(), expected, _whole_seconds(ttl_s)
             )
         except Conflict:
@@ -117,7 +118,7 @@ class _Claim:
 
     async def try_take(self) -> int | None:
         """Try once to take the lease; returns its revision, or None while another holds it."""
-        current = await self.bus.kv_get_raw(Bucket.LEASES, self.key)
+        current = await self.bus.keys.get_raw(Bucket.LEASES, self.key)
         if current is not None and not current.is_gone and not self.is_own(current.headers):
             return None
         try:
@@ -131,7 +132,7 @@ class _Claim:
         headers = {_HOLDER_HEADER: self.nonce}
         if revision is not None:
             headers[REVISION_HEADER] = str(revision)
-        return await self.bus.kv_swap(
+        return await self.bus.keys.swap(
             Bucket.LEASES, self.key, self.value, expected, self.ttl_s, headers=headers
         )
 
@@ -194,7 +195,7 @@ class Lease:
     async def release(self) -> None:
         """Give the lease up at once; harmless when it is already another's."""
         try:
-            await self._claim.bus.kv_delete(Bucket.LEASES, self.key, self._last)
+            await self._claim.bus.keys.delete(Bucket.LEASES, self.key, self._last)
         except Conflict:
             log.info("lease %s was already another's when it was released", self.key)
 
@@ -219,7 +220,7 @@ class Lease:
 
         Raises: LeaseLost: the conflict is with another holder, or the lease has expired.
         """
-        current = await self._claim.bus.kv_get_raw(Bucket.LEASES, self.key)
+        current = await self._claim.bus.keys.get_raw(Bucket.LEASES, self.key)
         if current is None or current.is_gone or not self._claim.is_own(current.headers):
             raise self._lost("another holder took it, or it expired")
         self._last = current.sequence
@@ -233,10 +234,10 @@ async def end_of_dead(bus: Bus, key: str) -> None:
 
     Raises: nats errors: it is not stored.
     """
-    current = await bus.kv_get(Bucket.LEASES, key)
+    current = await bus.keys.get(Bucket.LEASES, key)
     if current is not None:
         with suppress(Conflict):
-            await bus.kv_delete(Bucket.LEASES, key, current.sequence)
+            await bus.keys.delete(Bucket.LEASES, key, current.sequence)
 
 
 async def _until_free(bus: Bus, key: str) -> None:
@@ -244,7 +245,7 @@ async def _until_free(bus: Bus, key: str) -> None:
     with suppress(TimeoutError):
         async with (
             asyncio.timeout(_LOOK_AGAIN_S),
-            aclosing(bus.kv_watch(Bucket.LEASES, key)) as changes,
+            aclosing(bus.keys.watch(Bucket.LEASES, key)) as changes,
         ):
             async for change in changes:
                 if change.stored is None:

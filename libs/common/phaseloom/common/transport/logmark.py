@@ -13,7 +13,8 @@ import logging
 from pathlib import Path
 
 from phaseloom.common.process.files import replace_file
-from phaseloom.common.transport.bus import Bus, log_went_back
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import log_went_back
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +52,14 @@ class LogMark:
 
         Raises: ResourceError: DATA_LOSS: the log ends before the mark.
         """
-        end = await self._bus.log_end()
+        end = await self._bus.log.end()
         if end < self._kept:
             raise log_went_back(self._kept, end)
 
     async def keep(self) -> None:
         """Write the mark whenever it has changed, until cancelled."""
         while True:
-            newest = max(self._seen, self._bus.log_mark)
+            newest = max(self._seen, self._bus.log.mark)
             if newest > self._kept:
                 try:
                     await asyncio.to_thread(self._write, newest)

@@ -19,7 +19,8 @@ from nats.js.errors import APIError
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import Event
 from phaseloom.common.contract.streams import SCHED
-from phaseloom.common.transport.bus import Bus, LogEntry
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.decisionlog import LogEntry
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class RetryingLog:
 
     async def append(self, event: Event, *, msg_id: str | None = None) -> int:
         return await until_done(
-            lambda: self._bus.append(event, msg_id=msg_id),
+            lambda: self._bus.log.append(event, msg_id=msg_id),
             "append",
             attempt_s=ATTEMPT_S,
             tell_full=self._tell_full,
@@ -113,12 +114,12 @@ class RetryingLog:
     async def _tell_full(self, reason: str) -> None:
         await self._bus.notice(self._source, "waiting for room", reason, SCHED)
 
-    def read_log(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
+    def read_entries(self, start_sequence: int = 1) -> AsyncIterator[LogEntry]:
         """Every entry of the log from `start_sequence` on, for ever, as it is stored.
 
         An entry comes whole, and not as its events one by one.
         """
-        return self._bus.read_entries(start_sequence)
+        return self._bus.log.read_entries(start_sequence)
 
-    async def log_end(self) -> int:
-        return await until_done(self._bus.log_end, "the log's end", attempt_s=ATTEMPT_S)
+    async def end(self) -> int:
+        return await until_done(self._bus.log.end, "the log's end", attempt_s=ATTEMPT_S)

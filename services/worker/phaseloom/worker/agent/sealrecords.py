@@ -15,7 +15,8 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.events import SealCommitted, SealRecord
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.streams import Bucket
-from phaseloom.common.transport.bus import Bus, Conflict
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.retry import until_done
 
 
@@ -46,7 +47,7 @@ class SealRecords:
             else:
                 raise ResourceError(f"another seal of {key} was committed", code=Code.ABORTED)
             value = encode(following)
-            swap = partial(self._bus.kv_swap, Bucket.SEALS, str(key), value, revision)
+            swap = partial(self._bus.keys.swap, Bucket.SEALS, str(key), value, revision)
             try:
                 await until_done(swap, "write a seal's record")
                 return
@@ -57,7 +58,7 @@ class SealRecords:
     async def read(self, key: DeploymentKey) -> tuple[SealRecord, int]:
         """The record of a deployment and its revision; without a record, one whose seq is 0."""
         stored = await until_done(
-            lambda: self._bus.kv_get(Bucket.SEALS, str(key)), "read a seal's record"
+            lambda: self._bus.keys.get(Bucket.SEALS, str(key)), "read a seal's record"
         )
         if stored is None:
             return SealRecord(0), 0

@@ -206,7 +206,7 @@ class Agent:
         )
 
     async def _append(self, event: Event, msg_id: str) -> None:
-        await until_done(lambda: self._bus.append(event, msg_id=msg_id), "append")
+        await until_done(lambda: self._bus.log.append(event, msg_id=msg_id), "append")
 
     # --- commands -------------------------------------------------------------------------------
 

@@ -13,40 +13,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from phaseloom.common.contract.codec import MSGPACK, encode
-from phaseloom.common.contract.commands import Permit
 from phaseloom.common.contract.errors import PhaseloomError
 from phaseloom.common.contract.events import StepRun, TailGathered
 from phaseloom.common.contract.ids import OperationKey
-from phaseloom.common.contract.kinds import KINDS, Kind
+from phaseloom.common.contract.kinds import KINDS
 from phaseloom.common.contract.operations import (
     DrawnTokens,
     Generate,
     GenerateResult,
-    Operation,
     Result,
 )
 from phaseloom.common.contract.specs import Batching
 from phaseloom.common.contract.state_rank import Failed
-from phaseloom.common.observability.substages import StepRecord, of_replicas
 from phaseloom.common.tensors.layouts import coordinates, speakers
-from phaseloom.worker.backends.base import AdapterVersion, Version
 from phaseloom.worker.core.permits import Cancelled
+from phaseloom.worker.rank.calls import Call, Clocks, requests_of, share_of, share_of_rest
 from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.tails import Reached, Rest, Tail, rest_of
+from phaseloom.worker.rank.watches import CallsWatch, LeaderWatch, ShareWatch
 from phaseloom.worker.rank.wire import (
     Generated,
     PartWritten,
-    Payload,
     RunShare,
     ShareResult,
     StopShare,
@@ -56,125 +49,10 @@ from phaseloom.worker.rank.wire import (
 MAX_SHARED_BYTES = 8 * 1024 * 1024
 """The most bytes of payloads that go into one call."""
 
-STREAM_S = 0.05
-"""Seconds between two messages with an operation's new tokens."""
-
-TellDrawn = Callable[[OperationKey, list[DrawnTokens]], None]
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One operation on its way through the devices."""
-
-    permit: Permit
-    operation: Operation
-    payload: Payload
-    traceparent: str
-    version: Version | None = None
-    """The weights that it names; None: the deployment's own."""
-    ended: asyncio.Future[Result | None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    started_unix_s: float = field(default_factory=time.time)
-    duration_s: float = 0.0
-    own_s: float = 0.0
-    """The part of `duration_s` that counts as this operation's."""
-    has_shared: bool = False
-    """Whether other operations ran at the same time."""
-    has_begun: bool = False
-    _began_s: float = 0.0
-    num_done: int = 0
-    num_total: int = 0
-    """The most new tokens of a running `generate`; on several ranks those of the leader's share."""
-    _runs: dict[int, list[StepRun]] = field(default_factory=dict)
-    """The steps of a `generate` by replica."""
-
-    @property
-    def kind(self) -> Kind[Any, Any]:
-        return KINDS[self.permit.kind]
-
-    @property
-    def is_reading(self) -> bool:
-        return not self.kind.is_mutating
-
-    @property
-    def share(self) -> float:
-        """The part of the operation's duration that counts as its own, 0 to 1."""
-        return self.own_s / self.duration_s if self.has_shared and self.duration_s else 1.0
-
-    @property
-    def num_rows(self) -> int:
-        """The number of sequences that the operation works on."""
-        args = self.operation.args
-        return max(1, len(args.prompts) * args.num_samples) if isinstance(args, Generate) else 1
-
-    @property
-    def key(self) -> OperationKey:
-        return self.permit.operation
-
-    @property
-    def steps(self) -> list[StepRun]:
-        """As in `OperationFinished`."""
-        return of_replicas([runs for _, runs in sorted(self._runs.items())])
-
-    def note_steps(self, replica: int, runs: list[StepRun]) -> None:
-        """Note the steps of a replica, behind those that it took before."""
-        self._runs.setdefault(replica, []).extend(runs)
-
-    def begin(self, now_s: float) -> None:
-        self.has_begun = True
-        self.started_unix_s, self._began_s = time.time(), now_s
-
-    def end(self, outcome: Result | Exception | None) -> None:
-        """End the call, in the event loop: with a result, the error that it failed with, or None
-        for a cancel."""
-        if self.ended.done():
-            return  # nobody waits any more
-        if isinstance(outcome, Exception):
-            self.ended.set_exception(outcome)
-        else:
-            self.ended.set_result(outcome)
-
-    def stop_clock(self, now_s: float) -> None:
-        self.duration_s = now_s - self._began_s
-
-
-class Clocks:
-    """The clocks of the calls that run.
-
-    Where several run at once, the time is divided at each moment in proportion to their sequences,
-    so that the parts add up to the time.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Args: now: gives seconds, on a clock that only goes forward."""
-        self._now = now
-        self._running: dict[Call, int] = {}
-        """Each call that runs → the number of its sequences."""
-        self._since_s = 0.0
-
-    def begin(self, call: Call) -> None:
-        self._deal_out(now_s := self._now())
-        self._running[call] = call.num_rows
-        call.begin(now_s)
-
-    def stop(self, call: Call) -> None:
-        """Stop a call's clock. Nothing happens where it was stopped before."""
-        if call in self._running:
-            self._deal_out(now_s := self._now())
-            del self._running[call]
-            call.stop_clock(now_s)
-
-    def _deal_out(self, now_s: float) -> None:
-        """Divide the time since a call has last begun or ended."""
-        elapsed_s, self._since_s = now_s - self._since_s, now_s
-        num_rows = sum(self._running.values())
-        for call, rows in self._running.items():
-            call.own_s += elapsed_s * rows / num_rows
-            call.has_shared |= len(self._running) > 1
-
 
 class DeviceQueue:
+    """The operations that wait for a WPG's devices, and those that run there."""
+
     def __init__(self, executor: Executor, ranks: Ranks, batching: Batching) -> None:
         self._executor = executor
         self._ranks = ranks
@@ -335,7 +213,7 @@ class DeviceQueue:
         """
         if self._ranks.is_alone or not self._executor.call_wide(calls[0].version):
             return
-        share = replace(_share(calls[:1]), prepares=True)
+        share = replace(share_of(calls[:1]), prepares=True)
         _, others = await self._ranks.together(asyncio.sleep(0), share)
         _check_had(result for results in others for result in results)
 
@@ -345,7 +223,7 @@ class DeviceQueue:
             return await self._ranks.here(lambda: self._executor.run(args, call.version))
         await self._ranks.here(lambda: self._executor.check(args))
         own, others = await self._ranks.everywhere(
-            lambda: self._executor.compute(args, call.version), _share([call])
+            lambda: self._executor.compute(args, call.version), share_of([call])
         )
         known = [result for (result,) in others]
         _check_had(known)
@@ -382,12 +260,12 @@ class DeviceQueue:
         def joined() -> list[Call]:
             return begin(joining.popleft() for _ in range(len(joining)))
 
-        watch = _CallsWatch(self._cancelled, joined, end, self.tell_drawn)
+        watch = CallsWatch(self._cancelled, joined, end, self.tell_drawn)
 
         def run() -> None:
             if watch.calls:
                 with self._executor.reading(watch.calls[0].version):
-                    self._executor.backend.generate(_requests(watch.calls), watch)
+                    self._executor.backend.generate(requests_of(watch.calls), watch)
 
         def begin_and_run() -> None:
             watch.take(begin(calls))
@@ -401,7 +279,7 @@ class DeviceQueue:
                 # The others are given only what the leader has found to be right.
                 watch.take(await self._ranks.here(lambda: begin(calls)))
                 if watch.calls:
-                    await self._ranks.everywhere(run, _share(watch.calls))
+                    await self._ranks.everywhere(run, share_of(watch.calls))
         except Exception as error:
             for call in watch.calls:
                 end(call, error)
@@ -419,7 +297,7 @@ class DeviceQueue:
         good = [call for call in calls if refused[call] is None]
         if not good:
             return [refused[call] for call in calls]
-        watch = _LeaderWatch(self._cancelled, good, self.tell_drawn)
+        watch = LeaderWatch(self._cancelled, good, self.tell_drawn)
         if good[0].permit.tail_on and not self._executor.call_wide(good[0].version):
             merged = await self._generate_and_gather(good, watch)
         else:
@@ -428,15 +306,15 @@ class DeviceQueue:
         return [refused[call] or results[call] for call in calls]
 
     async def _on_all(
-        self, calls: list[Call], watch: _LeaderWatch, tail_share: float = 0.0
+        self, calls: list[Call], watch: LeaderWatch, tail_share: float = 0.0
     ) -> list[Result | Exception | None]:
         """Run `generate` operations on all ranks that their permit names.
 
         Args: tail_share: as in `RunShare`.
         """
         replicas = tuple(calls[0].permit.ranks)
-        share = _share(calls, replicas=replicas, tail_share=tail_share)
-        shares = await self._shares(calls, _requests(calls), share, watch)
+        share = share_of(calls, replicas=replicas, tail_share=tail_share)
+        shares = await self._shares(calls, requests_of(calls), share, watch)
 
         def merged(call: Call, results: list[ShareResult]) -> Result | Exception | None:
             try:
@@ -501,7 +379,7 @@ class DeviceQueue:
             call.note_steps(coordinates(rank, layout).dp, runs)
 
     async def _generate_and_gather(
-        self, calls: list[Call], watch: _LeaderWatch
+        self, calls: list[Call], watch: LeaderWatch
     ) -> list[Result | Exception | None]:
         """Run `generate` operations on all ranks until only their tail is left, and the tail on
         fewer ranks: see `tails`."""
@@ -521,7 +399,7 @@ class DeviceQueue:
         for i, (call, result) in enumerate(zip(calls, results, strict=True)):
             is_wanted = reached.is_stopping and call.key not in self._cancelled
             if is_wanted and isinstance(result, GenerateResult):
-                rest = rest_of(_requests([call])[0], result)
+                rest = rest_of(requests_of([call])[0], result)
                 if rest is not None:
                     rests[i] = rest
         if rests:
@@ -530,7 +408,7 @@ class DeviceQueue:
                 results[i] = result
         return results
 
-    async def _stop_at_tail(self, reached: Reached, watch: _LeaderWatch) -> None:
+    async def _stop_at_tail(self, reached: Reached, watch: LeaderWatch) -> None:
         """Stop all ranks once each has only its tail left, unless others wait for the devices."""
         await reached.by_all()
         if self._waiting:
@@ -554,7 +432,7 @@ class DeviceQueue:
         watch.versions = [call.version for call in calls]
         self._rests = {call.key: rest for call, rest in zip(calls, rests, strict=True)}
         try:
-            share = _share_of_rest(calls, requests, replicas)
+            share = share_of_rest(calls, requests, replicas)
             shares = await self._shares(calls, requests, share, watch)
         finally:
             self._rests = {}
@@ -606,194 +484,9 @@ def _merged(parts: Sequence[GenerateResult]) -> GenerateResult:
     return whole
 
 
-def _share(
-    calls: list[Call], *, replicas: tuple[int, ...] = (), tail_share: float = 0.0
-) -> RunShare:
-    first = calls[0]
-    return RunShare(
-        [call.payload for call in calls],
-        first.permit,
-        first.traceparent,
-        replicas=replicas,
-        tail_share=tail_share,
-        naming=_naming(calls),
-        weights=_weights(calls),
-    )
-
-
-def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
-    """The permits of those operations that name versions, in their places; empty: none does."""
-    permits = tuple(None if call.permit.ticket is None else call.permit for call in calls)
-    return permits if any(permits) else ()
-
-
-def _weights(calls: list[Call]) -> tuple[str, ...]:
-    """The names of the weights that this rank has read for operations, in their places; empty: none
-    names any."""
-    names = tuple("" if call.version is None else call.version.name for call in calls)
-    return names if any(names) else ()
-
-
 def _check_had(results: Iterable[ShareResult]) -> None:
     """Check that all ranks could read the weights that the operation names. Raises: NotNow,
     Refused: one could not."""
     for result in results:
         if isinstance(result, Failed):
             raise not_had(result.error)
-
-
-def _share_of_rest(
-    calls: list[Call], requests: list[Generate], replicas: tuple[int, ...]
-) -> RunShare:
-    """The share of the rest of operations, in the form of operations of their own."""
-    payloads = [
-        Payload(call.key, encode(replace(call.operation, args=rest)), MSGPACK)
-        for call, rest in zip(calls, requests, strict=True)
-    ]
-    first = calls[0]
-    return RunShare(
-        payloads,
-        first.permit,
-        first.traceparent,
-        replicas=replicas,
-        naming=_naming(calls),
-        weights=_weights(calls),
-    )
-
-
-def _requests(calls: Sequence[Call]) -> list[Generate]:
-    return [call.operation.args for call in calls if isinstance(call.operation.args, Generate)]
-
-
-def _adapter(version: Version | None) -> AdapterVersion | None:
-    return version if isinstance(version, AdapterVersion) else None
-
-
-class ShareWatch:
-    """`Watch` of a rank's share of operations that run on several ranks; nothing joins them."""
-
-    def __init__(
-        self, cancelled: Cancelled, operations: list[OperationKey], tell_drawn: TellDrawn
-    ) -> None:
-        """Args: tell_drawn: called in the device thread with an operation's new tokens."""
-        self.results: list[GenerateResult | None] = [None] * len(operations)
-        self.records = [StepRecord() for _ in operations]
-        """The steps of each request."""
-        self._live = {*range(len(operations))}
-        """The places of the requests that have not ended."""
-        self.first_prompts: list[int] = []
-        """The place in its operation of the first prompt of each request; empty: 0."""
-        self.versions: list[Version | None] = []
-        """The weights that each request names; empty: none names any."""
-        self.tail: Tail | None = None
-        """Reports when only the tail of this share is left; None: nobody wants to know."""
-        self._cancelled = cancelled
-        self._operations = operations
-        self._is_stopped = False
-        self._tell_drawn = tell_drawn
-        self._due_s: dict[int, float] = {}
-        """When the new tokens of a request are reported next, on the monotonic clock."""
-
-    @property
-    def first(self) -> OperationKey:
-        return self._operations[0]
-
-    def stop(self) -> None:
-        """End all requests with the tokens that they have. May be called from any thread."""
-        self._is_stopped = True
-
-    def joined(self) -> Sequence[Generate]:
-        return ()
-
-    @property
-    def call_wide(self) -> Version | None:
-        """The weights that the first request names; all name the same where the backend reads with
-        one version at a time."""
-        return self.versions[0] if self.versions else None
-
-    def adapter(self, i: int) -> AdapterVersion | None:
-        return _adapter(self.versions[i] if self.versions else None)
-
-    def is_cancelled(self, i: int) -> bool:
-        key = self._operations[i]
-        return key in self._cancelled and not self._cancelled.keeps_partial(key)
-
-    def is_stopped(self, i: int) -> bool:
-        return self._is_stopped or self._cancelled.keeps_partial(self._operations[i])
-
-    def progress(self, i: int, num_done: int, num_total: int) -> None:
-        """Do nothing: the leader reports the progress of its own share."""
-
-    def stepped(self, tokens: int) -> None:
-        for i in self._live:
-            self.records[i].stepped(tokens)
-
-    def wants_tokens(self, i: int) -> bool:
-        now_s = time.monotonic()
-        if now_s < self._due_s.get(i, 0.0):
-            return False
-        self._due_s[i] = now_s + STREAM_S
-        return True
-
-    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
-        first = self.first_prompts[i] if self.first_prompts else 0
-        placed = [replace(each, prompt=first + each.prompt) for each in tokens]
-        self._tell_drawn(self._operations[i], placed)
-
-    def still_open(self, i: int, num_samples: int) -> None:
-        if self.tail is not None:
-            self.tail.still_open(i, num_samples)
-
-    def ended(self, i: int, result: GenerateResult | None) -> None:
-        self._live.discard(i)
-        self.results[i] = result
-        self.still_open(i, 0)
-
-
-class _LeaderWatch(ShareWatch):
-    def __init__(self, cancelled: Cancelled, calls: list[Call], tell_drawn: TellDrawn) -> None:
-        super().__init__(cancelled, [call.key for call in calls], tell_drawn)
-        self.calls = calls
-
-    @property
-    def call_wide(self) -> Version | None:
-        return self.calls[0].version
-
-    def adapter(self, i: int) -> AdapterVersion | None:
-        return _adapter(self.calls[i].version)
-
-    def progress(self, i: int, num_done: int, num_total: int) -> None:
-        self.calls[i].num_done, self.calls[i].num_total = num_done, num_total
-
-
-class _CallsWatch(_LeaderWatch):
-    """`Watch` of whole operations on one replica: others join them, each ends when it is done."""
-
-    def __init__(
-        self,
-        cancelled: Cancelled,
-        joined: Callable[[], list[Call]],
-        end: Callable[[Call, Result | None], None],
-        tell_drawn: TellDrawn,
-    ) -> None:
-        super().__init__(cancelled, [], tell_drawn)
-        self._joined = joined
-        self._end = end
-
-    def take(self, calls: Iterable[Call]) -> None:
-        """Watch these too."""
-        for call in calls:
-            self._live.add(len(self.calls))
-            self.calls.append(call)
-            self.records.append(StepRecord())
-            self._operations.append(call.key)
-
-    def joined(self) -> Sequence[Generate]:
-        new = self._joined()
-        self.take(new)
-        return _requests(new)
-
-    def ended(self, i: int, result: GenerateResult | None) -> None:
-        self._live.discard(i)
-        self.calls[i].note_steps(0, self.records[i].runs)
-        self._end(self.calls[i], result)

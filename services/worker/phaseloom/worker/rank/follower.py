@@ -29,11 +29,11 @@ from phaseloom.common.observability.substages import StepRecord
 from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.backends.base import Version
 from phaseloom.worker.core.permits import Cancelled
-from phaseloom.worker.rank.devicequeue import ShareWatch
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.group import Ranks
 from phaseloom.worker.rank.namedweights import WeightsReader
 from phaseloom.worker.rank.tails import Tail
+from phaseloom.worker.rank.watches import ShareWatch
 from phaseloom.worker.rank.weightsync import FetchedVersion, RankWeights, or_failed
 from phaseloom.worker.rank.wire import (
     CancelRun,

@@ -55,10 +55,12 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.contract.streaming import as_lists, messages
 from phaseloom.common.observability import telemetry
-from phaseloom.common.transport.bus import Bus, Stored
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
+from phaseloom.common.transport.stored import Stored
 from phaseloom.worker.backends.base import Version
-from phaseloom.worker.rank.devicequeue import Call, DeviceQueue
+from phaseloom.worker.rank.calls import Call
+from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor, NotNow, Refused, not_had
 from phaseloom.worker.rank.group import Broken, GroupLost, Ranks
 from phaseloom.worker.rank.namedweights import WeightsReader
@@ -275,7 +277,7 @@ class Leader:
         while True:
             event = await self.queue.gathered.get()
             msg_id = f"gathered:{event.operations[0]}:{event.incarnation}:{event.epoch}"
-            await until_done(partial(self.bus.append, event, msg_id=msg_id), "append")
+            await until_done(partial(self.bus.log.append, event, msg_id=msg_id), "append")
 
     async def tell_drawn(self) -> None:
         """Publish the new tokens of operations that stream, until cancelled."""
@@ -403,7 +405,7 @@ class Leader:
         msg_id = f"snapshot:{permit.operation}:{permit.incarnation}:{permit.id}"
         # First, so that the next permit finds the lock free.
         await self._note_free(permit.operation, batch)
-        await until_done(lambda: self.bus.append(taken, msg_id=msg_id), "append")
+        await until_done(lambda: self.bus.log.append(taken, msg_id=msg_id), "append")
 
     async def _note_free(self, operation: OperationKey, batch: _PermitBatch) -> None:
         """Note that an operation needs no devices any more; the agent is told after the batch's

@@ -35,9 +35,11 @@ from phaseloom.common.contract.kinds import MUTATING_KINDS, as_lists
 from phaseloom.common.contract.operations import Completion, Outcome, SaveState, checkpoints_of
 from phaseloom.common.observability import telemetry
 from phaseloom.common.observability.substages import cut_runs
-from phaseloom.common.transport.bus import AlreadyStored, Bus, Stored
+from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.groupcommit import GroupCommit
+from phaseloom.common.transport.link import AlreadyStored
 from phaseloom.common.transport.retry import until_done
+from phaseloom.common.transport.stored import Stored
 from phaseloom.worker.rank.group import Broken
 from phaseloom.worker.rank.wire import RankConfig
 
@@ -97,7 +99,7 @@ class Outcomes:
         log.warning("permit of %s returned: %s", permit.operation, error.message)
         returned = PermitReturned(permit.operation, permit.epoch, permit.incarnation, error)
         msg_id = f"returned:{permit.operation}:{permit.id}"
-        await until_done(lambda: self.bus.append(returned, msg_id=msg_id), "append")
+        await until_done(lambda: self.bus.log.append(returned, msg_id=msg_id), "append")
 
     async def tell(
         self,
@@ -216,7 +218,7 @@ class Outcomes:
         if len(ended) > 1:
             event = OperationsFinished([one.event for one in ended])
             msg_id = f"{msg_id}+{len(ended)}"
-        await until_done(lambda: self.bus.append(event, msg_id=msg_id), "append")
+        await until_done(lambda: self.bus.log.append(event, msg_id=msg_id), "append")
 
     async def notice(self, what: str, why: str, operation: OperationKey) -> None:
         """Publish a notice for people; no service decides by it."""
@@ -244,9 +246,9 @@ async def get_all(
 ) -> list[Stored | None]:
     """The messages stored under these subjects, in their order; None where a subject has none.
 
-    Args: are_there: as of `Bus.get_all_stored`.
+    Args: are_there: as of `Bus.stored.get_all`.
     """
-    read = partial(bus.get_all_stored, stream, subjects, are_there=are_there)
+    read = partial(bus.stored.get_all, stream, subjects, are_there=are_there)
     stored = await until_done(read, f"read {stream}")
     return [stored.get(subject) for subject in subjects]
 

@@ -41,7 +41,7 @@ from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.tensors.modelfiles import is_companion
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.retry import until_done
-from phaseloom.worker.rank.devicequeue import Call
+from phaseloom.worker.rank.calls import Call
 from phaseloom.worker.rank.executor import Executor, Refused, not_had
 from phaseloom.worker.rank.group import GroupLost, Ranks
 from phaseloom.worker.rank.outcomes import Outcomes
@@ -299,7 +299,7 @@ class StateOperations:
         if before is not None and before != checkpoint:
             self._fallback = before.checkpoints.get(key.deployment, "")
         await until_done(
-            lambda: self.bus.kv_put(Bucket.CHECKPOINTS, kv_key, value), "store the checkpoint"
+            lambda: self.bus.keys.put(Bucket.CHECKPOINTS, kv_key, value), "store the checkpoint"
         )
         return checkpoints
 

@@ -13,14 +13,14 @@ from phaseloom.common.transport.retry import until_done
 
 async def has_ended(bus: Bus, job: JobKey) -> bool:
     """Whether a job has ended, or is not known: then it falls back to nothing."""
-    stored = await until_done(lambda: bus.kv_get(Bucket.VIEW, str(job)), "read the job's status")
+    stored = await until_done(lambda: bus.keys.get(Bucket.VIEW, str(job)), "read the job's status")
     return stored is None or decode(stored.payload, JobStatus).has_ended
 
 
 async def last_checkpoint(bus: Bus, job: JobKey) -> Checkpoint | None:
     """A job's last checkpoint; None: it has none, or has ended."""
     stored = await until_done(
-        lambda: bus.kv_get(Bucket.CHECKPOINTS, str(job)), "read the checkpoint"
+        lambda: bus.keys.get(Bucket.CHECKPOINTS, str(job)), "read the checkpoint"
     )
     last: Checkpoint | None = decode(stored.payload, Checkpoint) if stored else None
     return last

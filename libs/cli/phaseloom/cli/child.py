@@ -1,0 +1,131 @@
+"""A child process that is kept running: it is started again, after growing pauses, when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phaseloom.cli.processes import ChildSpec
+from phaseloom.common.process import config as configuration
+from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
+
+log = logging.getLogger(__name__)
+
+STABLE_AFTER_S = 10.0
+"""A process that has run for so long before it ends has not failed again: its pauses begin anew."""
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+
+
+def pause_s(failures: int) -> float:
+    """The pause before a child is started again, in seconds. Args: failures: its failures in a
+    row."""
+    return float(min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S))
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a child ended."""
+
+    exit_code: int
+    after_s: float
+
+    def __str__(self) -> str:
+        how = f"exit code {self.exit_code}"
+        if self.exit_code < 0:
+            how = signal.Signals(-self.exit_code).name
+        return f"{how} after {self.after_s:.1f} s"
+
+
+Report = Callable[[str, str], Awaitable[None]]
+"""The type of the callback for a child that has ended and will be started again: (name, reason)."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One process, kept running until it is told to stop."""
+
+    spec: ChildSpec
+    log_file: Path
+    on_start: Callable[[], None]
+    report: Report
+    process: asyncio.subprocess.Process | None = None
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Run the process until `stop`, and start it again whenever it ends before."""
+        failures = 0
+        try:
+            while not self._stopping.is_set():
+                ended = await self._run_once()
+                if self._stopping.is_set():
+                    return
+                failures = 1 if ended.after_s >= STABLE_AFTER_S else failures + 1
+                wait_s = pause_s(failures)
+                why = f"{ended}; starts again after {wait_s:.1f} s; see {self.log_file}"
+                await self.report(self.spec.name, why)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._stopping.wait()
+        finally:
+            self.send(signal.SIGKILL)
+            self._stopped.set()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the process with SIGTERM, and with SIGKILL where that takes too long."""
+        self._stopping.set()
+        self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._stopped.wait()
+        except TimeoutError:
+            log.warning("%s did not stop within %.0f s: killed", self.spec.name, timeout_s)
+            self.send(signal.SIGKILL)
+            await self._stopped.wait()
+
+    def kill(self) -> None:
+        """End the process at once, for good."""
+        self._stopping.set()
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    async def _run_once(self) -> Ended:
+        started_s = time.monotonic()
+        with self.log_file.open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                self.spec.module,
+                env={
+                    **configuration.inherited(),
+                    **self.spec.environment,
+                    DIE_WITH_PARENT: str(os.getpid()),
+                },
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # A terminal's Ctrl-C is for the supervisor, which stops things in order.
+                start_new_session=True,
+            )
+        self.on_start()
+        if self._stopping.is_set():  # it was told to stop while it was being started
+            self.send(signal.SIGTERM)
+        exit_code = await self.process.wait()
+        # The child leads a process group: what it left behind must not meet its successor.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process = None
+        return Ended(exit_code, time.monotonic() - started_s)

@@ -1,0 +1,232 @@
+"""The settings of a mesh on this machine: its nodes, tenants, policies, servers and front doors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import check_name
+from phaseloom.common.contract.specs import DeviceKind, Residency
+from phaseloom.common.process import slowdowns
+from phaseloom.common.transport.natsserver import ENSEMBLE_SIZE, EmbeddedEnsemble, EmbeddedServer
+
+SETTINGS = "settings.json"
+"""The file of a run directory that holds the settings of its mesh."""
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One node of a mesh on this machine: an agent and a state manager."""
+
+    name: str
+    pool: str
+    """`rollout`, `train`, or any other kind."""
+    devices: list[int]
+    """The memory budget of each device for managed state, bytes."""
+    device_kind: DeviceKind = DeviceKind.EMULATED
+    """`emulated` takes memory and processors of this machine; `cuda` takes GPU i as device i."""
+    cores_per_device: int = 1
+    """The cores of each emulated device. With several, and a `multiplexing` policy, jobs run on one
+    device at the same time, each on a part of its cores."""
+    host_memory_bytes: int = 2 * 2**30
+    """The budget of the state manager's host arena."""
+    exclusive_residency: Residency = Residency.JOB
+    """`job`: opening an activation offloads whatever another job left on the device."""
+    price_per_hour: float = 0.0
+    """The node's price: placement prefers cheaper nodes. 0: the usual price of its pool."""
+    interpreters: dict[str, str] = {}
+    """Backend → the Python that its ranks run in, where that is not this one: `vllm` and
+    `megatron` have environments of their own. A path may begin with `~`."""
+    site: str = ""
+    """The name that the nodes joined by fast links share. A weights version crosses the slow link
+    to each other site once. Empty: the node belongs to no site."""
+
+
+def _demo_nodes() -> list[NodeConfig]:
+    return [
+        NodeConfig("rollout-0", "rollout", [8 * 2**20]),
+        NodeConfig("train-0", "train", [16 * 2**20]),
+    ]
+
+
+class MeshConfig(msgspec.Struct, frozen=True):
+    """The settings of a whole mesh: the section `mesh`, or PHASELOOM_MESH_<FIELD>."""
+
+    nodes: list[NodeConfig] = msgspec.field(default_factory=_demo_nodes)
+    """The nodes of the mesh. The default is one rollout and one train device, which the two jobs of
+    the demo must share."""
+    tenants: list[str] = msgspec.field(default_factory=lambda: ["demo"])
+    """The tenants, each with an account and a password of its own."""
+    routers: int = 2
+    """The number of router replicas."""
+    schedulers: int = 1
+    """The number of schedulers, of which one leads and the others stand by."""
+    placement: str = "pack"
+    """The policy that decides which nodes of each pool a job is pinned to, and with whom."""
+    ordering: str = "hrrs"
+    """The policy that decides which ready operation a device runs next."""
+    multiplexing: str = "off"
+    """The policy that decides which operations run side by side on a device of several cores."""
+    slowdowns: str = ""
+    """The file that `phaseloom measure-slowdown` has written on such a machine, by which that
+    policy decides; empty: nothing is known."""
+    max_group_jobs: int = 5
+    """The most jobs that one node group takes."""
+    duty_limit: float = 0.5
+    """The largest share of its time that a job may be predicted to wait for the jobs on its
+    nodes."""
+    switch_s: float = 0.0
+    """Seconds planned for a context switch in each phase on shared nodes, by placement policies
+    that promise an SLO."""
+    slo_percentile: float = 0.0
+    """The percentage of a job's single iterations that `coexec_repack` keeps within its SLO, beside
+    the mean over its life; 0: the mean alone."""
+    idle_grace_s: float = 0.03
+    """How long a device is kept for a job that has nothing ready while another waits."""
+    frozen_bases: dict[str, list[str]] = {}
+    """Models that never change, and that tenants may share: for each name the BLAKE3 of each rank's
+    content. `phaseloom state --json` shows the hashes."""
+    models: dict[str, str] = {}
+    """Models to register, as `phaseloom model add` does: for each name a directory."""
+    seal_every: int = 60
+    """The number of mutating operations between two seals of a trainable deployment; 0: never."""
+    max_losses: int = 3
+    """An operation fails once more WPGs than this have died while they ran it."""
+    node_grace_s: float = 30.0
+    """Seconds for which a node may be away before its deployments are rebuilt elsewhere, where they
+    can."""
+    node_gone_s: float = 1800.0
+    """Seconds after which a node that is away counts as gone for good; 0: only an operator says
+    so."""
+    nats_servers: int = 1
+    """The number of NATS servers: 1, or 3 that replicate everything, so that any one of them may be
+    lost."""
+    fsync: bool = True
+    """Whether NATS has a message on disk before it acknowledges it. Otherwise what it has
+    acknowledged survives a killed process, but not a power cut."""
+    ops_max_bytes: int = 2**30
+    """The most bytes in a tenant's operation stream; publishing into a full one is refused."""
+    tenant_limits: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    """The bounds that routers set to a tenant: `max_operations`, `max_bytes`, `rate`, `burst`."""
+    checkpoint_root: str = ""
+    """The directory of checkpoints, which later runs can load too. Empty: one in the run's own
+    directory."""
+    gateway_port: int = 0
+    """The port of this machine at which a gateway serves the Tinker API and OpenAI's; 0: none. A
+    tenant's API key is `tml-` and its password."""
+    gateways: int = 1
+    """The number of replicas of the gateway, which share its port."""
+    gateway_session_s: float = 600.0
+    """How long a session of the Tinker SDK may be silent before its models are ended."""
+    console_port: int = 0
+    """The port of this machine at which the console, a web page, shows the mesh; 0: none."""
+    metrics: bool = False
+    """Whether each service serves metrics to Prometheus, at a free port of this machine."""
+
+    def check(self) -> None:
+        """Refuse settings that cannot be run.
+
+        Raises: CallerError: a name is not valid or not unique, or there is nothing to run.
+        """
+        for node in self.nodes:
+            is_divided = node.cores_per_device > 1
+            if node.cores_per_device < 1 or (is_divided and node.device_kind is DeviceKind.CUDA):
+                raise CallerError(
+                    f"{node.name} has {node.cores_per_device} cores a device",
+                    field="mesh.nodes.cores_per_device",
+                    remedy="use 1 or more on emulated devices, and leave it out on GPUs",
+                )
+        for where, names in (
+            ("mesh.nodes", [node.name for node in self.nodes]),
+            ("mesh.tenants", self.tenants),
+        ):
+            for name in names:
+                check_name(name, where)
+            if not names or len(set(names)) != len(names):
+                raise CallerError(
+                    f"{names} are not one or more different names",
+                    field=where,
+                    remedy="name at least one, each once",
+                )
+        if self.slowdowns:
+            slowdowns.read(Path(self.slowdowns), needed=slowdowns.SUB_STAGES)
+        if self.schedulers < 1:
+            raise CallerError(
+                "a mesh without a scheduler runs nothing",
+                field="mesh.schedulers",
+                remedy="use 1, or 2 for a standby",
+            )
+        if self.nats_servers not in (1, ENSEMBLE_SIZE):
+            raise CallerError(
+                f"{self.nats_servers} NATS servers are neither 1 nor 3",
+                field="mesh.nats_servers",
+                remedy="use 1, or 3 to lose any one of them: with an even number no more may be "
+                "lost than with one less",
+            )
+        if self.gateways < 1:
+            raise CallerError(
+                "a gateway without a replica answers nobody",
+                field="mesh.gateways",
+                remedy="use 1 or more, and gateway_port=0 for no gateway",
+            )
+        if self.routers < 1:
+            raise CallerError(
+                "a mesh without a router answers nobody", field="mesh.routers", remedy="use 1 or 2"
+            )
+
+    def check_resumes(self, run_dir: Path) -> None:
+        """Check that the settings still have all that the run in a directory depends on.
+
+        Nodes and tenants may be added, and all other settings may change.
+
+        Raises: CallerError: FAILED_PRECONDITION: names the setting that must be as it was.
+        """
+        earlier = settings_of(run_dir)
+        if earlier is None:
+            return
+        kept = [_identity(node) for node in self.nodes]
+        nodes = [node.name for node in earlier.nodes if _identity(node) not in kept]
+        tenants = [tenant for tenant in earlier.tenants if tenant not in self.tenants]
+        root, servers = earlier.checkpoint_root, earlier.nats_servers
+        for setting, is_kept, what in (
+            ("mesh.nodes", not nodes, f"nodes {', '.join(nodes)}, each in its pool"),
+            ("mesh.tenants", not tenants, f"tenants {', '.join(tenants)}"),
+            ("mesh.checkpoint_root", root == self.checkpoint_root, f"checkpoints in {root!r}"),
+            ("mesh.nats_servers", servers == self.nats_servers, f"{servers} NATS servers"),
+        ):
+            if not is_kept:
+                raise CallerError(
+                    f"the run in {run_dir} has {what}, and these settings have not",
+                    code=Code.FAILED_PRECONDITION,
+                    field=setting,
+                    remedy=f"give the settings that are in {run_dir / SETTINGS}",
+                )
+
+
+def _identity(node: NodeConfig) -> tuple[object, ...]:
+    """The settings of a node that must not change when a run is resumed: jobs and state depend on
+    them."""
+    return node.name, node.pool, node.devices, node.device_kind
+
+
+def servers_of(
+    config: MeshConfig,
+    directory: Path,
+    tenants: Sequence[str],
+    *,
+    credentials_file: Path | None = None,
+) -> EmbeddedServer | EmbeddedEnsemble:
+    """The NATS server of a mesh, or its three.
+
+    Args: directory: holds their stores.
+    """
+    kind = EmbeddedServer if config.nats_servers == 1 else EmbeddedEnsemble
+    return kind(directory, tenants, credentials_file=credentials_file, fsync=config.fsync)
+
+
+def settings_of(run_dir: Path) -> MeshConfig | None:
+    """The settings of an earlier run in the directory; None: there was none."""
+    file = run_dir / SETTINGS
+    return msgspec.json.decode(file.read_bytes(), type=MeshConfig) if file.is_file() else None

@@ -1,0 +1,203 @@
+"""The processes that a mesh on this machine is made of, each with the settings that it is given."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import create_server
+
+import msgspec
+
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.common.process import config as configuration
+from phaseloom.common.transport.certificates import directory_of
+from phaseloom.common.transport.natsserver import Credentials
+
+_LONG_LEASE_S = 12.0
+"""A node's lease where NATS servers replicate one another: for as long as it may take them to agree
+on another leader (9 s) no lease is renewed, and no agent should end for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One process: `python -m <module>`, with variables beside the inherited ones."""
+
+    name: str
+    module: str
+    environment: dict[str, str]
+
+
+def child_specs(
+    config: MeshConfig, run_dir: Path, sockets: Path, credentials: Credentials, secret: str
+) -> list[ChildSpec]:
+    """The processes of a mesh. The variables of a section go only to the service that reads it.
+
+    Args: sockets: a directory whose path is short enough for Unix sockets.
+          secret: the mesh's secret, by which agents and state managers know one another, and with
+              which the scheduler signs tickets.
+    """
+    bus = {
+        "URL": credentials.url,
+        "USER": credentials.user,
+        "PASSWORD": credentials.password,
+        "REPLICAS": config.nats_servers,
+    }
+    shared = {
+        **_section("BUS", bus),
+        **_section("TELEMETRY", {"SPANS_DIR": run_dir / "spans"}),
+        # An inherited port would be the same for all services.
+        **_section("METRICS", {"PORT": 0}),
+        "OMP_NUM_THREADS": "1",
+    }
+    specs = [*_schedulers(config, secret), *_routers(config)]
+    specs.append(ChildSpec("profiler", "phaseloom.profiler.main", {}))
+    if config.gateway_port:
+        specs += _gateways(config, credentials)
+    if config.console_port:
+        specs.append(_console(config, credentials))
+    for node in config.nodes:
+        specs += _node(node, config, run_dir, sockets, secret)
+    return [ChildSpec(s.name, s.module, {**shared, **s.environment}) for s in specs]
+
+
+def _schedulers(config: MeshConfig, secret: str) -> list[ChildSpec]:
+    specs = []
+    for number in range(config.schedulers):
+        name = f"scheduler-{number}" if number else "scheduler"
+        settings = {
+            "NAME": name,
+            "PLACEMENT": config.placement,
+            "ORDERING": config.ordering,
+            "MULTIPLEXING": config.multiplexing,
+            "SLOWDOWNS_FILE": Path(config.slowdowns).absolute() if config.slowdowns else "",
+            "MAX_GROUP_JOBS": config.max_group_jobs,
+            "DUTY_LIMIT": config.duty_limit,
+            "SWITCH_S": config.switch_s,
+            "SLO_PERCENTILE": config.slo_percentile,
+            "IDLE_GRACE_S": config.idle_grace_s,
+            "SEAL_EVERY": config.seal_every,
+            "MAX_LOSSES": config.max_losses,
+            "NODE_GRACE_S": config.node_grace_s,
+            "NODE_GONE_S": config.node_gone_s,
+            "STATE_SECRET": secret,
+        }
+        specs.append(ChildSpec(name, "phaseloom.scheduler.main", _section("SCHEDULER", settings)))
+    return specs
+
+
+def _routers(config: MeshConfig) -> list[ChildSpec]:
+    specs = []
+    for number in range(config.routers):
+        name = f"router-{number}"
+        settings = {
+            "NAME": name,
+            "TENANTS": config.tenants,
+            "OPS_MAX_BYTES": config.ops_max_bytes,
+            "TENANT_LIMITS": config.tenant_limits,
+        }
+        specs.append(ChildSpec(name, "phaseloom.router.main", _section("ROUTER", settings)))
+    return specs
+
+
+def api_key(password: str) -> str:
+    """The API key of a tenant at the gateway."""
+    return f"tml-{password}"
+
+
+def _gateways(config: MeshConfig, credentials: Credentials) -> list[ChildSpec]:
+    specs = []
+    for number in range(config.gateways):
+        name = f"gateway-{number}"
+        settings = {
+            "NAME": name,
+            "PORT": config.gateway_port,
+            "SHARES_PORT": config.gateways > 1,
+            "KEYS": {api_key(password): name for name, password in credentials.tenants.items()},
+            "PASSWORDS": credentials.tenants,
+            "SESSION_S": config.gateway_session_s,
+        }
+        specs.append(ChildSpec(name, "phaseloom.gateway.main", _section("GATEWAY", settings)))
+    return specs
+
+
+def console_key(password: str) -> str:
+    """The key of a tenant, or of the mesh's operator, at the console.
+
+    It follows from the password and is the same for as long as the password is. It is not the
+    password itself, because it stands in addresses.
+    """
+    return hashlib.blake2b(password.encode(), digest_size=18, person=b"console").hexdigest()
+
+
+def _console(config: MeshConfig, credentials: Credentials) -> ChildSpec:
+    settings = {
+        "PORT": config.console_port,
+        "OPERATOR_KEY": console_key(credentials.password),
+        "KEYS": {console_key(password): name for name, password in credentials.tenants.items()},
+    }
+    return ChildSpec("console", "phaseloom.console.main", _section("CONSOLE", settings))
+
+
+def _node(
+    node: NodeConfig, config: MeshConfig, run_dir: Path, sockets: Path, secret: str
+) -> list[ChildSpec]:
+    socket = sockets / f"{node.name}.sock"
+    checkpoints = Path(config.checkpoint_root or run_dir / "checkpoints").absolute()
+    state = {
+        "NODE": node.name,
+        "SOCKET": socket,
+        "SECRET": secret,
+        "DIRECTORY": run_dir / "nodes" / node.name,
+        "CERTIFICATES": directory_of(run_dir / "certificates", node.name),
+        "SITE": node.site,
+        "FROZEN_BASES": config.frozen_bases,
+        "DEVICES": node.devices,
+        "HOST_MEMORY_BYTES": node.host_memory_bytes,
+        "CHECKPOINT_ROOT": checkpoints,
+    }
+    worker = {
+        "NODE": node.name,
+        "POOL": node.pool,
+        "DEVICES": node.devices,
+        "DEVICE_KIND": node.device_kind,
+        "CORES_PER_DEVICE": node.cores_per_device,
+        "HOST_MEMORY_BYTES": node.host_memory_bytes,
+        "EXCLUSIVE_RESIDENCY": node.exclusive_residency,
+        "INTERPRETERS": {
+            backend: str(Path(python).expanduser().absolute())
+            for backend, python in node.interpreters.items()
+        },
+        "PRICE_PER_HOUR": node.price_per_hour,
+        "STATE_SOCKET": socket,
+        "STATE_SECRET": secret,
+        "RUNTIME_DIRECTORY": sockets,
+        **({} if config.nats_servers == 1 else {"LEASE_TTL_S": _LONG_LEASE_S}),
+        "DIRECTORY": run_dir / "nodes" / node.name,
+    }
+    return [
+        ChildSpec(f"statemgr-{node.name}", "phaseloom.statemgr.main", _section("STATEMGR", state)),
+        ChildSpec(f"worker-{node.name}", "phaseloom.worker.main", _section("WORKER", worker)),
+    ]
+
+
+def with_metrics(specs: Sequence[ChildSpec]) -> tuple[list[ChildSpec], dict[str, int]]:
+    """The specs, each with a free loopback port for its metrics, and these ports by name."""
+    with ExitStack() as stack:
+        # All listeners stay open until the last port is chosen, so that the ports differ.
+        held = {s.name: stack.enter_context(create_server(("127.0.0.1", 0))) for s in specs}
+        ports = {name: int(listener.getsockname()[1]) for name, listener in held.items()}
+    settings = {name: _section("METRICS", {"PORT": port}) for name, port in ports.items()}
+    return [replace(s, environment={**s.environment, **settings[s.name]}) for s in specs], ports
+
+
+def _section(name: str, values: Mapping[str, object]) -> dict[str, str]:
+    return {f"{configuration.PREFIX}{name}_{key}": _text(value) for key, value in values.items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str | Path):
+        return str(value)
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,131 @@
+"""Waiting until a mesh is up: its nodes are in the decision log, and its services answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.processes import api_key, console_key
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.api import JobRequest, ResultRequest
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
+from phaseloom.common.contract.events import NodeLost, NodeUp
+from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.natsserver import Credentials
+
+log = logging.getLogger(__name__)
+
+_ANSWER_TIMEOUT_S = 1.0
+_ANSWER_PAUSE_S = 0.02
+_HEAD_BYTES = 64
+_ANY_CALL = "/api/v1/get_server_capabilities"
+"""A call of the gateway that every tenant may make."""
+
+
+@dataclass(slots=True)
+class Readiness:
+    """What has to answer before a mesh is up, and what of it has not answered yet."""
+
+    bus: Bus
+    config: MeshConfig
+    credentials: Credentials
+    begins_at: int
+    """The sequence of the decision log at which this mesh begins."""
+    missing: set[str] = field(init=False)
+    """What has not answered yet, as a reader would call it: `node train-0`, `scheduler`."""
+
+    def __post_init__(self) -> None:
+        self.missing = self._nodes() | {"scheduler", "router"}
+        self.missing |= {"gateway"} if self.config.gateway_port else set()
+        self.missing |= {"console"} if self.config.console_port else set()
+
+    async def wait(self) -> None:
+        """Wait until every node is in the decision log, and the scheduler, a router, the gateway
+        and the console answer."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._nodes_up())
+            for service, call, request in (
+                ("scheduler", "job.status", JobRequest("none")),
+                ("router", "result.get", ResultRequest("none", "none", "1")),
+            ):
+                group.create_task(self._answers(call, encode(request), service))
+            if self.config.gateway_port:
+                group.create_task(self._gateway_serves())
+            if self.config.console_port:
+                group.create_task(self._console_serves())
+
+    def _nodes(self) -> set[str]:
+        return {f"node {node.name}" for node in self.config.nodes}
+
+    async def _nodes_up(self) -> None:
+        wanted = self._nodes()
+        async with aclosing(self.bus.log.read(self.begins_at)) as entries:
+            async for entry in entries:
+                if isinstance(entry.event, NodeUp):
+                    self.missing.discard(f"node {entry.event.node}")
+                elif isinstance(entry.event, NodeLost):
+                    self.missing.update(wanted & {f"node {entry.event.node}"})
+                if not self.missing & wanted:
+                    return
+
+    async def _answers(self, call: str, request: bytes, service: str) -> None:
+        """Wait for any answer of a service. An error counts as an answer: the named thing does not
+        exist."""
+        subject = streams.api_subject(self.config.tenants[0], call)
+        headers = {CONTENT_TYPE: MSGPACK}
+        while True:
+            try:
+                await self.bus.client.request(
+                    subject, request, timeout=_ANSWER_TIMEOUT_S, headers=headers
+                )
+            except (NoRespondersError, NatsTimeoutError):
+                await asyncio.sleep(_ANSWER_PAUSE_S)
+            else:
+                self.missing.discard(service)
+                return
+
+    async def _gateway_serves(self) -> None:
+        """Wait until the gateway serves a tenant.
+
+        Something else may listen at the port, and a killed gateway of this run may have the
+        tenant's lease for a while.
+        """
+        key = api_key(self.credentials.tenants[self.config.tenants[0]])
+        await self._serves("gateway", self.config.gateway_port, _ANY_CALL, f"X-API-Key: {key}")
+
+    async def _console_serves(self) -> None:
+        """Wait until the console knows its keys. Something else may listen at the port."""
+        bearer = f"Authorization: Bearer {console_key(self.credentials.password)}"
+        await self._serves("console", self.config.console_port, "/api/me", bearer)
+
+    async def _serves(self, service: str, port: int, path: str, header: str) -> None:
+        """Wait until a page of a service is there for a caller with this header."""
+        while True:
+            try:
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    if await _status_of(port, path, header) == "200":
+                        self.missing.discard(service)
+                        return
+            except (OSError, TimeoutError) as error:
+                log.debug("%s does not answer yet: %r", service, error)
+            await asyncio.sleep(_ANSWER_PAUSE_S)
+
+
+async def _status_of(port: int, path: str, header: str) -> str:
+    """The HTTP status of a GET on this machine; a value that is no status where it is not HTTP.
+
+    Raises: OSError: nothing listens at the port, or it hangs up.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(f"GET {path} HTTP/1.0\r\n{header}\r\n\r\n".encode())
+        head = await reader.read(_HEAD_BYTES)
+    finally:
+        writer.close()
+    return head.decode(errors="replace").partition(" ")[2][:3]

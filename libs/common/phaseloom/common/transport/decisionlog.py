@@ -1,0 +1,275 @@
+"""The decision log: one stream of events, read in order, which must never lose or change an entry.
+
+An ordered consumer vanishes when the server restarts. That is noticed only after two heartbeats,
+and the consumer may be made again from before the place where it stood; a server that has lost the
+log's end gives its numbers out anew. Readers know each entry's number, so what comes again is
+skipped, and what is gone is told (`DATA_LOSS`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import msgspec
+import nats
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js import api
+
+from phaseloom.common.contract import streams
+from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.events import Event, QueuedOperation, parts
+from phaseloom.common.transport.link import PAUSE_S, Link, ordered, place
+from phaseloom.common.transport.stored import StoredMessages
+
+log = logging.getLogger(__name__)
+
+_BATCH = 256
+_MICROSECOND = 1e-6
+_SAME_TIME_S = 1e-4
+"""Time stamps of one message are equal but for what a float, and Python's microseconds, lose."""
+_LOG_SUBJECT = f"{streams.PREFIX}.sched.>"
+_QUEUED_SUBJECT = streams.LOG_SUBJECTS[QueuedOperation]
+
+_json = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One entry of the decision log."""
+
+    sequence: int
+    time_s: float
+    """The time at which the log took the entry (Unix seconds); it is the scheduler's clock."""
+    event: Event
+    headers: dict[str, str]
+
+    def apart(self) -> Iterator[LogEntry]:
+        """The entry's events, one entry each: one append may bring several."""
+        for event in parts(self.event):
+            yield LogEntry(self.sequence, self.time_s, event, self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class LogExtent:
+    """Which entries the decision log has."""
+
+    first: int
+    """Sequence of the oldest entry; where the log is empty, of its next one."""
+    last: int
+    """Sequence of the newest entry, even where that was truncated; 0: there was none."""
+    num_entries: int
+
+    def check_whole(self) -> None:
+        """Raises: ResourceError: DATA_LOSS: entries between the first and the last are missing."""
+        num_lost = self.last - self.first + 1 - self.num_entries
+        if num_lost > 0:
+            raise log_has_a_hole(self.first, self.last, num_lost)
+
+
+def log_went_back(known: int, end: int) -> ResourceError:
+    """The error for a decision log that has lost its newest entries.
+
+    Args: known: the newest sequence that was there once. end: the newest one that is there now.
+    """
+    return ResourceError(
+        f"the decision log ends at {end}, and had {known}: the {known - end} entries since are "
+        "lost, and with them the operations, outcomes and seals that they tell of",
+        code=Code.DATA_LOSS,
+        remedy="put the right store back, restore a backup (`phaseloom restore`), or go on "
+        "without what is lost (`phaseloom up --resume --accept-loss`)",
+        details={"first_lost": end + 1, "last_lost": known},
+    )
+
+
+def log_has_a_hole(first: int, last: int, num_lost: int = 0) -> ResourceError:
+    """The error for a decision log without entries that have others behind them.
+
+    Args: first, last: the sequences between which entries are lost, these two included.
+          num_lost: how many are lost there; 0: all.
+    """
+    num_lost = num_lost or last - first + 1
+    return ResourceError(
+        f"the decision log has a hole: {num_lost} of its entries from {first} to {last} are lost "
+        "or damaged, and with them the operations, outcomes and seals that they tell of",
+        code=Code.DATA_LOSS,
+        remedy="put the right store back, or restore a backup (`phaseloom restore`)",
+        details={"first_lost": first, "last_lost": last},
+    )
+
+
+class DecisionLog:
+    """The decision log, as a connection writes and reads it."""
+
+    def __init__(self, link: Link, stored: StoredMessages) -> None:
+        self._link = link
+        self._stored = stored
+        self.mark = 0
+        """The newest sequence that this connection has written or read."""
+
+    async def append(
+        self, event: Event, *, msg_id: str | None = None, headers: dict[str, str] | None = None
+    ) -> int:
+        """Append an event to the decision log; returns its sequence there.
+
+        Raises: ResourceError: as `publish`; DATA_LOSS: the log gave out this sequence before.
+        """
+        known = self.mark
+        answer = await self._link.store(streams.log_subject(event), event, msg_id, headers)
+        if answer.seq <= known and not answer.duplicate:
+            raise log_went_back(known, answer.seq - 1)
+        self.mark = max(self.mark, answer.seq)
+        return answer.seq
+
+    async def read(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
+        """Every event of the decision log from `start_sequence` on, in order, for ever.
+
+        Several events that one append brought come one by one, under one sequence. A reader that
+        stops at an event and goes on later uses `read_entries`, so as to miss none of the others.
+        """
+        async with aclosing(self.read_entries(start_sequence)) as entries:
+            async for entry in entries:
+                for one in entry.apart():
+                    yield one
+
+    async def read_entries(self, start_sequence: int = 1) -> AsyncGenerator[LogEntry, None]:
+        """Every entry of the decision log from `start_sequence` on, in order, for ever.
+
+        An entry comes as it is stored, with all the events that one append brought.
+
+        Raises: ResourceError: DATA_LOSS: the log has lost entries that came, as is found where an
+            entry comes after the server was away.
+        """
+        config = api.ConsumerConfig(
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, start_sequence),
+        )
+        wanted, newest_s = start_sequence, None
+        connections = self._link.client.stats["reconnects"]
+        async with aclosing(ordered(self._link, streams.SCHED, _LOG_SUBJECT, config)) as messages:
+            async for message in messages:
+                sequence, time_s = place(message)
+                if sequence < wanted:
+                    continue
+                if self._link.client.stats["reconnects"] != connections:
+                    connections = self._link.client.stats["reconnects"]
+                    if newest_s is not None:
+                        await self._check_still_there(wanted - 1, newest_s)
+                wanted, newest_s = sequence + 1, time_s
+                self.mark = max(self.mark, sequence)
+                event = decode(message.data, Event)
+                yield LogEntry(sequence, time_s, event, message.headers or {})
+
+    async def _check_still_there(self, sequence: int, time_s: float) -> None:
+        """Check that the log has the entry that it had, and not a later one of the same number.
+
+        A server that lost the log's end gives its numbers out anew. A reader that has come further
+        would be sent nothing until there are as many entries again, and then go on as if nothing
+        had been.
+
+        Raises: ResourceError: DATA_LOSS: it has not.
+        """
+        sure_at_s = time.monotonic() + self._link.lag_s
+        while True:
+            try:
+                end = await self._end_without(sequence, time_s)
+            except (nats.errors.Error, NatsTimeoutError) as error:
+                if self._link.client.is_closed:
+                    raise
+                log.debug("whether the log is what it was is not known yet: %r", error)
+            else:
+                if end is None:
+                    return
+                if time.monotonic() >= sure_at_s:
+                    raise log_went_back(sequence, end)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _end_without(self, sequence: int, time_s: float) -> int | None:
+        """Where the log ended when it had lost this entry; None: it has it, or has truncated it.
+
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        found = await self._stored.ask_leader(streams.SCHED, {"seq": sequence})
+        if found is not None:
+            stored_s = datetime.fromisoformat(found.time).timestamp()
+            return None if abs(stored_s - time_s) < _SAME_TIME_S else sequence - 1
+        extent = await self.extent()
+        return extent.last if sequence >= extent.first else None
+
+    async def queued_since(self, time_s: float) -> AsyncGenerator[QueuedOperation, None]:
+        """The operations that the decision log has taken since a time (Unix seconds), in order.
+
+        Raises: nats.errors.Error: the server does not answer, or cannot yet.
+        """
+        # The time of a stored message must not be rounded beyond it.
+        since = (
+            datetime.fromtimestamp(time_s - _MICROSECOND, UTC).isoformat().replace("+00:00", "Z")
+        )
+        start: dict[str, object] = {"start_time": since}
+        while True:
+            wanted = {**start, "batch": _BATCH, "next_by_subj": _QUEUED_SUBJECT}
+            *messages, end = await self._link.client.request_many(
+                f"$JS.API.DIRECT.GET.{streams.SCHED}",
+                _json.encode(wanted),
+                timeout=self._link.timeout_s,
+            )
+            for message in messages:
+                for event in parts(decode(message.data, Event)):
+                    if isinstance(event, QueuedOperation):
+                        yield event
+            if not messages or (end.headers or {}).get("Nats-Num-Pending", "0") == "0":
+                return
+            last = (messages[-1].headers or {})["Nats-Sequence"]
+            start = {"seq": int(last) + 1}
+
+    async def end(self) -> int:
+        """Sequence of the decision log's newest entry; 0 when it is empty."""
+        return (await self._link.js.stream_info(streams.SCHED)).state.last_seq
+
+    async def extent(self) -> LogExtent:
+        """Which entries the decision log has."""
+        state = (await self._link.js.stream_info(streams.SCHED)).state
+        return LogExtent(max(1, state.first_seq), state.last_seq, state.messages)
+
+    async def check(self) -> LogExtent:
+        """Read the decision log through; the server finds damaged entries only when it reads them.
+
+        Raises: ResourceError: DATA_LOSS: an entry is missing or damaged.
+        """
+        sure_at_s = time.monotonic() + self._link.lag_s
+        while True:
+            try:
+                return await self._check_once()
+            except ResourceError:
+                if time.monotonic() >= sure_at_s:
+                    raise
+            await asyncio.sleep(PAUSE_S)
+
+    async def _check_once(self) -> LogExtent:
+        extent = await self.extent()
+        extent.check_whole()
+        wanted = extent.first
+        while wanted <= extent.last:
+            *messages, _ = await self._link.client.request_many(
+                f"$JS.API.DIRECT.GET.{streams.SCHED}",
+                _json.encode({"seq": wanted, "batch": _BATCH, "next_by_subj": _LOG_SUBJECT}),
+                timeout=self._link.timeout_s,
+            )
+            for message in messages:
+                sequence = int((message.headers or {})["Nats-Sequence"])
+                if sequence != wanted:
+                    raise log_has_a_hole(wanted, sequence - 1)
+                wanted += 1
+            if not messages:
+                raise log_has_a_hole(wanted, extent.last)
+        return extent
+
+    async def truncate(self, sequence: int) -> None:
+        """Drop the decision log's entries below `sequence`."""
+        await self._link.js.purge_stream(streams.SCHED, seq=sequence)

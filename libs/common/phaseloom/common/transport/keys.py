@@ -1,0 +1,112 @@
+"""The KV buckets of the mesh: values by key, replaced by compare-and-set, watched."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from nats.js import api
+from nats.js.errors import APIError
+
+from phaseloom.common.contract.streams import Bucket
+from phaseloom.common.transport.link import Link, ordered, place
+from phaseloom.common.transport.stored import Stored, StoredMessages
+
+_WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChange:
+    """A key of a KV bucket, with the value that it has now."""
+
+    key: str
+    stored: Stored | None
+    """The key's value; None where the key was deleted or has expired."""
+
+
+class Conflict(Exception):
+    """A compare-and-set failed: the key changed since it was read."""
+
+
+class Keys:
+    """The keys of the KV buckets, with their values."""
+
+    def __init__(self, link: Link, stored: StoredMessages) -> None:
+        self._link = link
+        self._stored = stored
+
+    async def get(self, bucket: Bucket, key: str) -> Stored | None:
+        """A key's value, or None where the key is absent, deleted or expired."""
+        stored = await self.get_raw(bucket, key)
+        return None if stored is None or stored.is_gone else stored
+
+    async def get_raw(self, bucket: Bucket, key: str) -> Stored | None:
+        """Like `get`, but a deleted or expired key gives its marker.
+
+        The marker's sequence is what `swap` must name.
+        """
+        return await self._stored.get(f"KV_{bucket}", f"$KV.{bucket}.{key}")
+
+    async def put(self, bucket: Bucket, key: str, value: bytes) -> int:
+        return (await self._link.js.publish(f"$KV.{bucket}.{key}", value)).seq
+
+    async def swap(
+        self,
+        bucket: Bucket,
+        key: str,
+        value: bytes,
+        expected: int,
+        ttl_s: float | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+    ) -> int:
+        """Replace a key's value if nobody else has (compare-and-set); returns the new sequence.
+
+        Args:   expected: stream sequence of the value that is replaced; 0: the key is new.
+                ttl_s: whole seconds until the value expires; None: never.
+        Raises: Conflict: the key has another value than the expected one.
+        """
+        all_headers = {**(headers or {}), "Nats-Expected-Last-Subject-Sequence": str(expected)}
+        try:
+            ack = await self._link.js.publish(
+                f"$KV.{bucket}.{key}", value, headers=all_headers, msg_ttl=ttl_s
+            )
+        except APIError as error:
+            if error.err_code in _WRONG_LAST_SEQUENCE:
+                raise Conflict(f"{bucket}/{key}") from None
+            raise
+        return ack.seq
+
+    async def delete(self, bucket: Bucket, key: str, expected: int) -> int:
+        """Delete a key if nobody else has changed it, as `swap` replaces it.
+
+        Returns: the sequence of the marker that is left behind.
+        """
+        return await self.swap(bucket, key, b"", expected, headers={"KV-Operation": "DEL"})
+
+    async def watch(self, bucket: Bucket, keys: str = ">") -> AsyncGenerator[KeyChange, None]:
+        """The keys under a filter as they are now, then every change of them, for ever.
+
+        Where values of a key follow one another fast, some may be skipped; the last one never is.
+        Expiry is a change only in buckets that leave markers (`leases`).
+        """
+        prefix = f"$KV.{bucket}."
+        config = api.ConsumerConfig(deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT)
+        newest: dict[str, int] = {}
+        async with aclosing(ordered(self._link, f"KV_{bucket}", prefix + keys, config)) as messages:
+            async for message in messages:
+                sequence, _ = place(message)
+                key = message.subject.removeprefix(prefix)
+                if sequence <= newest.get(key, 0):
+                    continue
+                newest[key] = sequence
+                stored = Stored(message.data, sequence, dict(message.headers or {}))
+                yield KeyChange(key, None if stored.is_gone else stored)
+
+    async def names(self, bucket: Bucket) -> list[str]:
+        prefix = f"$KV.{bucket}."
+        return [
+            s.removeprefix(prefix)
+            for s in await self._stored.subjects(f"KV_{bucket}", f"{prefix}>")
+        ]

@@ -1,0 +1,176 @@
+"""What all calls to the mesh's streams share: the connection, how patient they are, and which
+errors pass by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+import nats
+from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js import JetStreamContext, api
+from nats.js.errors import APIError, ServiceUnavailableError
+
+from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, encode
+from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.transport.natsclient import MeshClient, each
+
+log = logging.getLogger(__name__)
+
+LAG_S = 12.0
+"""How long a server that was cut off may answer for a stream that others lead meanwhile: NATS ends
+its lead after 10 s without most of the servers."""
+PAUSE_S = 0.2
+"""Between two tries of what fails only because servers are away."""
+_STORE_FAILED = 10077
+_SUBJECT_TAKEN = "per subject exceeded"
+_NO_PEERS = 10005
+_REQUEST_TIMEOUT_S = 10.0
+_NEXT_TRY_S = 3.0
+"""Where another server takes over from one that is gone, a request to that one is given up soon."""
+_ORDERED_HEARTBEAT_S = 0.5
+_REPLY_TOKENS = 9
+
+
+class AlreadyStored(Exception):
+    """The subject takes one message, and another message was first."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why the server has refused a call on a stream."""
+
+    err_code: int = 0
+    description: str = ""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the server says to a publish. `seq`: of the message that is stored."""
+
+    seq: int = 0
+    duplicate: bool = False
+    """Whether an earlier message with the same id is the one that is stored."""
+    error: Refusal | None = None
+
+
+_answer = msgspec.json.Decoder(Answer)
+
+
+def is_subject_taken(code: int | None, description: str | None) -> bool:
+    """Whether a publish was refused because its subject already has its one message.
+
+    The server has one code for every refusal by a stream; only the text tells a full stream.
+    """
+    return code == _STORE_FAILED and _SUBJECT_TAKEN in (description or "")
+
+
+def passes(error: Exception) -> bool:
+    """Whether a call fails only because servers are away, or agree on who leads right now."""
+    if isinstance(error, APIError) and error.err_code == _NO_PEERS:
+        return True  # one has yet to find the others
+    return isinstance(error, NatsTimeoutError | ServiceUnavailableError | NoRespondersError)
+
+
+def place(message: Msg) -> tuple[int, float]:
+    """The stream sequence of a message that a consumer got, and when the stream took it (Unix s).
+
+    Both are read from the reply subject, `$JS.ACK.<stream>.<consumer>.<delivered>.<stream
+    sequence>.<consumer sequence>.<nanoseconds>.<pending>`, which has two more tokens after `ACK` in
+    later forms.
+    """
+    tokens = message.reply.split(".")
+    skip = 0 if len(tokens) == _REPLY_TOKENS else 2
+    return int(tokens[5 + skip]), int(tokens[7 + skip]) / 1e9
+
+
+@dataclass(slots=True)
+class Link:
+    """A connection to the mesh's streams."""
+
+    client: MeshClient
+    replicas: int = 1
+    """How many servers keep each stream."""
+    timeout_s: float = field(init=False)
+    """How long a request waits for its answer."""
+    lag_s: float = field(init=False)
+    """How old an answer may be of a server that does not lead any more."""
+    js: JetStreamContext = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.timeout_s = _REQUEST_TIMEOUT_S if self.replicas == 1 else _NEXT_TRY_S
+        self.lag_s = 0.0 if self.replicas == 1 else LAG_S
+        self.js = self.client.jetstream(timeout=self.timeout_s)
+
+    async def store(
+        self,
+        subject: str,
+        message: object,
+        msg_id: str | None,
+        headers: dict[str, str] | None,
+        content_type: str = MSGPACK,
+    ) -> Answer:
+        """Publish to a stream; returns what the server says once it has stored the message.
+
+        Args:   msg_id: the stream stores only the first of several messages with one id.
+        Raises: AlreadyStored: the subject takes one message, and another was first.
+                ResourceError: the message was not stored in time, or the stream is full.
+        """
+        all_headers = {CONTENT_TYPE: content_type, **(headers or {})}
+        if msg_id:
+            all_headers["Nats-Msg-Id"] = msg_id
+        try:
+            payload = encode(message, content_type)
+            answer = await self.client.request(
+                subject, payload, timeout=self.timeout_s, headers=all_headers
+            )
+        except (NatsTimeoutError, nats.errors.Error) as error:
+            raise ResourceError(f"{subject} was not stored: {error!r}") from error
+        ack = _answer.decode(answer.data)
+        if ack.error is None:
+            return ack
+        if is_subject_taken(ack.error.err_code, ack.error.description):
+            raise AlreadyStored(subject)
+        raise ResourceError(
+            f"{subject} was not stored: {ack.error.description}", code=Code.RESOURCE_EXHAUSTED
+        )
+
+
+async def ordered(
+    link: Link, stream: str, subject: str, config: api.ConsumerConfig
+) -> AsyncGenerator[Msg, None]:
+    """The messages of a stream in order, for ever.
+
+    After a restart of the server some may come again.
+    """
+    subscription = await _ordered_subscription(link, stream, subject, config)
+    try:
+        async for message in each(subscription):
+            yield message
+    finally:
+        # Where the connection is closed or draining the subscription ends with it.
+        with suppress(nats.errors.Error):
+            await subscription.unsubscribe()
+
+
+async def _ordered_subscription(
+    link: Link, stream: str, subject: str, config: api.ConsumerConfig
+) -> JetStreamContext.PushSubscription:
+    while True:
+        try:
+            return await link.js.subscribe(
+                subject,
+                stream=stream,
+                ordered_consumer=True,
+                config=config,
+                idle_heartbeat=_ORDERED_HEARTBEAT_S,
+            )
+        except (NatsTimeoutError, nats.errors.Error) as error:
+            if not passes(error) or link.client.is_closed:
+                raise
+            log.warning("no consumer on %s yet: %r", stream, error)
+            await asyncio.sleep(PAUSE_S)

@@ -1,0 +1,189 @@
+"""An operation on its way through the devices of a WPG, and the time that counts as its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.codec import MSGPACK, encode
+from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.events import StepRun
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.kinds import KINDS, Kind
+from phaseloom.common.contract.operations import Generate, Operation, Result
+from phaseloom.common.observability.substages import of_replicas
+from phaseloom.worker.backends.base import Version
+from phaseloom.worker.rank.wire import Payload, RunShare
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One operation on its way through the devices."""
+
+    permit: Permit
+    operation: Operation
+    payload: Payload
+    traceparent: str
+    version: Version | None = None
+    """The weights that it names; None: the deployment's own."""
+    ended: asyncio.Future[Result | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    started_unix_s: float = field(default_factory=time.time)
+    duration_s: float = 0.0
+    own_s: float = 0.0
+    """The part of `duration_s` that counts as this operation's."""
+    has_shared: bool = False
+    """Whether other operations ran at the same time."""
+    has_begun: bool = False
+    _began_s: float = 0.0
+    num_done: int = 0
+    num_total: int = 0
+    """The most new tokens of a running `generate`; on several ranks those of the leader's share."""
+    _runs: dict[int, list[StepRun]] = field(default_factory=dict)
+    """The steps of a `generate` by replica."""
+
+    @property
+    def kind(self) -> Kind[Any, Any]:
+        return KINDS[self.permit.kind]
+
+    @property
+    def is_reading(self) -> bool:
+        return not self.kind.is_mutating
+
+    @property
+    def share(self) -> float:
+        """The part of the operation's duration that counts as its own, 0 to 1."""
+        return self.own_s / self.duration_s if self.has_shared and self.duration_s else 1.0
+
+    @property
+    def num_rows(self) -> int:
+        """The number of sequences that the operation works on."""
+        args = self.operation.args
+        return max(1, len(args.prompts) * args.num_samples) if isinstance(args, Generate) else 1
+
+    @property
+    def key(self) -> OperationKey:
+        return self.permit.operation
+
+    @property
+    def steps(self) -> list[StepRun]:
+        """As in `OperationFinished`."""
+        return of_replicas([runs for _, runs in sorted(self._runs.items())])
+
+    def note_steps(self, replica: int, runs: list[StepRun]) -> None:
+        """Note the steps of a replica, behind those that it took before."""
+        self._runs.setdefault(replica, []).extend(runs)
+
+    def begin(self, now_s: float) -> None:
+        self.has_begun = True
+        self.started_unix_s, self._began_s = time.time(), now_s
+
+    def end(self, outcome: Result | Exception | None) -> None:
+        """End the call, in the event loop: with a result, the error that it failed with, or None
+        for a cancel."""
+        if self.ended.done():
+            return  # nobody waits any more
+        if isinstance(outcome, Exception):
+            self.ended.set_exception(outcome)
+        else:
+            self.ended.set_result(outcome)
+
+    def stop_clock(self, now_s: float) -> None:
+        self.duration_s = now_s - self._began_s
+
+
+class Clocks:
+    """The clocks of the calls that run.
+
+    Where several run at once, the time is divided at each moment in proportion to their sequences,
+    so that the parts add up to the time.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Args: now: gives seconds, on a clock that only goes forward."""
+        self._now = now
+        self._running: dict[Call, int] = {}
+        """Each call that runs → the number of its sequences."""
+        self._since_s = 0.0
+
+    def begin(self, call: Call) -> None:
+        self._deal_out(now_s := self._now())
+        self._running[call] = call.num_rows
+        call.begin(now_s)
+
+    def stop(self, call: Call) -> None:
+        """Stop a call's clock. Nothing happens where it was stopped before."""
+        if call in self._running:
+            self._deal_out(now_s := self._now())
+            del self._running[call]
+            call.stop_clock(now_s)
+
+    def _deal_out(self, now_s: float) -> None:
+        """Divide the time since a call has last begun or ended."""
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        num_rows = sum(self._running.values())
+        for call, rows in self._running.items():
+            call.own_s += elapsed_s * rows / num_rows
+            call.has_shared |= len(self._running) > 1
+
+
+def requests_of(calls: Sequence[Call]) -> list[Generate]:
+    """The arguments of those calls that are a `generate`."""
+    return [call.operation.args for call in calls if isinstance(call.operation.args, Generate)]
+
+
+def share_of(
+    calls: list[Call], *, replicas: tuple[int, ...] = (), tail_share: float = 0.0
+) -> RunShare:
+    """What the other ranks are told to run of these calls.
+
+    Args: replicas, tail_share: as in `RunShare`.
+    """
+    first = calls[0]
+    return RunShare(
+        [call.payload for call in calls],
+        first.permit,
+        first.traceparent,
+        replicas=replicas,
+        tail_share=tail_share,
+        naming=_naming(calls),
+        weights=_weights(calls),
+    )
+
+
+def _naming(calls: list[Call]) -> tuple[Permit | None, ...]:
+    """The permits of those operations that name versions, in their places; empty: none does."""
+    permits = tuple(None if call.permit.ticket is None else call.permit for call in calls)
+    return permits if any(permits) else ()
+
+
+def _weights(calls: list[Call]) -> tuple[str, ...]:
+    """The names of the weights that this rank has read for operations, in their places; empty: none
+    names any."""
+    names = tuple("" if call.version is None else call.version.name for call in calls)
+    return names if any(names) else ()
+
+
+def share_of_rest(
+    calls: list[Call], requests: list[Generate], replicas: tuple[int, ...]
+) -> RunShare:
+    """The share of the rest of operations, in the form of operations of their own."""
+    payloads = [
+        Payload(call.key, encode(replace(call.operation, args=rest)), MSGPACK)
+        for call, rest in zip(calls, requests, strict=True)
+    ]
+    first = calls[0]
+    return RunShare(
+        payloads,
+        first.permit,
+        first.traceparent,
+        replicas=replicas,
+        naming=_naming(calls),
+        weights=_weights(calls),
+    )

@@ -1,0 +1,162 @@
+"""The watches of running `generate` calls.
+
+A backend asks its watch what joins, what is cancelled and who wants tokens, and tells it of each
+step and each end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec.structs import replace
+
+from phaseloom.common.contract.ids import OperationKey
+from phaseloom.common.contract.operations import DrawnTokens, Generate, GenerateResult, Result
+from phaseloom.common.observability.substages import StepRecord
+from phaseloom.worker.backends.base import AdapterVersion, Version
+from phaseloom.worker.core.permits import Cancelled
+from phaseloom.worker.rank.calls import Call, requests_of
+from phaseloom.worker.rank.tails import Tail
+
+_STREAM_S = 0.05
+"""Seconds between two messages with an operation's new tokens."""
+
+TellDrawn = Callable[[OperationKey, list[DrawnTokens]], None]
+"""Called with an operation's new tokens, in the device thread."""
+
+
+class ShareWatch:
+    """`Watch` of a rank's share of operations that run on several ranks; nothing joins them."""
+
+    def __init__(
+        self, cancelled: Cancelled, operations: list[OperationKey], tell_drawn: TellDrawn
+    ) -> None:
+        """Args: tell_drawn: called in the device thread with an operation's new tokens."""
+        self.results: list[GenerateResult | None] = [None] * len(operations)
+        self.records = [StepRecord() for _ in operations]
+        """The steps of each request."""
+        self._live = {*range(len(operations))}
+        """The places of the requests that have not ended."""
+        self.first_prompts: list[int] = []
+        """The place in its operation of the first prompt of each request; empty: 0."""
+        self.versions: list[Version | None] = []
+        """The weights that each request names; empty: none names any."""
+        self.tail: Tail | None = None
+        """Reports when only the tail of this share is left; None: nobody wants to know."""
+        self._cancelled = cancelled
+        self._operations = operations
+        self._is_stopped = False
+        self._tell_drawn = tell_drawn
+        self._due_s: dict[int, float] = {}
+        """When the new tokens of a request are reported next, on the monotonic clock."""
+
+    @property
+    def first(self) -> OperationKey:
+        return self._operations[0]
+
+    def stop(self) -> None:
+        """End all requests with the tokens that they have. May be called from any thread."""
+        self._is_stopped = True
+
+    def joined(self) -> Sequence[Generate]:
+        return ()
+
+    @property
+    def call_wide(self) -> Version | None:
+        """The weights that the first request names; all name the same where the backend reads with
+        one version at a time."""
+        return self.versions[0] if self.versions else None
+
+    def adapter(self, i: int) -> AdapterVersion | None:
+        return _adapter(self.versions[i] if self.versions else None)
+
+    def is_cancelled(self, i: int) -> bool:
+        key = self._operations[i]
+        return key in self._cancelled and not self._cancelled.keeps_partial(key)
+
+    def is_stopped(self, i: int) -> bool:
+        return self._is_stopped or self._cancelled.keeps_partial(self._operations[i])
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        """Do nothing: the leader reports the progress of its own share."""
+
+    def stepped(self, tokens: int) -> None:
+        for i in self._live:
+            self.records[i].stepped(tokens)
+
+    def wants_tokens(self, i: int) -> bool:
+        now_s = time.monotonic()
+        if now_s < self._due_s.get(i, 0.0):
+            return False
+        self._due_s[i] = now_s + _STREAM_S
+        return True
+
+    def drawn(self, i: int, tokens: Sequence[DrawnTokens]) -> None:
+        first = self.first_prompts[i] if self.first_prompts else 0
+        placed = [replace(each, prompt=first + each.prompt) for each in tokens]
+        self._tell_drawn(self._operations[i], placed)
+
+    def still_open(self, i: int, num_samples: int) -> None:
+        if self.tail is not None:
+            self.tail.still_open(i, num_samples)
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        self._live.discard(i)
+        self.results[i] = result
+        self.still_open(i, 0)
+
+
+class LeaderWatch(ShareWatch):
+    """`Watch` of the leader's share of operations that run on several ranks."""
+
+    def __init__(self, cancelled: Cancelled, calls: list[Call], tell_drawn: TellDrawn) -> None:
+        super().__init__(cancelled, [call.key for call in calls], tell_drawn)
+        self.calls = calls
+
+    @property
+    def call_wide(self) -> Version | None:
+        return self.calls[0].version
+
+    def adapter(self, i: int) -> AdapterVersion | None:
+        return _adapter(self.calls[i].version)
+
+    def progress(self, i: int, num_done: int, num_total: int) -> None:
+        self.calls[i].num_done, self.calls[i].num_total = num_done, num_total
+
+
+class CallsWatch(LeaderWatch):
+    """`Watch` of whole operations on one replica: others join them, each ends when it is done."""
+
+    def __init__(
+        self,
+        cancelled: Cancelled,
+        joined: Callable[[], list[Call]],
+        end: Callable[[Call, Result | None], None],
+        tell_drawn: TellDrawn,
+    ) -> None:
+        super().__init__(cancelled, [], tell_drawn)
+        self._joined = joined
+        self._end = end
+
+    def take(self, calls: Iterable[Call]) -> None:
+        """Watch these too."""
+        for call in calls:
+            self._live.add(len(self.calls))
+            self.calls.append(call)
+            self.records.append(StepRecord())
+            self._operations.append(call.key)
+
+    def joined(self) -> Sequence[Generate]:
+        new = self._joined()
+        self.take(new)
+        return requests_of(new)
+
+    def ended(self, i: int, result: GenerateResult | None) -> None:
+        self._live.discard(i)
+        self.calls[i].note_steps(0, self.records[i].runs)
+        self._end(self.calls[i], result)
+
+
+def _adapter(version: Version | None) -> AdapterVersion | None:
+    return version if isinstance(version, AdapterVersion) else None
