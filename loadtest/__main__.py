@@ -219,8 +219,7 @@ def spatial_test(
     file
         Where the figures are merged by setting.
     """
-    names = settings or tuple(spatial.SETTINGS)
-    uvloop.run(spatial.run(names, policy, rounds, _work_directory(file), file))
+    uvloop.run(spatial.run(settings, policy, rounds, _work_directory(file), file))
 
 
 @app.command

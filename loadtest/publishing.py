@@ -28,6 +28,7 @@ from loadtest.scale import ScaleReport, Steps
 from loadtest.servers import ServersReport
 from loadtest.spatial import SpatialReport
 from loadtest.tailbench import TailReport
+from phaseloom.cli.spatial import PolicyFigures
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
 
@@ -304,24 +305,28 @@ def tails_table(report: TailReport) -> str:
 
 def spatial_table(report: SpatialReport) -> str:
     policies = dict.fromkeys(name for each in report.in_order for name in each.policies)
-    rows = []
-    for spatial in report.in_order:
-        cells = [f"`{spatial.setting}`", f"{spatial.serial_seconds:.1f} s"]
-        for name in policies:
-            found = spatial.policies.get(name)
-            least, *_, most = sorted(found.ratios) * 2 if found else (0.0, 0.0)
-            cells.append(f"{found.ratio:.2f} ({least:.2f} to {most:.2f})" if found else "")
-        rows.append(tuple(cells))
-    same = sum(spatial.weights_identical for spatial in report.in_order)
+    rows = [
+        (
+            f"`{spatial.setting}`",
+            f"{spatial.serial_seconds:.1f} s",
+            *(_gain(spatial.policies.get(name)) for name in policies),
+        )
+        for spatial in report.in_order
+    ]
     rounds = min(len(spatial.ratios) for spatial in report.in_order)
     told = (
-        "How many times as fast the same two jobs are as by turns: the median of the rounds' "
-        f"ratios, at least {rounds} of them, with the least and the greatest. Each job has the "
-        f"same final weights, bit for bit, in all runs of a setting, in {same} of {len(rows)} "
-        "settings."
+        "How many times as fast as by turns the same two jobs are: the median of the ratios of "
+        f"{rounds} rounds, with the least and the greatest. In all runs of a setting each job ends "
+        "with the same weights, bit for bit."
     )
     head = ("setting", "by turns", *(f"`{name}`" for name in policies))
     return f"{told}\n\n{_table(report.machine, head, rows)}"
+
+
+def _gain(figures: PolicyFigures | None) -> str:
+    if figures is None:
+        return ""
+    return f"{figures.ratio:.2f} ({min(figures.ratios):.2f} to {max(figures.ratios):.2f})"
 
 
 def scale_table(report: ScaleReport) -> str:

@@ -30,12 +30,13 @@ class SpatialReport(msgspec.Struct, frozen=True):
 async def run(
     settings: Sequence[str], policies: Sequence[str], rounds: int, directory: Path, file: Path
 ) -> SpatialReport:
-    """Run the demo in each of these settings, and merge its figures into the file.
+    """Run the demo in settings, and merge its figures into the file.
 
+    Args:   settings: their names; none: all of them.
     Raises: RuntimeError: something did not hold; the demo has printed what.
     """
     report = SpatialReport(describe("torch"), await asyncio.to_thread(_known, file))
-    for name in settings:
+    for name in settings or SETTINGS:
         run_dir = directory / name
         failed = await demo(
             spatial=True,

@@ -18,7 +18,7 @@ from tests.support.jobs import no_barrier, running_mesh, tenant
 
 pytestmark = pytest.mark.timeout(240)
 SETTINGS = Settings(
-    steps=2, questions=4, group=4, warmup_steps=40, warmup_batch=32, eval_questions=16
+    steps=2, questions=4, group=4, warmup_steps=40, warmup_batch=16, eval_questions=16
 )
 
 
