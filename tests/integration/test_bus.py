@@ -353,6 +353,13 @@ async def test_kv_watch_goes_on_when_the_server_is_killed(
         assert stored.payload == b"2"
 
 
+async def test_stream_for_which_the_disk_has_no_room_is_refused_with_the_numbers(bus: Bus) -> None:
+    with pytest.raises(ResourceError, match=rf"no room for the {2**60} bytes.*OPS_vast") as refused:
+        await bus.provision_tenant("vast", 2**60)
+    assert refused.value.info.code is Code.RESOURCE_EXHAUSTED
+    assert "ops_max_bytes" in (refused.value.info.remedy or "")
+
+
 async def test_provision_again_changes_nothing(bus: Bus) -> None:
     await bus.log.append(TimerFired("a"))
     await bus.provision()

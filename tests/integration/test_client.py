@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
@@ -179,6 +180,24 @@ async def test_refused_operation_raises_the_routers_error(nats_server: EmbeddedS
 
 
 @pytest.mark.usefixtures("leader")
+async def test_failure_that_nobody_awaits_is_logged(
+    nats_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program whose every gradient is refused would otherwise look as if it trained."""
+    async with connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        policy.forward_backward([Datum([1, 2], [2, 3])], Loss.PPO)
+        awaited = policy.forward_backward([Datum([1, 2], [2, 3])], Loss.PPO)
+        with pytest.raises(CallerError):
+            await awaited
+        await policy.optim_step(ADAM)
+    gc.collect()
+    (said,) = [r.getMessage() for r in caplog.records if "nobody awaited" in r.getMessage()]
+    assert said.startswith("acme.sums.policy.1 (forward_backward) failed")
+    assert "args.batch[0].logprobs" in said
+
+
+@pytest.mark.usefixtures("leader")
 async def test_wrong_arguments_raise_at_the_call_and_take_no_seq(
     nats_server: EmbeddedServer,
 ) -> None:
@@ -189,6 +208,9 @@ async def test_wrong_arguments_raise_at_the_call_and_take_no_seq(
         assert too_large.value.info.field == "batch[1]"
         with pytest.raises(CallerError):
             policy.forward([Datum([2**40], [1])])
+        with pytest.raises(CallerError, match="'grpo' is no loss") as unknown:
+            policy.forward_backward([datum(1)], "grpo")
+        assert "cross_entropy" in (unknown.value.info.remedy or "")
         assert policy.optim_step(ADAM).seq == 1
 
 

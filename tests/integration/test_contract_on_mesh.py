@@ -8,9 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from textwrap import indent
+from typing import Any
 
 import nats
 import pytest
@@ -22,7 +26,7 @@ from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.api import JobRequest, JobStatus
 from phaseloom.common.contract.codec import JSON, MSGPACK, encode
-from phaseloom.common.contract.errors import CallerError, Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.events import OperationFinished
 from phaseloom.common.contract.operations import (
     AdamParams,
@@ -39,6 +43,7 @@ from phaseloom.common.contract.operations import (
     SaveState,
     SyncWeights,
 )
+from phaseloom.common.process import config
 from phaseloom.common.transport.services import call_api
 from tests.support.directories import short_directory
 from tests.support.jobs import NOOP, TENANT, Log, Wire, running_mesh, tenant
@@ -46,6 +51,7 @@ from tests.support.node import exploding, policy_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+REPOSITORY = Path(__file__).parents[2]
 OTHER = "globex"
 STEP = OptimStep(AdamParams(1e-3))
 GENERATE = Generate([Prompt([1, 2])], SamplingParams(2))
@@ -307,7 +313,7 @@ async def soon(queue: asyncio.Queue[str]) -> str:
 
 async def test_calls_in_the_documentation_are_answered_as_it_says(mesh: Mesh, wire: Wire) -> None:
     """Each in JSON, in order; until it is answered so, as what it is about may be under way."""
-    text = (Path(__file__).parents[2] / "docs" / "operation.md").read_text()
+    text = (REPOSITORY / "docs" / "operation.md").read_text()
     (block,) = re.findall(r"```text\n(.*?)```", text.replace("<tenant>", TENANT), re.DOTALL)
     lines = block.splitlines()
     assert len(lines) > 30
@@ -327,6 +333,49 @@ async def test_calls_in_the_documentation_are_answered_as_it_says(mesh: Mesh, wi
     assert (await wire.outcome("plain.sampler.1")).outcome is Outcome.COMPLETED
 
 
+async def test_controller_in_the_readme_runs_as_it_is_written(mesh: Mesh) -> None:
+    """What it leaves open, to be the reader's own, is given: a config, a batch, a loss, prompts."""
+    text = (REPOSITORY / "README.md").read_text()
+    shown = re.findall(r"```python\n(from phaseloom.client.*?)```", text, re.DOTALL)[0]
+    imports, _, body = shown.partition("\n\n")
+    program = f"{imports}\nasync def main():\n{indent(body, '    ')}\n    return groups\n"
+    given: dict[str, Any] = {
+        "config": MODEL,
+        "batch": [client.Datum([1, 2], [2, 3], weights=[1.0, 1.0])],
+        "loss": "cross_entropy",
+        "prompts": [Prompt([1, 2])],
+        "sampling": SamplingParams(2),
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in _variables(mesh).items():
+            environment.setenv(name, value)
+        exec(program, given)
+        groups = await given["main"]()
+    assert len(groups.sequences[0]) == 16
+
+
+async def test_first_example_raises_its_reward(mesh: Mesh) -> None:
+    program = REPOSITORY / "examples" / "hello.py"
+    environment = config.inherited() | _variables(mesh)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, program, stdout=PIPE, stderr=PIPE, env=environment
+    )
+    said, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    rewards = [float(line.rpartition(" ")[2]) for line in said.decode().splitlines()]
+    assert len(rewards) == 15
+    assert rewards[0] < 0.3
+    assert rewards[-1] > 0.9
+    assert errors == b""
+
+
+def _variables(mesh: Mesh) -> dict[str, str]:
+    """The variables that `phaseloom up` prints."""
+    password = mesh.credentials.tenants[TENANT]
+    values = {"URL": mesh.url, "TENANT": TENANT, "PASSWORD": password}
+    return {f"PHASELOOM_{name}": value for name, value in values.items()}
+
+
 def _shows(got: object, expected: object) -> bool:
     """Whether an answer has all that is shown of it; `…` stands for anything."""
     if isinstance(expected, dict):
@@ -337,6 +386,23 @@ def _shows(got: object, expected: object) -> bool:
 
 
 # --- what cannot run -----------------------------------------------------------------------------
+
+
+async def test_program_whose_job_waits_for_a_place_is_told_why(
+    mesh: Mesh, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool's name with a typo is a pool whose nodes may be yet to come."""
+    monkeypatch.setattr(client.mesh, "_FIRST_WORD_AFTER_S", 0.0)
+    spec = client.DeploymentSpec("policy", "trian", "noop", client.ModelSpec({}), trainable=True)
+    async with tenant(mesh) as connection:
+        waiting = asyncio.create_task(connection.submit_job("mistyped", [spec]))
+        async with asyncio.timeout(60):
+            while "'trian'" not in caplog.text:
+                await asyncio.sleep(0.02)
+        await wire.request(f"pl.v1.api.{TENANT}.job.finish", b'{"job": "mistyped"}')
+        with pytest.raises(PhaseloomError):
+            await waiting
+    assert "known pools: rollout, train" in caplog.text
 
 
 async def test_job_that_does_not_fit_is_rejected_with_the_numbers(mesh: Mesh) -> None:

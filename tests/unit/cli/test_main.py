@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from phaseloom.cli.main import _CHECKPOINT_COMMANDS, _COMMANDS, _MODEL_COMMANDS, application
 
 _HEAVY = {
     "aiofiles",
@@ -62,3 +68,44 @@ def test_version_is_that_of_the_distribution() -> None:
         check=True,
     )
     assert done.stdout.strip() == "0.1.0"
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phaseloom.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def _every_command() -> list[tuple[str, ...]]:
+    """Every command and every group, as it is written on a command line."""
+    groups = {"model": _MODEL_COMMANDS, "checkpoint": _CHECKPOINT_COMMANDS}
+    plain = [(place.partition(":")[2].replace("_", "-"),) for place in _COMMANDS]
+    return plain + [(group, name) for group, names in groups.items() for name in names]
+
+
+def test_help_of_every_command_says_what_each_of_its_options_is() -> None:
+    app = application()
+    for command in _every_command():
+        written = io.StringIO()
+        console = Console(file=written, width=200, color_system=None)
+        app([*command, "--help"], console=console, result_action="return_value")
+        text = written.getvalue()
+        assert " ".join(("Usage: phaseloom", *command)) in text
+        bare = re.findall(r"│[ *]+((?:[A-Z_]+ )?--\S+(?: --\S+)*) *(?:\[.*\] *)?│", text)
+        assert bare == [], f"{command}: options without a word of help"
+
+
+def test_wrong_command_line_ends_with_code_2_and_says_what_was_meant() -> None:
+    done = _run("up", "--gatway", "8800")
+    assert done.returncode == 2
+    assert "--gateway" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_error_of_phaseloom_ends_with_code_1_in_one_line(tmp_path: Path) -> None:
+    done = _run("jobs", "--run", str(tmp_path / "none"))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1

@@ -73,3 +73,16 @@ def test_new_run_dir_makes_another_each_time_and_latest_follows(tmp_path: Path) 
     runs = [new_run_dir(tmp_path / "runs") for _ in range(3)]
     assert len(set(runs)) == 3
     assert (tmp_path / "runs" / "latest").resolve() == runs[-1].resolve()
+
+
+def test_run_is_found_by_its_name_or_its_path(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "20260101-000000")
+    assert find_run(Path("20260101-000000"), tmp_path) == run
+    assert find_run(run, tmp_path) == run
+
+
+def test_folder_in_which_no_run_can_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("no folder")
+    with pytest.raises(CallerError, match="no directory of a run can be made") as refused:
+        new_run_dir(tmp_path / "runs")
+    assert refused.value.info.field == "--runs"

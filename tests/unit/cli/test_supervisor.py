@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from phaseloom.cli.child import Ended, pause_s
+from phaseloom.cli.child import Ended, last_words, pause_s
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.processes import ChildSpec, child_specs, with_metrics
 from phaseloom.cli.supervisor import socket_directory
@@ -130,3 +130,21 @@ def test_socket_directory_is_elsewhere_when_the_name_is_too_long(tmp_path: Path)
     directory = socket_directory(tmp_path / ("x" * 100), ["train-0"])
     assert len(os.fsencode(directory / "agent-train-0.sock")) <= 107
     directory.rmdir()
+
+
+def test_reason_that_a_service_ended_for_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "router-0.log"
+    assert last_words(log) == ""
+    said = {"time": 1.0, "level": "CRITICAL", "message": "router cannot start: there is no port 1"}
+    log.write_bytes(b"x" * 100_000 + b"\n" + msgspec.json.encode(said) + b"\n")
+    assert last_words(log) == ": router cannot start: there is no port 1"
+    for line in (msgspec.json.encode(said | {"level": "INFO"}), b"Fatal Python error", b"", b"7"):
+        log.write_bytes(line)
+        assert last_words(log) == ""
+
+
+def test_interpreter_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    node = NodeConfig("rollout-0", "rollout", [1], interpreters={"vllm": str(tmp_path / "python")})
+    with pytest.raises(CallerError, match="for vllm") as refused:
+        MeshConfig(nodes=[node]).check()
+    assert refused.value.info.field == "mesh.nodes.interpreters"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from socket import create_server
 
 import msgspec
 import pytest
@@ -70,3 +71,22 @@ def test_run_is_resumed_with_more_than_it_has(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_bytes(msgspec.json.encode(MeshConfig()))
     more = [*NODES, NodeConfig("train-1", "train", [1])]
     MeshConfig(nodes=more, tenants=["demo", "acme"], ordering="fcfs").check_resumes(tmp_path)
+
+
+def test_port_that_somebody_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for given, field in (({"console_port": port}, "console"), ({"gateway": port}, "gateway")):
+            with pytest.raises(CallerError, match=f"port {port} cannot be taken") as refused:
+                up(runs=tmp_path / "runs", **given)
+            assert refused.value.info.field == f"mesh.{field}_port"
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(CallerError, match="no port 99999"):
+        up(runs=tmp_path / "runs", gateway=99999)
+
+
+def test_run_to_go_on_with_is_not_passed_over_without_resume(tmp_path: Path) -> None:
+    with pytest.raises(CallerError, match="a new one would begin") as refused:
+        up(runs=tmp_path / "runs", run="20260101-000000")
+    assert "--resume" in (refused.value.info.remedy or "")
+    assert not (tmp_path / "runs").exists()

@@ -36,6 +36,7 @@ def test_load_takes_the_environment_over_the_file_over_the_default(file: Path) -
 
 
 def test_load_reads_the_file_it_is_given_instead(file: Path) -> None:
+    file.write_text('[example]\nurl = "from-file"\n')
     assert config.load(Example, "example", {}, file=file).url == "from-file"
 
 
@@ -120,3 +121,20 @@ def test_load_without_section_takes_exact_names_and_leaves_others_alone(file: Pa
         "PHASELOOM_BUS_URL": "another section's",
     }
     assert config.load(Example, "", environ) == Example("top")
+
+
+@pytest.mark.parametrize("name", ["exampel", "statemgr"])
+def test_table_that_nobody_would_read_is_refused_in_a_file_of_one_section(
+    file: Path, name: str
+) -> None:
+    file.write_text(f"[{name}]\nurl = 'x'\n")
+    with pytest.raises(CallerError, match=f"{name}.*only its table \\[example\\]") as refused:
+        config.load(Example, "example", {}, file=file)
+    assert refused.value.info.field == "--example-file"
+    assert "PHASELOOM_CONFIG" in (refused.value.info.remedy or "")
+
+
+def test_file_of_one_section_that_cannot_be_read_is_named_by_its_option(tmp_path: Path) -> None:
+    with pytest.raises(CallerError, match="cannot be read") as refused:
+        config.load(Example, "example", {}, file=tmp_path / "absent.toml")
+    assert refused.value.info.field == "--example-file"

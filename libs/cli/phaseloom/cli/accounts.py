@@ -53,9 +53,12 @@ def accounts(directory: Path, *tenants: str, url: str) -> None:
 
     Parameters
     ----------
-    directory: where the files go; only its owner can read them.
-    tenants: all tenants of the mesh.
-    url: where services and controllers reach the server: nats://HOST:PORT.
+    directory
+        Where the files go; only its owner can read them.
+    tenants
+        All tenants of the mesh.
+    url
+        Where services and controllers reach the server: nats://HOST:PORT.
     """
     make_accounts(directory, tenants, url)
     print(directory)

@@ -40,8 +40,10 @@ def certs(directory: Path, *nodes: str) -> None:
 
     Parameters
     ----------
-    directory: where the files go; nodes/<node> holds those of one node (`statemgr.certificates`).
-    nodes: names of nodes; a node that has a certificate gets a new one.
+    directory
+        Where the files go; nodes/<node> holds those of one node (`statemgr.certificates`).
+    nodes
+        Names of nodes; a node that has a certificate gets a new one.
     """
     make_certificates(directory, nodes)
     for node in nodes:

@@ -12,6 +12,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from phaseloom.cli.output import print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract import api
 from phaseloom.common.contract.errors import CallerError, Code
@@ -44,7 +45,7 @@ def list_checkpoints(
     tenant, job, deployment = (*_tokens(what, 3), "", "", "")[:3]
     found = uvloop.run(_listed(bus_config(run), tenant, api.ListCheckpoints(job, deployment)))
     target = console or Console()
-    target.print(table(found))
+    print_whole(target, table(found))
     silent = sorted({node for each in found.values() for node in each.silent_nodes})
     if silent:
         line = f"no answer from {', '.join(silent)}: what they alone have is not listed"

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from phaseloom.cli.processes import ChildSpec
 from phaseloom.common.process import config as configuration
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
@@ -23,6 +25,8 @@ STABLE_AFTER_S = 10.0
 """A process that has run for so long before it ends has not failed again: its pauses begin anew."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
+_LAST_BYTES = 64 * 1024
+"""How much of the end of a log is read for its last line."""
 
 
 def pause_s(failures: int) -> float:
@@ -45,6 +49,23 @@ class Ended:
         return f"{how} after {self.after_s:.1f} s"
 
 
+def last_words(log_file: Path) -> str:
+    """The reason that a service has logged as its last line, to go on a sentence with; or empty.
+
+    A service that was killed has logged none.
+    """
+    with suppress(OSError, msgspec.DecodeError, IndexError), log_file.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        line = msgspec.json.decode(file.read().splitlines()[-1], type=_LogLine)
+        return f": {line.message}" if line.level == "CRITICAL" else ""
+    return ""
+
+
+class _LogLine(msgspec.Struct):
+    level: str
+    message: str
+
+
 Report = Callable[[str, str], Awaitable[None]]
 """The type of the callback for a child that has ended and will be started again: (name, reason)."""
 
@@ -63,7 +84,7 @@ class Child:
 
     async def run(self) -> None:
         """Run the process until `stop`, and start it again whenever it ends before."""
-        failures = 0
+        failures, before = 0, ""
         try:
             while not self._stopping.is_set():
                 ended = await self._run_once()
@@ -71,7 +92,10 @@ class Child:
                     return
                 failures = 1 if ended.after_s >= STABLE_AFTER_S else failures + 1
                 wait_s = pause_s(failures)
-                why = f"{ended}; starts again after {wait_s:.1f} s; see {self.log_file}"
+                said = await asyncio.to_thread(last_words, self.log_file)
+                told = ": as before" if said and said == before else said
+                before = said
+                why = f"{ended}{told}; starts again after {wait_s:.1f} s; see {self.log_file}"
                 await self.report(self.spec.name, why)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(wait_s):

@@ -78,30 +78,47 @@ async def demo(
     rounds: int = 3,
     slowdowns: Path | None = None,
 ) -> int:
-    """Run the demo; returns the exit code: 0 where everything held.
+    """Train two GRPO jobs that share a mesh of two devices.
 
-    Args:   baseline: also run each job alone first, and compare.
-            steps: GRPO steps of each job; None: the example's default.
-            run_dir: where to leave the results; None: `runs/<time>`, which becomes `runs/latest`.
-            jobs: tasks of `examples/grpo.py`; a job is called like its task.
-            placement: policy: which nodes a job is pinned to, and with whom; None: the default.
-            ordering: policy: which ready operation a device runs next; None: the default.
-            pretrained: directory of a model that both jobs start from, instead of a tiny one from
-                a seed; it takes some GB of memory and many minutes.
-            adapter: rank of the LoRA adapter that each job trains on that model; None: the jobs
-                train all of its weights.
-            vllm: the Python that has vLLM, for rollouts on it; None: they run on `sampler`.
-            spatial: run two jobs on one device of two cores instead, by turns and side by side.
-            setting: which jobs share it: `steady`, the demo's own, which always have work; `tools`,
-                jobs that wait for tools; `memory`, where one training does not fit beside the
-                other; `no-gain`, with a table by which sharing does not pay. All but the first
-                imply `spatial`.
-            multiplexing: with `spatial`, the policies to compare with `off` and `static`.
-            rounds: with `spatial`, how often each policy is measured.
-            slowdowns: with `spatial`, the table by which operations are put side by side; None: one
-                of two cores that comes with the simulator.
-    Raises: CallerError: a package is missing, a policy or a setting is not known, the directory is
-            no model's, or an adapter has no model or no rank.
+    The exit code is 0 where everything held, else 1.
+
+    Parameters
+    ----------
+    baseline
+        Also run each job alone first, and compare.
+    steps
+        GRPO steps of each job. Without it: as many as the example is tuned to.
+    seed
+        What all random choices are drawn from.
+    run_dir
+        Where to leave the results. Without it: `runs/<time>`, which becomes `runs/latest`.
+    jobs
+        Tasks of `examples/grpo.py`; a job is called like its task.
+    placement
+        Policy that decides which nodes a job is pinned to, and with whom.
+    ordering
+        Policy that decides which ready operation a device runs next.
+    pretrained
+        Directory of a model that both jobs start from, in place of a tiny one from a seed. It takes
+        some GB of memory, and minutes.
+    vllm
+        The Python that has vLLM, for rollouts on it. Without it: they run on `sampler`.
+    adapter
+        Rank of the LoRA adapter that each job trains on that model. Without it: jobs train all of
+        its weights.
+    spatial
+        Run two jobs on one device of two cores instead, by turns and side by side.
+    setting
+        Which jobs share that device: `steady`, the demo's own, which always have work; `tools`,
+        jobs that wait for tools; `memory`, where one training does not fit beside the other;
+        `no-gain`, with a table by which sharing does not pay. All but `steady` imply `--spatial`.
+    multiplexing
+        With `--spatial`, a policy to compare with `off` and `static`; may be given several times.
+    rounds
+        With `--spatial`, how often each policy is measured.
+    slowdowns
+        With `--spatial`, the table by which operations are put side by side. Without it: one of two
+        cores that comes with the simulator.
     """
     console = Console(highlight=False)
     check_prerequisites()
@@ -120,21 +137,20 @@ async def demo(
         cache_bytes = await asyncio.to_thread(kv_cache_bytes, pretrained)
         mesh, program = with_vllm(mesh, program, vllm, cache_bytes)
     settings = with_policies(mesh, placement, ordering)
+    is_spatial = spatial or setting != one_device.STEADY
+    if is_spatial:
+        is_other = pretrained is not None or vllm is not None or baseline
+        _check_spatial(is_other=is_other)
+        table = one_device.chosen(setting, multiplexing, rounds, slowdowns).table
+        settings = replace(settings, slowdowns=str(slowdowns or table))
+    settings.check()
+    _check_tasks(jobs)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
-    if spatial or setting != one_device.STEADY:
-        if pretrained is not None or vllm is not None or baseline:
-            raise CallerError(
-                "the spatial demo is of tiny models and compares runs of its own",
-                field="spatial",
-                remedy="leave out baseline, pretrained and vllm",
-            )
-        chosen = one_device.chosen(setting, multiplexing, rounds, slowdowns)
-        settings = replace(settings, slowdowns=str(slowdowns or chosen.table))
-        settings.check()
+    if is_spatial:
         policies = [one_device.SERIAL, one_device.STATIC, *dict.fromkeys(multiplexing)]
         return await _share_in_space(
-            chosen.specs(jobs, seed, steps),
+            one_device.SETTINGS[setting].specs(jobs, seed, steps),
             setting,
             [policy for _ in range(rounds) for policy in policies],
             settings,
@@ -163,6 +179,25 @@ async def demo(
     for problem in problems:
         console.print(f"[bold red]FAILED[/] {problem}", soft_wrap=True)
     return 1 if problems else 0
+
+
+def _check_spatial(*, is_other: bool) -> None:
+    """Args: is_other: whether an option is given that the spatial demo does not have."""
+    if is_other:
+        raise CallerError(
+            "the spatial demo is of tiny models and compares runs of its own",
+            field="spatial",
+            remedy="leave out baseline, pretrained and vllm",
+        )
+
+
+def _check_tasks(jobs: tuple[str, ...]) -> None:
+    if not jobs or len(set(jobs)) != len(jobs) or not set(jobs) <= set(TASKS):
+        raise CallerError(
+            f"{', '.join(jobs) or 'nothing'} is not what the demo can train",
+            field="--jobs",
+            remedy=f"name one or more of {', '.join(TASKS)}, each once",
+        )
 
 
 async def _share_in_space(

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.output import print_whole
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
@@ -106,7 +107,7 @@ def doctor(
         for finding in findings:
             print(msgspec.json.encode(finding).decode())
     else:
-        (console or Console()).print(_table(findings))
+        print_whole(console or Console(), _table(findings))
     return int(any(finding.verdict is Verdict.FAILED for finding in findings))
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phaseloom.cli.output import print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, MSGPACK, decode
@@ -40,8 +41,8 @@ def jobs(*, run: Path | None = None, profile: bool = False, console: Console | N
     Parameters
     ----------
     run
-        The run's directory. Without it: PHASELOOM_BUS_URL, _USER and _PASSWORD where they are set,
-        else the newest run under runs/.
+        The run: its directory, or its name under runs/. Without it: PHASELOOM_BUS_URL, _USER and
+        _PASSWORD where they are set, else the newest run under runs/.
     profile
         Show what the profiler has learned too: each job's cycle, durations, gaps, worst cases, and
         the sub-stages of each rollout.
@@ -153,12 +154,13 @@ async def _jobs(settings: BusConfig, profile: bool, console: Console) -> None:
         views = await _all(bus, Bucket.VIEW, api.JobStatus)
         views = {name: await _as_of_now(bus, name, view) for name, view in views.items()}
         traces = await _all(bus, Bucket.PROFILES, PhaseTrace) if profile else {}
-    console.print(job_table(views))
+    print_whole(console, job_table(views))
     if lines := place_lines(views):
         console.print("", *lines, sep="\n", soft_wrap=True)
     for name in sorted(traces):
         console.print()
-        console.print(*profile_tables(name, traces[name]), sep="\n")
+        for part in profile_tables(name, traces[name]):
+            print_whole(console, part)
 
 
 async def _all(bus: Bus, bucket: Bucket, kind: type[T]) -> dict[str, T]:

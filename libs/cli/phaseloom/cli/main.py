@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from phaseloom.common.contract.errors import PhaseloomError
 
@@ -54,11 +54,12 @@ def application() -> App:
         version=_version,
         # No line of help here has any Markdown, and its renderer takes long to import.
         help_format="plaintext",
-        # The parameter `console` is for programs that call a subcommand as a function.
-        default_parameter=Parameter(parse=re.compile("^(?!console$)")),
+        # The parameter `console` is for programs that call a subcommand as a function. There is no
+        # `--no-resume` beside `--resume`: everything is off unless it is named.
+        default_parameter=Parameter(parse=re.compile("^(?!console$)"), negative=()),
     )
     for place, line in _COMMANDS.items():
-        name = place.partition(":")[2]
+        name = place.partition(":")[2].replace("_", "-")
         app.command(f"{__package__}.{place}", name=name, help=line, help_format="markdown")
     models = "Register models that jobs can name, list and remove them."
     saved = "List, describe, download and delete what jobs have saved."
@@ -80,7 +81,9 @@ def main() -> None:
     a wrong command line.
     """
     try:
-        application()()
+        application()(exit_on_error=False)
+    except* CycloptsError:  # it has been printed
+        sys.exit(2)
     except* PhaseloomError as errors:
         for line in _lines(errors):
             print(f"phaseloom: {line}", file=sys.stderr)

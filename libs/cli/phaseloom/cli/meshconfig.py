@@ -138,6 +138,14 @@ class MeshConfig(msgspec.Struct, frozen=True):
                     field="mesh.nodes.cores_per_device",
                     remedy="use 1 or more on emulated devices, and leave it out on GPUs",
                 )
+            for backend, python in node.interpreters.items():
+                if not Path(python).expanduser().exists():
+                    raise CallerError(
+                        f"{node.name} has no {python} for {backend}",
+                        code=Code.NOT_FOUND,
+                        field="mesh.nodes.interpreters",
+                        remedy="name the Python of an environment that has the backend",
+                    )
         for where, names in (
             ("mesh.nodes", [node.name for node in self.nodes]),
             ("mesh.tenants", self.tenants),

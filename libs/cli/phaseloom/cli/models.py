@@ -13,6 +13,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from phaseloom.cli.output import print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.codec import decode, encode
 from phaseloom.common.contract.errors import CallerError, Code
@@ -55,7 +56,7 @@ def list_models(*, run: Path | None = None, console: Console | None = None) -> N
     run
         As for `phaseloom jobs`.
     """
-    (console or Console()).print(table(uvloop.run(_all(bus_config(run)))))
+    print_whole(console or Console(), table(uvloop.run(_all(bus_config(run)))))
 
 
 def remove(name: str, *, run: Path | None = None, console: Console | None = None) -> None:

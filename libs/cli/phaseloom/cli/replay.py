@@ -42,7 +42,7 @@ def replay(
     runs
         Folder with the runs' directories.
     """
-    directory = find_run(_directory(run, runs), runs).resolve()
+    directory = find_run(Path(run) if run else None, runs).resolve()
     recorded = directory / _EVENTS
     if recorded.is_file():
         events: list[Recorded] = read_events(recorded)
@@ -71,13 +71,6 @@ def make_replay(title: str, events: Iterable[Recorded], path: Path) -> None:
             remedy="name a run in which a job has run",
         )
     write_replay(Replay(title, view.update(last_s)), path)
-
-
-def _directory(run: str, runs: Path) -> Path | None:
-    if not run:
-        return None
-    named = runs / run
-    return named if named.is_dir() else Path(run)
 
 
 async def _of_live(settings: BusConfig) -> list[Recorded]:

@@ -22,19 +22,30 @@ _BUS_URL = f"{config.PREFIX}BUS_URL"
 
 
 def new_run_dir(runs: Path) -> Path:
-    """Make the directory `runs/<time>`, and let `runs/latest` point to it."""
+    """Make the directory `runs/<time>`, and let `runs/latest` point to it.
+
+    Raises: CallerError: FAILED_PRECONDITION: it cannot be made.
+    """
     name = time.strftime("%Y%m%d-%H%M%S")
     run_dir = runs / name
     number = 1
-    runs.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            run_dir.mkdir()
-            break
-        except FileExistsError:
-            number += 1
-            run_dir = runs / f"{name}-{number}"
-    _point_at(run_dir)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                run_dir.mkdir()
+                break
+            except FileExistsError:
+                number += 1
+                run_dir = runs / f"{name}-{number}"
+        _point_at(run_dir)
+    except OSError as error:
+        raise CallerError(
+            f"no directory of a run can be made in {runs}: {error.strerror}",
+            code=Code.FAILED_PRECONDITION,
+            field="--runs",
+            remedy="name a folder that you may write to, on a disk with room",
+        ) from None
     return run_dir
 
 
@@ -52,8 +63,6 @@ def run_to_resume(run: str, runs: Path) -> Path:
     Args:   run: its name under `runs`, or a path; empty: the newest.
     Raises: CallerError: NOT_FOUND: there is none. FAILED_PRECONDITION: the run has not ended.
     """
-    if run and not Path(run).is_dir() and (runs / run).is_dir():
-        run = str(runs / run)
     found = find_run(Path(run) if run else None, runs).resolve()
     file = found / "mesh.json"
     pid = msgspec.json.decode(file.read_bytes())["pid"] if file.is_file() else 0
@@ -68,11 +77,14 @@ def run_to_resume(run: str, runs: Path) -> Path:
 
 
 def find_run(run: Path | None, runs: Path = RUNS) -> Path:
-    """The given directory; without one, the newest run under `runs`.
+    """The directory of a run.
 
+    Args:   run: its name under `runs`, or a path; None: the newest.
     Raises: CallerError: NOT_FOUND: there is no such directory, or no run at all.
     """
     if run is not None:
+        if not run.is_dir() and (runs / run).is_dir():
+            return runs / run
         if not run.is_dir():
             raise CallerError(
                 f"there is no run directory {run}",

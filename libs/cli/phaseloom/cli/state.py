@@ -11,6 +11,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Column, Table
 
+from phaseloom.cli.output import print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import DeploymentState, SharedCopyState, StatusReport
@@ -51,7 +52,9 @@ def state(
             known = report if isinstance(report, StatusReport) else report.info
             print(msgspec.json.encode({"node": name, "report": known}).decode())
         elif isinstance(report, StatusReport):
-            target.print(headline(name, report), *tables(report), sep="\n", soft_wrap=True)
+            target.print(headline(name, report), soft_wrap=True)
+            for table in tables(report):
+                print_whole(target, table)
         else:
             target.print(f"{name}: {report}", markup=False)
     return int(any(isinstance(report, PhaseloomError) for report in reports.values()))

@@ -18,10 +18,10 @@ from statistics import median
 import uvloop
 from rich.console import Console, Group
 from rich.live import Live
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from phaseloom.cli.output import print_whole
 from phaseloom.cli.rundir import bus_config, open_bus
 from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.codec import decode
@@ -38,8 +38,6 @@ from phaseloom.common.transport.decisionlog import LogEntry
 WINDOW_S = 30.0
 NUM_NOTICES = 8
 _REFRESHES_PER_S = 2
-_UNBOUNDED = 1_000_000
-"""A terminal width, in columns, at which nothing is cut or folded."""
 
 
 def top(*, run: Path | None = None, once: bool = False, console: Console | None = None) -> None:
@@ -48,8 +46,8 @@ def top(*, run: Path | None = None, once: bool = False, console: Console | None 
     Parameters
     ----------
     run
-        The run's directory. Without it: PHASELOOM_BUS_URL, _USER and _PASSWORD where they are set,
-        else the newest run under runs/.
+        The run: its directory, or its name under runs/. Without it: PHASELOOM_BUS_URL, _USER and
+        _PASSWORD where they are set, else the newest run under runs/.
     once
         Print the table once and exit. In a file or a pipe it is as wide as it needs.
     """
@@ -69,11 +67,7 @@ async def _top(settings: BusConfig, once: bool, console: Console) -> None:
 
 def show(dashboard: Dashboard, now_s: float, console: Console) -> None:
     """Print the dashboard once. Where stdout is no terminal, nothing is cropped or folded."""
-    shown = dashboard.render(now_s)
-    if not console.is_terminal:
-        unbounded = console.options.update(width=_UNBOUNDED, max_width=_UNBOUNDED)
-        console.width = max(console.width, Measurement.get(console, unbounded, shown).maximum)
-    console.print(shown)
+    print_whole(console, dashboard.render(now_s))
 
 
 async def catch_up(bus: Bus, dashboard: Dashboard) -> None:

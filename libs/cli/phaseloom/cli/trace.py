@@ -40,7 +40,7 @@ def trace(operation: str, /, *, run: Path | None = None, console: Console | None
     operation
         `<tenant>.<job>.<deployment>.<seq>`.
     run
-        The run's directory. Without it: the newest one under runs/.
+        The run: its directory, or its name under runs/. Without it: the newest.
     """
     parse_operation_key(operation)
     directory = find_run(run) / "spans"

@@ -18,10 +18,12 @@ from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.processes import api_key
 from phaseloom.cli.rundir import new_run_dir, run_to_resume
 from phaseloom.cli.supervisor import Mesh
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.process import config
 from phaseloom.scheduler.core.policies.registry import check_policies
 
 CONSOLE_PORT = 8900
+_LAST_PORT = 65_535
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -101,7 +103,15 @@ def up(
     if resume:
         run_dir = run_to_resume(run, runs)
         settings.check_resumes(run_dir)
+        _check_ports(settings)
+    elif run:
+        raise CallerError(
+            f"--run {run} names a run to go on with, and a new one would begin",
+            field="--run",
+            remedy="add --resume, or leave --run out",
+        )
     else:
+        _check_ports(settings)
         run_dir = new_run_dir(runs)
     uvloop.run(_up(settings, run_dir, accepts_loss=accept_loss))
 
@@ -129,16 +139,18 @@ async def _announce(mesh: Mesh) -> None:
 def greeting(mesh: Mesh) -> str:
     """The text that tells how a controller connects, with lines to paste into a shell."""
     blocks = [
+        f"connect a controller of {tenant} with\n"
         f"export PHASELOOM_URL={mesh.url}\n"
         f"export PHASELOOM_TENANT={tenant}\n"
         f"export PHASELOOM_PASSWORD={password}"
         for tenant, password in mesh.credentials.tenants.items()
     ]
-    nodes = ", ".join(f"{node.name} ({node.pool})" for node in mesh.config.nodes)
+    nodes = ", ".join(
+        f"{node.name} ({node.pool}, {_sizes(node.devices)})" for node in mesh.config.nodes
+    )
     return "\n".join(
         [
             f"the mesh is up: {nodes}; logs in {mesh.run_dir / 'logs'}",
-            "connect a controller with",
             *blocks,
             *_gateway(mesh),
             *_console(mesh),
@@ -148,12 +160,17 @@ def greeting(mesh: Mesh) -> str:
     )
 
 
+def _sizes(devices: list[int]) -> str:
+    """The memory of a node's devices, as text."""
+    return " + ".join(f"{num_bytes / 2**20:,.0f}" for num_bytes in devices) + " MiB"
+
+
 def _gateway(mesh: Mesh) -> list[str]:
     port = mesh.config.gateway_port
     if not port:
         return []
     keys = [
-        f"export TINKER_API_KEY={api_key(password)}  # tenant {tenant}; OPENAI_API_KEY is the same"
+        f"export TINKER_API_KEY={api_key(password)} OPENAI_API_KEY={api_key(password)}  # {tenant}"
         for tenant, password in mesh.credentials.tenants.items()
     ]
     return [
@@ -181,6 +198,29 @@ def _console_port(settings: MeshConfig) -> int:
         with suppress(OSError), create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
     return 0
+
+
+def _check_ports(settings: MeshConfig) -> None:
+    """Refuse a port that somebody has, before anything of the mesh is there.
+
+    Raises: CallerError: FAILED_PRECONDITION: the port cannot be taken.
+    """
+    for field, port in (
+        ("mesh.gateway_port", settings.gateway_port),
+        ("mesh.console_port", settings.console_port),
+    ):
+        if not 0 <= port <= _LAST_PORT:
+            raise CallerError(f"there is no port {port}", field=field, remedy="use 0 to 65535")
+        try:
+            if port:
+                create_server(("127.0.0.1", port)).close()
+        except OSError as error:
+            raise CallerError(
+                f"port {port} cannot be taken: {error.strerror}",
+                code=Code.FAILED_PRECONDITION,
+                field=field,
+                remedy="choose another port, or end the program that has this one",
+            ) from None
 
 
 def _metrics(mesh: Mesh) -> list[str]:

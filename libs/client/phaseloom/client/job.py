@@ -173,6 +173,10 @@ class Deployment:
               logprobs: whether the result has the log-probabilities of the targets, too, as
                   `forward` has.
         """
+        if loss not in list(ops.Loss):
+            raise CallerError(
+                f"{loss!r} is no loss", field="loss", remedy=f"use one of {', '.join(ops.Loss)}"
+            )
         kind = ops.Loss(loss)
         parts = split_batch(batch)
         return self._submit(

@@ -58,6 +58,9 @@ _BEATS_PER_LEASE = 3
 _BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
+_FIRST_WORD_AFTER_S = 3.0
+"""How long a job waits for a place before its program's log says so."""
+_WORD_EVERY_S = 60.0
 _MOST_REPORTS = 64
 """The most reports that wait for a mesh that is away; further ones are dropped."""
 _READY, _STOPPED = "ready", "stopped"
@@ -151,6 +154,7 @@ class MeshJob(Job):
 
     async def finish(self, *, failed: bool = False) -> None:
         """End the job. Its models are dropped, checkpoints stay, open operations end as ABORTED."""
+        self._outbox.expect_end()
         await self._mesh.finish(self.name, failed=failed)
         self._outbox.end(ResourceError(f"job {self.name} is finished", code=Code.ABORTED))
 
@@ -306,9 +310,15 @@ class Mesh:
         spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait, durability, exclusive)
         await self._once("job.submit", api.SubmitJob(name, spec))
 
+        next_word_s = time.monotonic() + _FIRST_WORD_AFTER_S
+
         def is_active(status: api.JobStatus) -> bool:
+            nonlocal next_word_s
             if status.has_ended:
                 raise _why_ended(status)
+            if status.error is not None and time.monotonic() > next_word_s:
+                next_word_s = time.monotonic() + _WORD_EVERY_S
+                log.warning("%s.%s: %s", self._tenant, name, to_exception(status.error))
             return status.state == "active"
 
         await self._until(name, is_active)

@@ -72,12 +72,22 @@ class Part:
         """Whether the outcome came from the mesh; otherwise this session has ended before."""
         self.stored_s = 0.0
         self.misses = 0
+        self.is_awaited = False
+        """Whether somebody awaits the handle, or has."""
         self.told: Callable[[Progress], None] | None = None
         """Called with the part's progress; None: nobody wants to know."""
         # An error is a value here, since an outcome that nobody awaits is no unhandled exception.
         self.outcome: asyncio.Future[Result | PhaseloomError] = (
             asyncio.get_running_loop().create_future()
         )
+
+    def __del__(self) -> None:
+        """Log a failure that nobody has awaited, once nobody can any more."""
+        if self.is_awaited or not (self.is_told and self.outcome.done()):
+            return
+        error = self.outcome.result()
+        if isinstance(error, PhaseloomError):
+            log.warning("%s (%s) failed, and nobody awaited it: %s", self.key, self.kind, error)
 
     @property
     def state(self) -> str:
@@ -90,8 +100,8 @@ class Part:
 class OperationHandle(Generic[R_co]):
     """An operation that was submitted. Await the handle for the result, as often as you like.
 
-    Awaiting a failed operation raises its PhaseloomError. To stop waiting cancels nothing; `cancel`
-    cancels the operation.
+    Awaiting a failed operation raises its PhaseloomError; a failure that nobody awaits is logged as
+    a warning. To stop waiting cancels nothing; `cancel` cancels the operation.
     """
 
     def __init__(
@@ -194,6 +204,8 @@ class OperationHandle(Generic[R_co]):
         return answer or api.Explanation(part.key, part.kind, part.state)
 
     async def _result(self) -> R_co:
+        for part in self._parts:
+            part.is_awaited = True
         results = []
         for part in self._parts:
             # Shielded, so that a waiter that is cancelled does not cancel the outcome of others.
@@ -288,6 +300,11 @@ class Outbox:
             self._resolve(part, error)
         self._closed.set()
         self._wake.set()
+
+    def expect_end(self) -> None:
+        """Note that this program ends the job, and knows that open operations end with it."""
+        for part in self._open.values():
+            part.is_awaited = True
 
     def reconnected(self) -> None:
         """Ask for the outcomes of open operations at once, since completions may have been
@@ -494,6 +511,8 @@ class Outbox:
         elif completion.outcome is Outcome.COMPLETED and completion.result is not None:
             self._tell(part, completion.result)
         elif completion.outcome in _UNFINISHED and completion.error is None:
+            # Who cancels an operation knows that.
+            part.is_awaited |= completion.outcome is Outcome.CANCELLED
             code, what = _UNFINISHED[completion.outcome]
             self._tell(part, ResourceError(f"{part.key} {what}", code=code))
         elif completion.error is not None:

@@ -84,7 +84,10 @@ class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: Float32s | None = None
     """One weight for each target."""
     logprobs: Float32s | None = None
+    """Log-probabilities that the targets were drawn with, for all losses but `cross_entropy`."""
     advantages: Float32s | None = None
+    """How much better each target was than expected, for all losses but `cross_entropy`; 0: it
+    counts nothing, as those of a prompt."""
     num_targets: int = 1
     """Targets of each position. Several, as the likeliest tokens of a teacher whose probabilities
     are the weights, are for `forward` and `cross_entropy` only."""

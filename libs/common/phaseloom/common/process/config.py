@@ -39,12 +39,15 @@ def load(
                 Where it is empty no file is read, and the variables are PHASELOOM_<FIELD>; other
                 variables with that prefix are then no errors.
             environ: the environment to read; None: the process's own.
-            file: a TOML file to read instead of the one that PHASELOOM_CONFIG names.
+            file: a TOML file to read instead of the one that PHASELOOM_CONFIG names. It has no
+                other table, since nobody else reads it.
     Raises: CallerError: an unknown key, or a bad or missing value; it names the key and the remedy.
     """
     environ = os.environ if environ is None else environ
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     hints = get_type_hints(kind)
+    if file is not None:
+        _check_alone(section, file)
     values = _from_file(section, file or _named_file(environ), fields)
     sources = {name: f"[{section}] {name}" for name in values}
     prefix = f"{PREFIX}{section.upper()}_" if section else PREFIX
@@ -91,24 +94,46 @@ def _named_file(environ: Mapping[str, str]) -> Path | None:
 def _from_file(section: str, file: Path | None, fields: Mapping[str, Any]) -> dict[str, Any]:
     if file is None or not section:
         return {}
-    try:
-        table = tomllib.loads(file.read_text()).get(section, {})
-    except OSError as error:
-        raise CallerError(
-            f"{file} cannot be read: {error.strerror}",
-            field=FILE_VARIABLE,
-            remedy="name a readable TOML file, or unset it",
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CallerError(
-            f"{file} is not TOML: {error}", field=FILE_VARIABLE, remedy="correct the file"
-        ) from None
+    table = _tables(file, FILE_VARIABLE).get(section, {})
     if not isinstance(table, dict):
         raise CallerError(f"{section} in {file} is no table", field=section, remedy="use [section]")
     for name in table:
         if name not in fields:
             raise _unknown(f"[{section}] {name}", sorted(fields))
     return dict(table)
+
+
+def _check_alone(section: str, file: Path) -> None:
+    """Refuse a file of one section that has other keys or tables, which nobody would read."""
+    field = f"--{section}-file"
+    for name in _tables(file, field):
+        if name != section:
+            raise CallerError(
+                f"{file} has {name!r}, and only its table [{section}] is read",
+                field=field,
+                remedy=f"correct its name, or set a service's own settings as {PREFIX}… variables, "
+                f"or in the file that {FILE_VARIABLE} names",
+            )
+
+
+def _tables(file: Path, field: str) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Args:   field: names the option or the variable that names the file.
+    Raises: CallerError: it cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise CallerError(
+            f"{file} cannot be read: {error.strerror}",
+            field=field,
+            remedy="name a readable TOML file",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CallerError(
+            f"{file} is not TOML: {error}", field=field, remedy="correct the file"
+        ) from None
 
 
 def _converted(kind: type[T], values: dict[str, Any], sources: dict[str, str]) -> T:

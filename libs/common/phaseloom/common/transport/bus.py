@@ -24,12 +24,12 @@ import nats
 from nats.aio.msg import Msg
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import APIError, NotFoundError, ServerError
 
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import JobReport
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
-from phaseloom.common.contract.errors import ErrorInfo, ResourceError
+from phaseloom.common.contract.errors import Code, ErrorInfo, ResourceError
 from phaseloom.common.contract.events import Notice
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.transport.connection import (
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 _CONSUMER_EXISTS = frozenset({10013, 10148})
 _CONSUMER_BOUND_PAUSE_S = 0.05
+_NO_STORAGE = 10047
+"""The error code of a NATS server whose disk has less room than a stream may take."""
 _IDLE_HEARTBEAT_S = 2.0
 """How often the server looks again at a consumer that had nothing to deliver, and says so."""
 
@@ -187,7 +189,18 @@ class Bus:
         try:
             await self._replicate(await self.js.stream_info(config.name))
         except NotFoundError:
-            await self.js.add_stream(config)
+            try:
+                await self.js.add_stream(config)
+            except ServerError as error:
+                if error.err_code != _NO_STORAGE:
+                    raise
+                raise ResourceError(
+                    f"the NATS server's disk has no room for the {config.max_bytes} bytes that the "
+                    f"stream {config.name} may take",
+                    code=Code.RESOURCE_EXHAUSTED,
+                    remedy="have the server's store on a disk with more room; of a tenant's stream "
+                    "ops_max_bytes says how much it may take",
+                ) from error
 
     async def _ensure_bucket(self, config: api.KeyValueConfig) -> None:
         try:

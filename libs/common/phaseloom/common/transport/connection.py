@@ -112,7 +112,7 @@ async def connect(
             log.warning("disconnected from NATS at %s", url)
 
     async def reconnected() -> None:
-        log.info("reconnected to NATS")
+        log.warning("connected to NATS at %s again", url)
         if on_reconnect:
             await on_reconnect()
 
@@ -141,7 +141,8 @@ async def connect(
             raise
         raise ResourceError(
             f"no connection to NATS at {url} as {user}: {refusal or last_error or error!r}",
-            remedy="is the mesh up? `phaseloom up`; are user and password right?",
+            remedy="is the mesh up (`phaseloom up`, with --resume for an earlier run)? "
+            "are user and password right?",
         ) from error
     version = client.connected_server_version
     if (version.major, version.minor) < MIN_SERVER_VERSION:

@@ -588,7 +588,8 @@ class Residency:
                 f"{wpg} needs {needed_bytes} bytes of device {device}: {used_bytes} of {budget} "
                 f"are in use",
                 code=Code.RESOURCE_EXHAUSTED,
-                remedy="displace what is resident, or place it on a larger device",
+                remedy="raise `devices` of the node (of `phaseloom up`: in its mesh file), or need "
+                "less there: an adapter, optimizer_on HOST, a layout of more ranks",
                 details=exhausted(needed_bytes, used_bytes, budget),
             )
 

@@ -38,7 +38,7 @@ def submit(step: Step, event: events.JobSubmitted) -> None:
             Code.ALREADY_EXISTS,
             f"job {name} exists, in state {old.state}",
             field="job",
-            remedy="choose another name, or attach to it",
+            remedy=f"choose another name, attach to it, or end it: `phaseloom cancel {name}`",
         )
         step.emit(outputs.Answer(event.request, error=error))
         return
