@@ -160,3 +160,19 @@ def test_controller_that_answers_soon_keeps_the_device_and_takes_its_time() -> N
     assert found.operations > 2 * ITERATIONS - 4
     assert found.error_p90 is not None
     assert found.error_p90 < 1e-6
+
+
+def out_of_date(event: Event) -> Event:
+    """The event as it would be where jobs had been slower when they were measured."""
+    if isinstance(event, PhaseTrace):
+        slower = [replace(e, duration_s=1.3 * e.duration_s) for e in event.estimates]
+        return replace(event, estimates=slower)
+    return event
+
+
+def test_newest_durations_count_and_not_those_of_an_old_trace() -> None:
+    jobs = [job("a", 0.5, 0.25, 0.05, sigma=0.0), job("b", 0.4, 0.35, 0.06, sigma=0.0)]
+    log = log_of(jobs, "fcfs")
+    found = accuracy(predictions((at, time_s, out_of_date(event)) for at, time_s, event in log))
+    assert found.error_p90 is not None
+    assert found.error_p90 < 1e-6

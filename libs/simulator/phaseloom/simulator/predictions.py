@@ -9,8 +9,9 @@ The error is the difference between the predicted wait and the real one, as a sh
 Waits below `LEAST_S` are left out: they are the latency of the bus and of processes, of which the
 scheduler knows nothing, and their relative errors say nothing.
 
-A duration is predicted as the scheduler does it: by the newest phase trace before the operation's
-end. Those of kinds that are not measured yet are left out, and those below `LEAST_DURATION_S`.
+A duration is predicted as the scheduler's decisions do it: by the newest phase trace before the
+operation's end. Those of kinds that are not measured yet are left out, and those below
+`LEAST_DURATION_S`.
 """
 
 from __future__ import annotations

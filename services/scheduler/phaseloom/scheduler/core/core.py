@@ -86,12 +86,11 @@ The second time is for follow-ups that were asked for by one further down. Where
 turn, a later event uses it: no event costs more than two looks at what waits.
 """
 AT_THE_END: tuple[tuple[FollowUp, Do], ...] = (
-    (FollowUp.DISPATCH, _once(dispatch.dispatch)),
     (FollowUp.HINT, _each(hints.tell)),
     (FollowUp.SHOW_JOB, _each(jobs.show)),
 )
-"""The follow-ups that are done once a step, after all events of its entry, each with its
-function."""
+"""The follow-ups that are done once a step, after all events of its entry and after devices have
+been given their next operations, each with its function."""
 
 
 class Core:
@@ -113,8 +112,10 @@ class Core:
         for part in events.parts(event):
             TAKE[type(part)](step, part)
             _follow_up(step)
+        dispatch.dispatch(step)
         for what, do in AT_THE_END:
-            do(step, step.asked.pop(what, {}))
+            if what in step.asked:
+                do(step, step.asked.pop(what))
         return step.outputs
 
     def snapshot(self) -> bytes:
@@ -178,8 +179,9 @@ def _decode(payload: bytes, kind: type[S]) -> S:
 
 def _follow_up(step: Step) -> None:
     """Do the follow-ups that an event has asked for. Moves are looked at after every event."""
-    step.follow(FollowUp.MOVE)
     asked = step.asked
+    if step.state.moving or asked:
+        step.follow(FollowUp.MOVE)
     for _ in range(PASSES):
         if not asked:
             return

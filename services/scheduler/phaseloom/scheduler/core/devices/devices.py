@@ -41,9 +41,10 @@ def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
 
 def held_slots(state: State, deployment: Deployment) -> list[Slot]:
     """The slot of each rank that has a part in what runs."""
+    nodes, assignments = state.nodes, deployment.wpg.assignments
+    slots = [nodes[a.node].devices[index].slots[0] for a in assignments for index in a.devices]
     idle = deployment.activation.idle_ranks
-    places = [at for rank, at in enumerate(deployment.places) if rank not in idle]
-    return [slot(state, node, device) for node, device in places]
+    return [slot for rank, slot in enumerate(slots) if rank not in idle] if idle else slots
 
 
 def slots_on(node: Node) -> list[Slot]:
@@ -75,13 +76,14 @@ def victims(step: Step, slot: Slot, newcomer: Deployment) -> list[Deployment]:
     Where residency is per job, other jobs' go first; then the least recently used, until the
     newcomer fits. What runs stays.
     """
-    node = step.node(slot.node)
-    runs = slot.runs
     residents = [step.state.deployments[name] for name in slot.resident if name != newcomer.name]
-    leaving = []
+    if not residents:
+        return []
+    node, runs = step.node(slot.node), slot.runs
+    leaving, staying = [], residents
     if node.residency is Residency.JOB:
-        leaving = [d for d in residents if d.key.job_key != newcomer.key.job_key]
-    staying = [d for d in residents if d not in leaving]
+        leaving = [d for d in residents if d.job_name != newcomer.job_name]
+        staying = [d for d in residents if d.job_name == newcomer.job_name]
     staying.sort(key=lambda d: d.name in runs)
     used = newcomer.wpg.state_bytes + sum(d.wpg.state_bytes for d in staying)
     for other in staying:

@@ -29,14 +29,20 @@ def duration_s(state: State, deployment: Deployment, kind: str) -> float:
     return DEFAULT_DURATION_S
 
 
+def recent_s(state: State, deployment: Deployment, kind: str) -> float:
+    """The duration of an operation as its kind has lasted of late. Predictions alone go by it."""
+    recent = deployment.recent.get(kind)
+    return recent[0] if recent is not None else duration_s(state, deployment, kind)
+
+
 def left_s(state: State, deployment: Deployment, op: Op) -> float:
     """Seconds until the end of an operation that runs is known."""
-    usual_s, p95_s = duration_s(state, deployment, op.kind), 0.0
+    median_s, p95_s = recent_s(state, deployment, op.kind), 0.0
     estimate = after(state, deployment.key.job_key, f"{deployment.key.deployment}.{op.kind}")
-    if estimate is not None:
-        p95_s = estimate.p95_s
+    if estimate is not None and estimate.duration_s > 0.0:
+        p95_s = estimate.p95_s * median_s / estimate.duration_s
     ran_s = state.now_s - began_s(state, deployment, op) - state.latency_s
-    return still_s(usual_s, p95_s, ran_s)
+    return still_s(median_s, p95_s, ran_s)
 
 
 def still_s(median_s: float, p95_s: float, ran_s: float) -> float:

@@ -79,8 +79,8 @@ def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
 
 def _round(state: State, here: Iterable[Slot], job: str) -> int:
     """The round of a job's next phase on these devices."""
-    turn = max(slot.rounds.get(job, NOWHERE) + 1 for slot in here)
-    return max(turn, state.jobs[job].progress.round)
+    last = max([slot.rounds.get(job, NOWHERE) for slot in here])
+    return max(last + 1, state.jobs[job].progress.round)
 
 
 def _latest(state: State, job: str) -> int:
@@ -88,4 +88,4 @@ def _latest(state: State, job: str) -> int:
     group = state.cluster.groups.get(state.cluster.placed.get(job, ""))
     if group is None:
         return NOWHERE
-    return max(state.jobs[member].progress.round for member in group.members)
+    return max([state.jobs[member].progress.round for member in group.members])

@@ -158,7 +158,7 @@ def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
         if phase_s > 0.0 and deployment.job_name != slot.holder:
             wait_s = max(wait_s, timeline(others, max(free_s, phase_s))[-1].start_s)
     batches = _batches_before(step, deployment, own, op)
-    wait_s += sum(estimates.duration_s(step.state, deployment, kind) for kind in batches)
+    wait_s += sum(estimates.recent_s(step.state, deployment, kind) for kind in batches)
     return 1 + ahead + own.index(op), wait_s + step.state.latency_s
 
 
@@ -378,7 +378,7 @@ def _to_come(step: Step, slot: Slot) -> list[float]:
     """The durations of what follows in a device's phase: what is queued, then what is usual."""
     queued = _queued(step, slot)
     kinds = [f"{d.key.deployment}.{op.kind}" for d, op in queued]
-    durations = [estimates.duration_s(step.state, d, op.kind) for d, op in queued]
+    durations = [estimates.recent_s(step.state, d, op.kind) for d, op in queued]
     last = _known(step, slot).get(kinds[-1] if kinds else _runs(step, slot))
     # After a kind with a long gap the device is given away, whatever has not run in this phase.
     if last is not None and last.next_gap_s > idle_hold.SOON * step.config.idle_grace_s:
@@ -458,8 +458,9 @@ def _usual_s(step: Step, slot: Slot, queued: set[str]) -> list[float]:
     have_begun = [known[kind].count for kind in slot.phase.kinds if kind in known]
     # A kind that runs in fewer than half of the phases is not usual.
     rare = max(have_begun, default=0) / 2
+    here = {deployment.key.deployment: deployment for deployment in _of_holder(step, slot)}
     return [
-        estimate.duration_s
+        estimates.recent_s(step.state, here[estimate.deployment], estimate.kind)
         for kind, estimate in known.items()
         if estimate.count > rare and kind not in slot.phase.kinds and kind not in queued
     ]

@@ -25,7 +25,7 @@ def began(step: Step, deployment: Deployment, op: Op) -> None:
     if deployment.activation.running:
         return  # It joins others.
     job = step.job_of(deployment)
-    name, kind = str(job.key), kind_of(deployment, op)
+    name, kind = deployment.job_name, kind_of(deployment, op)
     # What begins beside others leaves the phase of the device to those.
     slots = devices.slots_of(step, deployment)
     here = [

@@ -62,18 +62,20 @@ def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
         return iter(() if deployment.activation.running else (_replay_op(step, deployment),))
     if deployment.wpg.state is not WpgState.READY or moves.is_held(deployment):
         return iter(())
+    if not deployment.queue.unordered:
+        return _ordered(deployment)
     unordered = (op for op in deployment.queue.unordered.values() if _may_begin(deployment, op))
     if deployment.queue.head_seq not in deployment.queue.operations:
         return unordered
-    if not deployment.queue.unordered:
-        return _ordered(deployment)
     return heapq.merge(_ordered(deployment), unordered, key=lambda op: op.arrival)
 
 
 def first(step: Step, deployment: Deployment) -> Op | None:
     """The operation that would run first, were the device free."""
-    reachable = (op for op in operations(step, deployment) if is_reachable(step, deployment, op))
-    return next(reachable, None)
+    for op in operations(step, deployment):
+        if is_reachable(step, deployment, op):
+            return op
+    return None
 
 
 def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
@@ -138,8 +140,10 @@ def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:
     A version lives in the memory of its policy's node and may be gone with it: it is then made
     again when the policy is rebuilt, unless it is on disk.
     """
-    policy = step.deployment(op.version.policy) if op.version else None
-    if policy is None or op.version is None or op.version.seq < policy.queue.first_seq:
+    if op.version is None:
+        return True
+    policy = step.deployment(op.version.policy)
+    if policy is None or op.version.seq < policy.queue.first_seq:
         return True
     if policy.wpg.state is WpgState.LOST:
         return False

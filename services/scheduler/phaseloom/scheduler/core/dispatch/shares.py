@@ -68,6 +68,8 @@ def is_on(step: Step, slot: Slot) -> bool:
 
 def give(step: Step, deployment: Deployment) -> None:
     """Give a deployment that is about to run alone its share of each device that is shared."""
+    if not policy_of(step).is_on:
+        return
     for slot in devices.held_slots(step.state, deployment):
         if not is_on(step, slot) or slot.share_of(deployment.name) is not None:
             continue
@@ -86,12 +88,12 @@ def units_for(step: Step, deployment: Deployment) -> list[int]:
     One that joins others while its rank is asked for units must not name these: the rank goes by
     what it was told last.
     """
-    if len(deployment.places) != 1:
+    slots = devices.slots_of(step, deployment)
+    share = slots[0].share_of(deployment.name)
+    if share is None or len(slots) > 1:
         return []
-    (slot,) = devices.slots_of(step, deployment)
-    share = slot.share_of(deployment.name)
-    units = [] if share is None else share.asked or share.units
-    return [] if len(units) == devices.units_of(step.state, slot) else units
+    units = share.asked or share.units
+    return [] if len(units) == devices.units_of(step.state, slots[0]) else units
 
 
 def beside(step: Step, slot: Slot) -> Deployment | None:

@@ -94,7 +94,9 @@ def _can_begin_without(deployment: Deployment, taken: set[tuple[NodeId, int]]) -
 def _is_divisible(deployment: Deployment) -> bool:
     """Whether some of a deployment's ranks can do a rollout without the others."""
     spec = deployment.spec
-    is_replicated = 1 < spec.layout.dp == spec.layout.num_ranks
+    if spec.layout.dp == 1:
+        return False
+    is_replicated = spec.layout.dp == spec.layout.num_ranks
     is_on_one_node = len(deployment.wpg.assignments) == 1
     is_shared = spec.batching is Batching.SHARED
     return is_replicated and is_on_one_node and is_shared and spec.tail_share > 0

@@ -36,6 +36,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     if is_current:
         if event.key in deployment.activation.running:
             _note_latency(step, deployment, event)
+            _note_duration(deployment, event)
             devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)
         step.touch(deployment)
@@ -76,6 +77,11 @@ def _note_latency(step: Step, deployment: Deployment, event: OperationFinished) 
         return
     ended_s = estimates.began_s(step.state, deployment, op) + event.duration_s
     step.state.note_latency(step.now_s - ended_s)
+
+
+def _note_duration(deployment: Deployment, event: OperationFinished) -> None:
+    if event.outcome is Outcome.COMPLETED and not event.replay:
+        deployment.note_duration(event.kind, event.duration_s)
 
 
 def _charge(step: Step, deployment: Deployment, event: OperationFinished) -> None:

@@ -31,6 +31,8 @@ def note_targets(state: State, op: Op) -> None:
 def find(state: State, deployment: Deployment, op: Op) -> list[str]:
     """The cycle that this operation closes, as `<deployment> <seq>` from itself to itself; empty
     where it closes none."""
+    if not deployment.queue.awaited_seq:
+        return []
     seq = op.key.seq
     if seq is None or deployment.queue.awaited_seq < seq:
         return []

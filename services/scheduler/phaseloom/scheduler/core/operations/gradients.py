@@ -24,10 +24,10 @@ _UNKNOWN = ""
 
 def is_partial(deployment: Deployment, op: Op) -> bool:
     """Whether this step would act on a part of the gradients that its controller asked for."""
-    seq = op.key.seq
-    if op.kind not in _USES or seq is None:
+    if op.kind not in _USES:
         return False
-    return any(missing < seq for missing in deployment.queue.missing_gradients)
+    seq = op.key.seq
+    return seq is not None and any(m < seq for m in deployment.queue.missing_gradients)
 
 
 def not_completed(deployment: Deployment, op: Op) -> None:

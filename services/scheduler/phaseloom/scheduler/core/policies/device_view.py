@@ -99,7 +99,7 @@ class DeviceView(msgspec.Struct, frozen=True):
 
     def of(self, job: str) -> list[Candidate]:
         """The job's candidates, by arrival."""
-        return sorted((c for c in self.candidates if c.job == job), key=lambda c: c.by_arrival)
+        return sorted([c for c in self.candidates if c.job == job], key=lambda c: c.by_arrival)
 
 
 class Wait(msgspec.Struct, frozen=True):

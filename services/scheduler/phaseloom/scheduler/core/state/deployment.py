@@ -19,6 +19,10 @@ from phaseloom.scheduler.core.state.queue import OperationQueue
 from phaseloom.scheduler.core.state.transitions import MoveStage, WpgState
 from phaseloom.scheduler.core.state.wpg import RankAssignment, Wpg
 
+FULL_COUNT = 4
+"""The newest duration has a weight of one in so many. With 3 to 5 predictions are best on recorded
+logs, and better than by the median of the last 32 durations."""
+
 
 class Deployment(msgspec.Struct, dict=True):
     key: DeploymentKey
@@ -28,6 +32,10 @@ class Deployment(msgspec.Struct, dict=True):
     activation: Activation = msgspec.field(default_factory=Activation)
     durability: DeploymentDurability = msgspec.field(default_factory=DeploymentDurability)
     move: Move = msgspec.field(default_factory=Move)
+    recent: dict[str, tuple[float, int]] = {}
+    """Kind → seconds that its operations have lasted, as a geometric mean in which the newest ones
+    count most, and how many that mean knows, up to `FULL_COUNT`. Predictions alone go by it: it is
+    newer than a phase trace, and less steady."""
 
     @cached_property
     def name(self) -> str:
@@ -68,6 +76,13 @@ class Deployment(msgspec.Struct, dict=True):
         """The last seq that was ever used, as far as is known."""
         queue = self.queue
         return max(queue.next_seq - 1, self.durability.applied, max(queue.operations, default=0))
+
+    def note_duration(self, kind: str, duration_s: float) -> None:
+        """Take the duration of an operation that has completed into the recent one of its kind."""
+        if duration_s > 0.0:
+            before_s, count = self.recent.get(kind, (duration_s, 0))
+            count = min(count + 1, FULL_COUNT)
+            self.recent[kind] = before_s * (duration_s / before_s) ** (1 / count), count
 
     def validate(self) -> None:
         """Raises: AssertionError: names the invariant and the deployment."""

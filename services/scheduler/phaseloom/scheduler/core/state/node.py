@@ -122,7 +122,10 @@ class Slot(msgspec.Struct):
         return [share.deployment for share in self.shares] or ([self.running] * bool(self.running))
 
     def share_of(self, deployment: str) -> Share | None:
-        return next((share for share in self.shares if share.deployment == deployment), None)
+        for share in self.shares:
+            if share.deployment == deployment:
+                return share
+        return None
 
 
 class Device(msgspec.Struct):

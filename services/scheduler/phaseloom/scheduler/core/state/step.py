@@ -59,8 +59,6 @@ class FollowUp(StrEnum):
     """The cluster: a job has come or left, or the last plan was answered."""
     MOVE = "move"
     """Deployments on their way: every event may let them go on."""
-    DISPATCH = "dispatch"
-    """Devices whose ready operations may have changed."""
     HINT = "hint"
     """Jobs of which something else may be needed next on crowded nodes."""
     SHOW_JOB = "show_job"

@@ -43,7 +43,7 @@ def without_bounds(tree: Tree) -> None:
         group["bounds"] = None
 
 
-UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: with_lags, 14: without_bounds}
+UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: with_lags, 14: without_bounds, 15: unchanged}
 """Core version → the upgrade of its tree to the next version."""
 
 
