@@ -135,7 +135,8 @@ async def test_bad_file_of_a_demoted_copy_ends_its_incarnation_and_the_next_begi
         await d.agent.switch_out(POLICY, 1, 1)
         other, other_content = await put_down(d, OTHER, 2)
         await start(d, SAMPLER, SIZE)
-        flip_in_file(d.files / "acme" / "sums" / "policy" / "demoted-1-0.state", -SIZE // 2)
+        (file,) = (d.files / ".copies").iterdir()
+        flip_in_file(file, -SIZE // 2)
         error = await refused(d.agent.switch_in(POLICY, 1, 4, []), Code.DATA_LOSS)
         assert re.search(f"{POLICY} rank 0.*checksum", error.info.message)
         assert error.info.details["offset"] == "0"

@@ -453,7 +453,7 @@ async def test_shared_content_goes_down_once_and_comes_up_for_both(short_dir: Pa
         report = await d.agent.status()
         assert (only(report).in_host, only(report).on_nvme) == (False, True)
         assert report.nvme_used_bytes == SIZE
-        assert [p.name for p in (d.files / ".shared").iterdir()] == ["shared-1.state"]
+        assert len(list((d.files / ".copies").iterdir())) == 1
         await taken(d, 2 * SIZE)
         async with asyncio.timeout(30):
             while shared & mapped_here():  # a thread may hold it a moment longer
@@ -461,7 +461,7 @@ async def test_shared_content_goes_down_once_and_comes_up_for_both(short_dir: Pa
         await d.agent.drop_wpg(SAMPLER, 1)
         assert await visit(d, second, SECOND, 2) == expected
         assert only(await d.agent.status()).in_host
-        assert not list((d.files / ".shared").iterdir())
+        assert not list((d.files / ".copies").iterdir())
         assert await visit(d, first, FIRST, 3) == expected
         with pytest.raises(OSError, match="Operation not permitted"):
             write_into(d, "the host copy of acme.sums.reference")
@@ -490,9 +490,9 @@ async def test_demoted_copy_is_removed_with_its_last_user(short_dir: Path) -> No
         await start(d, POLICY, SIZE)
         await start(d, SAMPLER, SIZE)
         for key in (FIRST, SECOND):
-            assert list((d.files / ".shared").iterdir())
+            assert list((d.files / ".copies").iterdir())
             await d.agent.drop_wpg(key, 1)
-        assert not list((d.files / ".shared").iterdir())
+        assert not list((d.files / ".copies").iterdir())
         assert (await d.agent.status()).nvme_used_bytes == 0
 
 
@@ -503,7 +503,7 @@ async def test_bad_content_below_ends_its_users_and_nobody_else(short_dir: Path)
         await identified(d, 1)
         policy = await start(d, POLICY, SIZE)
         await start(d, SAMPLER, SIZE)
-        (path,) = (d.files / ".shared").iterdir()
+        (path,) = (d.files / ".copies").iterdir()
         with path.open("r+b") as file:
             file.seek(-5000, os.SEEK_END)
             file.write(b"bad")
@@ -565,7 +565,7 @@ async def test_full_disk_leaves_a_content_where_it_is(short_dir: Path) -> None:
 LARGE = 64 * MiB
 
 
-@pytest.mark.parametrize("moment", ["shared-*", "shared-*.state"])
+@pytest.mark.parametrize("moment", ["copy-*", "copy-*.state"])
 async def test_kill_as_a_content_goes_down_leaves_the_old_place_or_the_new(
     short_dir: Path, moment: str
 ) -> None:
@@ -584,7 +584,7 @@ async def test_kill_as_a_content_goes_down_leaves_the_old_place_or_the_new(
 
 
 def _wait_for(d: Daemon, pattern: str) -> None:
-    while not list((d.files / ".shared").glob(pattern)):
+    while not list((d.files / ".copies").glob(pattern)):
         os.sched_yield()
 
 
@@ -688,21 +688,21 @@ async def test_stale_files_of_shared_copies_are_swept(short_dir: Path) -> None:
         await identified(d, 1)
         await start(d, POLICY, SIZE)
         await start(d, SAMPLER, SIZE)
-        assert list((d.files / ".shared").iterdir())
+        assert list((d.files / ".copies").iterdir())
         await d.agent.close()
         await d.kill()
     async with daemon(short_dir) as d:
         async with asyncio.timeout(30):
-            while list((d.files / ".shared").iterdir()):
+            while list((d.files / ".copies").iterdir()):
                 await d.agent.status()
 
 
 async def test_stale_files_go_before_anything_goes_down_under_their_names(short_dir: Path) -> None:
     """Each daemon of a node numbers its copies from one on; so many files take a while to go."""
-    files = short_dir / "files" / ".shared"
+    files = short_dir / "files" / ".copies"
     files.mkdir(parents=True)
     for number in range(1, 1001):
-        (files / f"shared-{number}.state").touch()
+        (files / f"copy-{number}.state").touch()
     async with daemon(short_dir, host_bytes=2 * SIZE) as d:
         first = await frozen(d, FIRST)
         await identified(d, 1)

@@ -77,7 +77,7 @@ async def test_least_recently_used_copy_goes_down_and_comes_back_bit_equal(short
         second, second_content = await filled(d, OTHER, 2)
         third, third_content = await filled(d, SAMPLER, 3)
         assert await tiers(d) == {POLICY: "nvme", OTHER: "host", SAMPLER: "host"}
-        assert names(d) == ["demoted-1-0.state"]
+        assert names(d) == ["copy-1.state"]
         status = await d.agent.status()
         assert (status.nvme_used_bytes, status.host_used_bytes) == (SIZE, 2 * SIZE)
         assert status.disk == probe(short_dir)
@@ -328,7 +328,7 @@ async def test_kill_in_a_demotion_leaves_the_old_place_or_the_new(
         first, first_content = await filled(d, POLICY, 1, LARGE)
         second, second_content = await filled(d, OTHER, 2, LARGE)
         # Who looks late finds the whole file, and no half-written one ever again.
-        pattern = "demoted-*" if "written" in moment else "demoted-*.state"
+        pattern = "copy-*" if "written" in moment else "copy-*.state"
         starting = asyncio.create_task(start(d, SAMPLER, LARGE))
         await kill_while(d, lambda: bool(list(d.files.rglob(pattern))))
         await starting  # asked again, it completes
@@ -360,7 +360,7 @@ async def test_files_of_an_incarnation_that_is_over_are_swept(short_dir: Path) -
         await filled(d, POLICY, 1)
         await filled(d, OTHER, 2)
         await filled(d, SAMPLER, 3)
-        assert names(d) == ["demoted-1-0.state"]
+        assert names(d) == ["copy-1.state"]
         await d.agent.close()
         await d.kill()
     async with daemon(short_dir, host_bytes=5 * MiB) as d:

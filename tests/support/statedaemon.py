@@ -350,7 +350,7 @@ class Child:
 
 def names(daemon: Daemon) -> list[str]:
     """Of the state files on its disk."""
-    return sorted(path.name for path in daemon.files.rglob("*.*"))
+    return sorted(path.name for path in daemon.files.rglob("*.*") if path.is_file())
 
 
 def is_empty(report: StatusReport) -> bool:

@@ -170,8 +170,8 @@ def check_pure(file: Path, *, allowed: str | None = None) -> None:
 STATEMGR_PURE = (
     "residency.incarnations",
     "memory.layouts",
+    "residency.hostcopies",
     "residency.residency",
-    "sharing.sharedcopies",
     "versions.versions",
     "checkpoints.snapshots",
     "checkpoints.marker",
@@ -262,7 +262,6 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("api", "checks", "continuation", "events", "state_agent", "streaming"),
         ("checkpoints", "kinds", "streams"),
         ("state_rank",),
-        ("schema",),
     ],
     "phaseloom.scheduler.core": [
         ("state",),

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from phaseloom.common.contract import agents, api, commands, events, operations, schema, specs
+from phaseloom.common.contract import agents, api, commands, events, operations, specs
 from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import NodeCommand
 from phaseloom.common.contract.specs import SchedulerConfig
+from tests.support import schema
 
-DOCS = Path(__file__).parents[3] / "docs" / "contract"
 BASES = {Message, NodeCommand}
 
 
 @pytest.mark.parametrize("name", schema.DOCUMENTS)
 def test_document_is_up_to_date(name: str) -> None:
     made = schema.render(schema.DOCUMENTS[name]())
-    assert (DOCS / name).read_text() == made, (
-        "run python -m phaseloom.common.contract.schema docs/contract"
-    )
+    assert (schema.DIRECTORY / name).read_text() == made, "run python -m tests.support.schema"
 
 
 def test_every_type_of_the_contract_is_described() -> None:
@@ -38,19 +35,6 @@ def test_every_type_of_the_contract_is_described() -> None:
     }
     assert kinds - set(schema.json_schema()["$defs"]) == set()
     assert SchedulerConfig.__name__ in kinds
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["--unknown"], ["a", "b"]])
-def test_only_a_directory_is_written_to(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What looks like an option was once taken for the name of a directory."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        schema.main(arguments)
-    assert not list(tmp_path.iterdir())
-    schema.main(["contract"])
-    assert sorted(p.name for p in (tmp_path / "contract").iterdir()) == sorted(schema.DOCUMENTS)
 
 
 def test_references_lead_somewhere() -> None:

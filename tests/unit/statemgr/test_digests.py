@@ -136,8 +136,9 @@ async def test_incarnation_that_ends_as_its_digest_is_begun_harms_nobody() -> No
         rank = w.offloaded()
         w.digests.begin([rank])
         w.residency.drop(KEY, 1)
-        for extent in w.residency.reap(rank.wpg):
-            w.memory.free(extent)
+        _, (copy,) = w.residency.reap(rank.wpg)
+        assert copy.extent is not None
+        w.memory.free(copy.extent)
         await w.digests.ended(rank)
     assert rank.digest == ""
 
@@ -167,12 +168,15 @@ def test_copy_that_is_dirty_may_be_sealed_and_demoted_but_not_taken_for_verified
     residency.prepare_seal(rank.wpg, 3)
     residency.validate()
     residency.end_seal(rank.wpg)
-    residency.step(rank, Step.DEMOTE_BEGUN)
-    residency.validate()
-    residency.step(rank, Step.DEMOTE_VERIFIED)
+    copies = residency.copies
+    (copy,) = copies.demotable()
+    copies.step(copy, Step.DEMOTE_BEGUN)
+    copies.validate()
+    copies.step(copy, Step.DEMOTE_VERIFIED)
     with pytest.raises(AssertionError):
-        residency.validate()
+        copies.validate()
     rank.copied(3, "as it was written")
+    copies.validate()
     residency.validate()
 
 

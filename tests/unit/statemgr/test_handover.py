@@ -23,7 +23,6 @@ from phaseloom.statemgr.handover.handover import Handover
 from phaseloom.statemgr.handover.manifest import encode_manifest, encode_record, manifest_of
 from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.versions import Version
 
@@ -62,10 +61,9 @@ def _content(node: Node, number: int) -> None:
     node.residency.register(RegisterWpg([f"token {number}"], _key(number), 1, [0], 0))
     (rank,) = node.residency.current(_key(number), 1).ranks
     extent, digest = _filled(node, number)
-    node.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of([SLOT]), extent)
-    rank.frozen = True
-    node.residency.fill(rank, 1, digest)
-    sharing.settle_copy(node, rank, 1, digest)
+    heap = RegisterHeap(SIZE, b"", frozen=True)
+    node.residency.register_heap(rank, heap, TensorTable.of([SLOT]), extent)
+    node.fill(rank, 1, digest)
 
 
 def _version(node: Node, number: int) -> None:
@@ -98,7 +96,7 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
     asyncio.get_running_loop().set_default_executor(SideBySide(2))
     with other:
         await adoption.restore(agent)
-        assert len(node.shared_copies.all()) == 2
+        assert len(node.host_copies.all()) == 2
         assert len(node.versions.committed()) == 2
         node.validate()
         await agent.close()

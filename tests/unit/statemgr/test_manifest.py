@@ -22,9 +22,9 @@ from phaseloom.statemgr.handover.manifest import (
     manifest_of,
     newest_record,
 )
+from phaseloom.statemgr.residency.hostcopies import HostCopies
 from phaseloom.statemgr.residency.incarnations import State
 from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
 
 KEY = DeploymentKey("acme", "sums", "policy")
@@ -76,15 +76,15 @@ class Records:
     endpoint: str
     residency: Residency
     versions: Versions
-    shared_copies: SharedCopies
+    host_copies: HostCopies
     snapshots: Snapshots
     seals: HostSeals
 
 
 def test_manifest_says_what_is_needed_to_go_on() -> None:
-    residency, versions, shared_copies = Residency([100, 100]), Versions(), SharedCopies({})
+    residency, versions = Residency([100, 100]), Versions()
     snapshots, seals = Snapshots(), HostSeals()
-    node = Records("host:1", residency, versions, shared_copies, snapshots, seals)
+    node = Records("host:1", residency, versions, residency.copies, snapshots, seals)
     residency.register(RegisterWpg(["gone"], DeploymentKey("acme", "gone", "policy"), 9, [0], 0))
     residency.drop(DeploymentKey("acme", "gone", "policy"), 9)
     residency.register(RegisterWpg(["t0", "t1"], KEY, 3, [0, 1], 5))
@@ -96,11 +96,10 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     versions.add_from_disk(VersionKey(KEY, 2), 24, [SLOT], "on disk only")
     residency.register(RegisterWpg(["frozen"], FROZEN, 1, [0], 0))
     frozen = residency.authenticate("frozen")
-    residency.register_heap(frozen, RegisterHeap(24, b""), TensorTable.of([SLOT]), 9)
-    frozen.frozen, frozen.model = True, "model"
+    heap = RegisterHeap(24, b"", frozen=True, model="a" * 64)
+    residency.register_heap(frozen, heap, TensorTable.of([SLOT]), 9)
     residency.fill(frozen, 2, "its digest")
-    frozen.extent = None
-    shared_copies.attach(frozen, copy := shared_copies.add(frozen, 9))
+    own, copy = residency.copies.all()
     copy.hash, copy.is_immutable = "hash", True
     part = SnapshotPart(11, 24, table, b"checksum")
     snapshots[KEY, "operation"] = Snapshot(KEY, 3, "operation", "name", 5, [part], 2, 4)
@@ -110,21 +109,19 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     gone = DeploymentKey("acme", "gone", "policy")
     assert dict(manifest.fences) == {gone: 9, KEY: 3, FROZEN: 1}
     other, wpg = manifest.wpgs
-    assert (other.ranks[0].frozen, other.ranks[0].model) == (True, "model")
-    assert (other.ranks[0].shared_copy, other.ranks[0].extent) == (copy.number, None)
-    (found,) = manifest.shared_copies
-    assert asdict(found) == {
-        name: getattr(copy, name) for name in copy.__slots__ if name != "users"
-    }
+    assert (other.ranks[0].frozen, other.ranks[0].model) == (True, "a" * 64)
+    assert (other.ranks[0].copy, other.ranks[0].new_extent) == (copy.number, None)
+    for found, of in zip(manifest.host_copies, (own, copy), strict=True):
+        left_out = {"users", "num_writes"}
+        assert asdict(found) == {
+            name: getattr(of, name) for name in of.__slots__ if name not in left_out
+        }
     assert (wpg.key, wpg.incarnation, wpg.seal_seq, wpg.prepared) == (KEY, 3, 5, None)
     assert [r.state for r in wpg.ranks] == [State.AWAITING, State.HOST]
     described = wpg.ranks[1]
-    assert (described.token, described.device, described.extent) == ("t1", 1, 4)
-    assert (described.applied, described.digest, described.table.tensors) == (
-        5,
-        "digest",
-        [SLOT],
-    )
+    assert (described.token, described.device, described.copy) == ("t1", 1, own.number)
+    assert (own.extent, own.digest, own.is_frozen) == (4, "digest", False)
+    assert (described.applied, described.table.tensors) == (5, [SLOT])
     (version,) = manifest.versions
     assert (version.key, version.extent, version.incarnation) == (VersionKey(KEY, 6), 8, 3)
     (snapshot,) = manifest.snapshots

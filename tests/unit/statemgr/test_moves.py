@@ -1,4 +1,4 @@
-"""Shared copies that go to NVMe and come back, whoever still looks at their memory."""
+"""Host copies that go to NVMe and come back, whoever still looks at their memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import SharedCopy, State
-from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.residency.incarnations import HostCopy, State
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.threads import Remembering
 
@@ -29,22 +28,21 @@ class World:
     node: Node
     tiering: Tiering
 
-    def add(self, name: str) -> SharedCopy:
+    def add(self, name: str) -> HostCopy:
         """A frozen deployment whose host copy nobody else has."""
         node, key = self.node, DeploymentKey("acme", "job", name)
         node.residency.register(RegisterWpg([name], key, 1, [0], 0))
         (rank,) = node.residency.current(key, 1).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
         extent = node.memory.reserve(SIZE, name, may_freeze=True)
-        node.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of(slots), extent)
-        rank.frozen = True
+        heap = RegisterHeap(SIZE, b"", frozen=True)
+        node.residency.register_heap(rank, heap, TensorTable.of(slots), extent)
         memory = node.memory[extent].view(SIZE)
         memory[:] = name.encode() * SIZE
         digest = digest_of(memory)
-        node.residency.fill(rank, 1, digest)
-        sharing.settle_copy(node, rank, 1, digest)
-        assert rank.shared_copy is not None
-        return rank.shared_copy
+        node.fill(rank, 1, digest)
+        assert rank.copy is not None
+        return rank.copy
 
 
 @asynccontextmanager

@@ -240,13 +240,12 @@ def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
     directory = StateDirectory(tmp_path)
     path = directory.seal(KEY, 3)
     directory.write(path, header(b"x"), [memoryview(b"x")])
-    shared = directory.shared_copy(1).parent
+    copies = directory.host_copy(1).parent
     odd = [
         path.with_name("seal-4.partial"),
         path.with_name("seal-5.state"),
-        path.with_name("demoted-1-0.state"),
-        shared / "shared-1.partial",
-        shared / "shared-2.state",
+        copies / "copy-1.partial",
+        copies / "copy-2.state",
     ]
     for each in odd:
         each.mkdir(parents=True)
@@ -258,10 +257,10 @@ def test_what_is_no_file_but_has_the_name_of_one_is_left_alone_and_named(
     assert [(p, h.seq) for p, h in directory.scan()] == [(path, 3)]
     assert all((each / "within").exists() for each in odd)
     assert probe.exists()
-    left_out = [*odd[:2], odd[3], probe, pipe]
+    left_out = [*odd[:3], probe, pipe]
     assert all(str(each) in caplog.text for each in left_out)
     # Neither is it taken for a host copy, nor in the way of a job that ends.
-    assert directory.all_demoted() == directory.shared_copies() == set()
+    assert directory.host_copies() == set()
     directory.clear(KEY)
     assert not path.exists()
     assert all(each.exists() for each in (*odd, pipe))

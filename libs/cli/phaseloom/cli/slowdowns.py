@@ -258,7 +258,12 @@ def _worker(cores: int, config: Path | None) -> Iterator[_Worker]:
     if config is not None:
         command += ["--config", str(config)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # A terminal's Ctrl-C is for this process, which ends them.
+        start_new_session=True,
     ) as process:
         try:
             yield _Worker(process)

@@ -10,7 +10,6 @@ from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import Rank, State
 from phaseloom.statemgr.seals.replicating import Replicator
-from phaseloom.statemgr.sharing import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 
@@ -38,12 +37,8 @@ async def register_heap(
                 node.ranks[rank].max_fds = int(rank.pins)
     if rank.wpg.seal_seq:
         await replicator.restore(rank)
+    rank.wpg.check_alive()
     if rank.extent is None:
-        raise ResourceError(f"{rank} was dropped meanwhile", code=Code.ABORTED)
-    if rank.frozen and rank.state is State.HOST:
-        assert rank.digest, "a seal says what its host copies are verified by"
-        rank.wpg.check_alive()
-        sharing.settle_copy(node, rank, rank.applied, rank.digest)
         return HeapRegistered(rank.applied), []
     return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
 
@@ -54,7 +49,7 @@ async def commit_initial(node: Node, rank: Rank, request: CommitInitial) -> None
     Raises: CallerError: the rank is not filling its extent. ResourceError: DATA_LOSS: the bytes do
             not match the rank's digest; ABORTED: the incarnation is over.
     """
-    if rank.shared_copy is not None and rank.digest == request.digest:
+    if rank.frozen and rank.copy is not None and rank.digest == request.digest:
         return  # the rank asks again after a kill of the daemon
     if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
         raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
@@ -66,6 +61,4 @@ async def commit_initial(node: Node, rank: Rank, request: CommitInitial) -> None
         raise ResourceError(
             f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
         )
-    node.residency.fill(rank, request.applied, request.digest)
-    if rank.frozen:
-        sharing.settle_copy(node, rank, request.applied, request.digest)
+    node.fill(rank, request.applied, request.digest)

@@ -448,9 +448,9 @@ class StateManager:
             endpoint=node.endpoint,
             disk=self._parts.disk,
             nvme_budget_bytes=self._parts.tiering.nvme_budget_bytes,
-            nvme_used_bytes=node.nvme_used_bytes(),
+            nvme_used_bytes=node.host_copies.nvme_used_bytes(),
             version_states=node.versions.states(),
-            shared_copies=node.shared_copies.states(),
+            shared_copies=node.host_copies.states(),
             owned_bytes=owned_bytes,
             held_bytes=held_bytes,
         )

@@ -1,8 +1,8 @@
 """Request and reply: controller and operator ↔ job API (scheduler), and sessions, results and
 checkpoints (router).
 
-Controllers call `pl.v1.api.<tenant>.<call>`, operators the subjects of nodes; `contract.schema`
-lists the calls. An error is an `ApiError`.
+Controllers call `pl.v1.api.<tenant>.<call>`, operators the subjects of nodes;
+`docs/contract/asyncapi.json` lists the calls. An error is an `ApiError`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The module `disk` moves the bytes.
 
 Files are in `<directory>/<tenant>/<job>/<deployment>/`: `seal-<seq>.state`, `version-<seq>.state`
-(for a part `version-<seq>-2of4.state`), and `demoted-<incarnation>-<rank>.state`, which is the host
-copy of one rank. A file appears under its name whole and fsynced, or not at all; a file that a
-crash left half-written is a `.partial`, and is removed at the next start.
+(for a part `version-<seq>-2of4.state`); host copies, which may belong to several tenants, are in
+`<directory>/.copies/`. A file appears under its name whole and fsynced, or not at all; a file that
+a crash left half-written is a `.partial`, and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from phaseloom.statemgr.disk.statefile import Place, StateHeader, data_loss, lay
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(seal|version)-([1-9][0-9]{0,17})(-[0-9]+of[0-9]+)?\.state\Z")
-_SHARED = ".shared"
-"""The directory of shared copies, which may belong to several tenants; no tenant has this name."""
-_DEMOTED = re.compile(r"demoted-[0-9]+-[0-9]+\.state\Z")
+_COPIES = ".copies"
+"""The directory of demoted host copies; no tenant has this name."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NEVER = threading.Event()
 """The event for a move that nobody cancels: it is never set."""
@@ -66,20 +65,12 @@ class StateDirectory:
         found = [_NAME.match(path.name) for path in self._directory(key.policy).glob(pattern)]
         return sorted(name[3].removeprefix("-") for name in found if name)
 
-    def demoted(self, key: DeploymentKey, incarnation: int, rank: int) -> Path:
-        return self._directory(key) / f"demoted-{incarnation:d}-{rank:d}.state"
+    def host_copy(self, number: int) -> Path:
+        return self._root / _COPIES / f"copy-{number:d}.state"
 
-    def shared_copy(self, number: int) -> Path:
-        return self._root / _SHARED / f"shared-{number:d}.state"
-
-    def shared_copies(self) -> set[Path]:
-        """The whole files of shared copies on this disk, whichever daemon wrote them."""
-        return {p for p in (self._root / _SHARED).glob("shared-*.state") if p.is_file()}
-
-    def all_demoted(self) -> set[Path]:
-        """The whole files of host copies on this disk, of whichever incarnation."""
-        every = self._root.glob("*/*/*/*.state")
-        return {path for path in every if _DEMOTED.match(path.name) and path.is_file()}
+    def host_copies(self) -> set[Path]:
+        """The whole files of host copies on this disk, whichever daemon wrote them."""
+        return {p for p in (self._root / _COPIES).glob("copy-*.state") if p.is_file()}
 
     def _path(self, kind: str, key: DeploymentKey, seq: int, part: str = "") -> Path:
         return self._directory(key) / f"{kind}-{seq:d}{'-' if part else ''}{part}.state"
@@ -107,7 +98,7 @@ class StateDirectory:
 
     def _clear_leftovers(self) -> None:
         """Remove half-written files, probes and empty directories of a crash."""
-        for pattern in ("*/*/*/*.partial", f"{_SHARED}/*.partial"):
+        for pattern in ("*/*/*/*.partial", f"{_COPIES}/*.partial"):
             for half_written in filter(_is_file, self._root.glob(pattern)):
                 half_written.unlink()
         for probe in self._root.glob(f"{PROBE_PREFIX}*"):
@@ -187,7 +178,7 @@ class StateDirectory:
         directory = self._directory(key)
         if directory.is_dir():
             for path in filter(Path.is_file, directory.iterdir()):
-                if any(known.match(path.name) for known in (_NAME, _DEMOTED)):
+                if _NAME.match(path.name):
                     self.remove(path)
 
 

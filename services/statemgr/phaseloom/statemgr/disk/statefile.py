@@ -55,7 +55,7 @@ class Section(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str
-    """`seal`, `version`, `demoted` (a host copy) or `shared` (a shared copy)."""
+    """`seal`, `version` or `copy` (a host copy)."""
     deployment: DeploymentKey
     """The deployment of a seal or a host copy; the policy of a version."""
     seq: int

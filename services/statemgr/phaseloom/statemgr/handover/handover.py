@@ -24,8 +24,8 @@ from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.disk.statefile import HostSeal
 from phaseloom.statemgr.handover.manifest import (
+    CopyEntry,
     RankEntry,
-    SharedCopyEntry,
     VersionEntry,
     WpgEntry,
     decode_manifest,
@@ -36,9 +36,9 @@ from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.residency.incarnations import (
     ON_NVME,
+    HostCopy,
     PreparedSeal,
     Rank,
-    SharedCopy,
     State,
     Wpg,
 )
@@ -60,8 +60,8 @@ class Handover:
         self._missing: set[Rank] = set()
         """The ranks that have memory, and have not come back yet."""
         self._lost: list[DeploymentKey] = []
-        self._copies: dict[int, SharedCopy] = {}
-        """The shared copies that are whole, by number."""
+        self._copies: dict[int, HostCopy] = {}
+        """The host copies whose memory or file is there, by number."""
 
     def take(self, handles: list[int], fds: list[int]) -> None:
         """Take some handles of the daemon before, each with its descriptor.
@@ -94,7 +94,7 @@ class Handover:
         for key, incarnation in manifest.fences:
             self._node.residency.fence(key, incarnation)
         # At the same time, in many threads: agent and ranks wait for what is verified.
-        await asyncio.gather(*map(self._restore_copy, manifest.shared_copies))
+        await asyncio.gather(*map(self._restore_copy, manifest.host_copies))
         for wpg in manifest.wpgs:
             self._restore_wpg(wpg)
         # Versions' manifests before their parts: without one a part counts as never committed.
@@ -103,8 +103,8 @@ class Handover:
             await asyncio.gather(*map(self._restore_version, versions))
         # Only now: a copy that nobody refers to may be the memory of a version all the same.
         for copy in self._copies.values():
-            if not self._node.shared_copies.is_known(copy):
-                self._node.vacate_shared(copy)
+            if not self._node.host_copies.is_known(copy):
+                self._node.free_memory(copy)
         for alive in self._node.residency.alive():
             await self._check_prepared(alive)
         for snapshot in manifest.snapshots:
@@ -145,39 +145,40 @@ class Handover:
 
     def _restore_rank(self, rank: Rank, entry: RankEntry) -> bool:
         rank.scratch_bytes = entry.scratch_bytes
-        if entry.extent is None and entry.shared_copy is None:
+        if entry.copy is None and entry.new_extent is None:
             return True
-        copy = None if entry.shared_copy is None else self._copies.get(entry.shared_copy)
-        if copy is None and entry.shared_copy is not None:
+        copy = None if entry.copy is None else self._copies.get(entry.copy)
+        if copy is None and entry.copy is not None:
             return False
-        name, is_below = f"the host copy of {rank.owner}", entry.state in ON_NVME
-        num_bytes = extent_bytes(entry.heap_bytes, entry.host_bytes)
-        if entry.extent is not None and not self._take_extent(
-            entry.extent, num_bytes, name, is_vacated=is_below
-        ):
+        name, num_bytes = rank.owner, extent_bytes(entry.heap_bytes, entry.host_bytes)
+        if entry.new_extent and not self._take_extent(entry.new_extent, num_bytes, name):
             return False
         for name in entry.__struct_fields__:
-            if name != "shared_copy":
+            if name != "copy":
                 setattr(rank, name, getattr(entry, name))
         if copy is not None:
-            shared_copies = self._node.shared_copies
-            if not shared_copies.is_known(copy):
-                shared_copies.take_over(copy)
-            shared_copies.attach(rank, copy)
+            host_copies = self._node.host_copies
+            if not host_copies.is_known(copy):
+                host_copies.take_over(copy)
+            host_copies.attach(rank, copy)
         self._missing.add(rank)
         return True
 
-    async def _restore_copy(self, entry: SharedCopyEntry) -> None:
-        """Find a shared copy where it is whole: in host memory, or else on NVMe.
+    async def _restore_copy(self, entry: CopyEntry) -> None:
+        """Find a host copy: a frozen one where it is whole, in host memory or else on NVMe.
 
-        A kill in the middle of a move leaves it whole in one of the two places.
+        A kill in the middle of a move leaves it whole in one of the two places. That of a rank that
+        trains is verified when the rank comes back, which may have written it since.
         """
-        copy, memory = SharedCopy(**asdict(entry)), self._node.memory
+        copy, memory = HostCopy(**asdict(entry)), self._node.memory
         is_above = entry.state not in ON_NVME
-        extent = copy.extent
-        name = str(copy)
-        if is_above and extent and self._take_extent(extent, copy.num_bytes, name):
-            if await has_digest(self._node.shared_memory(copy), copy.digest):
+        extent, name, size = copy.extent, str(copy), copy.num_bytes
+        if not copy.is_frozen:
+            if extent and self._take_extent(extent, size, name, is_vacated=not is_above):
+                self._copies[copy.number] = copy
+            return
+        if is_above and extent and self._take_extent(extent, size, name):
+            if await has_digest(self._node.bytes_of(copy), copy.digest):
                 copy.state = State.HOST
                 copy.is_immutable = memory[extent].is_frozen
                 self._copies[copy.number] = copy
@@ -274,7 +275,7 @@ class Handover:
             return
         for rank in wpg.ranks:
             # Snapshots of host-only state were not kept, and the rank may have worked on there.
-            is_known = rank.is_dirty or rank.shared_copy is not None
+            is_known = rank.is_dirty or rank.frozen
             is_kept = is_known or await has_digest(self._node.copy_of(rank), rank.digest)
             if rank.host_bytes or not is_kept:
                 self._node.residency.end_seal(wpg)
@@ -304,11 +305,9 @@ class Handover:
             node.residency.resume(rank, State.RESIDENT)
         else:
             digest = message.digest or rank.digest
-            tier = await self._tier_of(rank, digest)
-            if tier is None:
-                raise self._bad_copy(rank)
+            await self._find_tier(rank, digest)
             rank.copied(message.applied, digest)
-            node.residency.resume(rank, tier)
+            node.residency.resume(rank, State.HOST)
             node.digests.begin([rank])
         self._missing.discard(rank)
         node.announce()
@@ -316,16 +315,14 @@ class Handover:
 
     async def _resume_frozen(self, rank: Rank, message: RankResume) -> None:
         """Take a frozen rank back: its host copy is the extent that it copied out to last, where
-        that is whole, or else its shared copy."""
+        that is whole, or else the one before."""
         node, digest = self._node, message.digest or rank.digest
         state = State.HOST
-        if rank.shared_copy is None and not message.filled:
+        if rank.copy is None and not message.filled:
             state = State.FILLING
         elif message.filled and not message.resident and await self._has_copied(rank, digest):
             sharing.settle_copy(node, rank, message.applied, digest)
-        elif rank.shared_copy is not None and (
-            message.resident or rank.shared_copy.digest == digest
-        ):
+        elif rank.copy is not None and (message.resident or rank.copy.digest == digest):
             sharing.drop_copy(node, rank)
             state = State.RESIDENT if message.resident else State.HOST
         else:
@@ -337,9 +334,10 @@ class Handover:
         return bad_copy(rank, "it cannot be verified")
 
     async def _has_copied(self, rank: Rank, digest: str) -> bool:
-        if rank.extent is None:
+        if rank.new_extent is None:
             return False
-        return await has_digest(self._node.memory[rank.extent].readable(rank.extent_bytes), digest)
+        memory = self._node.memory[rank.new_extent]
+        return await has_digest(memory.readable(rank.extent_bytes), digest)
 
     def _occupy(self, rank: Rank) -> None:
         """Give the host copy of a resident rank its memory again, where it was on NVMe.
@@ -347,39 +345,46 @@ class Handover:
         Raises: ResourceError: there is no memory for it, or a part of the state was in the memory
                 that was given back; the incarnation is over.
         """
-        if rank.state not in ON_NVME or rank.extent is None:
+        copy = rank.copy
+        assert copy is not None
+        is_below, copy.state = copy.state in ON_NVME, State.HOST
+        if not is_below or copy.extent is None:
             return
         if rank.host_bytes:
             # The extent's memory was given back: the state that lives there alone is gone.
             self._lose(rank.wpg, "a part of its state was in memory that is given back")
             raise ResourceError(f"the host memory of {rank} is gone", code=Code.DATA_LOSS)
         try:
-            self._node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
+            self._node.memory.occupy(copy.extent, f"the host copy of {rank.owner}")
         except ResourceError:
             self._lose(rank.wpg, "there is no memory for its host copy any more")
             raise
 
-    async def _tier_of(self, rank: Rank, digest: str) -> State | None:
-        """The tier in which the rank's host copy is whole; None: in neither.
+    async def _find_tier(self, rank: Rank, digest: str) -> None:
+        """Record the tier in which the host copy of a rank is whole.
 
         A kill in the middle of a demotion leaves it whole in one of the two.
+        Raises: ResourceError: DATA_LOSS: it is whole in neither; the incarnation is over.
         """
-        is_below = rank.state in ON_NVME
-        if not is_below and (not digest or await has_digest(self._node.copy_of(rank), digest)):
+        node, copy = self._node, rank.copy
+        assert copy is not None
+        is_below = copy.state in ON_NVME
+        copy.state = State.HOST
+        if not is_below and (not digest or await has_digest(node.bytes_of(copy), digest)):
             # Without a digest the copy is dirty: the rank has copied it out, and it is not hashed.
-            return State.HOST
-        if not await asyncio.to_thread(self._tiering.is_demoted, rank, digest):
-            return None
-        if not is_below and rank.extent is not None:
-            self._node.memory.vacate(rank.extent)
-        return State.DEMOTED
+            return
+        if not await asyncio.to_thread(self._tiering.is_demoted, copy, digest):
+            raise self._bad_copy(rank)
+        if not is_below:
+            node.vacate(copy)
+        copy.state = State.DEMOTED
 
     def begin_again(self, token: str) -> None:
         """Free the extent of a rank that says hello: it never heard of that extent."""
         rank = self._node.residency.known(token)
         if rank in self._missing:
             self._missing.discard(rank)
-            self._node.leave_shared(rank)
+            self._node.leave_copy(rank)
             extent = self._node.residency.reset(rank)
             if extent is not None:
                 self._node.memory.free(extent)
@@ -396,7 +401,7 @@ class Handover:
         except TimeoutError:
             for wpg in {rank.wpg for rank in self._awaited()}:
                 self._lose(wpg, f"not all of its ranks came back within {timeout_s:.0f} s")
-        for copy in self._node.shared_copies.all():
+        for copy in self._node.host_copies.all():
             self._node.compare_later(copy)
         return self._lost
 

@@ -21,12 +21,12 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, Snapshots
 from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals
+from phaseloom.statemgr.residency.hostcopies import HostCopies
 from phaseloom.statemgr.residency.incarnations import State
 from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Versions
 
-MAGIC = b"PLMANIF6"
+MAGIC = b"PLMANIF7"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
@@ -39,29 +39,27 @@ class Records(Protocol):
     endpoint: str
     residency: Residency
     versions: Versions
-    shared_copies: SharedCopies
+    host_copies: HostCopies
     snapshots: Snapshots
     seals: HostSeals
 
 
 class RankEntry(msgspec.Struct, frozen=True, array_like=True):
     """One rank of an incarnation: the attributes of `Rank` with these names, and the number of its
-    shared copy."""
+    host copy."""
 
     device: int
     token: str
     state: State
     heap_bytes: int
     table: TensorTable
-    extent: int | None
+    copy: int | None
+    new_extent: int | None
     applied: int
-    digest: str
     host_bytes: int
     pins: bool
-    is_dirty: bool
     frozen: bool
     model: str
-    shared_copy: int | None
     scratch_bytes: int
 
 
@@ -91,16 +89,16 @@ class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int | None
 
 
-class SharedCopyEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A shared copy without its users: each `RankEntry` names its copy by `number`."""
+class CopyEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A host copy without its users: each `RankEntry` names its copy by `number`."""
 
     number: int
     owner: DeploymentKey
-    applied: int
     num_bytes: int
-    table: TensorTable
-    digest: str
     extent: int | None
+    is_frozen: bool
+    digest: str
+    is_dirty: bool
     is_immutable: bool
     version: VersionKey | None
     hash: str
@@ -117,7 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The newest incarnation ever seen of each deployment."""
     wpgs: list[WpgEntry]
     versions: list[VersionEntry]
-    shared_copies: list[SharedCopyEntry]
+    host_copies: list[CopyEntry]
     snapshots: list[Snapshot]
     seals: list[HostSeal]
     """The seals that are in host memory; the others are found on disk."""
@@ -128,8 +126,7 @@ def manifest_of(node: Records) -> Manifest:
     wpgs = []
     for wpg in node.residency.alive():
         ranks = [
-            _entry_of(RankEntry, rank, shared_copy=rank.shared_copy and rank.shared_copy.number)
-            for rank in wpg.ranks
+            _entry_of(RankEntry, rank, copy=rank.copy and rank.copy.number) for rank in wpg.ranks
         ]
         prepared = wpg.prepared and wpg.prepared.seq
         wpgs.append(_entry_of(WpgEntry, wpg, ranks=ranks, prepared=prepared))
@@ -139,7 +136,7 @@ def manifest_of(node: Records) -> Manifest:
         fences=node.residency.fences(),
         wpgs=wpgs,
         versions=[_entry_of(VersionEntry, version) for version in in_memory],
-        shared_copies=[_entry_of(SharedCopyEntry, copy) for copy in node.shared_copies.all()],
+        host_copies=[_entry_of(CopyEntry, copy) for copy in node.host_copies.all()],
         snapshots=[*node.snapshots.values()],
         seals=[*node.seals.values()],
     )

@@ -25,7 +25,7 @@ from phaseloom.common.tensors.blockhash import (
 )
 from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.node.background import Background
-from phaseloom.statemgr.residency.incarnations import Rank, State
+from phaseloom.statemgr.residency.incarnations import HostCopy, Rank, State
 from phaseloom.statemgr.residency.residency import Residency
 
 _SMALL_BYTES = 64 * 1024
@@ -53,8 +53,8 @@ class Digests:
     def begin(self, ranks: Iterable[Rank]) -> None:
         """Begin to take the digests of the ranks that are offloaded and dirty."""
         for rank in ranks:
-            is_open = rank.is_dirty and rank not in self._under_way
-            if is_open and rank.state is State.HOST and not self._stopped.is_set():
+            is_open = rank.is_dirty and rank not in self._under_way and not self._stopped.is_set()
+            if is_open and rank.copy is not None and rank.state is rank.copy.state is State.HOST:
                 self._begin(rank)
 
     async def taken(self, rank: Rank) -> None:
@@ -62,7 +62,7 @@ class Digests:
 
         Raises: ResourceError: the rank is lost, or the daemon stops.
         """
-        while rank.is_dirty:
+        while rank.is_dirty or rank.state is State.LOST:
             if rank.state is State.LOST or self._stopped.is_set():
                 raise ResourceError(f"{rank} was lost before the digest of its host copy was taken")
             await asyncio.shield(self._under_way.get(rank) or self._begin(rank))
@@ -76,22 +76,26 @@ class Digests:
             await asyncio.shield(ending)
 
     def _begin(self, rank: Rank) -> asyncio.Future[None]:
-        assert rank.extent is not None
+        copy = rank.copy
+        assert copy is not None
+        assert copy.extent is not None
         # Taken now: by the time that the task runs, the rank may be lost and its extent freed.
-        memory = self._memory[rank.extent].view(rank.extent_bytes)
+        memory = self._memory[copy.extent].view(copy.num_bytes)
         ended = self._under_way[rank] = asyncio.get_running_loop().create_future()
-        self._background.begin(self._run(rank, memory, ended))
+        self._background.begin(self._run(rank, copy, memory, ended))
         return ended
 
-    async def _run(self, rank: Rank, memory: memoryview, ended: asyncio.Future[None]) -> None:
-        copy = rank.num_copies
+    async def _run(
+        self, rank: Rank, copy: HostCopy, memory: memoryview, ended: asyncio.Future[None]
+    ) -> None:
+        begun = copy.num_writes
         try:
             checksums = await asyncio.to_thread(checksums_of, memory, self._stopped)
             # When it was stopped, some checksums are missing.
             digest = "" if self._stopped.is_set() else combined(checksums)
             # The digest is dropped where the rank is lost, or its copy has got a digest elsewhere
             # meanwhile, after which it may have been loaded and copied out again.
-            is_same = rank.is_dirty and rank.num_copies == copy
+            is_same = rank.is_dirty and copy.num_writes == begun
             if digest and is_same and rank.state is not State.LOST:
                 async with self._change():
                     self._residency.digested(rank, digest)

@@ -22,12 +22,9 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.background import Background
-from phaseloom.statemgr.residency.incarnations import InvalidTransition, Rank, SharedCopy
+from phaseloom.statemgr.residency.incarnations import HostCopy, InvalidTransition
 
 log = logging.getLogger(__name__)
-
-HostCopy = Rank | SharedCopy
-"""A host copy that can move: a rank's own (named by the rank), or a shared copy."""
 
 
 def _future() -> asyncio.Future[None]:
@@ -145,7 +142,7 @@ class Moves:
         try:
             with metrics.timed(metrics.TRANSFER_DURATION, **labels):
                 await work(move)
-            metrics.count(metrics.TRANSFER_MOVED, move.what.extent_bytes, **labels)
+            metrics.count(metrics.TRANSFER_MOVED, move.what.num_bytes, **labels)
         except InvalidTransition:
             raise
         except PhaseloomError as error:

@@ -40,10 +40,9 @@ from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.digests import Digests
 from phaseloom.statemgr.node.handles import HandleRegistry
-from phaseloom.statemgr.node.moves import HostCopy, Moves
-from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step, Wpg
+from phaseloom.statemgr.node.moves import Moves
+from phaseloom.statemgr.residency.incarnations import HostCopy, Rank, State, Wpg
 from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.sharing.sharedcopies import SharedCopies
 from phaseloom.statemgr.versions.versions import Version, Versions
 
 log = logging.getLogger(__name__)
@@ -74,11 +73,11 @@ class Node:
         """
         self.name = name
         self.directory = directory
-        self.residency = Residency(device_budget_bytes)
+        self.residency = Residency(device_budget_bytes, frozen_bases)
+        self.host_copies = self.residency.copies
         self.versions = Versions()
         self.layouts = Layouts()
         self.device_copies = DeviceCopies(self.residency)
-        self.shared_copies = SharedCopies(frozen_bases or {})
         self.snapshots = Snapshots()
         self.seals = HostSeals()
         self.memory = HostMemory(host_budget_bytes)
@@ -94,8 +93,8 @@ class Node:
         self.settled = asyncio.Event()
         """Set once all that a killed daemon held is taken over or given up; the records may be used
         from then on."""
-        self.to_compare: asyncio.Queue[SharedCopy] = asyncio.Queue()
-        """Shared copies that may be equal to others; `Sharing` takes them from here."""
+        self.to_compare: asyncio.Queue[HostCopy] = asyncio.Queue()
+        """Frozen copies that may be equal to others; `Sharing` takes them from here."""
         self.unrecorded: set[int] = set()
         """Extents that are being filled for a record that there is not yet, or never will be."""
         self._transfer_timeout_s = transfer_timeout_s
@@ -222,8 +221,6 @@ class Node:
 
     def retire(self, wpg: Wpg, reason: str) -> None:
         """End an incarnation: cut its ranks off and free what it held. Idempotent."""
-        for rank in wpg.ranks:
-            self.moves.give_up(rank, self.file_of(rank))
         self.residency.lose(wpg)
         for rank in wpg.ranks:
             peer = self.ranks.pop(rank, None)
@@ -246,24 +243,23 @@ class Node:
         This is the memory of a lost incarnation once no seal needs it, and the snapshots of a seal
         that is over.
         """
-        for extent in self.residency.reap(wpg):
+        extents, copies = self.residency.reap(wpg)
+        for extent in extents:
             self.memory.free(extent)
-        if wpg.is_lost and wpg.prepared is None:
-            for rank in wpg.ranks:
-                self.leave_shared(rank)
+        for copy in copies:
+            self.free_copy(copy)
         self.announce()
 
     def copy_of(self, rank: Rank) -> memoryview:
         """The bytes of a rank's host copy, which must be in host memory; to read only."""
-        if rank.shared_copy is not None:
-            return self.shared_memory(rank.shared_copy)
-        assert rank.extent is not None
-        return self.memory[rank.extent].view(rank.extent_bytes)
+        assert rank.copy is not None
+        return self.bytes_of(rank.copy)
 
-    def shared_memory(self, copy: SharedCopy) -> memoryview:
-        """The bytes of a shared copy, which must be in host memory; to read only."""
+    def bytes_of(self, copy: HostCopy) -> memoryview:
+        """The bytes of a host copy, which must be in host memory; to read only."""
         assert copy.extent is not None
-        return self.memory[copy.extent].readable(copy.num_bytes)
+        extent = self.memory[copy.extent]
+        return (extent.readable if copy.is_frozen else extent.view)(copy.num_bytes)
 
     def memory_of(self, version: Version) -> memoryview:
         """The bytes of a version, which must be in host memory."""
@@ -281,55 +277,53 @@ class Node:
 
     def file_of(self, copy: HostCopy) -> Path:
         """The file of a host copy while it is on NVMe."""
-        if isinstance(copy, SharedCopy):
-            return self.directory.shared_copy(copy.number)
-        return self.directory.demoted(copy.wpg.key, copy.wpg.incarnation, copy.index)
-
-    def is_needed(self, copy: HostCopy) -> bool:
-        """Whether a host copy is still needed: a shared copy while it has users, a rank's own while
-        the rank is not lost."""
-        if isinstance(copy, SharedCopy):
-            return self.shared_copies.is_known(copy)
-        return copy.state is not State.LOST
-
-    def step(self, copy: HostCopy, step: Step) -> None:
-        """Take a step of the transition table with a rank or a shared copy."""
-        if isinstance(copy, SharedCopy):
-            self.shared_copies.step(copy, step)
-        else:
-            self.residency.step(copy, step)
+        return self.directory.host_copy(copy.number)
 
     def lose(self, copy: HostCopy, why: str) -> None:
         """End all incarnations that refer to a host copy whose bytes are lost."""
-        for wpg in copy.wpgs if isinstance(copy, SharedCopy) else [copy.wpg]:
+        for wpg in copy.wpgs:
             self.retire(wpg, why)
 
     def _stale_file(self, copy: HostCopy) -> Path | None:
-        return None if self.is_needed(copy) else self.file_of(copy)
+        return None if self.host_copies.is_known(copy) else self.file_of(copy)
 
-    def leave_shared(self, rank: Rank) -> None:
-        """Detach a rank from its shared copy; a copy without users is freed."""
-        copy = self.shared_copies.detach(rank)
+    def fill(self, rank: Rank, applied: int, digest: str) -> None:
+        """Record that the rank's extent holds its whole state: the initial one, or a seal's."""
+        self.residency.fill(rank, applied, digest)
+        assert rank.copy is not None
+        self.compare_later(rank.copy)
+
+    def leave_copy(self, rank: Rank) -> None:
+        """Detach a rank from its host copy; a copy without users is freed."""
+        copy = self.host_copies.detach(rank)
         if copy is not None:
-            self.free_shared(copy)
+            self.free_copy(copy)
 
-    def free_shared(self, copy: SharedCopy) -> None:
-        """Free the memory and the file of a shared copy that nobody refers to."""
-        self.vacate_shared(copy)
+    def free_copy(self, copy: HostCopy) -> None:
+        """Free the memory and the file of a host copy that nobody refers to."""
+        self.free_memory(copy)
         self.moves.give_up(copy, self.file_of(copy))
 
-    def vacate_shared(self, copy: SharedCopy) -> None:
-        """Free the memory of a shared copy."""
+    def free_memory(self, copy: HostCopy) -> None:
+        """Free the extent of a host copy."""
         if copy.extent is not None:
             extent, copy.extent = copy.extent, None
             self.memory.free(extent)
 
-    def compare_later(self, copy: HostCopy) -> None:
-        """Queue a shared copy that is new, or in host memory again, for comparison with others.
+    def vacate(self, copy: HostCopy) -> None:
+        """Give back the memory of a host copy whose bytes are on NVMe. An immutable extent cannot
+        be emptied, so it is freed; a rank that trains has its extent mapped, so it stays."""
+        if copy.is_frozen:
+            self.free_memory(copy)
+        elif copy.extent is not None:
+            self.memory.vacate(copy.extent)
 
-        A rank's own host copy is ignored, and so is a copy that is a version's memory.
+    def compare_later(self, copy: HostCopy) -> None:
+        """Queue a frozen copy that is new, or in host memory again, for comparison with others.
+
+        Other copies are ignored, and so is one that is a version's memory.
         """
-        if isinstance(copy, SharedCopy) and copy.version is None and copy.state is State.HOST:
+        if copy.is_frozen and copy.version is None and copy.state is State.HOST:
             self.to_compare.put_nowait(copy)
 
     def announce(self) -> None:
@@ -404,13 +398,13 @@ class Node:
         """Raises: AssertionError: the records contradict themselves or one another."""
         self.residency.validate()
         self.versions.validate()
-        self.shared_copies.validate()
+        self.host_copies.validate()
         self.memory.validate()
         owners = Counter(
             [
                 *self.residency.extents(),
                 *self.versions.extents(),
-                *self.shared_copies.extents(),
+                *self.host_copies.extents(),
                 *(extent for each in self.snapshots.values() for extent in each.extents),
                 *(seal.extent for seal in self.seals.values()),
                 *self.unrecorded,
@@ -420,10 +414,6 @@ class Node:
         for extent, number in owners.items():
             assert number == self.memory[extent].num_holders, "an owner that holds nothing"
 
-    def nvme_used_bytes(self) -> int:
-        """Bytes of host copies on NVMe, with those being written there."""
-        return self.residency.nvme_used_bytes() + self.shared_copies.nvme_used_bytes()
-
     def owned_bytes(self) -> tuple[int, int]:
         """Bytes of host copies and versions in both tiers, in two counts.
 
@@ -431,13 +421,13 @@ class Node:
         """
         owned = sum(d.host_bytes + d.nvme_bytes for d in self.residency.deployments())
         owned += sum(v.num_bytes for v in self.versions.known() if v.extent is not None)
-        twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.shared_copies.all())
+        twice = sum(c.num_bytes * (self._num_owners(c) - 1) for c in self.host_copies.all())
         return owned, owned - twice
 
-    def _num_owners(self, content: SharedCopy) -> int:
-        version = self.versions.find(content.version) if content.version else None
-        is_here = version is not None and version.extent == content.extent is not None
-        return len(content.users) + is_here
+    def _num_owners(self, copy: HostCopy) -> int:
+        version = self.versions.find(copy.version) if copy.version else None
+        is_here = version is not None and version.extent == copy.extent is not None
+        return len(copy.users) + is_here
 
 
 def _writes(wpg: Wpg, version: Version) -> bool:

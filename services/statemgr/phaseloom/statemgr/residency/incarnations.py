@@ -18,14 +18,14 @@ from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 
 
 class State(StrEnum):
-    """The place of a rank's state; for a shared copy, the place of its bytes."""
+    """The place of a rank's state, or of a host copy, which is HOST or moves to and from NVMe."""
 
     AWAITING = "awaiting"
     """The agent has announced the rank, which has not registered its heap yet."""
     FILLING = "filling"
     """The rank has its extent, which holds no state yet."""
     HOST = "host"
-    """The rank is offloaded: its host copy is whole, in host memory."""
+    """The rank is offloaded: its host copy is whole. A host copy: it is in host memory."""
     LOADING = "loading"
     """The host copy is being copied into device memory."""
     RESIDENT = "resident"
@@ -43,7 +43,7 @@ class State(StrEnum):
 
 
 class Step(StrEnum):
-    """A step that the shell reports of a rank or a shared copy; `TRANSITIONS` says what follows."""
+    """A step that the shell reports of a rank or a host copy; `TRANSITIONS` says what follows."""
 
     HEAP_REGISTERED = "heap registered"
     FILLED = "filled"
@@ -83,15 +83,13 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
 ON_DEVICE = frozenset({State.LOADING, State.RESIDENT, State.OFFLOADING})
 ON_NVME = frozenset({State.DEMOTED, State.PROMOTING})
 """The states in which the whole host copy is on NVMe, and not in host memory."""
-OFFLOADED = frozenset({State.HOST, State.DEMOTING, *ON_NVME})
-"""The states in which nothing is on a device and the host copy is whole, in either tier."""
 
 
 class InvalidTransition(InternalError):
     """The shell reported a step that the table does not have; carries the deployment's history."""
 
 
-def following(what: Rank | SharedCopy, step: Step) -> State:
+def following(what: Rank | HostCopy, step: Step) -> State:
     """The state that follows by a step. Raises: InvalidTransition: the table does not have it."""
     state = TRANSITIONS.get((what.state, step))
     if state is None:
@@ -123,9 +121,11 @@ class Rank:
     host_bytes: int = 0
     """Bytes of state that lives in host memory alone, behind the copy of the heap."""
     table: TensorTable = field(default=EMPTY, repr=False)
-    extent: int | None = None
-    """The extent of the host copy. A frozen rank has one only for a new copy, until that is whole
-    and becomes a shared copy."""
+    copy: HostCopy | None = None
+    """The rank's host copy; None: it has not registered its heap or, where it is frozen, no copy is
+    whole yet."""
+    new_extent: int | None = None
+    """The extent of a frozen rank's next host copy, until that is whole."""
     snapshot: int | None = None
     """The extent that keeps the state of host memory alone as it was when a seal was prepared;
     None: there is nothing to keep."""
@@ -134,25 +134,16 @@ class Rank:
     given back."""
     applied: int = 0
     """The seq of the newest host copy."""
-    digest: str = ""
-    """The digest of the newest host copy; empty: the copy is dirty, or no copy is whole."""
-    is_dirty: bool = False
-    """Whether the newest host copy is whole, but its digest is not taken yet."""
-    num_copies: int = 0
-    """Copies of the heap that were begun; tells the newest host copy from those before."""
     frozen: bool = False
-    """Whether the rank does not train: its host copy is a shared copy once it is whole."""
+    """Whether the rank does not train: it may share its host copy."""
     model: str = ""
     """The model's identity as the rank registered it; see `RegisterHeap.model`."""
-    shared_copy: SharedCopy | None = None
-    """The shared copy that is a frozen rank's host copy; None: it has none yet, or is not
-    frozen."""
     held_version: tuple[VersionKey, int] | None = None
     """The version that a frozen rank's heap equals, and the seq since which it does. The version's
     memory becomes the host copy at once, or at a later copy-out where a seal or copy is in the
     way."""
     is_copying: bool = False
-    """Whether a frozen rank is asked for a new host copy, which goes to its `extent`."""
+    """Whether a frozen rank is asked for a new host copy, which goes to its `new_extent`."""
     history: deque[str] = field(default_factory=lambda: deque(maxlen=32))
     """The rank's last transitions, for the error of an invalid one."""
 
@@ -161,28 +152,34 @@ class Rank:
         return self.table.tensors
 
     @property
-    def copy_state(self) -> State:
-        """The state of the host copy: that of the shared copy, where the rank refers to one."""
-        return self.state if self.shared_copy is None else self.shared_copy.state
+    def extent(self) -> int | None:
+        """The extent that the rank writes: that of its own host copy or, where it is frozen, that
+        of its next one."""
+        return self.new_extent if self.copy is None or self.frozen else self.copy.extent
 
     @property
-    def shares(self) -> bool:
-        """Whether the host copy's bytes have another user, or are those of a weights version."""
-        shared = self.shared_copy
-        return shared is not None and (len(shared.users) > 1 or shared.version is not None)
+    def digest(self) -> str:
+        """The digest of the host copy; empty: the copy is dirty, or no copy is whole."""
+        return "" if self.copy is None else self.copy.digest
 
     @property
-    def bytes_above(self) -> int:
-        """Bytes of host memory that the rank's host copy takes; a frozen rank has two copies while
-        a new one is made."""
-        own = self.extent is not None and self.state not in ON_NVME
-        shared = self.shared_copy is not None and self.shared_copy.state not in ON_NVME
-        return self.extent_bytes * (own + shared)
+    def is_dirty(self) -> bool:
+        return self.copy is not None and self.copy.is_dirty
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is a whole host copy, at `applied`."""
+        return self.copy is not None and self.copy.is_whole
+
+    @property
+    def is_below(self) -> bool:
+        """Whether the host copy is on NVMe."""
+        return self.copy is not None and self.copy.state in ON_NVME
 
     @property
     def has_memory(self) -> bool:
-        """Whether the rank has an extent, or refers to a shared copy."""
-        return bool(self.extents) or self.shared_copy is not None
+        """Whether the rank has a host copy, or an extent."""
+        return self.copy is not None or bool(self.extents)
 
     @property
     def device_bytes(self) -> int:
@@ -196,25 +193,17 @@ class Rank:
 
     @property
     def extents(self) -> list[int]:
-        """The rank's own extents: that of its host copy, and the snapshot for a seal."""
-        return [extent for extent in (self.extent, self.snapshot) if extent is not None]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there is a whole host copy, at `applied`."""
-        return self.is_dirty or self.digest != ""
+        """The extents beside that of the host copy: that of the next one, and the snapshot for a
+        seal."""
+        return [extent for extent in (self.new_extent, self.snapshot) if extent is not None]
 
     def copied(self, applied: int, digest: str) -> None:
-        """Record a new host copy.
+        """Record a new host copy in the memory of the one before.
 
         Args: digest: its digest; empty: the digest is yet to be taken.
         """
-        self.applied, self.digest, self.is_dirty = applied, digest, not digest
-
-    def overwritten(self) -> None:
-        """Record that the host copy is being overwritten: no copy is whole until `copied`."""
-        self.digest, self.is_dirty = "", False
-        self.num_copies += 1
+        assert self.copy is not None
+        self.applied, self.copy.digest, self.copy.is_dirty = applied, digest, not digest
 
     @property
     def owner(self) -> str:
@@ -287,21 +276,26 @@ def is_demotable(wpg: Wpg) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class SharedCopy:
-    """A host copy that is held once for all frozen ranks whose bytes are equal, its users."""
+class HostCopy:
+    """The newest whole state of a rank that trains, or of all frozen ranks whose bytes are equal:
+    its users."""
 
     number: int
     owner: DeploymentKey
     """The deployment that made the copy; it may have left since."""
-    applied: int
-    """The seq of the maker's state that the copy holds."""
     num_bytes: int
-    table: TensorTable = field(repr=False)
-    """The maker's layout."""
-    digest: str
-    """The digest by which every load is verified: xxh3-128 in hex."""
     extent: int | None
-    """The extent in host memory; None: the copy is on NVMe."""
+    """The extent in host memory; None: a frozen copy that is on NVMe. That of a rank that trains
+    stays, with or without memory: the rank has it mapped."""
+    is_frozen: bool = False
+    """Whether the users are frozen ranks: nobody overwrites the bytes, and they may share them."""
+    digest: str = ""
+    """The digest by which every load is verified: xxh3-128 in hex; empty: the copy is dirty, or not
+    whole."""
+    is_dirty: bool = False
+    """Whether the copy is whole, but its digest is not taken yet."""
+    num_writes: int = 0
+    """How often the copy was begun anew; tells the newest bytes from those before."""
     is_immutable: bool = False
     """Whether the memory is sealed: no process has it mapped writable, or can."""
     version: VersionKey | None = None
@@ -314,12 +308,8 @@ class SharedCopy:
     users: list[Rank] = field(default_factory=list)
 
     @property
-    def extent_bytes(self) -> int:
-        return self.num_bytes
-
-    @property
-    def tensors(self) -> list[TensorSlot]:
-        return self.table.tensors
+    def is_whole(self) -> bool:
+        return self.is_dirty or self.digest != ""
 
     @property
     def tenants(self) -> set[str]:
@@ -338,5 +328,10 @@ class SharedCopy:
         """The earliest predicted use of all users; infinite: there is no prediction."""
         return min(wpg.next_use_s for wpg in self.wpgs)
 
+    def overwritten(self) -> None:
+        """Record that the copy is being overwritten: it is not whole until `Rank.copied`."""
+        self.digest, self.is_dirty = "", False
+        self.num_writes += 1
+
     def __str__(self) -> str:
-        return f"shared copy {self.number} of {self.owner} at {self.applied}"
+        return f"host copy {self.number} of {self.owner}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,17 +24,16 @@ from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.statemgr.memory.layouts import check_layout, exhausted
+from phaseloom.statemgr.residency.hostcopies import HostCopies
 from phaseloom.statemgr.residency.incarnations import (
-    OFFLOADED,
     ON_DEVICE,
-    ON_NVME,
+    HostCopy,
     PreparedSeal,
     Rank,
     State,
     Step,
     Wpg,
     following,
-    is_demotable,
 )
 
 _MODEL = re.compile(r"([0-9a-f]{64})?")
@@ -52,8 +51,12 @@ class SwitchPlan:
 class Residency:
     """The table of deployments and devices. Every mutation goes through its methods."""
 
-    def __init__(self, device_budget_bytes: list[int]) -> None:
+    def __init__(
+        self, device_budget_bytes: list[int], frozen_bases: Mapping[str, str] | None = None
+    ) -> None:
+        """Args: frozen_bases: as the bases of `HostCopies`."""
         self.device_budget_bytes = device_budget_bytes
+        self.copies = HostCopies(frozen_bases or {})
         self._wpgs: dict[DeploymentKey, Wpg] = {}
         self._tokens: dict[str, Rank] = {}
         self._fences: dict[DeploymentKey, int] = {}
@@ -176,26 +179,29 @@ class Residency:
             if rank.has_memory:
                 self._retired.add(wpg)
 
-    def reap(self, wpg: Wpg) -> list[int]:
-        """Take from an incarnation the extents that nothing needs any more.
+    def reap(self, wpg: Wpg) -> tuple[list[int], list[HostCopy]]:
+        """Take from an incarnation the memory that nothing needs any more.
 
-        These are all extents of a lost incarnation, or the snapshots of a seal that is over. While
-        a seal is prepared there are none.
+        This is all memory of a lost incarnation, or the snapshots of a seal that is over. While a
+        seal is prepared there is none.
 
-        Returns: the extents, which the caller frees.
+        Returns: the extents beside host copies, and the host copies without a user; the caller
+                 frees both.
         """
         if wpg.prepared is not None:
-            return []
-        if not wpg.is_lost:
-            snapshots = [rank.snapshot for rank in wpg.ranks if rank.snapshot is not None]
-            for rank in wpg.ranks:
-                rank.snapshot = None
-            return snapshots
-        extents = [extent for rank in wpg.ranks for extent in rank.extents]
+            return [], []
+        extents = [rank.snapshot for rank in wpg.ranks if rank.snapshot is not None]
+        copies: list[HostCopy] = []
         for rank in wpg.ranks:
-            rank.extent = rank.snapshot = None
-        self._retired.discard(wpg)
-        return extents
+            rank.snapshot = None
+            if wpg.is_lost:
+                extents += rank.extents
+                rank.new_extent = None
+                left = self.copies.detach(rank)
+                copies += [left] if left is not None else []
+        if wpg.is_lost:
+            self._retired.discard(wpg)
+        return extents, copies
 
     # --- after a kill of the daemon before ---
 
@@ -217,15 +223,15 @@ class Residency:
         rank.state = state
 
     def reset(self, rank: Rank) -> int | None:
-        """Await a rank afresh that never heard of its extent, and registers its heap again.
+        """Await a rank afresh that has no host copy, and registers its heap again.
 
         Returns: the extent that the rank had, which the caller frees; None: it had none.
         """
-        extent, rank.extent = rank.extent, None
+        assert rank.copy is None
+        extent, rank.new_extent = rank.new_extent, None
         rank.history.append(f"{rank.state} → awaiting (begins again)")
         rank.state, rank.heap_bytes, rank.table, rank.host_bytes = State.AWAITING, 0, EMPTY, 0
         rank.scratch_bytes = 0
-        rank.overwritten()
         return extent
 
     def known(self, token: str) -> Rank:
@@ -297,14 +303,32 @@ class Residency:
     ) -> None:
         """Record the heap that an awaited rank has registered, and the extent that it was given."""
         self.step(rank, Step.HEAP_REGISTERED)
-        rank.heap_bytes, rank.table, rank.extent = asked.heap_bytes, table, extent
+        rank.heap_bytes, rank.table = asked.heap_bytes, table
         rank.host_bytes, rank.scratch_bytes = asked.host_bytes, asked.scratch_bytes
         rank.pins, rank.frozen, rank.model = asked.pins, asked.frozen, asked.model
+        if rank.frozen:
+            rank.new_extent = extent
+        else:
+            self.copies.add(rank, extent)
 
     def fill(self, rank: Rank, applied: int, digest: str) -> None:
         """Record that the rank's extent holds its whole state: the initial one, or a seal's."""
         self.step(rank, Step.FILLED)
-        rank.copied(applied, digest)
+        if rank.frozen:
+            self.take_new(rank, applied, digest)
+        else:
+            rank.copied(applied, digest)
+
+    def take_new(self, rank: Rank, applied: int, digest: str) -> HostCopy:
+        """Make the bytes in a frozen rank's `new_extent` its host copy; it has left the one before.
+
+        Args:    applied: the seq of the state in the extent. digest: the digest of the bytes.
+        Returns: the new copy.
+        """
+        assert rank.new_extent is not None
+        extent, rank.new_extent = rank.new_extent, None
+        rank.applied, rank.held_version = applied, None
+        return self.copies.add(rank, extent, digest)
 
     def plan_switch_in(
         self,
@@ -355,14 +379,15 @@ class Residency:
         return SwitchPlan(wpg, offload, load)
 
     def plan_switch_out(self, key: DeploymentKey, incarnation: int, epoch: int) -> list[Rank]:
-        """The ranks to offload; empty where all are offloaded already, in either tier."""
+        """The ranks to offload; empty where all are offloaded already."""
         wpg = self.current(key, incarnation)
         self._enter_epoch(wpg, epoch)
-        self.check_ready(wpg, or_in=OFFLOADED)
+        self.check_ready(wpg)
         return wpg.on_device
 
     def begin_load(self, rank: Rank) -> None:
         """Record that the load of a rank begins."""
+        assert not rank.is_below, f"{rank} is loaded from NVMe"
         if rank.state is State.HOST:
             used_bytes = self.device_used_bytes(rank.device)
             self._check_room(rank.wpg, rank.device, rank.device_bytes, used_bytes)
@@ -384,7 +409,8 @@ class Residency:
             _check_alive(rank.wpg)
             assert rank.state is State.RESIDENT
         if not rank.frozen:
-            rank.overwritten()
+            assert rank.copy is not None
+            rank.copy.overwritten()
 
     def finish_copy_out(self, rank: Rank, applied: int, digest: str = "") -> None:
         """Record that the host copy of a rank is whole, and the rank offloaded if it was to be.
@@ -429,15 +455,6 @@ class Residency:
         finally:
             for wpg in wpgs:
                 wpg.num_users -= 1
-
-    def demotable(self) -> list[Rank]:
-        """The ranks whose own host copies may be demoted, in no order."""
-        return [
-            rank
-            for wpg in filter(is_demotable, self.alive())
-            for rank in wpg.ranks
-            if rank.state is State.HOST and not rank.frozen
-        ]
 
     # --- seals ---
 
@@ -484,15 +501,6 @@ class Residency:
 
     # --- looking ---
 
-    def nvme_used_bytes(self) -> int:
-        """Bytes of ranks' own host copies that are on NVMe, or are being written there."""
-        return sum(
-            rank.extent_bytes
-            for wpg in self.alive()
-            for rank in wpg.ranks
-            if rank.state in ON_NVME or rank.state is State.DEMOTING
-        )
-
     def device_used_bytes(self, device: int) -> int:
         """Bytes of the heaps on a device and of their scratch memory, those on their way in or out
         included."""
@@ -514,10 +522,10 @@ class Residency:
                 applied=wpg.ranks[0].applied,
                 device_bytes=sum(rank.device_bytes for rank in wpg.on_device),
                 scratch_bytes=sum(rank.scratch_bytes for rank in wpg.ranks),
-                nvme_bytes=sum(r.extent_bytes for r in wpg.ranks if r.copy_state in ON_NVME),
+                nvme_bytes=sum(rank.extent_bytes for rank in wpg.ranks if rank.is_below),
                 host_only_bytes=sum(rank.host_bytes for rank in wpg.ranks),
-                host_bytes=sum(rank.bytes_above for rank in wpg.ranks),
-                shared_bytes=sum(rank.extent_bytes * rank.shares for rank in wpg.ranks),
+                host_bytes=sum(_bytes_above(rank) for rank in wpg.ranks),
+                shared_bytes=sum(rank.extent_bytes for rank in wpg.ranks if _shares(rank)),
                 dirty_bytes=sum(
                     rank.extent_bytes
                     for rank in wpg.ranks
@@ -528,7 +536,7 @@ class Residency:
         ]
 
     def extents(self) -> list[int]:
-        """The extents of all ranks, those of lost incarnations included."""
+        """The extents of all ranks beside their host copies, with those of lost incarnations."""
         every = {*self._wpgs.values(), *self._retired}
         return [extent for wpg in every for rank in wpg.ranks for extent in rank.extents]
 
@@ -552,17 +560,13 @@ class Residency:
     def _validate_rank(self, rank: Rank) -> None:
         assert (rank.state is State.LOST) == rank.wpg.is_lost, f"{rank.wpg} is lost in part"
         assert (rank.token in self._tokens) == (rank.state is not State.LOST)
-        assert rank.state not in OFFLOADED or rank.is_whole, f"{rank}: no whole host copy"
-        assert not (rank.is_dirty and rank.digest)
-        assert not (rank.is_dirty and rank.state in ON_NVME)
-        assert rank.wpg.prepared is None or rank.state not in {State.DEMOTING, *ON_NVME}
+        assert rank.state is not State.HOST or rank.is_whole, f"{rank}: no whole host copy"
+        assert rank.frozen or rank.wpg.prepared is None or not rank.is_below
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
         assert rank.snapshot is None or rank.host_bytes
         has_memory = rank.state not in {State.AWAITING, State.LOST}
-        assert not has_memory or rank.extent is not None or rank.shared_copy is not None
-        assert rank.shared_copy is None or rank.frozen
-        assert rank.held_version is None or rank.frozen
-        assert not rank.frozen or rank.state not in {State.DEMOTING, *ON_NVME}
+        assert not has_memory or rank.has_memory
+        assert rank.frozen or (rank.new_extent is None and rank.held_version is None)
 
     def _named(self, keys: list[DeploymentKey]) -> list[Wpg]:
         return [self._wpgs[key] for key in dict.fromkeys(keys) if key in self._wpgs]
@@ -574,11 +578,11 @@ class Residency:
             )
         wpg.epoch = epoch
 
-    def check_ready(self, wpg: Wpg, or_in: frozenset[State] = frozenset()) -> None:
-        """Check that every rank of the incarnation has a whole state in memory, or is `or_in`."""
+    def check_ready(self, wpg: Wpg) -> None:
+        """Check that every rank of the incarnation has a whole state."""
         _check_alive(wpg)
         for rank in wpg.ranks:
-            if rank.state not in {State.HOST, State.RESIDENT, *or_in}:
+            if rank.state not in {State.HOST, State.RESIDENT}:
                 raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
 
     def _check_room(self, wpg: Wpg, device: int, needed_bytes: int, used_bytes: int) -> None:
@@ -604,6 +608,18 @@ def _check_alive(wpg: Wpg) -> None:
     """Raises: ResourceError: the incarnation is lost, and with it all of its ranks."""
     if wpg.is_lost:
         raise ResourceError(f"{wpg} has lost its rank", remedy="start a new incarnation")
+
+
+def _bytes_above(rank: Rank) -> int:
+    """Bytes of host memory that a rank's host copy takes; a frozen rank has two copies while a new
+    one is made."""
+    num_copies = (rank.new_extent is not None) + (rank.copy is not None and not rank.is_below)
+    return rank.extent_bytes * num_copies
+
+
+def _shares(rank: Rank) -> bool:
+    """Whether the host copy's bytes have another user, or are those of a weights version."""
+    return rank.copy is not None and (len(rank.copy.users) > 1 or rank.copy.version is not None)
 
 
 def _listed(devices: list[int]) -> str:

@@ -162,7 +162,7 @@ class Sealer:
         assert rank.extent is not None
         memory = self._node.memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(read, places[rank.index], memory)
-        self._node.residency.fill(rank, wpg.seal_seq, part.digest)
+        self._node.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
         """Give up prepared seals that are not being written: the agent that would ask for the

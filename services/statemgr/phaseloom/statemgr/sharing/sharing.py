@@ -1,11 +1,11 @@
-"""Host copies of frozen ranks: shared copies, with copy on write.
+"""Host copies of frozen ranks, which are shared, with copy on write.
 
 A frozen rank's heap changes by `load_state` and `sync_weights` only. While its heap is at the seq
 of its host copy there is nothing to copy out. A heap that was written since is copied out to new
-memory, which becomes another shared copy. Shared copies are hashed in the background, and equal
-ones are merged.
+memory, which becomes another copy. Frozen copies are hashed in the background, and equal ones are
+merged.
 
-Nothing here overwrites a shared copy: any of its users may be reading it.
+Nothing here overwrites a frozen copy: any of its users may be reading it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phaseloom.common.contract.state_rank import Copied, CopyOut
 from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import ON_NVME, Rank, SharedCopy, State
+from phaseloom.statemgr.residency.incarnations import ON_NVME, HostCopy, Rank, State
 from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
@@ -48,53 +48,47 @@ async def make_room(
     Args:   version: the version that the heap becomes. Where the rank can take the version's
                 memory for its host copy, nothing is reserved.
     """
-    if rank.shared_copy is None or (version is not None and _is_copy_of(version, rank)):
+    if not rank.frozen or rank.copy is None or (version is not None and _is_copy_of(version, rank)):
         return
     await reserve_copy(node, reserve, rank)
 
 
 async def reserve_copy(node: Node, reserve: Reserve, rank: Rank) -> int:
-    """Reserve memory for a new host copy of a frozen rank: its `extent` until `settle_copy`.
+    """Reserve memory for a new host copy of a frozen rank: its `new_extent` until `settle_copy`.
 
     Returns: the number of the extent; the one that the rank has, where it has one.
     Raises:  ResourceError: RESOURCE_EXHAUSTED with the numbers; ABORTED: the rank's incarnation
              is over, or another call was faster.
     """
-    if rank.extent is not None:
-        return rank.extent
+    if rank.new_extent is not None:
+        return rank.new_extent
     what = f"the host copy of {rank.owner}"
     extent = await reserve(rank.extent_bytes, what)
-    if rank.state is State.LOST or rank.extent is not None:
+    if rank.state is State.LOST or rank.new_extent is not None:
         node.memory.free(extent)
         raise ResourceError(f"{rank} was lost, or asked twice", code=Code.ABORTED)
-    rank.extent = extent
+    rank.new_extent = extent
     return extent
 
 
 def drop_copy(node: Node, rank: Rank) -> None:
     """Free the memory that `reserve_copy` has reserved for the rank, if there is any."""
-    if rank.extent is not None:
-        node.memory.free(rank.extent)
-        rank.extent = None
+    if rank.new_extent is not None:
+        node.memory.free(rank.new_extent)
+        rank.new_extent = None
 
 
 def settle_copy(node: Node, rank: Rank, applied: int, digest: str) -> None:
-    """Make the bytes in the rank's `extent` its host copy, in place of the one before.
+    """Make the bytes in a frozen rank's `new_extent` its host copy, in place of the one before.
 
-    The new shared copy is compared with others later. While a process has the extent mapped
-    writable, it is not shared.
+    The new copy is compared with others later. While a process has the extent mapped writable, it
+    is not shared.
 
     Args:   applied: the seq of the state in the extent.
             digest: the digest of the bytes in the extent.
     """
-    assert rank.extent is not None
-    node.leave_shared(rank)
-    extent, rank.extent = rank.extent, None
-    rank.copied(applied, digest)
-    rank.held_version = None
-    copy = node.shared_copies.add(rank, extent)
-    node.shared_copies.attach(rank, copy)
-    node.compare_later(copy)
+    node.leave_copy(rank)
+    node.compare_later(node.residency.take_new(rank, applied, digest))
 
 
 async def copy_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -> Copied:
@@ -134,13 +128,13 @@ async def _copied_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool
 
 
 def source_of(node: Node, rank: Rank) -> list[int]:
-    """The descriptors that go with an order to copy in: that of the shared copy for a frozen rank;
+    """The descriptors that go with an order to copy in: that of the host copy for a frozen rank;
     none for other ranks, which have their extent mapped."""
     if not rank.frozen:
         return []
-    assert rank.shared_copy is not None
-    assert rank.shared_copy.extent is not None
-    return [node.memory[rank.shared_copy.extent].read_only_fd]
+    assert rank.copy is not None
+    assert rank.copy.extent is not None
+    return [node.memory[rank.copy.extent].read_only_fd]
 
 
 def hold_version(node: Node, rank: Rank, key: VersionKey, applied: int) -> None:
@@ -170,13 +164,14 @@ def _take_held_version(node: Node, rank: Rank) -> None:
     if not _is_copy_of(version, rank):
         return
     drop_copy(node, rank)
-    node.leave_shared(rank)
-    rank.copied(applied, version.digest)
-    copy = node.shared_copies.of_version(key, version.extent)
+    node.leave_copy(rank)
+    rank.applied = applied
+    copy = node.host_copies.of_version(key, version.extent)
     if copy is None:
         node.memory.hold(version.extent)
-        copy = node.shared_copies.add(rank, version.extent, version=key)
-    node.shared_copies.attach(rank, copy)
+        node.host_copies.add(rank, version.extent, version.digest, key)
+    else:
+        node.host_copies.attach(rank, copy)
 
 
 def _is_copy_of(version: Version, rank: Rank) -> bool:
@@ -186,7 +181,7 @@ def _is_copy_of(version: Version, rank: Rank) -> bool:
 
 
 class Sharing:
-    """The background worker that finds equal shared copies and merges them."""
+    """The background worker that finds equal frozen copies and merges them."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -197,8 +192,8 @@ class Sharing:
         while True:
             await self._identify(await self._node.to_compare.get())
 
-    async def _identify(self, copy: SharedCopy) -> None:
-        """Freeze and hash a shared copy, and merge it with its equals.
+    async def _identify(self, copy: HostCopy) -> None:
+        """Freeze and hash a frozen copy, and merge it with its equals.
 
         A copy that is demoted meanwhile is queued again when it is promoted.
         """
@@ -211,8 +206,8 @@ class Sharing:
             if copy.hash:
                 await self._merge(copy)
 
-    async def _freeze(self, copy: SharedCopy) -> bool:
-        """Make a shared copy immutable, which it must be before it is hashed.
+    async def _freeze(self, copy: HostCopy) -> bool:
+        """Make a copy immutable, which it must be before it is hashed.
 
         Returns: False: a process has it mapped writable still.
         """
@@ -225,9 +220,9 @@ class Sharing:
                 await asyncio.sleep(_FREEZE_PAUSE_S)
         return copy.is_immutable
 
-    async def _take_hash(self, copy: SharedCopy) -> None:
+    async def _take_hash(self, copy: HostCopy) -> None:
         if self._is_above(copy) and copy.is_immutable:
-            memory = self._node.shared_memory(copy)
+            memory = self._node.bytes_of(copy)
             known = await asyncio.to_thread(_hash, memory, self._node.background.stopped)
             # The digest is a rank's word: it is verified before other ranks depend on the copy.
             if known and not await has_digest(memory, copy.digest):
@@ -236,12 +231,12 @@ class Sharing:
             else:
                 copy.hash = known
 
-    def _is_above(self, copy: SharedCopy) -> bool:
-        return self._node.shared_copies.is_known(copy) and copy.state not in ON_NVME
+    def _is_above(self, copy: HostCopy) -> bool:
+        return self._node.host_copies.is_known(copy) and copy.state not in ON_NVME
 
-    async def _merge(self, copy: SharedCopy) -> None:
-        node, shared_copies = self._node, self._node.shared_copies
-        while shared_copies.is_known(copy) and (twin := shared_copies.twin(copy)) is not None:
+    async def _merge(self, copy: HostCopy) -> None:
+        node, copies = self._node, self._node.host_copies
+        while copies.is_known(copy) and (twin := copies.twin(copy)) is not None:
             pair = (copy, twin)
             if any(each.state in _MOVING for each in pair):
                 await node.until(lambda pair=pair: not _is_moving(node, pair))  # type: ignore[misc]
@@ -249,8 +244,8 @@ class Sharing:
             kept, gone = pair if copy.state is State.HOST else (twin, copy)
             if twin.state is State.HOST:
                 kept, gone = twin, copy
-            moved = shared_copies.merge(gone, kept)
-            node.free_shared(gone)
+            moved = copies.merge(gone, kept)
+            node.free_copy(gone)
             # A rank keeps the copy that it loaded last mapped, and with it its memory. A rank that
             # does not answer keeps that memory until it loads again, or is gone.
             for rank in moved:
@@ -260,8 +255,8 @@ class Sharing:
             node.announce()
 
 
-def _is_moving(node: Node, shared_copies: tuple[SharedCopy, ...]) -> bool:
-    return any(c.state in _MOVING and node.shared_copies.is_known(c) for c in shared_copies)
+def _is_moving(node: Node, copies: tuple[HostCopy, ...]) -> bool:
+    return any(c.state in _MOVING and node.host_copies.is_known(c) for c in copies)
 
 
 def _hash(memory: memoryview, stopped: threading.Event) -> str:

@@ -203,7 +203,8 @@ def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
 
     No load of a bad copy can succeed, so the next incarnations begin from their seals.
     """
-    node.lose(rank.shared_copy or rank, f"its host copy is bad: {error.info.message}")
+    if rank.copy is not None:
+        node.lose(rank.copy, f"its host copy is bad: {error.info.message}")
     return bad_copy(rank, error.info.message)
 
 

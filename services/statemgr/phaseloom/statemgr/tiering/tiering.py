@@ -29,16 +29,9 @@ from phaseloom.statemgr.disk.files import find_parts, header_of
 from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
 from phaseloom.statemgr.memory.extents import Extent
 from phaseloom.statemgr.memory.layouts import rounded
-from phaseloom.statemgr.node.moves import HostCopy, Move, Work
+from phaseloom.statemgr.node.moves import Move
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import (
-    ON_NVME,
-    Rank,
-    SharedCopy,
-    State,
-    Step,
-    Wpg,
-)
+from phaseloom.statemgr.residency.incarnations import ON_NVME, HostCopy, State, Step, Wpg
 from phaseloom.statemgr.tiering.versionmoves import VersionMoves
 from phaseloom.statemgr.versions.versions import Version
 
@@ -115,9 +108,8 @@ class Tiering:
         """
         with self.node.residency.using(wpg, *others):
             for rank in wpg.ranks:
-                if rank.shared_copy is not None:
-                    await self._promote(rank.shared_copy)
-                await self._promote(rank)
+                if rank.copy is not None:
+                    await self._promote(rank.copy)
             yield
 
     def hint(self, wpg: Wpg, hint: Prefetch) -> None:
@@ -129,11 +121,9 @@ class Tiering:
             wpg.next_use_s = math.inf
             return
         wpg.next_use_s = time.monotonic() + hint.in_s
-        shared = {rank.shared_copy for rank in wpg.ranks if rank.shared_copy is not None}
-        copies: list[HostCopy] = [*shared, *wpg.ranks]
-        for copy in copies:
-            if copy.state is State.DEMOTED:
-                self._moves.hint(copy, self._work_up(copy))
+        for rank in wpg.ranks:
+            if rank.copy is not None and rank.copy.state is State.DEMOTED:
+                self._moves.hint(rank.copy, self._read_up)
 
     async def sweep(self) -> None:
         """Remove the files of host copies that nobody has any more.
@@ -141,11 +131,8 @@ class Tiering:
         Called once, when the handover is done.
         """
         node, directory = self.node, self._directory
-        copies: list[HostCopy] = [*node.shared_copies.all()]
-        copies += [rank for wpg in node.residency.alive() for rank in wpg.ranks]
-        kept = {node.file_of(c) for c in copies if c.state in ON_NVME}
-        stale = (directory.all_demoted() | directory.shared_copies()) - kept
-        await asyncio.to_thread(directory.discard, *stale)
+        kept = {node.file_of(c) for c in node.host_copies.all() if c.state in ON_NVME}
+        await asyncio.to_thread(directory.discard, *(directory.host_copies() - kept))
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
         """Whether a whole file of the host copy is on NVMe; reading it verifies its blocks.
@@ -153,12 +140,8 @@ class Tiering:
         Blocking: call it in a thread.
         """
         header = header_of(self.node.file_of(copy))
-        if header is None:
-            return False
-        is_same = (header.digest, header.num_bytes) == (digest, copy.extent_bytes)
-        if isinstance(copy, Rank):
-            is_same &= (header.deployment, header.tensors) == (copy.wpg.key, copy.tensors)
-        return bool(digest) and is_same
+        found = (header.digest, header.num_bytes) if header is not None else ("", 0)
+        return bool(digest) and found == (digest, copy.num_bytes)
 
     # --- moves ---
 
@@ -173,7 +156,7 @@ class Tiering:
                 refusal = error
             below = [victim for victim in self._victims(after_s) if victim not in failed]
             going = self._going_down()
-            room_bytes = sum(rounded(_num_bytes(each)) for each in [*below, *going])
+            room_bytes = sum(rounded(each.num_bytes) for each in [*below, *going])
             if not (below or going) or room_bytes < _shortage_bytes(refusal):
                 raise self._with_numbers(refusal)
             if not below:
@@ -197,7 +180,7 @@ class Tiering:
         2. Host copies, the one that is needed last first.
         3. Versions for which ranks or a disk must be waited for; left out for a hint (`after_s`).
         """
-        copies = [copy for copy in self._demotable() if _user_of(copy).next_use_s > after_s]
+        copies = [copy for copy in self._demotable() if copy.next_use_s > after_s]
         last = self.versions.unread(at_once=False) if after_s == -math.inf else []
         return [*self.versions.unread(at_once=True), *copies, *last]
 
@@ -207,8 +190,7 @@ class Tiering:
         These are the ones on their way down, and the copies that may be demoted as soon as their
         promotion has ended.
         """
-        node = self.node
-        arriving = {*node.residency.demotable(), *node.shared_copies.demotable()}
+        arriving = {*self.node.host_copies.demotable()}
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
         for move in self._moves.under_way():
@@ -222,15 +204,19 @@ class Tiering:
         A copy that is being moved is left out. So is one whose memory has another holder: where a
         weights version shares the memory, it goes with the version.
         """
-        node = self.node
-        shared = node.shared_copies.demotable()
-        copies: list[HostCopy] = [*node.residency.demotable()]
-        copies += [c for c in shared if c.extent and node.memory[c.extent].num_holders == 1]
-        return sorted((copy for copy in copies if copy not in self._moves), key=_need)
+        memory = self.node.memory
+        return sorted(
+            (
+                copy
+                for copy in self.node.host_copies.demotable()
+                if copy.extent and memory[copy.extent].num_holders == 1 and copy not in self._moves
+            ),
+            key=_need,
+        )
 
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
         info = refusal.info
-        used, budget = self.node.nvme_used_bytes(), self.nvme_budget_bytes
+        used, budget = self.node.host_copies.nvme_used_bytes(), self.nvme_budget_bytes
         return ResourceError(
             f"{info.message}; nothing more can go to NVMe, where {used} of {budget} are in use",
             code=info.code,
@@ -239,133 +225,100 @@ class Tiering:
         )
 
     async def _demote(self, copy: HostCopy) -> None:
-        used = self.node.nvme_used_bytes()
-        if used + copy.extent_bytes > self.nvme_budget_bytes:
+        used = self.node.host_copies.nvme_used_bytes()
+        if used + copy.num_bytes > self.nvme_budget_bytes:
             raise ResourceError(
-                f"{copy} needs {copy.extent_bytes} bytes of NVMe: {used} of "
+                f"{copy} needs {copy.num_bytes} bytes of NVMe: {used} of "
                 f"{self.nvme_budget_bytes} are in use",
                 code=Code.RESOURCE_EXHAUSTED,
             )
         # Before the first await: no two callers that look for room choose the same copy.
-        self.node.step(copy, Step.DEMOTE_BEGUN)
-        work = self._demote_shared if isinstance(copy, SharedCopy) else self._demote_own
-        await self._moves.move(copy, work, is_up=False)
+        self.node.host_copies.step(copy, Step.DEMOTE_BEGUN)
+        await self._moves.move(copy, self._write_down, is_up=False)
 
-    async def _demote_own(self, move: Move) -> None:
-        node, rank = self.node, move.what
-        assert isinstance(rank, Rank)
-        if rank.extent is None:
-            raise ResourceError(f"{rank} was lost meanwhile")
-        memory = node.memory[rank.extent].view(rank.extent_bytes)
-        with self._failing(rank, Step.DEMOTE_FAILED, "its host copy is bad"):
-            digest = await self._write(move, memory)
-            await node.unpin(rank)
-        async with node.change() as afterwards:
-            node.residency.step(rank, Step.DEMOTE_VERIFIED)
-            rank.copied(rank.applied, digest)
-            afterwards.push_async_callback(self._vacate, rank)
-
-    async def _vacate(self, rank: Rank) -> None:
-        await self.node.digests.ended(rank)
-        if rank.state is State.LOST or rank.extent is None:
-            raise ResourceError(f"{rank} was lost meanwhile")
-        self.node.memory.vacate(rank.extent)
-
-    async def _demote_shared(self, move: Move) -> None:
-        """Demote a shared copy: its extent is freed, because an immutable one cannot be emptied."""
+    async def _write_down(self, move: Move) -> None:
+        """Demote a host copy."""
         node, copy = self.node, move.what
-        assert isinstance(copy, SharedCopy)
-        if copy.extent is None:
-            raise ResourceError(f"{copy} is not needed any more")
+        self._check_needed(copy)
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
-            await self._write(move, node.shared_memory(copy))
+            digest = await self._write(move)
+            for rank in [*copy.users]:
+                await node.unpin(rank)
         self._check_needed(copy)
         async with node.change():
-            node.shared_copies.step(copy, Step.DEMOTE_VERIFIED)
-            copy.version = None
-        # The agent has the extent's descriptor too: it goes only after the manifest names NVMe.
+            node.host_copies.step(copy, Step.DEMOTE_VERIFIED)
+            copy.digest, copy.is_dirty, copy.version = digest, False, None
+        # The memory goes only after the manifest names NVMe: the agent has its descriptor, too.
         async with node.change():
             for rank in [*copy.users]:
-                await node.unmap(rank)
-            node.vacate_shared(copy)
+                await (node.unmap(rank) if copy.is_frozen else node.digests.ended(rank))
+            self._check_needed(copy)
+            node.vacate(copy)
 
-    async def _write(self, move: Move, memory: memoryview) -> str:
+    async def _write(self, move: Move) -> str:
         """Write the file of a host copy. Returns: the digest of what was written."""
         copy = move.what
-        is_shared = isinstance(copy, SharedCopy)
-        key = copy.owner if isinstance(copy, SharedCopy) else copy.wpg.key
-        section = Section(copy.extent_bytes, copy.tensors, copy.digest)
-        header = StateHeader("shared" if is_shared else "demoted", key, copy.applied, [section])
+        (rank, *_), memory = copy.users, self.node.bytes_of(copy)
+        section = Section(copy.num_bytes, rank.tensors, copy.digest)
+        header = StateHeader("copy", copy.owner, rank.applied, [section])
         path, write = self.node.file_of(copy), self._directory.write
         return (await asyncio.to_thread(write, path, header, [memory], move.cancelled)).digest
 
     async def _promote(self, copy: HostCopy) -> None:
         """Wait until no move of the copy is under way; promote it where it is on NVMe."""
         await self._moves.settled(copy)
-        if copy.state is State.DEMOTED and self.node.is_needed(copy):
-            await self._moves.move(copy, self._work_up(copy), is_up=True)
+        if copy.state is State.DEMOTED and self.node.host_copies.is_known(copy):
+            await self._moves.move(copy, self._read_up, is_up=True)
 
-    def _work_up(self, copy: HostCopy) -> Work:
-        return self._promote_shared if isinstance(copy, SharedCopy) else self._promote_own
-
-    async def _promote_own(self, move: Move) -> None:
-        node, rank = self.node, move.what
-        assert isinstance(rank, Rank)
-        after_s = rank.wpg.next_use_s if move.is_hint else -math.inf
-        await self._with_room(lambda: self._occupy(rank), after_s)
-        node.residency.step(rank, Step.PROMOTE_BEGUN)
-        assert rank.extent is not None
-        memory = node.memory[rank.extent]
-        try:
-            with self._failing(rank, Step.PROMOTE_FAILED, "its state on NVMe is bad"):
-                await asyncio.to_thread(self._read, rank, memory, move.cancelled)
-        except PhaseloomError:
-            if rank.state is State.DEMOTED:
-                node.memory.vacate(rank.extent)
-            raise
-        await self._arrived(rank)
-
-    def _occupy(self, rank: Rank) -> None:
-        if rank.state is not State.DEMOTED or rank.extent is None:
-            raise ResourceError(f"{rank} was lost meanwhile")
-        self.node.memory.occupy(rank.extent, f"the host copy of {rank.owner}")
-
-    async def _promote_shared(self, move: Move) -> None:
-        """Promote a shared copy into a new extent.
-
-        Ranks do not notice that it is another extent: each order to copy brings the descriptor.
-        """
+    async def _read_up(self, move: Move) -> None:
+        """Promote a host copy."""
         node, copy = self.node, move.what
-        assert isinstance(copy, SharedCopy)
-        what = f"the host copy of {copy.owner}"
-        after_s = copy.next_use_s if move.is_hint else -math.inf
-        extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
-        if not node.is_needed(copy):
-            node.memory.free(extent)
-            raise ResourceError(f"{copy} is not needed any more")
-        copy.extent = extent
-        node.shared_copies.step(copy, Step.PROMOTE_BEGUN)
-        memory = node.memory[extent]
+        self._check_needed(copy)
+        await self._take_memory(copy, copy.next_use_s if move.is_hint else -math.inf)
+        node.host_copies.step(copy, Step.PROMOTE_BEGUN)
+        assert copy.extent is not None
+        memory = node.memory[copy.extent]
         try:
             with self._failing(copy, Step.PROMOTE_FAILED, "its state on NVMe is bad"):
                 await asyncio.to_thread(self._read, copy, memory, move.cancelled)
         except PhaseloomError:
-            if copy.state is State.DEMOTED and node.is_needed(copy):
-                node.vacate_shared(copy)
+            if node.host_copies.is_known(copy):
+                node.vacate(copy)
             raise
         self._check_needed(copy)
-        is_frozen = memory.freeze()
-        assert is_frozen, "nobody else has ever seen it"
-        await self._arrived(copy)
+        if copy.is_frozen:
+            is_frozen = memory.freeze()
+            assert is_frozen, "nobody else has ever seen it"
+        async with node.change() as afterwards:
+            node.host_copies.step(copy, Step.PROMOTE_VERIFIED)
+            afterwards.push_async_callback(self._moves.discard, node.file_of(copy))
         node.compare_later(copy)
 
-    async def _arrived(self, copy: HostCopy) -> None:
-        async with self.node.change() as afterwards:
-            self.node.step(copy, Step.PROMOTE_VERIFIED)
-            afterwards.push_async_callback(self._moves.discard, self.node.file_of(copy))
+    async def _take_memory(self, copy: HostCopy, after_s: float) -> None:
+        """Take memory for a demoted copy: its own extent's or, for a frozen one, a new extent.
 
-    def _check_needed(self, copy: SharedCopy) -> None:
-        if not self.node.is_needed(copy):
+        Ranks do not notice a new extent: each order to copy in brings the descriptor.
+        """
+        memory, what = self.node.memory, f"the host copy of {copy.users[0].owner}"
+        if copy.is_frozen:
+            extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
+            if self.node.host_copies.is_known(copy):
+                copy.extent = extent
+            else:
+                memory.free(extent)
+        else:
+
+            def occupy() -> None:
+                self._check_needed(copy)
+                assert copy.extent is not None
+                memory.occupy(copy.extent, what)
+
+            await self._with_room(occupy, after_s)
+        self._check_needed(copy)
+
+    def _check_needed(self, copy: HostCopy) -> None:
+        """Raises: ResourceError: nobody needs the copy any more."""
+        if not self.node.host_copies.is_known(copy):
             raise ResourceError(f"{copy} is not needed any more")
 
     @contextmanager
@@ -380,8 +333,8 @@ class Tiering:
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
                 self.node.lose(copy, f"{why}: {error}")
-            elif self.node.is_needed(copy):
-                self.node.step(copy, back)
+            elif self.node.host_copies.is_known(copy):
+                self.node.host_copies.step(copy, back)
                 self.node.compare_later(copy)
             raise
 
@@ -396,14 +349,10 @@ class Tiering:
         if place.part.digest != copy.digest:
             raise data_loss(place.file, f"it does not hold the newest state of {copy}")
         try:
-            self._directory.read(place, extent.view(copy.extent_bytes), cancelled)
+            self._directory.read(place, extent.view(copy.num_bytes), cancelled)
         except ResourceError as error:
             # The traceback's frames have views on the memory.
             raise error.with_traceback(None) from None
-
-
-def _num_bytes(victim: Victim) -> int:
-    return victim.num_bytes if isinstance(victim, Version) else victim.extent_bytes
 
 
 def _need(copy: HostCopy) -> tuple[float, int]:
@@ -412,12 +361,7 @@ def _need(copy: HostCopy) -> tuple[float, int]:
     Copies without a prediction come before all others, then the latest predicted use comes first;
     equals are ordered by least recent use.
     """
-    user = _user_of(copy)
-    return -user.next_use_s, user.last_used
-
-
-def _user_of(copy: HostCopy) -> SharedCopy | Wpg:
-    return copy if isinstance(copy, SharedCopy) else copy.wpg
+    return -copy.next_use_s, copy.last_used
 
 
 def _shortage_bytes(refusal: ResourceError) -> int:

@@ -330,7 +330,7 @@ class Suspects:
                 return False
             log.error("version %s is bad in host memory", version.key)
             version.is_bad = True
-            host_copies = [each for each in node.shared_copies.all() if each.extent == extent]
+            host_copies = [each for each in node.host_copies.all() if each.extent == extent]
             node.drop_version(version)
             if version.is_on_disk:
                 node.versions.add_from_disk(

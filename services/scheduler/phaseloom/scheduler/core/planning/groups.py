@@ -45,7 +45,7 @@ LONGEST = 2.0
 """An iteration counts for at most so many times its cycle: what is longer was held up by a fault or
 a pause, which an SLO does not excuse."""
 ROUNDING = 1e-6
-"""Share of an iteration below which a difference is none."""
+"""A difference of less than this share of an iteration is an error of rounding."""
 
 # --- what a job needs ----------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ def set_end(cluster: Cluster, member: Member, duration_s: float) -> None:
 
 
 def host_up(cluster: Cluster, host: Host) -> None:
-    """A node came, or came back; a group that holds it keeps it."""
+    """Note that a node came, or came back. A group that holds it keeps it."""
     old = cluster.hosts.get(host.node)
     group = old.group if old is not None else ""
     if old is not None:
@@ -311,9 +311,8 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
 def iterated(member: Member, now_s: float, began_s: float, lag_s: float) -> None:
     """Note that a member has finished an iteration.
 
-    Args:
-        began_s: when the job's first operation was ready.
-        lag_s: seconds since then for which others, or a switch, have kept the job from running.
+    Args: began_s: when the job's first operation was ready.
+          lag_s: seconds since then for which others, or a switch, have kept the job from running.
     """
     timing = timing_of(member)
     since_s = member.iterated_s if member.iterations else began_s

@@ -39,21 +39,21 @@ class Claim(msgspec.Struct, frozen=True):
     deployment: str
     job: str
     kinds: tuple[str, ...]
-    """The kinds of its operations that run, or would begin."""
+    """The kinds of the deployment's operations that run, or would begin."""
     most_units: int = 0
-    """The units that it keeps busy at most; 0: all that there are."""
+    """The most units that the deployment keeps busy; 0: all that there are."""
     ahead: Chain = ()
-    """The sub-stages that its job is predicted to go through on the device from now on: what is
-    left of its operation, then what is queued behind it. Empty: nothing is predicted, or the policy
-    does not ask for it."""
+    """The sub-stages that the job is predicted to go through on the device from now on: what is
+    left of the operation, then what is queued behind it. Empty: nothing is predicted, or the policy
+    does not ask for predictions."""
     age_s: float = 0.0
-    """Seconds since its job's first operation."""
+    """Seconds since the job's first operation."""
     lag_s: float = 0.0
-    """Seconds of these in which other jobs or a switch kept its job waiting."""
+    """Seconds since the job's first operation in which other jobs or a switch kept it waiting."""
 
     @property
     def fills(self) -> bool:
-        """Whether it keeps every unit of the device busy, given the chance.
+        """Whether the deployment keeps every unit of the device busy, given the chance.
 
         Decoding does not: a step reads the weights for a few rows. Neither does an operation whose
         work is to move state, nor a runtime that works on one unit.
@@ -64,8 +64,8 @@ class Claim(msgspec.Struct, frozen=True):
 
     @property
     def stages(self) -> list[str]:
-        """The kinds of sub-stages that its operations may be in; none for those that move state,
-        which a table of slowdowns does not have."""
+        """The kinds of sub-stages that the operations may be in; none for operations that move
+        state, which a table of slowdowns does not have."""
         return [stage for kind in self.kinds for stage in stages_of(kind, self.most_units)]
 
 
@@ -75,9 +75,9 @@ class SharingView(msgspec.Struct, frozen=True):
     num_jobs: int
     """How many jobs are placed on the device."""
     running: list[Claim]
-    """Those that run, in the order in which they came."""
+    """The claims that run, in the order in which they came."""
     newcomer: Claim | None = None
-    """The one that would begin beside them; None: only those that run divide the device."""
+    """The claim that would begin beside those that run; None: only these divide the device."""
     slowdowns: SlowdownTable | None = None
     """How much slower each kind of sub-stage is with a share and beside another, as it was
     measured; None: nothing is known."""
@@ -90,10 +90,12 @@ class SharingView(msgspec.Struct, frozen=True):
 def speeds(
     table: SlowdownTable, units: int, claims: Sequence[Claim], counts: Sequence[int]
 ) -> list[float]:
-    """How fast each of these goes side by side, with so many of the units of a device each.
+    """The speeds of claims that run side by side.
 
     Where an operation may be in one of several sub-stages, the one that is slowed down most counts.
-    Returns: for each claim its speed; 1: as alone on the whole device.
+
+    Args:    units: the compute units of the device. counts: the units that each claim has.
+    Returns: the speed of each claim; 1: as fast as alone on the whole device.
     """
     found = []
     for place, (claim, count) in enumerate(zip(claims, counts, strict=True)):
@@ -115,4 +117,4 @@ class Multiplexing(NamedTuple):
     is_on: bool = True
     """Whether anything ever runs beside anything."""
     predicts: bool = False
-    """Whether it goes by `ahead` of the claims."""
+    """Whether the policy goes by `ahead` of the claims."""

@@ -28,9 +28,9 @@ class Demand(msgspec.Struct, frozen=True, order=True):
     axes: tuple[str, ...] = ()
     """Axes of its layout with more than one rank."""
     model_type: str = ""
-    """Empty: not told."""
+    """The name of the model's architecture; empty: not told."""
     dtype: str = ""
-    """Of the model's weights; empty: not told."""
+    """The dtype of the model's weights; empty: not told."""
     is_shared: bool = False
     """Whether its operations share batches."""
     caches_prefixes: bool = False
@@ -47,8 +47,8 @@ class Need(msgspec.Struct, frozen=True):
     host_bytes: int = 0
     """Working set in the host memory of each of the nodes; 0: not known."""
     demands: tuple[Demand, ...] = ()
-    """In order, each once: a set's order would change with a snapshot that is restored. Each of the
-    nodes must meet all of them."""
+    """The demands that each of the nodes must meet, in order, each once. They are no set, whose
+    order would change with a snapshot that is restored."""
 
 
 class Host(msgspec.Struct):
@@ -80,7 +80,8 @@ class Member(msgspec.Struct):
     """The cycle of the job alone, worst case included; None: not known yet."""
     submitted_s: float = 0.0
     ends_s: float = 0.0
-    """The latest expected end of the job; of one that waits, were it placed now. 0: not known."""
+    """The time by which the job should have ended; for a job that waits, as if it were placed now.
+    0: not known."""
     nodes: dict[Pool, list[NodeId]] = {}
     """The nodes that the job is pinned to, by pool; empty: it waits."""
     shift_s: float = 0.0
@@ -110,8 +111,8 @@ class Member(msgspec.Struct):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What the members of a group leave to one more, in figures that are cheap to compare: every
-    placement asks every group."""
+    """What the members of a group leave to one more job, in figures that are cheap to compare,
+    because each placement asks every group."""
 
     allowed_s: float = math.inf
     """Longest iteration that all of their SLOs tolerate; inf: all are best effort."""
@@ -136,7 +137,8 @@ class Group(msgspec.Struct):
     """A number that grows with each change of the members, of what is known of them, or of the
     nodes."""
     bounds: Bounds | None = None
-    """Derived from the members at each such change; None: an older core made the last one."""
+    """The bounds of the members, worked out at each such change; None: an older core made the last
+    change."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -191,7 +193,7 @@ Decision = Placed | Waits | Refused
 
 
 class Move(msgspec.Struct, frozen=True):
-    """A job of a running group goes elsewhere."""
+    """A move of a job of a running group to other nodes."""
 
     job: str
     placed: Placed
@@ -201,10 +203,10 @@ class Placement(NamedTuple):
     place: Callable[[Cluster, Member], Decision]
     """Pure; ties are explicit. The member is not in the cluster yet, or waits there."""
     replan: Callable[[Cluster], list[Move]] | None = None
-    """Moves worth their price once a job has come or left; computed beside the scheduler's loop.
-    Each holds only on the groups as they were."""
+    """The moves that are worth their price once a job has come or left. They are worked out beside
+    the scheduler's loop, and hold only while the groups are as they were."""
     may_overtake: bool = False
     """Whether a job may be placed while an older one waits for the same pool."""
     is_overloaded: Callable[[Cluster, Group], bool] | None = None
     """Whether a group cannot keep what was promised to its members, as their cycles are now; None:
-    as a strict round robin could not (`planning/weave/timing.py`)."""
+    the rule of a strict round robin decides (`planning/weave/period.py`)."""

@@ -25,31 +25,31 @@ class Op(msgspec.Struct):
     queued_s: float
     state: OpState = OpState.QUEUED
     eligible_s: float = -1.0
-    """When the last thing it waits for on other deployments was done; -1: not yet."""
+    """The time at which the last thing that the operation waits for on other deployments was done;
+    -1: something is not done yet."""
     uncertain: bool = False
     """Whether the WPG died while the operation was permitted, which may have taken effect then."""
     refusals: int = 0
     expires_s: float = 0.0
-    """The operation ends EXPIRED where it has no permit by then; 0: it waits."""
+    """The time at which the operation ends EXPIRED, unless it has a permit; 0: it waits."""
     is_cancelled: bool = False
-    """Whether it was cancelled: it is not permitted again."""
+    """Whether the operation was cancelled, and is not permitted again."""
     is_settling: bool = False
     """Whether the operation's stored outcome, which decides, is being looked up."""
     permitted_s: float = 0.0
-    """When it was permitted last."""
+    """The time at which the operation was permitted last."""
     num_bytes: int = 0
-    """Size of its payload."""
+    """The size of the payload."""
     ttl_s: float = 0.0
-    """For `publish_weights`: how long its version may be named."""
+    """How long the version of a `publish_weights` may be named, in seconds."""
     payer: str = ""
-    """The job that its devices' time counts as; empty: its own."""
+    """The job that the devices' time is charged to; empty: the operation's own."""
     adapter: Adapter | None = None
-    """The adapter that the weights version is which the operation reads by name; None: it names
-    none."""
+    """The adapter whose weights the operation names; None: it names no adapter."""
     has_snapshot: bool = False
-    """Whether it is a `save_state` whose state has been copied from its deployment, and whose file
-    is being written: those behind it may go on. Where the WPG dies meanwhile, it is run again in
-    its place among the mutations."""
+    """Whether this is a `save_state` whose state has been copied, and whose file is being written:
+    the operations behind it may go on. Where the WPG dies meanwhile, the `save_state` is run again
+    in its place among the mutations."""
 
     @property
     def is_mutating(self) -> bool:

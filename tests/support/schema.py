@@ -1,16 +1,15 @@
 """The message contract as documents: JSON Schema of every type, AsyncAPI of every subject.
 
-    python -m phaseloom.common.contract.schema docs/contract
+    python -m tests.support.schema
 
-writes `messages.schema.json` and `asyncapi.json`, from the structs alone: what a program in another
-language generates its types from. Bytes are base64 in JSON.
+writes `messages.schema.json` and `asyncapi.json` anew, from the structs alone: what a program in
+another language generates its types from. Bytes are base64 in JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +24,8 @@ from phaseloom.common.contract.events import Notice, SealRecord
 from phaseloom.common.contract.operations import Completion, Operation, Progress
 from phaseloom.common.contract.specs import RegisteredModel
 from phaseloom.common.contract.state_agent import StatusReport
+
+DIRECTORY = Path(__file__).parents[2] / "docs" / "contract"
 
 VERSION = "1.0.0"
 _REFERENCE = "#/$defs/{name}"
@@ -254,23 +255,6 @@ def render(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the documents to the directory that the command line names.
-
-    Raises: SystemExit: the command line is wrong.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m phaseloom.common.contract.schema",
-        description="Write the message contract as JSON Schema and AsyncAPI.",
-    )
-    parser.add_argument(
-        "directory", nargs="?", type=Path, default=Path("docs/contract"), help="where to"
-    )
-    directory: Path = parser.parse_args(arguments).directory
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, make in DOCUMENTS.items():
-        (directory / name).write_text(render(make()))
-
-
 if __name__ == "__main__":
-    main()
+    for name, make in DOCUMENTS.items():
+        (DIRECTORY / name).write_text(render(make()))

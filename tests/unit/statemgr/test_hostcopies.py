@@ -1,4 +1,4 @@
-"""Shared copies: who may share what, and that each is held as long as somebody refers to it."""
+"""Host copies: who may share what, and that each is held as long as somebody refers to it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.residency.incarnations import Rank, SharedCopy, State, Step
+from phaseloom.statemgr.residency.hostcopies import HostCopies, bases_of
+from phaseloom.statemgr.residency.incarnations import HostCopy, Rank, State, Step
 from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.sharing.sharedcopies import SharedCopies, bases_of
 
 SIZE = 64
 SLOT = TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)
@@ -28,8 +28,8 @@ class World:
     """Frozen ranks of several tenants, and what they refer to."""
 
     def __init__(self) -> None:
-        self.residency = Residency([10**9])
-        self.shared_copies = SharedCopies(BASES)
+        self.residency = Residency([10**9], BASES)
+        self.copies = self.residency.copies
         self.ranks: list[Rank] = []
         self.extents: set[int] = set()
 
@@ -37,41 +37,42 @@ class World:
         key = DeploymentKey(tenant, job, f"d{len(self.ranks)}")
         self.residency.register(RegisterWpg([f"t{len(self.ranks)}"], key, 1, [0], 0))
         (rank,) = self.residency.current(key, 1).ranks
-        self.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of([SLOT]), 1)
-        rank.frozen, rank.extent = True, None
+        extent = max(self.extents, default=0) + 1
+        self.extents.add(extent)
+        heap = RegisterHeap(SIZE, b"", frozen=True)
+        self.residency.register_heap(rank, heap, TensorTable.of([SLOT]), extent)
         self.residency.fill(rank, 1, "digest")
         self.ranks.append(rank)
         return rank
 
-    def hold(self, rank: Rank, known: str = "", *, is_immutable: bool = True) -> SharedCopy:
+    def hold(self, rank: Rank, known: str = "", *, is_immutable: bool = True) -> HostCopy:
         """Give it a copy of its own."""
         extent = max(self.extents, default=0) + 1
         self.extents.add(extent)
         self.leave(rank)
-        copy = self.shared_copies.add(rank, extent)
-        self.shared_copies.attach(rank, copy)
+        copy = self.copies.add(rank, extent, "digest")
         copy.is_immutable, copy.hash = is_immutable, known
         return copy
 
     def leave(self, rank: Rank) -> None:
-        gone = self.shared_copies.detach(rank)
+        gone = self.copies.detach(rank)
         if gone is not None and gone.extent is not None:
             self.extents.remove(gone.extent)
 
-    def merge(self, copy: SharedCopy) -> SharedCopy | None:
+    def merge(self, copy: HostCopy) -> HostCopy | None:
         """With its twin, if it has one."""
-        twin = self.shared_copies.twin(copy)
+        twin = self.copies.twin(copy)
         if twin is not None:
-            self.shared_copies.merge(copy, twin)
+            self.copies.merge(copy, twin)
             assert copy.extent is not None
             self.extents.remove(copy.extent)
         return twin
 
     def check(self) -> None:
-        self.shared_copies.validate()
-        assert set(self.shared_copies.extents()) == self.extents
+        self.copies.validate()
+        assert set(self.copies.extents()) == self.extents
         for rank in self.ranks:
-            assert rank.shared_copy is None or rank in rank.shared_copy.users
+            assert rank.copy is None or rank in rank.copy.users
 
 
 def test_bases_are_hashes_with_one_name() -> None:
@@ -118,23 +119,23 @@ def test_content_of_another_length_is_another_one() -> None:
     world = World()
     first, second = (world.hold(world.rank("a"), PRIVATE) for _ in range(2))
     second.num_bytes += 1
-    assert world.shared_copies.twin(first) is None
+    assert world.copies.twin(first) is None
 
 
 def test_what_tenants_share_is_not_taken_from_them_when_it_is_no_base_any_more() -> None:
     world = World()
     copy = world.hold(world.rank("a"), BASE)
     world.merge(world.hold(world.rank("b"), BASE))
-    later = SharedCopies({})
+    later = HostCopies({})
     users, copy.users = copy.users, []
     later.take_over(copy)
     for rank in users:
-        rank.shared_copy = None
+        rank.copy = None
         later.attach(rank, copy)
     later.validate()
     stranger = World().rank("c")
-    newcomer = later.add(stranger, 99)
-    later.attach(stranger, newcomer)
+    stranger.copy = None
+    newcomer = later.add(stranger, 99, "digest")
     newcomer.is_immutable, newcomer.hash = True, BASE
     assert later.twin(newcomer) is None
 
@@ -142,20 +143,22 @@ def test_what_tenants_share_is_not_taken_from_them_when_it_is_no_base_any_more()
 def test_jobs_share_nothing_that_one_of_them_can_write() -> None:
     world = World()
     copy = world.hold(world.rank("a", "one"), PRIVATE, is_immutable=False)
-    world.shared_copies.attach(world.rank("a", "two"), copy)
+    second = world.rank("a", "two")
+    world.leave(second)
+    world.copies.attach(second, copy)
     with pytest.raises(AssertionError, match="can be written by another"):
-        world.shared_copies.validate()
+        world.copies.validate()
 
 
 def test_memory_of_a_version_is_found() -> None:
     world = World()
     version = VersionKey(DeploymentKey("a", "job", "policy"), 7)
     rank = world.rank("a")
-    copy = world.shared_copies.add(rank, 5, version=version)
-    world.shared_copies.attach(rank, copy)
-    assert world.shared_copies.of_version(version, 5) is copy
-    assert world.shared_copies.of_version(version, 6) is None
-    assert world.shared_copies.states()[0].version == version
+    world.leave(rank)
+    copy = world.copies.add(rank, 5, "digest", version)
+    assert world.copies.of_version(version, 5) is copy
+    assert world.copies.of_version(version, 6) is None
+    assert world.copies.states()[0].version == version
 
 
 def test_content_stays_while_a_user_needs_it() -> None:
@@ -163,7 +166,7 @@ def test_content_stays_while_a_user_needs_it() -> None:
     first, second = world.rank("a"), world.rank("a")
     copy = world.hold(first, PRIVATE)
     world.merge(world.hold(second, PRIVATE))
-    demotable = world.shared_copies.demotable
+    demotable = world.copies.demotable
     assert demotable() == [copy]
     with world.residency.using(second.wpg):
         assert demotable() == []
@@ -179,31 +182,31 @@ def test_moves_follow_the_table_and_nvme_is_counted_once() -> None:
     copy = world.hold(world.rank("a"), PRIVATE)
     world.merge(world.hold(world.rank("a"), PRIVATE))
     with pytest.raises(InternalError):
-        world.shared_copies.step(copy, Step.PROMOTE_BEGUN)
-    world.shared_copies.step(copy, Step.DEMOTE_BEGUN)
-    assert world.shared_copies.nvme_used_bytes() == SIZE
-    world.shared_copies.step(copy, Step.DEMOTE_VERIFIED)
+        world.copies.step(copy, Step.PROMOTE_BEGUN)
+    world.copies.step(copy, Step.DEMOTE_BEGUN)
+    assert world.copies.nvme_used_bytes() == SIZE
+    world.copies.step(copy, Step.DEMOTE_VERIFIED)
     assert copy.state is State.DEMOTED
-    assert world.shared_copies.nvme_used_bytes() == SIZE
-    assert world.shared_copies.states()[0].on_nvme
+    assert world.copies.nvme_used_bytes() == SIZE
+    assert world.copies.states()[0].on_nvme
 
 
 class Storm(World):
     """Anything that ranks of three tenants may do, in any order."""
 
     def act(self, draw: st.DataObject) -> None:
-        whole = [rank for rank in self.ranks if rank.shared_copy is not None]
+        whole = [rank for rank in self.ranks if rank.copy is not None]
         match draw.draw(st.sampled_from(["join", "write", "find", "leave"])):
             case "join":
                 self.hold(self.rank(draw.draw(st.sampled_from("abc"))))
             case "write" if whole:
                 self.hold(draw.draw(st.sampled_from(whole)))
             case "find":
-                for copy in self.shared_copies.all():
+                for copy in self.copies.all():
                     known = st.sampled_from([BASE, OTHER_BASE, PRIVATE])
                     copy.hash = copy.hash or draw.draw(known)
-                for copy in self.shared_copies.all():
-                    if self.shared_copies.is_known(copy):
+                for copy in self.copies.all():
+                    if self.copies.is_known(copy):
                         self.merge(copy)
             case "leave" if whole:
                 self.leave(draw.draw(st.sampled_from(whole)))
@@ -218,7 +221,7 @@ def test_every_content_has_its_users_and_no_memory_is_lost(data: st.DataObject) 
     for rank in storm.ranks:
         storm.leave(rank)
     storm.check()
-    assert storm.shared_copies.all() == []
+    assert storm.copies.all() == []
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
@@ -228,5 +231,5 @@ def test_one_copy_a_tenant_is_held_of_what_is_no_base_and_one_of_what_is(tenants
         for tenant in tenants:
             world.merge(world.hold(world.rank(tenant), known))
             world.check()
-        assert len(world.shared_copies.all()) == expected
-        assert sum(len(copy.users) for copy in world.shared_copies.all()) == len(tenants)
+        assert len(world.copies.all()) == expected
+        assert sum(len(copy.users) for copy in world.copies.all()) == len(tenants)

@@ -1,14 +1,14 @@
-"""The records of shared copies: host copies of frozen ranks, held once for all ranks with equal
-bytes.
+"""The records of host copies: those of ranks that train, and those that frozen ranks share.
 
-A *shared copy* is content-addressed: it is found by BLAKE3 and length, not by who made it. Ranks
-whose state is equal refer to one copy. A rank that writes moves to another copy, which leaves the
-others' bytes untouched. A shared copy may also be the memory of a weights version.
+Frozen copies are content-addressed: one is found by BLAKE3 and length, not by who made it, and
+frozen ranks whose state is equal refer to one copy. A frozen rank that writes moves to another
+copy, which leaves the others' bytes untouched. A frozen copy may also be the memory of a weights
+version. A rank that trains has a copy of its own, in memory that it has mapped.
 
-Invariants (`validate`): every shared copy has a user, and is dropped with its last one; users of
-different tenants only share what the operator has registered as a frozen base; a copy with users
-of different jobs is immutable; a shared copy is in host memory, on NVMe, or on its way between
-them, for all users alike.
+Invariants (`validate`): every copy has a user, and is dropped with its last one; users of different
+tenants only share what the operator has registered as a frozen base; a copy with users of different
+jobs is frozen and immutable; a copy is in host memory, on NVMe, or on its way between them, for all
+users alike.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_agent import SharedCopyState
 from phaseloom.statemgr.residency.incarnations import (
     ON_NVME,
+    HostCopy,
     Rank,
-    SharedCopy,
     State,
     Step,
     following,
@@ -55,70 +55,74 @@ def bases_of(configured: Mapping[str, list[str]]) -> dict[str, str]:
     return names
 
 
-class SharedCopies:
-    """All shared copies of the node. Every mutation goes through this class; the shell moves the
+class HostCopies:
+    """All host copies of the node. Every mutation goes through this class; the shell moves the
     bytes."""
 
     def __init__(self, bases: Mapping[str, str]) -> None:
         """Args: bases: the frozen bases that tenants may share, as BLAKE3 → name."""
         self._bases = bases
-        self._copies: dict[int, SharedCopy] = {}
+        self._copies: dict[int, HostCopy] = {}
         self._last = 0
 
-    def add(self, rank: Rank, extent: int, version: VersionKey | None = None) -> SharedCopy:
-        """Record a new shared copy of this rank's state at its `applied` and `digest`.
+    def add(
+        self, rank: Rank, extent: int, digest: str = "", version: VersionKey | None = None
+    ) -> HostCopy:
+        """Record a new host copy of a rank, which has none: its state is, or will be, in the
+        extent.
 
-        The copy has no user yet: `attach` the rank next.
+        Args: digest: the digest of the state; empty: it is yet to come.
+              version: the weights version whose memory the extent is, if it is one's.
         """
         self._last += 1
-        copy = SharedCopy(
-            number=self._last,
-            owner=rank.wpg.key,
-            applied=rank.applied,
-            num_bytes=rank.extent_bytes,
-            table=rank.table,
-            digest=rank.digest,
-            extent=extent,
+        copy = HostCopy(
+            self._last,
+            rank.wpg.key,
+            rank.extent_bytes,
+            extent,
+            is_frozen=rank.frozen,
+            digest=digest,
             version=version,
         )
         self._copies[copy.number] = copy
+        self.attach(rank, copy)
         return copy
 
-    def take_over(self, copy: SharedCopy) -> None:
-        """Take over a shared copy of the daemon before; its users are attached later."""
+    def take_over(self, copy: HostCopy) -> None:
+        """Take over a host copy of the daemon before; its users are attached later."""
         self._copies[copy.number] = copy
         self._last = max(self._last, copy.number)
 
-    def attach(self, rank: Rank, copy: SharedCopy) -> None:
-        """Make the rank a user of a shared copy; it must not be the user of another."""
-        assert rank.shared_copy is None
+    def attach(self, rank: Rank, copy: HostCopy) -> None:
+        """Make the rank a user of a host copy; it must not be the user of another."""
+        assert rank.copy is None
         assert copy.number in self._copies
-        rank.shared_copy = copy
+        rank.copy = copy
         copy.users.append(rank)
 
-    def detach(self, rank: Rank) -> SharedCopy | None:
-        """Remove the rank from the users of its shared copy.
+    def detach(self, rank: Rank) -> HostCopy | None:
+        """Remove the rank from the users of its host copy.
 
         Returns: the copy, where the rank was its last user; the caller frees what it held.
         """
-        copy = rank.shared_copy
+        copy = rank.copy
         if copy is None:
             return None
-        rank.shared_copy = None
+        rank.copy = None
         copy.users.remove(rank)
         if copy.users:
             return None
         del self._copies[copy.number]
         return copy
 
-    def is_known(self, copy: SharedCopy) -> bool:
+    def is_known(self, copy: HostCopy) -> bool:
         return self._copies.get(copy.number) is copy
 
-    def of_version(self, key: VersionKey, extent: int) -> SharedCopy | None:
-        """The shared copy that is the memory of this version."""
+    def of_version(self, key: VersionKey, extent: int) -> HostCopy | None:
+        """The host copy that is the memory of this version."""
         return next((c for c in self.all() if c.version == key and c.extent == extent), None)
 
-    def merge(self, copy: SharedCopy, twin: SharedCopy) -> list[Rank]:
+    def merge(self, copy: HostCopy, twin: HostCopy) -> list[Rank]:
         """Make the users of `copy` users of its twin; returns them."""
         if len(copy.tenants | twin.tenants) > 1:
             twin.is_base = True
@@ -128,11 +132,11 @@ class SharedCopies:
             self.attach(rank, twin)
         return moved
 
-    def twin(self, copy: SharedCopy) -> SharedCopy | None:
+    def twin(self, copy: HostCopy) -> HostCopy | None:
         """The oldest other copy with the same bytes that the users of `copy` may share."""
         return next((c for c in self.all() if self._may_merge(c, copy)), None)
 
-    def _may_merge(self, first: SharedCopy, second: SharedCopy) -> bool:
+    def _may_merge(self, first: HostCopy, second: HostCopy) -> bool:
         if first is second or not first.hash:
             return False
         is_equal = (first.hash, first.num_bytes) == (second.hash, second.num_bytes)
@@ -140,31 +144,32 @@ class SharedCopies:
         is_allowed = first.hash in self._bases or len(first.tenants | second.tenants) == 1
         return is_equal and is_shareable and is_allowed
 
-    def all(self) -> list[SharedCopy]:
-        """All shared copies, the oldest first."""
+    def all(self) -> list[HostCopy]:
+        """All host copies, the oldest first."""
         return list(self._copies.values())
 
-    def step(self, copy: SharedCopy, step: Step) -> None:
+    def step(self, copy: HostCopy, step: Step) -> None:
         """Take a step of the transition table. Raises: InvalidTransition: it does not have it."""
         copy.state = following(copy, step)
 
-    def demotable(self) -> list[SharedCopy]:
-        """The shared copies that may be demoted now, in no order."""
+    def demotable(self) -> list[HostCopy]:
+        """The whole host copies that may be demoted now, in no order."""
         return [
             copy
             for copy in self.all()
-            if copy.state is State.HOST and all(map(is_demotable, copy.wpgs))
+            if copy.is_whole and copy.state is State.HOST and all(map(is_demotable, copy.wpgs))
         ]
 
     def extents(self) -> list[int]:
         return [copy.extent for copy in self.all() if copy.extent is not None]
 
     def nvme_used_bytes(self) -> int:
-        """Bytes of the shared copies that are on NVMe, or are being written there."""
+        """Bytes of the host copies that are on NVMe, or are being written there."""
         below = ON_NVME | {State.DEMOTING}
         return sum(copy.num_bytes for copy in self.all() if copy.state in below)
 
     def states(self) -> list[SharedCopyState]:
+        """The states of the copies that frozen ranks share, or may."""
         return [
             SharedCopyState(
                 num_bytes=copy.num_bytes,
@@ -177,6 +182,7 @@ class SharedCopies:
                 model=copy.users[0].model,
             )
             for copy in self.all()
+            if copy.is_frozen
         ]
 
     def validate(self) -> None:
@@ -184,12 +190,18 @@ class SharedCopies:
         for number, copy in self._copies.items():
             assert copy.number == number
             assert copy.users, f"{copy} has no user"
-            assert all(rank.shared_copy is copy for rank in copy.users)
+            assert all(rank.copy is copy for rank in copy.users)
+            assert all(rank.frozen is copy.is_frozen for rank in copy.users)
             assert len(set(copy.users)) == len(copy.users)
-            assert copy.digest, f"{copy} is not whole"
-            assert (copy.extent is None) is (copy.state is State.DEMOTED), copy
+            assert copy.is_frozen or len(copy.users) == 1, f"{copy} is shared, and not frozen"
+            assert copy.digest or not copy.is_frozen, f"{copy} is not whole"
+            assert not (copy.is_dirty and copy.digest)
+            assert copy.is_whole or copy.state is State.HOST, f"{copy} is {copy.state}"
+            assert not (copy.is_dirty and copy.state in ON_NVME)
+            is_gone = copy.is_frozen and copy.state is State.DEMOTED
+            assert (copy.extent is None) is is_gone, copy
             jobs = {rank.wpg.key.job_key for rank in copy.users}
             assert len(jobs) == 1 or copy.is_immutable, f"{copy} can be written by another"
             assert len(copy.tenants) == 1 or copy.is_base, f"{copy} is shared"
         extents = self.extents()
-        assert len(extents) == len(set(extents)), "two shared copies in one extent"
+        assert len(extents) == len(set(extents)), "two host copies in one extent"
