@@ -168,15 +168,16 @@ def _asynchronous(setting: Setting, job: Workload, is_bounded: bool) -> list[Rec
         Pair(_flat(first[0]), _flat(second[1]), setting.table),
         Pair(_flat(second[0]), _flat(first[1]), setting.table),
     ]
-    return [
-        _record(
-            setting,
-            policy,
-            max(chains.run(pair, POLICIES[policy]).makespan_s for pair in pairs),
-            serial_s,
-        )
-        for policy in setting.policies
-    ]
+    return _side_by_side(setting, pairs, serial_s)
+
+
+def _side_by_side(setting: Setting, pairs: Sequence[Pair], serial_s: float) -> list[Record]:
+    """A record a policy: the makespan of pairs that run at once, each on devices of its own."""
+    records = []
+    for policy in setting.policies:
+        makespan_s = max(chains.run(pair, POLICIES[policy]).makespan_s for pair in pairs)
+        records.append(_record(setting, policy, makespan_s, serial_s))
+    return records
 
 
 Iterations = list[list[Stage]]
@@ -252,15 +253,7 @@ def _mixed(setting: Setting, job: Workload) -> list[Record]:
     halves = _halves(Random(setting.seed + 100), job, is_bounded=True)
     pairs = [Pair(sync, _flat(half), setting.table) for half in halves]
     serial_s = _seconds(sync) + _disaggregated_s(halves, is_bounded=True)
-    return [
-        _record(
-            setting,
-            policy,
-            max(chains.run(pair, POLICIES[policy]).makespan_s for pair in pairs),
-            serial_s,
-        )
-        for policy in setting.policies
-    ]
+    return _side_by_side(setting, pairs, serial_s)
 
 
 MIGRATIONS = ("stay", "literal", "corrected", "balanced")
