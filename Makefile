@@ -18,7 +18,7 @@ TRL_VENV := .venv-trl
 REASONING_GYM := reasoning-gym>=0.1.25,<0.2
 
 SCENARIOS := plexrl-fig8 plexrl-hrrs weave-fig15 weave-table5 weave-drift weave-punctual weave-failure weave-micro weave-tails \
-	philly llmd-replay $(addprefix jigsaw-fig,12 13 14 15 16 17 19 20)
+	weave-space philly llmd-replay $(addprefix jigsaw-fig,12 13 14 15 16 17 19 20)
 
 # Which tests `make test-SUBJECT` runs; each test file is in one of these.
 ON := tests/integration/test_
@@ -60,7 +60,7 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-tails bench-scale bench-servers loadtest chaos powercuts console gpu-check simulate clean
+.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos powercuts console gpu-check simulate clean
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo
@@ -149,6 +149,10 @@ bench-gateway: $(VENV)/.test
 ## bench-offpolicy: rewards of the GRPO example in step with its rollouts, ahead of them, in flight
 bench-offpolicy: $(VENV)/.test
 	$(BIN)/python -m loadtest offpolicy $(ARGS)
+
+## bench-spatial: two jobs on one device of two cores, by turns and side by side; ARGS="tools memory"
+bench-spatial: $(VENV)/.demo $(VENV)/.test
+	$(BIN)/python -m loadtest spatial $(ARGS)
 
 ## bench-tails: rollouts of two jobs on four devices, with their long tails gathered and without
 bench-tails: $(VENV)/.test

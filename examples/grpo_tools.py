@@ -4,9 +4,12 @@
 
 A trajectory is a conversation: the model writes a line, the environment answers it, until a line is
 the answer. Each line is a `generate` of its own, and trajectories go on independently: while one
-waits for its tool the sampler serves others, and while all wait the device is another job's. A
-trajectory whose tool failed is told and left out; it is not the model's fault. `grpo.py` is the
-longer story, with a reference model and checkpoints.
+waits for its tool the sampler serves others, and while all wait the device is another job's. With
+`--together` all trajectories of a step take their turns together instead: one `generate` has a line
+of each, then all of their tools are called, and the next turn begins when the slowest has answered.
+That is fewer operations, and a wait at every turn. A trajectory whose tool failed is told and left
+out; it is not the model's fault. `grpo.py` is the longer story, with a reference model and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from grpo import normalised, report_line, spread
+from grpo import Barrier, Report, normalised, report_line, spread
 from settings import MODEL
 from tasks import STOP, decode, encode
 from toolbox import Environment, Question, ToolError
@@ -40,10 +43,13 @@ from phaseloom.client import (
     float32s,
     int32s,
 )
+from phaseloom.client import Sequence as Sample
 
 MAX_TURNS = 6
 MAX_TURN_TOKENS = 10
 MAX_POSITIONS = 160
+SETTABLE = ("steps", "questions", "group", "warmup_steps", "warmup_batch", "eval_questions", "seed")
+"""The settings that options of the command line can change."""
 _EVAL_SEED = 1_000_000_007
 _SAMPLING = SamplingParams(MAX_TURN_TOKENS, stop_token_ids=[STOP])
 
@@ -61,6 +67,8 @@ class Settings:
     grad_clip: float = 1.0
     eval_questions: int = 128
     seed: int = 0
+    together: bool = False
+    """Whether all trajectories of a step take their turns together."""
 
 
 @dataclass
@@ -120,21 +128,70 @@ async def converse(
         while trajectory.num_turns < MAX_TURNS:
             prompt = Prompt([*trajectory.tokens], seed=rng.getrandbits(31))
             (sequences,) = (await sampler.generate([prompt], _SAMPLING)).sequences
-            tokens = int32s(sequences[0].tokens)
-            trajectory.write(tokens, float32s(sequences[0].logprobs))
-            turn = decode(tokens).removesuffix("\n")
-            reply = await environment.call(turn, rng)
-            if reply is None:
-                trajectory.reward = float(turn == question.answer)
+            if not await answered(environment, trajectory, sequences[0], rng):
                 break
-            trajectory.read(reply)
     except (ToolError, PhaseloomError) as error:
         trajectory.failure = str(error)
     return trajectory
 
 
+async def converse_together(
+    sampler: Deployment, environment: Environment, tries: Sequence[tuple[Question, random.Random]]
+) -> list[Trajectory]:
+    """Try questions turn by turn: one `generate` for all that go on, then all of their tools."""
+    trajectories = [Trajectory(question, encode(question.text + "\n")) for question, _ in tries]
+
+    async def answered_or_failed(
+        trajectory: Trajectory, sequence: Sample, rng: random.Random
+    ) -> bool:
+        try:
+            return await answered(environment, trajectory, sequence, rng)
+        except ToolError as error:
+            trajectory.failure = str(error)
+            return False
+
+    going = [(each, rng) for each, (_, rng) in zip(trajectories, tries, strict=True)]
+    for _ in range(MAX_TURNS):
+        if not going:
+            break
+        prompts = [Prompt([*each.tokens], seed=rng.getrandbits(31)) for each, rng in going]
+        try:
+            sequences = (await sampler.generate(prompts, _SAMPLING)).sequences
+        except PhaseloomError as error:
+            for each, _ in going:
+                each.failure = str(error)
+            break
+        go_on = await asyncio.gather(
+            *(
+                answered_or_failed(each, sequence, rng)
+                for (each, rng), (sequence,) in zip(going, sequences, strict=True)
+            )
+        )
+        going = [each for each, goes_on in zip(going, go_on, strict=True) if goes_on]
+    return trajectories
+
+
+async def answered(
+    environment: Environment, trajectory: Trajectory, sequence: Sample, rng: random.Random
+) -> bool:
+    """Take the model's turn, and let the environment answer it.
+
+    Returns: whether the conversation goes on; else the turn was the model's answer.
+    Raises:  ToolError: the tool gave no answer.
+    """
+    tokens = int32s(sequence.tokens)
+    trajectory.write(tokens, float32s(sequence.logprobs))
+    turn = decode(tokens).removesuffix("\n")
+    reply = await environment.call(turn, rng)
+    trajectory.reward += environment.reward(trajectory.question, turn, reply)
+    if reply is None:
+        return False
+    trajectory.read(reply)
+    return True
+
+
 async def train(
-    job: Job, environment: Environment, settings: Settings, report: Callable[..., None]
+    job: Job, environment: Environment, settings: Settings, report: Report, barrier: Barrier
 ) -> None:
     """Warm up, evaluate, train, evaluate again; each event is reported as it happens."""
     policy, sampler = job.deployment("policy"), job.deployment("sampler")
@@ -144,14 +201,15 @@ async def train(
         questions: list[Question], count: int, rng: random.Random
     ) -> list[list[Trajectory]]:
         """[question][try], of those that did not fail."""
-        seeds = [[rng.getrandbits(64) for _ in range(count)] for _ in questions]
-        tried = await asyncio.gather(
-            *(
-                converse(sampler, environment, question, random.Random(seed))
-                for question, group in zip(questions, seeds, strict=True)
-                for seed in group
-            )
-        )
+        tries = [
+            (question, random.Random(rng.getrandbits(64)))
+            for question in questions
+            for _ in range(count)
+        ]
+        if settings.together:
+            tried = await converse_together(sampler, environment, tries)
+        else:
+            tried = await asyncio.gather(*(converse(sampler, environment, *each) for each in tries))
         for failed in (each for each in tried if each.failure):
             report("left_out", question=failed.question.text, why=failed.failure)
         groups = [tried[i : i + count] for i in range(0, len(tried), count)]
@@ -175,7 +233,9 @@ async def train(
     for step in steps:
         await step
     sampler.sync_weights(policy.publish_weights())
+    report("warmup", steps=settings.warmup_steps)
     reward_start = await evaluate("start")
+    await barrier("start")
 
     start_t = time.time()
     adam = AdamParams(settings.learning_rate, grad_clip_norm=settings.grad_clip)
@@ -199,6 +259,7 @@ async def train(
             left_out=settings.questions * settings.group - len(done),
         )
     end_t = time.time()
+    await barrier("end")
     reward_end = await evaluate("end")
     saved = await policy.save_state("final")
     report(
@@ -247,10 +308,11 @@ def model_of(settings: Settings) -> ModelSpec:
     return ModelSpec({**MODEL, "max_position_embeddings": MAX_POSITIONS}, init_seed=settings.seed)
 
 
-def deployments(model: ModelSpec) -> list[DeploymentSpec]:
+def deployments(model: ModelSpec, pool: str = "") -> list[DeploymentSpec]:
+    """Deployments of the job. Args: pool: of both; empty: they are on two pools."""
     return [
-        DeploymentSpec("policy", "train", "fsdp", model, trainable=True),
-        DeploymentSpec("sampler", "rollout", "sampler", model),
+        DeploymentSpec("policy", pool or "train", "fsdp", model, trainable=True),
+        DeploymentSpec("sampler", pool or "rollout", "sampler", model),
     ]
 
 
@@ -259,23 +321,31 @@ async def main() -> None:
     parser.add_argument("--job", default="tools", help="the job's name")
     parser.add_argument("--tool-seconds", type=float, default=0.0, help="mean time of a call")
     parser.add_argument("--tool-faults", type=float, default=0.0, help="share of calls that fail")
-    for name in ("steps", "questions", "warmup_steps", "seed"):
+    parser.add_argument("--call-reward", type=float, default=0.0, help="of each call understood")
+    parser.add_argument("--together", action="store_true", help="all take their turns together")
+    parser.add_argument("--pool", default="", help="of all deployments; default: two pools")
+    parser.add_argument("--wait", action="store_true", help="for a line on stdin at each barrier")
+    for name in SETTABLE:
         default = getattr(Settings, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     options = parser.parse_args()
-    settings = Settings(
-        steps=options.steps,
-        questions=options.questions,
-        warmup_steps=options.warmup_steps,
-        seed=options.seed,
+    given = {name: getattr(options, name) for name in SETTABLE}
+    settings = Settings(**given, together=options.together)
+    environment = Environment(
+        seconds=options.tool_seconds, faults=options.tool_faults, call_reward=options.call_reward
     )
-    environment = Environment(seconds=options.tool_seconds, faults=options.tool_faults)
+
+    async def barrier(name: str) -> None:
+        report_line("barrier", name=name)
+        if options.wait and not await asyncio.to_thread(sys.stdin.readline):
+            raise EOFError("stdin ended before the barrier was lifted")
+
     async with connect() as mesh:
-        job = await mesh.submit_job(options.job, deployments(model_of(settings)))
+        job = await mesh.submit_job(options.job, deployments(model_of(settings), options.pool))
         report_line("ready", job=job.name, steps=settings.steps)
         failed = True
         try:
-            await train(job, environment, settings, report_line)
+            await train(job, environment, settings, report_line, barrier)
             failed = False
         finally:
             await job.finish(failed=failed)

@@ -58,9 +58,14 @@ def calculate(expression: str) -> str:
 class Environment:
     """Asks questions, runs tools, and scores answers."""
 
-    def __init__(self, *, seconds: float = 0.0, faults: float = 0.0) -> None:
-        """Args: seconds: the mean time of a tool's call. faults: the share of calls that fail."""
+    def __init__(
+        self, *, seconds: float = 0.0, faults: float = 0.0, call_reward: float = 0.0
+    ) -> None:
+        """Args: seconds: the mean time of a tool's call. faults: the share of calls that fail.
+        call_reward: what a call that its tool understands is worth; the right answer is worth 1.
+        """
         self._retriever = Retriever()
+        self._call_reward = call_reward
         self._seconds = seconds
         self._faults = faults
 
@@ -84,6 +89,12 @@ class Environment:
         if rng.random() < self._faults:
             raise ToolError(f"{turn!r} was not answered in time")
         return self.reply(turn)
+
+    def reward(self, question: Question, turn: str, reply: str | None) -> float:
+        """The worth of a turn. Args: reply: what a tool has said to it; None: it is an answer."""
+        if reply is None:
+            return float(turn == question.answer)
+        return self._call_reward if reply != NOTHING else 0.0
 
     def reply(self, turn: str) -> str:
         """The answer of a tool that is well."""

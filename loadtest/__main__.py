@@ -30,10 +30,13 @@ from loadtest import (
     runtimes,
     scale,
     servers,
+    spatial,
     state_bench,
     tailbench,
 )
 from loadtest.records import LATEST, Record, describe, record, write
+from phaseloom.cli.recorder import read_entries
+from phaseloom.simulator.stage_predictions import stage_predictions
 
 app = cyclopts.App(name="loadtest", help=__doc__)
 _RUNS = LATEST.parent
@@ -194,6 +197,59 @@ def gateway(
     settings = gatewaybench.Settings(rounds, calls, large)
     report = write(uvloop.run(gatewaybench.run(settings, _work_directory(file))), file)
     Console().print(publishing.gateway_table(report))
+
+
+@app.command(name="spatial")
+def spatial_test(
+    *settings: str,
+    policy: tuple[str, ...] = spatial.POLICIES,
+    rounds: int = 3,
+    file: Path = _RUNS / "spatial.json",
+) -> None:
+    """Measure two jobs on one device of two cores, by turns and side by side.
+
+    Parameters
+    ----------
+    settings
+        Settings of `phaseloom demo --spatial`; none: all of them, one after the other.
+    policy
+        The multiplexing policies that are compared with `off` and `static`.
+    rounds
+        How often all policies take turns, in each setting.
+    file
+        Where the figures are merged by setting.
+    """
+    uvloop.run(spatial.run(settings, policy, rounds, _work_directory(file), file))
+
+
+@app.command
+def stages(*logs: Path) -> None:
+    """Compare what was predicted of rollouts with what came, in recorded runs.
+
+    Parameters
+    ----------
+    logs
+        The `events.jsonl` of runs of `phaseloom demo`.
+    """
+    table = Table(
+        "log",
+        "rollouts",
+        "usual duration off by, p50, p90",
+        "sum of sub-stages off by, p50, p90",
+        "sub-stages foreseen",
+        "each off by, p50, p90",
+    )
+    for log in logs:
+        found = stage_predictions(entry.event for entry in read_entries(log))
+        cells = [
+            (found.duration_error_p50, found.duration_error_p90),
+            (found.stages_error_p50, found.stages_error_p90),
+            (found.foreseen,),
+            (found.stage_error_p50, found.stage_error_p90),
+        ]
+        told = (", ".join("" if s is None else f"{s:.0%}" for s in shares) for shares in cells)
+        table.add_row(str(log.parent), str(found.operations), *told)
+    Console().print(table)
 
 
 @app.command

@@ -26,7 +26,9 @@ from loadtest.powercuts import PowerCutsReport
 from loadtest.records import Machine, Records
 from loadtest.scale import ScaleReport, Steps
 from loadtest.servers import ServersReport
+from loadtest.spatial import SpatialReport
 from loadtest.tailbench import TailReport
+from phaseloom.cli.spatial import PolicyFigures
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
 
@@ -301,6 +303,32 @@ def tails_table(report: TailReport) -> str:
     return f"{told}\n\n{_table(report.machine, head, rows)}"
 
 
+def spatial_table(report: SpatialReport) -> str:
+    policies = dict.fromkeys(name for each in report.in_order for name in each.policies)
+    rows = [
+        (
+            f"`{spatial.setting}`",
+            f"{spatial.serial_seconds:.1f} s",
+            *(_gain(spatial.policies.get(name)) for name in policies),
+        )
+        for spatial in report.in_order
+    ]
+    rounds = min(len(spatial.ratios) for spatial in report.in_order)
+    told = (
+        "How many times as fast as by turns the same two jobs are: the median of the ratios of "
+        f"{rounds} rounds, with the least and the greatest. In all runs of a setting each job ends "
+        "with the same weights, bit for bit."
+    )
+    head = ("setting", "by turns", *(f"`{name}`" for name in policies))
+    return f"{told}\n\n{_table(report.machine, head, rows)}"
+
+
+def _gain(figures: PolicyFigures | None) -> str:
+    if figures is None:
+        return ""
+    return f"{figures.ratio:.2f} ({min(figures.ratios):.2f} to {max(figures.ratios):.2f})"
+
+
 def scale_table(report: ScaleReport) -> str:
     settings = report.settings
     facts = [
@@ -384,6 +412,7 @@ PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
     "lora": ("lora.json", "adapters.md", Records, bench_table),
     "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
     "tails": ("tails.json", "rollouts.md", TailReport, tails_table),
+    "spatial": ("spatial.json", "scheduling.md", SpatialReport, spatial_table),
     "offpolicy": ("offpolicy.json", "rollouts.md", OffPolicyReport, off_policy_table),
 }
 """The file in the runs, the page, the type and the table of each published name, which is the name

@@ -13,7 +13,7 @@ from toolbox import Environment
 
 from phaseloom import client
 from phaseloom.cli.meshconfig import MeshConfig
-from tests.support.jobs import running_mesh, tenant
+from tests.support.jobs import no_barrier, running_mesh, tenant
 
 pytestmark = pytest.mark.timeout(240)
 SETTINGS = Settings(
@@ -37,7 +37,7 @@ async def test_two_runs_with_failing_tools_end_with_the_same_weights(short_dir: 
         heard = Heard()
         environment = Environment(seconds=seconds, faults=0.05)
         job = await connection.submit_job(name, deployments_of(model_of(SETTINGS)))
-        await train(job, environment, SETTINGS, heard)
+        await train(job, environment, SETTINGS, heard, no_barrier)
         await job.finish()
         return heard
 

@@ -180,11 +180,14 @@ def test_wheel_has_the_example_and_all_that_it_imports(tmp_path: Path) -> None:
     assert {path.name for path in (installed / "examples").iterdir()} >= {
         "grpo.py",
         "grpo_pretrained.py",
+        "grpo_tools.py",
+        "orchard.txt",
     }
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    there = {path.stem for path in (installed / "examples").iterdir()}
+    programs = [*(installed / "examples").glob("*.py")]
+    there = {path.stem for path in programs}
     assert there <= names
-    for file in (installed / "examples").iterdir():
+    for file in programs:
         assert imported(file) & names <= there, file.name
 
 

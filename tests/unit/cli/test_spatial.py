@@ -8,14 +8,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from phaseloom.cli.controllers import find_example
 from phaseloom.cli.demo import demo
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.processes import child_specs
-from phaseloom.cli.report import JobResult
+from phaseloom.cli.report import Execution, JobResult, RunLog
 from phaseloom.cli.spatial import (
-    POLICIES,
+    SETTINGS,
     SpatialRun,
     SpatialSummary,
+    chosen,
     lines_of,
     mesh_of,
     problems,
@@ -24,19 +26,28 @@ from phaseloom.cli.spatial import (
     write,
 )
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import DeviceKind
+from phaseloom.common.process.slowdowns import read
 from phaseloom.common.transport.natsserver import Credentials
 
 CREDENTIALS = Credentials("nats://127.0.0.1:1", "mesh", "word", {"demo": "other"})
 SAME = {"a": "11", "b": "22"}
 
 
-def rounds(*seconds: tuple[float, float, float]) -> list[SpatialRun]:
+def rounds(*seconds: tuple[float, ...], beside: float = 0.5) -> list[SpatialRun]:
+    """Rounds of `off`, `static`, `greedy` and, where there are four figures, `lookahead`."""
+    policies = ("off", "static", "greedy", "lookahead")
     return [
-        SpatialRun(number, policy, taken, SAME)
+        SpatialRun(number, policy, taken, SAME, beside)
         for number, each in enumerate(seconds, 1)
-        for policy, taken in zip(POLICIES, each, strict=True)
+        for policy, taken in zip(policies, each, strict=False)
     ]
+
+
+def ran(job: str, start_s: float, end_s: float) -> Execution:
+    key = OperationKey("demo", job, "policy", "1")
+    return Execution(key, "forward_backward", ("device-0/0",), start_s, start_s, start_s, end_s)
 
 
 def test_ratio_is_the_median_of_the_rounds() -> None:
@@ -63,7 +74,55 @@ def test_a_run_lasts_from_the_first_job_to_the_last() -> None:
         JobResult("a", 3, 0.0, 0.0, "11", 10.0, 20.0),
         JobResult("b", 3, 0.0, 0.0, "22", 11.0, 25.0),
     ]
-    assert run_of(1, "off", results) == SpatialRun(1, "off", 15.0, SAME)
+    log = RunLog(executions=[ran("a", 8.0, 16.0), ran("b", 13.0, 19.0)])
+    assert run_of(1, "off", results, log) == SpatialRun(1, "off", 15.0, SAME, beside=0.2)
+
+
+def test_each_policy_has_figures_of_its_own() -> None:
+    found = summarize(rounds((30.0, 25.0, 20.0, 15.0), (30.0, 30.0, 24.0, 20.0)), "tools")
+    assert found.setting == "tools"
+    assert found.policies["lookahead"].ratios == [2.0, 1.5]
+    assert found.policies["lookahead"].over_static == pytest.approx((25 / 15 + 30 / 20) / 2)
+    assert found.policies["static"].ratio == pytest.approx((30 / 25 + 1) / 2)
+    assert (found.multiplexed_seconds, found.ratio) == (22.0, found.policies["greedy"].ratio)
+
+
+def test_sharing_is_a_problem_where_the_table_says_that_it_does_not_pay() -> None:
+    shared = rounds((30.0, 33.0, 31.0), beside=0.5)
+    assert problems(summarize(shared, "steady")) == []
+    (problem,) = problems(summarize(shared, "no-gain"))
+    assert "greedy shared the device for 50% of the time" in problem
+    alone = rounds((30.0, 33.0, 30.0), beside=0.01)
+    assert problems(summarize(alone, "no-gain")) == []
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_is_of_two_jobs_that_an_example_can_run(setting: str) -> None:
+    chosen = SETTINGS[setting]
+    specs = chosen.specs(("chain_sum", "letter_counting"), 0, None)
+    assert len({spec.job for spec in specs}) == 2
+    assert len({(spec.task, spec.seed) for spec in specs}) == 2
+    assert find_example(chosen.example).is_file()
+    read(chosen.table)
+
+
+@pytest.mark.parametrize(
+    ("setting", "policies", "number", "table", "field"),
+    [
+        ("none", ["greedy"], 3, None, "setting"),
+        ("tools", ["static"], 3, None, "multiplexing"),
+        ("tools", [], 3, None, "multiplexing"),
+        ("tools", ["greedy", "mine"], 3, None, "multiplexing"),
+        ("tools", ["greedy"], 0, None, "rounds"),
+        ("no-gain", ["greedy"], 3, Path("mine.json"), "slowdowns"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    setting: str, policies: list[str], number: int, table: Path | None, field: str
+) -> None:
+    with pytest.raises(CallerError) as caught:
+        chosen(setting, policies, number, table)
+    assert caught.value.info.field == field
 
 
 def test_summary_has_the_figures_under_spatial(tmp_path: Path) -> None:
@@ -79,6 +138,8 @@ def test_summary_has_the_figures_under_spatial(tmp_path: Path) -> None:
 async def test_spatial_demo_refuses_what_it_does_not_compare() -> None:
     with pytest.raises(CallerError, match="spatial"):
         await demo(spatial=True, baseline=True)
+    with pytest.raises(CallerError, match="spatial"):
+        await demo(setting="tools", baseline=True)
 
 
 def test_a_device_of_the_demo_has_two_cores_that_its_jobs_may_divide(tmp_path: Path) -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from typing import cast
 
 import pytest
-from grpo_tools import Trajectory, with_advantages, worked
+from grpo_tools import (
+    Settings,
+    Trajectory,
+    converse,
+    converse_together,
+    deployments,
+    model_of,
+    with_advantages,
+    worked,
+)
 from tasks import ALPHABET, decode, encode
-from toolbox import NOTHING, Environment, Retriever, ToolError, calculate
+from toolbox import NOTHING, Environment, Question, Retriever, ToolError, calculate
 
+from phaseloom import client
 from phaseloom.client import float32s, int32s
+from phaseloom.common.contract.specs import JobSpec
+from tests.support.inprocess import Job
 
 
 @pytest.mark.parametrize(
@@ -53,6 +67,36 @@ async def test_tool_that_fails_is_no_answer() -> None:
     with pytest.raises(ToolError):
         await environment.call(":Ada", random.Random(0))
     assert await environment.call("5", random.Random(0)) is None, "an answer calls no tool"
+
+
+def test_a_call_is_worth_something_where_its_tool_understands_it() -> None:
+    environment = Environment(call_reward=0.1)
+    question = environment.question(random.Random(1))
+    assert environment.reward(question, ":Ada", environment.reply(":Ada")) == 0.1
+    assert environment.reward(question, ":Nobody", NOTHING) == 0.0
+    assert environment.reward(question, question.answer, None) == 1.0
+    assert environment.reward(question, "x", None) == 0.0
+
+
+async def test_conversations_in_step_are_those_that_go_on_independently() -> None:
+    """With a model that has learned nothing, one turn in some calls a tool, and some calls fail."""
+    _, sampling = deployments(model_of(Settings()))
+    with Job(JobSpec(deployments=[sampling])) as job:
+        sampler = cast("client.Deployment", job.deployment("sampler"))
+        quick = Environment(faults=0.4, call_reward=0.1)
+        slow = Environment(seconds=1e-3, faults=0.4, call_reward=0.1)
+
+        def tries() -> list[tuple[Question, random.Random]]:
+            # One of these calls a tool that fails, and one a tool that answers.
+            return [(quick.question(random.Random(i)), random.Random(i)) for i in range(200, 300)]
+
+        together = await converse_together(sampler, quick, tries())
+        assert together == await converse_together(sampler, slow, tries())
+        each = await asyncio.gather(*(converse(sampler, slow, *one) for one in tries()))
+    assert [t.tokens for t in together] == [t.tokens for t in each]
+    assert [(t.failure, t.num_turns) for t in together] == [(t.failure, t.num_turns) for t in each]
+    assert any(t.failure for t in together)
+    assert any(t.num_turns > 1 for t in together)
 
 
 def test_only_what_the_model_wrote_is_taught() -> None:

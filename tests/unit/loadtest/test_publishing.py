@@ -14,8 +14,11 @@ from loadtest.publishing import (
     SIMULATIONS_PAGE,
     publish,
     replaced,
+    spatial_table,
 )
 from loadtest.records import Record, describe, record
+from loadtest.spatial import SpatialReport
+from phaseloom.cli.spatial import SpatialRun, SpatialSummary, summarize
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.report import markdown, read
 
@@ -43,6 +46,27 @@ def test_publish_takes_over_what_there_is(tmp_path: Path) -> None:
 
     assert written == [docs / "measured" / "bench.json", page]
     assert "| `trip` | 3 ms | 2 | 1.50 | ≤ 1.5 |" in page.read_text()
+
+
+def test_each_setting_of_a_shared_device_has_a_row_with_all_that_was_measured() -> None:
+    def summary(setting: str, *seconds: tuple[str, float]) -> SpatialSummary:
+        runs = [
+            SpatialRun(number, policy, taken * number, {"a": "11"})
+            for number in (1, 2)
+            for policy, taken in seconds
+        ]
+        return SpatialSummary("r", 0, 2, summarize(runs, setting))
+
+    both = {
+        "tools": summary("tools", ("off", 30.0), ("static", 25.0), ("greedy", 20.0)),
+        "steady": summary(
+            "steady", ("off", 30.0), ("static", 20.0), ("greedy", 20.0), ("fair", 24.0)
+        ),
+    }
+    _, _, head, _, steady, tools, *_ = spatial_table(SpatialReport(describe(), both)).splitlines()
+    assert head == "| setting | by turns | `static` | `greedy` | `fair` |"
+    assert steady.startswith("| `steady` | 45.0 s | 1.50 (1.50 to 1.50) | 1.50 (1.50 to 1.50) | 1")
+    assert tools.endswith("| 1.20 (1.20 to 1.20) | 1.50 (1.50 to 1.50) |  |")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

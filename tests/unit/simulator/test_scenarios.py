@@ -188,6 +188,22 @@ def test_small_groups_stand_beside_the_cheapest_partition() -> None:
     assert min(ratios["solo"]) > 1.9
 
 
+def test_groups_that_share_nodes_in_space_are_never_dearer() -> None:
+    """More side by side is more room. Rollouts save most where they are most of an iteration, and
+    nothing where training fills the groups."""
+    options = Options(seeds=(0, 1), processes=1)
+    records = SCENARIOS["weave-space"].run(options).records
+    over = {(r.workload, r.policy, r.seed): r.more["over_in_turns"] for r in records}
+    for (workload, setting, seed), ratio in over.items():
+        assert ratio <= 1.0 + 1e-9
+        if setting.startswith("rollouts 2"):
+            assert ratio <= over[workload, "rollouts 1.5", seed] + 1e-9
+        if setting == "in turns":
+            assert ratio == pytest.approx(1.0)
+    assert all(over["RH", "rollouts 2", seed] < 0.85 for seed in (0, 1))
+    assert all(over["TH", "rollouts 2", seed] == pytest.approx(1.0) for seed in (0, 1))
+
+
 def test_the_recording_as_read_by_hand() -> None:
     """Ten steps of 13.3 minutes: six minutes of rollout, seven of training."""
     recorded = llmd.recording()

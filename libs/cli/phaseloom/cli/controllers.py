@@ -35,6 +35,7 @@ class ControllerSpec:
 
     job: str
     task: str
+    """The task that the program is told; empty: it has one alone."""
     seed: int
     steps: int | None
     """GRPO steps; None: the example's own default."""
@@ -110,8 +111,9 @@ class Controllers:
         return result_of(spec.job, said)
 
     def _command(self, spec: ControllerSpec) -> list[str]:
-        command = [sys.executable, "-u", str(self._script), "--task", spec.task]
-        command += ["--job", spec.job, "--seed", str(spec.seed), "--wait", *self._arguments]
+        command = [sys.executable, "-u", str(self._script), "--job", spec.job]
+        command += ["--seed", str(spec.seed), "--wait", *self._arguments]
+        command += ["--task", spec.task] if spec.task else []
         return command if spec.steps is None else [*command, "--steps", str(spec.steps)]
 
     async def _listen(

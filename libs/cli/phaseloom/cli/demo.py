@@ -73,6 +73,8 @@ async def demo(
     vllm: Path | None = None,
     adapter: int | None = None,
     spatial: bool = False,
+    setting: str = one_device.STEADY,
+    multiplexing: tuple[str, ...] = ("greedy",),
     rounds: int = 3,
     slowdowns: Path | None = None,
 ) -> int:
@@ -105,12 +107,18 @@ async def demo(
         Rank of the LoRA adapter that each job trains on that model. Without it: jobs train all of
         its weights.
     spatial
-        Run both jobs on one device of two cores instead, by turns and side by side.
+        Run two jobs on one device of two cores instead, by turns and side by side.
+    setting
+        Which jobs share that device: `steady`, the demo's own, which always have work; `tools`,
+        jobs that wait for tools; `memory`, where one training does not fit beside the other;
+        `no-gain`, with a table by which sharing does not pay. All but `steady` imply `--spatial`.
+    multiplexing
+        With `--spatial`, a policy to compare with `off` and `static`; may be given several times.
     rounds
-        How often each way to share that device is measured.
+        With `--spatial`, how often each policy is measured.
     slowdowns
-        With `--spatial`, the table by which operations are put side by side. Without it: the one of
-        two cores that comes with the simulator.
+        With `--spatial`, the table by which operations are put side by side. Without it: one of two
+        cores that comes with the simulator.
     """
     console = Console(highlight=False)
     check_prerequisites()
@@ -129,18 +137,25 @@ async def demo(
         cache_bytes = await asyncio.to_thread(kv_cache_bytes, pretrained)
         mesh, program = with_vllm(mesh, program, vllm, cache_bytes)
     settings = with_policies(mesh, placement, ordering)
-    if spatial:
+    is_spatial = spatial or setting != one_device.STEADY
+    if is_spatial:
         is_other = pretrained is not None or vllm is not None or baseline
-        _check_spatial(is_other=is_other, rounds=rounds)
-        settings = replace(settings, slowdowns=str(slowdowns or one_device.TABLE))
+        _check_spatial(is_other=is_other)
+        table = one_device.chosen(setting, multiplexing, rounds, slowdowns).table
+        settings = replace(settings, slowdowns=str(slowdowns or table))
     settings.check()
     _check_tasks(jobs)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
-    if spatial:
-        specs = [ControllerSpec(task, task, seed, steps or one_device.STEPS) for task in jobs]
+    if is_spatial:
+        policies = [one_device.SERIAL, one_device.STATIC, *dict.fromkeys(multiplexing)]
         return await _share_in_space(
-            specs, program, settings, run_dir, console=console, rounds=rounds
+            one_device.SETTINGS[setting].specs(jobs, seed, steps),
+            setting,
+            [policy for _ in range(rounds) for policy in policies],
+            settings,
+            run_dir=run_dir,
+            console=console,
         )
     specs = [ControllerSpec(task, task, seed, steps) for task in jobs]
     failures: list[PhaseloomError] = []
@@ -166,13 +181,13 @@ async def demo(
     return 1 if problems else 0
 
 
-def _check_spatial(*, is_other: bool, rounds: int) -> None:
+def _check_spatial(*, is_other: bool) -> None:
     """Args: is_other: whether an option is given that the spatial demo does not have."""
-    if is_other or rounds < 1:
+    if is_other:
         raise CallerError(
-            "the spatial demo is of the tiny model and compares runs of its own",
+            "the spatial demo is of tiny models and compares runs of its own",
             field="spatial",
-            remedy="leave out baseline, pretrained and vllm, and use 1 round or more",
+            remedy="leave out baseline, pretrained and vllm",
         )
 
 
@@ -187,28 +202,30 @@ def _check_tasks(jobs: tuple[str, ...]) -> None:
 
 async def _share_in_space(
     specs: Sequence[ControllerSpec],
-    program: Program,
+    setting: str,
+    policies: Sequence[str],
     settings: MeshConfig,
-    run_dir: Path,
     *,
+    run_dir: Path,
     console: Console,
-    rounds: int,
 ) -> int:
-    """Run both jobs on one device under each multiplexing policy, in turns."""
-    program = Program(program.script, [*program.arguments, "--pool", one_device.POOL])
+    """Run two jobs on one device under one multiplexing policy after the other."""
+    chosen = one_device.SETTINGS[setting]
+    words = [*chosen.arguments, "--pool", one_device.POOL]
+    program = Program(find_example(chosen.example), words)
     runs = []
-    for number in range(1, rounds + 1):
-        for policy in one_device.POLICIES:
-            finished = await _run(
-                specs,
-                program,
-                one_device.mesh_of(policy, settings),
-                run_dir / f"round-{number}-{policy}",
-                console,
-                title=f"Round {number}, multiplexing {policy}",
-            )
-            runs.append(one_device.run_of(number, policy, finished.results))
-    found = one_device.summarize(runs)
+    for place, policy in enumerate(policies):
+        number = policies[: place + 1].count(policy)
+        finished = await _run(
+            specs,
+            program,
+            one_device.mesh_of(policy, settings, setting),
+            run_dir / f"round-{number}-{policy}",
+            console,
+            title=f"Round {number}, multiplexing {policy}",
+        )
+        runs.append(one_device.run_of(number, policy, finished.results, finished.log))
+    found = one_device.summarize(runs, setting)
     summary = one_device.SpatialSummary(run_dir.name, specs[0].seed, specs[0].steps or 0, found)
     await asyncio.to_thread(one_device.write, summary, run_dir)
     for line in [*one_device.lines_of(found), f"results: {run_dir}"]:

@@ -1,38 +1,106 @@
-"""`phaseloom demo --spatial`: two GRPO jobs on one device of two cores, by turns and side by side.
+"""`phaseloom demo --spatial`: two jobs on one device of two cores, by turns and side by side.
 
 The same two jobs run under each multiplexing policy, one policy after the other, for several
-rounds: `off` (the device is shared in time alone), `static` (a core for each job) and `greedy`.
-Each run has a mesh of its own in `runs/<id>/round-<n>-<policy>/`, with its timeline, in which one
-sees who had how many cores when. `summary.json` has the medians of the rounds, and every run.
+rounds: `off` (the device is shared in time alone), `static` (a core for each job), and those that
+are asked for. Each run has a mesh of its own in `runs/<id>/round-<n>-<policy>/`, with its timeline,
+in which one sees who had how many cores when. `summary.json` has the medians of the rounds, and
+every run.
 
-The device holds the states of both jobs, so that no time is spent on switches: what is measured is
-the sharing alone.
+A setting says which jobs they are and how much memory the device has: jobs that always have work,
+jobs that wait for tools, a device without memory for both trainings at once, and a table by which
+sharing does not pay, where the policy must not share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import msgspec
 from msgspec.structs import replace
 
+from phaseloom.cli.controllers import ControllerSpec
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
-from phaseloom.cli.report import JobResult
+from phaseloom.cli.report import JobResult, RunLog
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import Residency
-from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
+from phaseloom.common.observability.intervals import Interval, intersect, merge, total
+from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
+from phaseloom.simulator.spatial.tables import PAPER_TABLE, TWO_CORES_TABLE
 
 POOL = "train"
 NUM_CORES = 2
-DEVICE_BYTES = 64 * 2**20
-"""The memory of the device: the states of both jobs fit, their policies and their samplers."""
-TABLE = TWO_CORES_TABLE
-"""The table of slowdowns that says what runs side by side on a device of two cores."""
-STEPS = 20
-"""The GRPO steps of each job in a run, where no others are asked for."""
-SERIAL, STATIC, MULTIPLEXED = "off", "static", "greedy"
-POLICIES = (SERIAL, STATIC, MULTIPLEXED)
+SERIAL, STATIC = "off", "static"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Two jobs, and the device that they share."""
+
+    about: str
+    """What is the matter with them, for people."""
+    steps: int
+    """The steps of each job in a run, where no others are asked for."""
+    device_bytes: int
+    example: str = "grpo.py"
+    """The controllers' program."""
+    arguments: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
+    """The names of the jobs, which differ in their seeds; none: one for each task."""
+    table: Path = TWO_CORES_TABLE
+    """The table of slowdowns that says what runs side by side."""
+    shares: bool = True
+    """Whether sharing pays by the table; else a policy that decides by it must not share."""
+
+    def specs(self, tasks: Sequence[str], seed: int, steps: int | None) -> list[ControllerSpec]:
+        steps = steps or self.steps
+        if not self.jobs:
+            return [ControllerSpec(task, task, seed, steps) for task in tasks]
+        return [ControllerSpec(job, "", seed + i, steps) for i, job in enumerate(self.jobs)]
+
+
+_EVERYTHING_BYTES = 64 * 2**20
+"""Memory for the states of both jobs: no time is spent on switches."""
+_SHORT = ("--warmup-steps", "30")
+"""Less preparation than the example's own, so that nine runs take five minutes on two cores."""
+SETTINGS = {
+    "steady": Setting(
+        "two GRPO jobs that always have work", 12, _EVERYTHING_BYTES, arguments=_SHORT
+    ),
+    "tools": Setting(
+        "two GRPO jobs in several turns, which wait for tools",
+        4,
+        _EVERYTHING_BYTES,
+        example="grpo_tools.py",
+        arguments=(
+            *("--together", "--tool-seconds", "0.05", "--call-reward", "0.1"),
+            *("--warmup-steps", "50", "--warmup-batch", "16"),
+            *("--questions", "8", "--eval-questions", "16"),
+        ),
+        jobs=("tools-a", "tools-b"),
+    ),
+    "memory": Setting(
+        "two GRPO jobs, and no memory for both of their trainings",
+        8,
+        24 * 2**20,
+        arguments=_SHORT,
+    ),
+    "no-gain": Setting(
+        "two GRPO jobs, and a GPU's table of slowdowns, by which sharing does not pay",
+        8,
+        _EVERYTHING_BYTES,
+        arguments=_SHORT,
+        table=PAPER_TABLE,
+        shares=False,
+    ),
+}
+STEADY = "steady"
+"""The setting where none is named."""
+LEAST_BESIDE = 0.05
+"""The share of a run in which operations of both jobs may run at the same time though nothing is
+shared: what only moves state runs beside anything."""
 
 
 class SpatialRun(msgspec.Struct, frozen=True):
@@ -41,9 +109,25 @@ class SpatialRun(msgspec.Struct, frozen=True):
     round: int
     multiplexing: str
     seconds: float
-    """From the first GRPO operation of either job to the last one's end."""
+    """From the first step of either job to the last one's end."""
     weights_sha256: dict[str, str]
     """Job → SHA-256 of its final weights."""
+    beside: float = 0.0
+    """The share of these seconds in which operations of both jobs ran."""
+
+
+class PolicyFigures(msgspec.Struct, frozen=True):
+    """A policy's medians over the rounds."""
+
+    seconds: float
+    ratio: float
+    """How many times longer the jobs take in turns: the median of the rounds' ratios."""
+    ratios: list[float]
+    """The ratio of each round."""
+    over_static: float
+    """How many times longer they take with a core each, likewise."""
+    beside: float
+    """The share of the time in which operations of both jobs ran."""
 
 
 class Spatial(msgspec.Struct, frozen=True):
@@ -51,14 +135,15 @@ class Spatial(msgspec.Struct, frozen=True):
     """The median over the rounds, in seconds; the next two fields likewise."""
     static_seconds: float
     multiplexed_seconds: float
+    """Under the first of the policies that were asked for, as the next two fields."""
     ratio: float
-    """How many times longer the jobs take in turns than multiplexed: the median of the rounds'
-    ratios."""
     ratios: list[float]
-    """The ratio of each round."""
     weights_identical: bool
     """Whether each job has the same final weights in all runs, bit for bit."""
     runs: list[SpatialRun]
+    setting: str = STEADY
+    policies: dict[str, PolicyFigures] = {}
+    """The figures of each policy, `static` too."""
 
 
 class SpatialSummary(msgspec.Struct, frozen=True):
@@ -70,65 +155,148 @@ class SpatialSummary(msgspec.Struct, frozen=True):
     spatial: Spatial
 
 
-def mesh_of(multiplexing: str, settings: MeshConfig) -> MeshConfig:
+def chosen(
+    setting: str, multiplexing: Sequence[str], rounds: int, slowdowns: Path | None = None
+) -> Setting:
+    """The setting of this name, where all that is asked for can be compared in it.
+
+    Raises: CallerError: it cannot; the error names the parameter.
+    """
+    if setting not in SETTINGS:
+        raise CallerError(
+            f"there is no setting {setting!r}",
+            field="setting",
+            remedy=f"name one of {', '.join(SETTINGS)}",
+        )
+    compared = [policy for policy in MULTIPLEXING if policy not in (SERIAL, STATIC)]
+    if not multiplexing or not set(multiplexing) <= set(compared):
+        raise CallerError(
+            f"{', '.join(multiplexing) or 'nothing'} is compared with {SERIAL} and {STATIC}",
+            field="multiplexing",
+            remedy=f"name some of {', '.join(compared)}",
+        )
+    if rounds < 1:
+        raise CallerError(
+            f"{rounds} rounds measure nothing", field="rounds", remedy="give 1 or more"
+        )
+    if slowdowns is not None and not SETTINGS[setting].shares:
+        raise CallerError(
+            f"the setting {setting} is one of a table of its own",
+            field="slowdowns",
+            remedy="leave it out, or name another setting",
+        )
+    return SETTINGS[setting]
+
+
+def mesh_of(multiplexing: str, settings: MeshConfig, setting: str = STEADY) -> MeshConfig:
     """A mesh of one device of two cores."""
     node = NodeConfig(
         "device-0",
         POOL,
-        [DEVICE_BYTES],
+        [SETTINGS[setting].device_bytes],
         cores_per_device=NUM_CORES,
         exclusive_residency=Residency.SHARED,
     )
     return replace(settings, nodes=[node], multiplexing=multiplexing)
 
 
-def run_of(number: int, multiplexing: str, results: Sequence[JobResult]) -> SpatialRun:
+def run_of(number: int, multiplexing: str, results: Sequence[JobResult], log: RunLog) -> SpatialRun:
     begin_s = min(result.grpo_start_unix_s for result in results)
     end_s = max(result.grpo_end_unix_s for result in results)
     hashes = {result.name: result.weights_sha256 for result in results}
-    return SpatialRun(number, multiplexing, end_s - begin_s, hashes)
+    seconds = end_s - begin_s
+    beside_s = _beside_s(log, (begin_s, end_s))
+    return SpatialRun(number, multiplexing, seconds, hashes, round(beside_s / seconds, 3))
 
 
-def summarize(runs: Sequence[SpatialRun]) -> Spatial:
-    """The medians over the rounds. Args: runs: the runs of whole rounds."""
-    by = {policy: [r for r in runs if r.multiplexing == policy] for policy in POLICIES}
-    pairs = zip(by[SERIAL], by[MULTIPLEXED], strict=True)
-    ratios = [serial.seconds / multiplexed.seconds for serial, multiplexed in pairs]
-    seconds = {policy: median(r.seconds for r in of) for policy, of in by.items()}
-    first = runs[0].weights_sha256
+def _beside_s(log: RunLog, window: Interval) -> float:
+    """The seconds of a span of time in which operations of both jobs ran."""
+    by_job: dict[str, list[Interval]] = {}
+    for ran in log.executions:
+        by_job.setdefault(ran.key.job, []).append(ran.interval)
+    if len(by_job) < 2:
+        return 0.0
+    first, second = (intersect(merge(ran), [window]) for ran in by_job.values())
+    return total(intersect(first, second))
+
+
+def summarize(runs: Sequence[SpatialRun], setting: str = STEADY) -> Spatial:
+    """The medians over the rounds.
+
+    Args: runs: the runs of whole rounds, of `off`, `static` and others in this order.
+    """
+    by: dict[str, list[SpatialRun]] = {}
+    for run in runs:
+        by.setdefault(run.multiplexing, []).append(run)
+    policies = {
+        name: _figures(of, by[SERIAL], by[STATIC]) for name, of in by.items() if name != SERIAL
+    }
+    first, *_ = (name for name in policies if name != STATIC)
+    hashes = runs[0].weights_sha256
     return Spatial(
-        serial_seconds=seconds[SERIAL],
-        static_seconds=seconds[STATIC],
-        multiplexed_seconds=seconds[MULTIPLEXED],
+        serial_seconds=median(run.seconds for run in by[SERIAL]),
+        static_seconds=policies[STATIC].seconds,
+        multiplexed_seconds=policies[first].seconds,
+        ratio=policies[first].ratio,
+        ratios=policies[first].ratios,
+        weights_identical=all(run.weights_sha256 == hashes for run in runs),
+        runs=list(runs),
+        setting=setting,
+        policies=policies,
+    )
+
+
+def _figures(
+    runs: Sequence[SpatialRun], serial: Sequence[SpatialRun], static: Sequence[SpatialRun]
+) -> PolicyFigures:
+    def over(rivals: Sequence[SpatialRun]) -> list[float]:
+        return [other.seconds / run.seconds for other, run in zip(rivals, runs, strict=True)]
+
+    ratios = over(serial)
+    return PolicyFigures(
+        seconds=median(run.seconds for run in runs),
         ratio=median(ratios),
         ratios=ratios,
-        weights_identical=all(run.weights_sha256 == first for run in runs),
-        runs=list(runs),
+        over_static=median(over(static)),
+        beside=median(run.beside for run in runs),
     )
 
 
 def lines_of(spatial: Spatial) -> list[str]:
     """The figures in prose."""
-    rounds = ", ".join(f"{ratio:.2f}" for ratio in spatial.ratios)
-    static = spatial.serial_seconds / spatial.static_seconds
     same = "identical" if spatial.weights_identical else "DIFFERENT"
-    return [
+    lines = [
         "",
-        f"two jobs on one device of {NUM_CORES} cores, median of {len(spatial.ratios)} rounds:",
-        f"  by turns             {spatial.serial_seconds:7.2f} s",
-        f"  a core each          {spatial.static_seconds:7.2f} s  {static:.2f} times as fast",
-        f"  multiplexed          {spatial.multiplexed_seconds:7.2f} s  {spatial.ratio:.2f} times as"
-        f" fast (each round: {rounds})",
+        f"{SETTINGS[spatial.setting].about}; one device of {NUM_CORES} cores, median of "
+        f"{len(spatial.ratios)} rounds:",
+        f"  {'by turns':12} {spatial.serial_seconds:7.2f} s",
+    ]
+    for name, figures in spatial.policies.items():
+        rounds = ", ".join(f"{ratio:.2f}" for ratio in figures.ratios)
+        lines.append(
+            f"  {'a core each' if name == STATIC else name:12} {figures.seconds:7.2f} s  "
+            f"{figures.ratio:.2f} times as fast (each round: {rounds}); both jobs at once in "
+            f"{figures.beside:.0%} of the time"
+        )
+    return [
+        *lines,
         f"final weights of each job in all {len(spatial.runs)} runs: {same}",
     ]
 
 
 def problems(spatial: Spatial) -> list[str]:
-    """A sentence for each thing that should hold and does not; the gain by sharing is no such
+    """A sentence for each thing that should hold and does not; a small gain by sharing is no such
     thing."""
-    if spatial.weights_identical:
-        return []
-    return ["final weights depend on how the device was shared"]
+    found = []
+    if not spatial.weights_identical:
+        found.append("final weights depend on how the device was shared")
+    if not SETTINGS[spatial.setting].shares:
+        found += [
+            f"{name} shared the device for {figures.beside:.0%} of the time, and it does not pay"
+            for name, figures in spatial.policies.items()
+            if name != STATIC and figures.beside > LEAST_BESIDE
+        ]
+    return found
 
 
 def write(summary: SpatialSummary, run_dir: Path) -> None:

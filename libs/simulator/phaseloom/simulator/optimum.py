@@ -65,6 +65,11 @@ class Terms(NamedTuple):
     max_group_jobs: int = 5
     switch_s: float = 0.0
     """The time planned for a switch in each phase of a group of several jobs; 0: it is free."""
+    rollout_gain: float = 1.0
+    """By which factor two rollouts are done sooner side by side on a node than one after the other;
+    1: they take turns. A bound: no job is taken to lose anything by it."""
+    train_gain: float = 1.0
+    """The same for training."""
 
 
 Group = frozenset[Job]
@@ -390,7 +395,7 @@ def _exceeds(taken_bytes: int, host_bytes: int) -> bool:
 def _rollout_nodes(jobs: Sequence[Job], terms: Terms, tried: Callable[[], None]) -> int | None:
     """The fewest rollout nodes for a group, over all node sets and orders of the jobs."""
     allowed_s = min(job.allowed_s for job in jobs) + SLACK
-    train_s = sum(job.train_s + terms.switch_s for job in jobs)
+    train_s = sum(job.train_s + terms.switch_s for job in jobs) / terms.train_gain
     if max(train_s, *(job.solo_s + terms.switch_s for job in jobs)) > allowed_s:
         return None
     if max(job.rollout_nodes for job in jobs) <= 1:
@@ -414,7 +419,7 @@ def _holds(inside: Sequence[Job], terms: Terms, allowed_s: float) -> bool:
     switch_s = terms.switch_s if len(inside) > 1 else 0.0
     if _exceeds(sum(job.rollout_bytes for job in inside), terms.host_bytes):
         return False
-    if sum(job.rollout_s + switch_s for job in inside) > allowed_s:
+    if sum(job.rollout_s + switch_s for job in inside) / terms.rollout_gain > allowed_s:
         return False
     return all(job.solo_s + switch_s + terms.switch_s <= allowed_s for job in inside)
 
@@ -484,14 +489,20 @@ def _keeps_time(
     jobs: Sequence[Job], sets: Sequence[tuple[int, ...]], terms: Terms, allowed_s: float
 ) -> bool:
     shared = [n for nodes in sets for n in nodes]
-    items = [
-        Phases(
-            job.rollout_s + (terms.switch_s if any(shared.count(n) > 1 for n in nodes) else 0.0),
-            job.train_s + terms.switch_s,
-            tuple(str(n) for n in sorted(nodes)),
-            job.gap_s,
+    items = []
+    for job, nodes in zip(jobs, sets, strict=True):
+        is_shared = any(shared.count(n) > 1 for n in nodes)
+        rollout_s = job.rollout_s + (terms.switch_s if is_shared else 0.0)
+        train_s = job.train_s + terms.switch_s
+        # What is gained side by side is room for others: an iteration is no shorter than alone.
+        room_s = rollout_s * (1 - 1 / terms.rollout_gain) + train_s * (1 - 1 / terms.train_gain)
+        items.append(
+            Phases(
+                rollout_s / terms.rollout_gain,
+                train_s / terms.train_gain,
+                tuple(str(n) for n in sorted(nodes)),
+                job.gap_s + room_s,
+            )
         )
-        for job, nodes in zip(jobs, sets, strict=True)
-    ]
     first, *rest = items
     return any(period_s([first, *order]) <= allowed_s for order in permutations(rest))

@@ -13,6 +13,7 @@ from phaseloom.simulator.scenarios import (
     weave_fig15,
     weave_micro,
     weave_punctual,
+    weave_space,
     weave_table5,
     weave_tails,
 )
@@ -28,6 +29,7 @@ SCENARIOS: dict[str, Scenario] = {
     "weave-failure": weave_failure.SCENARIO,
     "weave-micro": weave_micro.SCENARIO,
     "weave-tails": weave_tails.SCENARIO,
+    "weave-space": weave_space.SCENARIO,
     "philly": philly.SCENARIO,
     "llmd-replay": llmd_replay.SCENARIO,
     **jigsaw.SCENARIOS,

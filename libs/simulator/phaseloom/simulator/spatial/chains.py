@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from phaseloom.common.contract.specs import SlowdownTable
 from phaseloom.scheduler.core.planning.chains import (
     DONE_S,
     WAIT,
+    Chain,
     Pair,
     Policy,
     Progress,
@@ -54,10 +56,42 @@ def rollouts(pair: Pair, state: State, progress: Progress) -> Rates:
     return greedy(pair, state, progress)
 
 
+def operations(pair: Pair, state: State, progress: Progress) -> Rates:
+    """What gets most done as far as whole operations tell, each taken for whichever of its
+    sub-stages loses most: the decision where nobody knows which one runs."""
+    first, second = pair.stages(state)
+    options = pair.options(state)
+    if first is None or second is None or WAIT in (first.kind, second.kind):
+        return options[0]
+    kinds = _kinds(pair.first, first.operation), _kinds(pair.second, second.operation)
+    together = pair.table.rates(first.kind, second.kind)
+    gains = _worst_gains(pair.table, *kinds) if together else []
+    alone = options[len(together) :]
+    if alone and max(gains, default=0.0) <= 1.0:
+        return alone[0]
+    return together[gains.index(max(gains))]
+
+
+def _kinds(chain: Chain, operation: int) -> set[str]:
+    return {stage.kind for stage in chain if stage.operation == operation} - {WAIT}
+
+
+def _worst_gains(table: SlowdownTable, first: set[str], second: set[str]) -> list[float]:
+    """For each split the sum of both speeds, at least; 0 where their memory does not fit."""
+    if not all(table.fits(one, other) for one in first for other in second):
+        return [0.0 for _ in table.splits]
+    return [
+        1 / max(table.slowdown(one, share, other) for one in first for other in second)
+        + 1 / max(table.slowdown(other, 1 - share, one) for one in first for other in second)
+        for share in table.splits
+    ]
+
+
 POLICIES: dict[str, Policy] = {
     "serial": serial,
     "static": static,
     "rollouts": rollouts,
+    "operations": operations,
     "greedy": greedy,
     "lookahead": lookahead,
     "fair": fair,
