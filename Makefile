@@ -60,7 +60,11 @@ export OMP_NUM_THREADS = 1
 # Where it is set, each of the processes that a test starts would compile all our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos powercuts console gpu-check simulate clean
+.PHONY: help demo demo-real up test $(SUBJECTS:%=test-%) test-slow test-vllm test-megatron test-sdks lint bench bench-peers bench-state bench-hidden bench-delta bench-lora bench-runtimes bench-gateway bench-offpolicy bench-spatial bench-tails bench-scale bench-servers loadtest chaos powercuts console gpu-check simulate clean
+
+## help: say what there is to make; also where nothing is named
+help:
+	@sed -n 's/^## \?//p' $(MAKEFILE_LIST)
 
 ## demo: train two GRPO jobs that share two devices; ARGS=--baseline compares with each alone
 demo: $(VENV)/.demo

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from socket import create_server
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.up import up, with_policies
 from phaseloom.common.contract.errors import CallerError
+from tests.support.processes import free_port
 
 
 def test_policies_are_chosen_by_name() -> None:
@@ -89,4 +91,19 @@ def test_run_to_go_on_with_is_not_passed_over_without_resume(tmp_path: Path) -> 
     with pytest.raises(CallerError, match="a new one would begin") as refused:
         up(runs=tmp_path / "runs", run="20260101-000000")
     assert "--resume" in (refused.value.info.remedy or "")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_extra_that_is_not_installed_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services that could not be imported would be started again until the timeout."""
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    port = free_port()
+    with pytest.raises(CallerError, match="a gateway needs aiohttp") as refused:
+        up(runs=tmp_path / "runs", gateway=port, console_port=0)
+    assert refused.value.info.remedy == "pip install 'phaseloom[gateway]'"
+    with pytest.raises(CallerError, match="a console needs aiohttp") as refused:
+        up(runs=tmp_path / "runs", console_port=port)
+    assert refused.value.info.remedy == "pip install 'phaseloom[console]'"
     assert not (tmp_path / "runs").exists()

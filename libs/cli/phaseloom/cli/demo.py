@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,7 @@ from rich.console import Console
 from phaseloom.cli import spatial as one_device
 from phaseloom.cli import verdict
 from phaseloom.cli.controllers import Controllers, ControllerSpec, find_example
+from phaseloom.cli.extras import check_installed
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.pictures import Panel, draw_rewards, draw_timeline
 from phaseloom.cli.progress import Progress
@@ -32,7 +32,7 @@ from phaseloom.cli.rundir import new_run_dir
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.cli.timeline import write_timeline
 from phaseloom.cli.up import with_policies
-from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError
+from phaseloom.common.contract.errors import CallerError, PhaseloomError
 from phaseloom.common.observability.spans import read_spans
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus
@@ -306,17 +306,8 @@ def check_prerequisites() -> None:
 
     Raises: CallerError: something is missing; the remedy says how to install it.
     """
-    missing = [
-        name
-        for name in ("torch", "transformers", "reasoning_gym", "matplotlib")
-        if find_spec(name) is None
-    ]
-    if missing:
-        raise CallerError(
-            f"the demo needs {', '.join(missing)}, which this environment does not have",
-            code=Code.FAILED_PRECONDITION,
-            remedy="pip install 'phaseloom[worker,demo]', or use `make demo`",
-        )
+    packages = ("torch", "transformers", "reasoning_gym", "matplotlib")
+    check_installed("the demo", packages, "worker,demo")
 
 
 async def _run_alone(

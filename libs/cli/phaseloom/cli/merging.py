@@ -7,13 +7,13 @@ weights is the base's own. The result is what `merge_and_unload()` of `peft` mak
 from __future__ import annotations
 
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from phaseloom.cli.extras import check_installed
 from phaseloom.cli.newmodels import new_directory
 from phaseloom.common.contract.errors import CallerError, Code
 
@@ -48,13 +48,7 @@ def merge(base: Path, adapter: Path, directory: Path, *, console: Console | None
     directory
         The directory to make.
     """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
-    if missing:
-        raise CallerError(
-            f"weights are merged with {', '.join(missing)}, which this environment does not have",
-            code=Code.FAILED_PRECONDITION,
-            remedy="pip install 'phaseloom[worker]'",
-        )
+    check_installed("merging", _PACKAGES, "worker")
     with new_directory(directory) as partial:
         _merge(base, adapter, _config(adapter), partial)
     (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)

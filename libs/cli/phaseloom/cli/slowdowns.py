@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from phaseloom.cli.extras import check_installed
 from phaseloom.common.contract.errors import CallerError, InternalError, to_exception
 from phaseloom.common.contract.specs import KindSlowdown, SlowdownTable
 from phaseloom.common.process.slowdowns import SUB_STAGES, Ran, Run
@@ -85,6 +86,7 @@ def measure_slowdown(
     """
     console = console or Console(highlight=False)
     _check(cores, rounds, seconds, config, out)
+    check_installed("measuring slowdowns", ("torch", "transformers", "numpy"), "worker")
     plan = steps(cores)
     measured = []
     with ExitStack() as stack:

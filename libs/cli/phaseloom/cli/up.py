@@ -7,13 +7,13 @@ import logging
 import signal
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from socket import create_server
 
 import uvloop
 from msgspec.structs import replace
 
+from phaseloom.cli.extras import check_installed, missing
 from phaseloom.cli.meshconfig import MeshConfig
 from phaseloom.cli.processes import api_key
 from phaseloom.cli.rundir import new_run_dir, run_to_resume
@@ -24,6 +24,9 @@ from phaseloom.scheduler.core.policies.registry import check_policies
 
 CONSOLE_PORT = 8900
 _LAST_PORT = 65_535
+_GATEWAY_PACKAGES = ("aiohttp", "tokenizers", "jinja2", "numpy")
+_CONSOLE_PACKAGES = ("aiohttp",)
+_WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "psutil")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -155,6 +158,7 @@ def greeting(mesh: Mesh) -> str:
             *_gateway(mesh),
             *_console(mesh),
             *_metrics(mesh),
+            *_lacking(),
             "Ctrl-C stops everything",
         ]
     )
@@ -191,7 +195,7 @@ def _console(mesh: Mesh) -> list[str]:
 
 def _console_port(settings: MeshConfig) -> int:
     """The port for the console where the command line names none; 0: it is not installed."""
-    if settings.console_port or find_spec("aiohttp") is None:
+    if settings.console_port or missing(_CONSOLE_PACKAGES):
         return settings.console_port
     for port in (CONSOLE_PORT, 0):
         # Without `reuse_port` a port that another mesh's console has is refused.
@@ -201,14 +205,18 @@ def _console_port(settings: MeshConfig) -> int:
 
 
 def _check_ports(settings: MeshConfig) -> None:
-    """Refuse a port that somebody has, before anything of the mesh is there.
+    """Refuse a port that nobody could serve, before anything of the mesh is there.
 
-    Raises: CallerError: FAILED_PRECONDITION: the port cannot be taken.
+    Raises: CallerError: FAILED_PRECONDITION: somebody has the port, or the extra is not installed
+        whose packages are needed.
     """
-    for field, port in (
-        ("mesh.gateway_port", settings.gateway_port),
-        ("mesh.console_port", settings.console_port),
+    for field, port, packages in (
+        ("mesh.gateway_port", settings.gateway_port, _GATEWAY_PACKAGES),
+        ("mesh.console_port", settings.console_port, _CONSOLE_PACKAGES),
     ):
+        if port:
+            extra = field.removeprefix("mesh.").removesuffix("_port")
+            check_installed(f"a {extra}", packages, extra)
         if not 0 <= port <= _LAST_PORT:
             raise CallerError(f"there is no port {port}", field=field, remedy="use 0 to 65535")
         try:
@@ -221,6 +229,16 @@ def _check_ports(settings: MeshConfig) -> None:
                 field=field,
                 remedy="choose another port, or end the program that has this one",
             ) from None
+
+
+def _lacking() -> list[str]:
+    lacking = missing(_WORKER_PACKAGES)
+    if not lacking:
+        return []
+    return [
+        f"no model runs here, unless a node names an interpreter that has {', '.join(lacking)}: "
+        "pip install 'phaseloom[worker]'"
+    ]
 
 
 def _metrics(mesh: Mesh) -> list[str]:
