@@ -183,3 +183,28 @@ async def test_who_hangs_up_cancels_and_a_refusal_has_its_status(served: Served)
         await log.until(
             lambda event: isinstance(event, CancelRequested) and event.key == queued.key
         )
+
+
+async def test_who_hangs_up_is_no_error_of_the_gateway(served: Served) -> None:
+    """Each one left an exception in its log that nobody had looked at."""
+    async with aiohttp.ClientSession(served.url) as http:
+        asked = {"model": "tiny", "prompt": [1], "max_tokens": 40, "ignore_eos": True}
+        headers = {"X-API-Key": served.key()}
+
+        async def hang_up(seed: int) -> None:
+            body = {**asked, "seed": seed, "stream": True}
+            async with http.post("/v1/completions", json=body, headers=headers) as answer:
+                await answer.content.readany()
+
+        await asyncio.gather(*map(hang_up, range(64)))
+        _, cut = await asyncio.open_connection("127.0.0.1", served.port)
+        lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"X-API-Key: {served.key()}"]
+        lines += ["Content-Length: 9", "", "{"]
+        cut.write("\r\n".join(lines).encode())
+        await cut.drain()
+        cut.close()
+        async with http.post("/v1/completions", json=asked, headers=headers) as answer:
+            assert answer.status == 200
+    files = (served.mesh.run_dir / "logs").glob("gateway-*.log")
+    said = "".join([file.read_text() for file in files])
+    assert '"level": "ERROR"' not in said

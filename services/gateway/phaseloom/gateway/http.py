@@ -50,11 +50,21 @@ def tenant_of(request: web.Request) -> Tenant:
     return seat.tenant
 
 
+async def content_of(request: web.Request) -> bytes:
+    """The body of a request. Raises: CallerError: its caller has hung up, or sends no HTTP."""
+    try:
+        return await request.read()
+    except (ConnectionResetError, web.RequestPayloadError) as error:
+        raise CallerError(
+            f"the body did not come whole: {error}", field="body", remedy="send it again"
+        ) from error
+
+
 async def body_of(request: web.Request, kind: type[T]) -> T:
     """The JSON body of a request. Raises: CallerError: it is not valid; names the field at
     fault."""
     try:
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
+        return msgspec.json.decode(await content_of(request) or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what, _, where = str(error).partition(" - at `$")
         raise CallerError(what, field=where.strip("`.")) from error

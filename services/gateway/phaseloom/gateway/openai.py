@@ -370,7 +370,10 @@ async def _answer(
     async def work() -> web.StreamResponse:
         own = await asyncio.gather(*map(submitted, prompts))
         answer = _Answer(request, call, prompts, form)
-        return await (answer.stream(own) if call.asked.stream else answer.whole(own))
+        try:
+            return await (answer.stream(own) if call.asked.stream else answer.whole(own))
+        except ConnectionResetError:
+            return web.Response(status=HUNG_UP)
 
     task = asyncio.create_task(work())
     try:
@@ -379,8 +382,6 @@ async def _answer(
             if request.transport is None:
                 return web.Response(status=HUNG_UP)
         return await task
-    except ConnectionResetError:
-        return web.Response(status=HUNG_UP)
     finally:
         await lifecycle.end([task])
         for handle in handles:

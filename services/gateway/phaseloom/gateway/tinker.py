@@ -40,7 +40,7 @@ from phaseloom.common.contract.ids import check_name
 from phaseloom.gateway.checkpoints import clean_up, clean_up_all, told_time, ttl_of
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise, failed
-from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.http import PREFIX, body_of, content_of, tenant_of
 from phaseloom.gateway.models import POLICY, SAMPLER, Draw, TrainedModel, context_of
 from phaseloom.gateway.records import (
     CallRecord,
@@ -456,7 +456,7 @@ async def _opened(tenant: Tenant, name: str) -> Opened:
 @routes.post(PREFIX + "/forward_backward")
 async def forward_backward(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
-    asked = convert.read_request(await request.read())
+    asked = convert.read_request(await content_of(request))
     opened = await _opened(tenant, asked.model_id)
     context = context_of(await tenant.base(opened.record.base))
     refusal: PhaseloomError | None = None
