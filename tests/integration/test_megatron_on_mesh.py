@@ -263,7 +263,10 @@ async def check_trainers_read_by_name(
           checkpoint `end`.
     """
     now = (await policy.forward(BATCH)).logprobs
-    named = [*published, client.NamedWeights("policy", job="job", checkpoint="end")]
+    named: list[client.OperationHandle[client.PublishWeightsResult] | client.NamedWeights] = [
+        *published,
+        client.NamedWeights("policy", job="job", checkpoint="end"),
+    ]
     scored = [(await policy.forward(BATCH, weights=each)).logprobs for each in named]
     assert scored[0] != scored[1] == scored[2] == now
     for weights, own in zip(named, scored, strict=True):

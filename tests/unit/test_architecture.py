@@ -295,6 +295,13 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("openai", "tinker"),
         ("main",),
     ],
+    "phaseloom.gateway.tinker": [
+        ("requests",),
+        ("calls",),
+        ("sampling", "training"),
+        ("saving", "sessions"),
+        ("retrieving",),
+    ],
     "phaseloom.console": [
         ("core",),
         ("page", "shell"),

@@ -19,6 +19,7 @@ from phaseloom.gateway.models import Backends, Models
 from phaseloom.gateway.records import Book
 from phaseloom.gateway.replicas import PEERS, REPLICA, Replica, Seat, passed_on, peers
 from phaseloom.gateway.tenants import Tenant
+from phaseloom.gateway.tinker.sessions import end_silent_sessions
 
 _END_S = 2.0
 """Seconds for which calls that wait for a promise may go on when the gateway is told to stop."""
@@ -96,7 +97,7 @@ async def serve(stop: asyncio.Event) -> None:
                 await book.load(seat.name)
                 models = Models(mesh, settings.backends)
                 seat.tenant = Tenant(seat.name, models, Futures(), book, bus)
-                await tinker.end_silent_sessions(seat.tenant, settings.session_s)
+                await end_silent_sessions(seat.tenant, settings.session_s)
 
         with socket.create_server((settings.host, 0)) as own:
             address = f"http://{settings.reached_at}:{own.getsockname()[1]}"

@@ -1,0 +1,157 @@
+"""A call of the Tinker API that takes time: it answers at once with the name of a promise.
+
+The name is made of the numbers that the SDK gives its calls. So a call that is made again gets the
+promise that it had before, also from a gateway that was restarted meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec.structs import replace
+
+from phaseloom.client import (
+    Adapter,
+    CallerError,
+    OperationHandle,
+    PhaseloomError,
+    outcome_of,
+)
+from phaseloom.common.contract import operations as ops
+from phaseloom.gateway.futures import Answer, Promise
+from phaseloom.gateway.models import TrainedModel
+from phaseloom.gateway.records import CallRecord, ModelRecord
+from phaseloom.gateway.tenants import Tenant
+from phaseloom.gateway.tinker.requests import ATTENTION, MLP, UNEMBED
+
+_MAX_METADATA_BYTES = 65_536
+"""The most bytes of a model's or a checkpoint's metadata."""
+
+
+async def answer_with(promised: tuple[str, Promise], **more: Any) -> web.Response:
+    """Answer with the name of a promise, once the mesh has the promise's operation.
+
+    Raises: Lost: it is not known whether the mesh has it; the same call again gets a new promise.
+    """
+    await promised[1].stored()
+    return web.json_response({"request_id": promised[0], **more})
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model of a tenant in this gateway's session of its job."""
+
+    tenant: Tenant
+    record: ModelRecord
+    model: TrainedModel
+
+    def name(self, seq: int) -> str:
+        """The name of an operation of the model's policy, on the mesh and as a promise."""
+        return f"{self.record.id}:{seq}"
+
+    def submit(self, seq: int, args: ops.Args) -> OperationHandle[Any]:
+        return self.model.policy.submit(seq + self.record.offset, self.name(seq), args)
+
+    def promise(
+        self,
+        seq: int,
+        args: ops.Args,
+        answer: Callable[[Any], Coroutine[Any, Any, Answer]],
+        num_targets: int = 1,
+    ) -> tuple[str, Promise]:
+        """The promise of an operation, which is submitted unless it was before.
+
+        Args: answer: makes the answer from the operation's result. num_targets: targets at each
+              position. Above 1 the number becomes part of the name: a later gateway that makes the
+              answer needs it.
+        """
+        name = self.name(seq) + (f"x{num_targets}" if num_targets > 1 else "")
+        promise = self.tenant.futures.find(name)
+        if promise is None:
+            handle = self.submit(seq, args)
+
+            async def work() -> Answer:
+                return await answer(await outcome_of(handle))
+
+            promise = self.tenant.futures.promise(name, work, handle)
+        return name, promise
+
+
+async def open_model(tenant: Tenant, name: str) -> Opened:
+    """The model of this name. Raises: CallerError: NOT_FOUND: the tenant has none."""
+    record = tenant.book.get(ModelRecord, tenant.name, name)
+    return Opened(tenant, record, await tenant.models.trained(record.job, record.adapter))
+
+
+def refused(
+    tenant: Tenant, promised: tuple[str, Promise], error: PhaseloomError
+) -> tuple[str, Promise]:
+    """The promise of a call that this gateway refuses. It is kept once the mesh has an operation
+    with the call's number.
+
+    Args: promised: the name and the promise of that operation.
+    """
+
+    async def refuse() -> Answer:
+        raise error
+
+    name = f"refused {promised[0]}"
+    return name, tenant.futures.promise(name, refuse, promised[1].handle)
+
+
+Begun = tuple[Callable[[], Coroutine[Any, Any, dict[str, Any]]], OperationHandle[Any] | None]
+"""The steps of a call, and the operation that they wait for; None: the steps submit it."""
+
+
+async def kept_call(
+    tenant: Tenant, name: str, call: str, asked: msgspec.Struct, begin: Callable[[], Begun]
+) -> tuple[str, Promise]:
+    """The promise of a call of several steps. A record of the call is written first, so that
+    another gateway can go on with it."""
+    record = tenant.book.find(CallRecord, tenant.name, name)
+    if record is None:
+        record = CallRecord(tenant.name, name, call, msgspec.to_builtins(asked))
+        await tenant.book.put(record)
+    kept = record
+    promise = tenant.futures.find(name)
+    if promise is None:
+        steps, handle = begin() if kept.answer is None else (None, None)
+
+        async def work() -> Answer:
+            if steps is None:
+                return kept.answer or {}
+            answer = await steps()
+            await tenant.book.put(replace(kept, answer=answer))
+            return answer
+
+        promise = tenant.futures.promise(name, work, handle)
+    return name, promise
+
+
+def metadata_of(given: dict[str, Any] | None) -> dict[str, Any]:
+    """The metadata of a request. Raises: CallerError: it is too large to be kept."""
+    num_bytes = len(msgspec.json.encode(given)) if given else 0
+    if num_bytes > _MAX_METADATA_BYTES:
+        raise CallerError(
+            f"the metadata has {num_bytes} bytes",
+            field="user_metadata",
+            remedy=f"give at most {_MAX_METADATA_BYTES} bytes, and keep the rest elsewhere",
+        )
+    return given or {}
+
+
+def lora_fields(adapter: Adapter | None) -> dict[str, Any]:
+    """The fields about an adapter in an answer. The rank is always a number: the SDK needs one."""
+    if adapter is None:
+        return {"is_lora": False, "lora_rank": 0}
+    return {
+        "is_lora": True,
+        "lora_rank": adapter.rank,
+        "train_attn": {*ATTENTION} <= {*adapter.targets},
+        "train_mlp": {*MLP} <= {*adapter.targets},
+        "train_unembed": {*UNEMBED} <= {*adapter.targets},
+    }

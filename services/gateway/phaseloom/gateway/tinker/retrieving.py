@@ -1,0 +1,104 @@
+"""The call by which the SDK asks for what was promised, also by an earlier gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from phaseloom.client import Lost, ResourceError
+from phaseloom.common.contract import operations as ops
+from phaseloom.common.contract.errors import to_exception
+from phaseloom.gateway.core import convert
+from phaseloom.gateway.futures import Answer, Promise, failed
+from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.models import POLICY
+from phaseloom.gateway.records import CallRecord, ModelRecord
+from phaseloom.gateway.tenants import Tenant
+from phaseloom.gateway.tinker.requests import LoadWeights, RetrieveFuture, SaveWeights
+from phaseloom.gateway.tinker.saving import load_promise, save_for_sampler_promise, save_promise
+from phaseloom.gateway.tinker.training import creating
+
+LONG_POLL_S = 30.0
+"""Seconds for which a call waits for a promise; the SDK waits 45 s for the answer."""
+_PAUSE_S = 0.1
+"""Seconds before a call whose promise is lost is answered: the SDK asks again at once."""
+_PROTOBUF = "application/x-protobuf"
+
+routes = web.RouteTableDef()
+
+
+@routes.post(PREFIX + "/retrieve_future")
+async def retrieve_future(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, RetrieveFuture)
+    promise = tenant.futures.find(asked.request_id) or await _earlier(tenant, asked.request_id)
+    if promise is None:
+        return web.json_response({"detail": "nothing was promised by that name"}, status=410)
+    try:
+        answer = await asyncio.wait_for(promise.answer(), LONG_POLL_S)
+    except Lost:
+        await asyncio.sleep(_PAUSE_S)  # the SDK asks again at once
+        raise
+    except TimeoutError:
+        state, reason = await promise.queue()
+        pending = {
+            "type": "try_again",
+            "request_id": asked.request_id,
+            "queue_state": state,
+            "queue_state_reason": reason,
+        }
+        return web.json_response(pending, status=408)
+    if isinstance(answer, bytes):
+        return web.Response(body=answer, content_type=_PROTOBUF)
+    return web.json_response(answer)
+
+
+async def _earlier(tenant: Tenant, name: str) -> Promise | None:
+    """The promise of this name that an earlier gateway gave; None: no gateway gave it."""
+    call = tenant.book.find(CallRecord, tenant.name, name)
+    if call is not None:
+        kind, again = _CALLS[call.call]
+        return (await again(tenant, msgspec.convert(call.asked, kind)))[1]
+    if name.startswith("create "):
+        made = tenant.book.find(ModelRecord, tenant.name, name.removeprefix("create "))
+        return None if made is None else creating(tenant, made)[1]
+    model, _, numbers = name.rpartition(":")
+    seq, _, num_targets = numbers.partition("x")
+    record = tenant.book.find(ModelRecord, tenant.name, model)
+    if record is None or not (seq.isdecimal() and (num_targets or "1").isdecimal()):
+        return None
+
+    async def found() -> Answer:
+        try:
+            trained = await tenant.models.trained(record.job, record.adapter)
+            done = await trained.job.outcome(POLICY, int(seq) + record.offset)
+        except ResourceError as error:  # of the way there, and none of the operation's
+            raise Lost(error.info.message, remedy="ask again") from error
+        return _answer_of(done, int(num_targets or 1))
+
+    return tenant.futures.promise(name, found)
+
+
+_CALLS: dict[str, tuple[type[Any], Callable[..., Coroutine[Any, Any, tuple[str, Promise]]]]] = {
+    "save_weights": (SaveWeights, save_promise),
+    "load_weights": (LoadWeights, load_promise),
+    "save_for_sampler": (SaveWeights, save_for_sampler_promise),
+}
+"""The calls of several steps: the type of the request, and the function that gives the promise."""
+
+
+def _answer_of(done: ops.Completion, num_targets: int) -> Answer:
+    """The answer to a call whose operation another gateway submitted."""
+    match done.result:
+        case ops.ForwardResult() as result:
+            return convert.trained_output(result, {}, num_targets)
+        case ops.ForwardBackwardResult() as result:
+            return convert.trained_output(result, result.metrics, num_targets)
+        case ops.OptimStepResult() as result:
+            return {"type": "optim_step", "metrics": result.metrics}
+    if done.error is not None:
+        return failed(to_exception(done.error))
+    return {"error": f"the operation was {done.outcome}", "category": "server"}

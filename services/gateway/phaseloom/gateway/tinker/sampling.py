@@ -1,0 +1,76 @@
+"""The calls of the Tinker API that sample."""
+
+from __future__ import annotations
+
+import random
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from phaseloom.client import Prompt, outcome_of
+from phaseloom.gateway.core import convert
+from phaseloom.gateway.futures import Answer
+from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.models import Draw
+from phaseloom.gateway.records import SamplerRecord, SessionRecord
+from phaseloom.gateway.sampling import source_of
+from phaseloom.gateway.tinker.calls import answer_with
+from phaseloom.gateway.tinker.requests import CreateSamplingSession, Sample
+
+routes = web.RouteTableDef()
+
+
+@routes.post(PREFIX + "/create_sampling_session")
+async def create_sampling_session(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, CreateSamplingSession)
+    tenant.book.get(SessionRecord, tenant.name, asked.session_id)
+    source = await source_of(tenant, asked.model_path or asked.base_model or "")
+    name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+    await tenant.book.put(
+        SamplerRecord(tenant.name, name, source.base.name, path=asked.model_path or "")
+    )
+    return web.json_response({"type": "create_sampling_session", "sampling_session_id": name})
+
+
+@routes.get(PREFIX + "/samplers/{sampler}")
+async def get_sampler(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    record = tenant.book.get(SamplerRecord, tenant.name, request.match_info["sampler"])
+    return web.json_response(
+        {"sampler_id": record.id, "base_model": record.base, "model_path": record.path or None}
+    )
+
+
+@routes.post(PREFIX + "/asample")
+async def sample(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, Sample)
+    asked.check()
+    source = await source_of(tenant, asked.sampling_session_id)
+    name = f"{asked.sampling_session_id}:{asked.seq_id}"
+    promise = tenant.futures.find(name)
+    if promise is None:
+        tokens = convert.prompt_tokens(asked.prompt)
+        sampling = convert.sampling(asked.sampling_params, len(tokens), source.context)
+        num_top, num_prompt_top = asked.topk_sample_logprobs, asked.topk_prompt_logprobs
+        sampling = replace(sampling, top_logprobs=num_top)
+        seed = asked.sampling_params.seed
+        prompt = Prompt(tokens, seed=random.getrandbits(62) if seed is None else seed)
+
+        async def draw() -> Answer:
+            handle = await source.generate(
+                tenant,
+                Draw(
+                    prompt,
+                    sampling,
+                    asked.num_samples,
+                    prompt_logprobs=bool(asked.prompt_logprobs or num_prompt_top),
+                    prompt_top_logprobs=num_prompt_top,
+                ),
+            )
+            drawing.handle = handle
+            last_n = asked.prompt_logprobs_last_n or len(tokens)
+            return convert.sampled_output(await outcome_of(handle), num_top, num_prompt_top, last_n)
+
+        promise = drawing = tenant.futures.promise(name, draw)
+    sequences = [f"{name}:{index}" for index in range(asked.num_samples)]
+    return await answer_with((name, promise), sample_sequence_ids=sequences)

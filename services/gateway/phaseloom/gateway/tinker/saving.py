@@ -1,0 +1,209 @@
+"""The calls of the Tinker API that save weights and load them."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from phaseloom.client import CallerError, Code, outcome_of
+from phaseloom.common.contract import operations as ops
+from phaseloom.gateway.checkpoints import clean_up, ttl_of
+from phaseloom.gateway.futures import Answer, Promise
+from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.models import POLICY, SAMPLER
+from phaseloom.gateway.records import CheckpointRecord, ModelRecord, SamplerRecord
+from phaseloom.gateway.tenants import Tenant
+from phaseloom.gateway.tinker.calls import (
+    Begun,
+    Opened,
+    answer_with,
+    kept_call,
+    metadata_of,
+    open_model,
+    refused,
+)
+from phaseloom.gateway.tinker.requests import LoadWeights, SaveWeights
+from phaseloom.gateway.tinker.training import new_model
+
+_MAX_NAME_CHARS = 256
+"""The most characters of a checkpoint's name."""
+_KEPT_VERSIONS = 4
+"""The number of unnamed sampler weights of a model that are kept: the newest ones."""
+
+routes = web.RouteTableDef()
+
+
+@routes.post(PREFIX + "/save_weights")
+async def save_weights(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
+    return await answer_with(await save_promise(tenant, asked))
+
+
+async def save_promise(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise]:
+    opened = await open_model(tenant, asked.model_id)
+    name = _mesh_name(asked.path or "", asked.seq_id)
+    try:
+        path = _path(opened.record, "weights", asked.path or f"{asked.seq_id:06d}")
+        ttl_s, metadata = ttl_of(asked.ttl_seconds), metadata_of(asked.user_metadata)
+        before = tenant.book.find(CheckpointRecord, tenant.name, path)
+        if before is not None and before.name != name and not asked.overwrite:
+            raise CallerError(
+                f"checkpoint {asked.path!r} exists",
+                code=Code.ALREADY_EXISTS,
+                field="path",
+                remedy="choose another name, or save with overwrite=True",
+            )
+    except CallerError as error:
+        return _refused_save(opened, asked.seq_id, error)
+    saved = _checkpoint(opened.record, path, POLICY, name, metadata)
+
+    def begin() -> Begun:
+        handle = opened.submit(asked.seq_id, ops.SaveState(name, ttl_s=ttl_s))
+
+        async def save() -> dict[str, Any]:
+            await outcome_of(handle)
+            await _keep_checkpoint(tenant, saved, ttl_s)
+            return {"type": "save_weights", "path": path}
+
+        return save, handle
+
+    return await kept_call(tenant, opened.name(asked.seq_id), "save_weights", asked, begin)
+
+
+@routes.post(PREFIX + "/save_weights_for_sampler")
+async def save_weights_for_sampler(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
+    return await answer_with(await save_for_sampler_promise(tenant, asked))
+
+
+async def save_for_sampler_promise(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise]:
+    opened = await open_model(tenant, asked.model_id)
+    record, sampler = opened.record, opened.model.sampler
+    try:
+        path = None if asked.path is None else _path(record, "sampler_weights", asked.path)
+        ttl_s, metadata = ttl_of(asked.ttl_seconds), metadata_of(asked.user_metadata)
+    except CallerError as error:
+        return _refused_save(opened, asked.seq_id, error)
+    version = _mesh_name(asked.path or "", asked.seq_id)
+    keep, kept_s = (_KEPT_VERSIONS, 0.0) if path is None else (0, ttl_s)
+
+    def begin() -> Begun:
+        # The sampler of adapters reads checkpoints of the policy.
+        save_it = ops.SaveState(version, keep=keep, ttl_s=kept_s)
+        handle = opened.submit(asked.seq_id, ops.PublishWeights() if sampler else save_it)
+
+        async def save() -> dict[str, Any]:
+            if sampler is not None:
+                await sampler.take(handle, version, keep, kept_s)
+            await outcome_of(handle)
+            if path is not None:
+                by = POLICY if sampler is None else SAMPLER
+                saved = _checkpoint(record, path, by, version, metadata)
+                await _keep_checkpoint(tenant, saved, ttl_s)
+                return {"type": "save_weights_for_sampler", "path": path}
+            session = record.id.partition(":")[0]
+            sampling = f"{session}:sample:{asked.sampling_session_seq_id}"
+            saved_as = SamplerRecord(tenant.name, sampling, record.base, record.id, version)
+            await tenant.book.put(saved_as)
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampling}
+
+        return save, handle
+
+    return await kept_call(tenant, opened.name(asked.seq_id), "save_for_sampler", asked, begin)
+
+
+@routes.post(PREFIX + "/load_weights")
+async def load_weights(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, LoadWeights)
+    return await answer_with(await load_promise(tenant, asked))
+
+
+async def load_promise(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promise]:
+    """The promise to load a checkpoint: into the model that is named, or into a new one."""
+    saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
+    if asked.session_id is not None and asked.model_seq_id is not None:
+        kept = metadata_of(asked.user_metadata)
+        like = ModelRecord("", "", "", saved.base, 1, kept, saved.adapter)
+        record = await new_model(tenant, asked.session_id, asked.model_seq_id, like)
+    else:
+        record = tenant.book.get(ModelRecord, tenant.name, asked.model_id or "")
+    seq = asked.seq_id or 0
+
+    def begin() -> Begun:
+        async def load() -> dict[str, Any]:
+            tenant.loading[saved.source, saved.name] += 1
+            try:
+                model = await tenant.models.train(record.job, record.base, record.adapter)
+                args = ops.LoadState(saved.name, saved.source, asked.optimizer)
+                await outcome_of(Opened(tenant, record, model).submit(seq, args))
+            finally:
+                tenant.loading[saved.source, saved.name] -= 1
+            return {"type": "load_weights", "path": asked.path, "model_id": record.id}
+
+        return load, None
+
+    return await kept_call(tenant, f"{record.id}:{seq}", "load_weights", asked, begin)
+
+
+def _refused_save(opened: Opened, seq: int, error: CallerError) -> tuple[str, Promise]:
+    """The promise of a save that this gateway refuses.
+
+    A save without a name, which the mesh refuses, takes the call's number: otherwise all later
+    operations would wait for that number.
+    """
+
+    async def never(_: Any) -> Answer:
+        raise error
+
+    return refused(opened.tenant, opened.promise(seq, ops.SaveState(""), never), error)
+
+
+async def _keep_checkpoint(tenant: Tenant, saved: CheckpointRecord, ttl_s: float) -> None:
+    """Let a path name a checkpoint from now on; the checkpoint that it named before is removed."""
+    before = tenant.book.find(CheckpointRecord, tenant.name, saved.id)
+    replaces = None if before is None else (before.source, before.name)
+    if before is not None and before.name == saved.name:  # an earlier gateway began this
+        replaces = before.replaces
+    expires_s = time.time() + ttl_s if ttl_s else None
+    kept = replace(saved, expires_s=expires_s, replaces=replaces)
+    await tenant.book.put(kept)
+    await clean_up(tenant, kept)
+
+
+def _checkpoint(
+    record: ModelRecord, path: str, deployment: str, name: str, metadata: dict[str, Any]
+) -> CheckpointRecord:
+    source = f"{record.job}/{deployment}"
+    return CheckpointRecord(
+        record.tenant,
+        path,
+        record.id,
+        record.base,
+        source,
+        name,
+        time.time(),
+        metadata,
+        record.adapter,
+    )
+
+
+def _path(record: ModelRecord, kind: str, name: str) -> str:
+    # The SDK puts names in addresses as they are.
+    is_told = name.isprintable() and len(name) <= _MAX_NAME_CHARS
+    if name in ("", ".", "..") or set(name) & set("/%?#\\") or not is_told:
+        raise CallerError(
+            f"{name[:_MAX_NAME_CHARS]!r} cannot be a checkpoint's name",
+            field="path",
+            remedy=f"use at most {_MAX_NAME_CHARS} characters, without / % ? # \\ and control "
+            "characters",
+        )
+    return f"tinker://{record.id}/{kind}/{name}"
+
+
+def _mesh_name(name: str, seq: int) -> str:
+    """The name of a save on the mesh, which allows fewer characters; `seq` keeps it unique."""
+    return f"{seq}-{re.sub('[^A-Za-z0-9_-]', '_', name)}"[:64].rstrip("-")

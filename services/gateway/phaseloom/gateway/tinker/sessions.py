@@ -1,0 +1,184 @@
+"""Sessions of the Tinker SDK, what it asks for when it begins, and what there is of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+import nats.errors
+from aiohttp import web
+
+from phaseloom.client import PhaseloomError
+from phaseloom.gateway.checkpoints import clean_up_all, told_time
+from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.models import context_of
+from phaseloom.gateway.records import (
+    CallRecord,
+    CheckpointRecord,
+    ModelRecord,
+    SamplerRecord,
+    SessionRecord,
+)
+from phaseloom.gateway.tenants import Tenant
+from phaseloom.gateway.tinker.calls import lora_fields
+from phaseloom.gateway.tinker.requests import CreateSession, OfPath, OfSession
+from phaseloom.gateway.tinker.training import finish
+
+log = logging.getLogger(__name__)
+
+routes = web.RouteTableDef()
+
+
+@routes.post(PREFIX + "/client/config")
+async def client_config(request: web.Request) -> web.Response:
+    return web.json_response({"pjwt_auth_enabled": False})
+
+
+@routes.post(PREFIX + "/client/dynamic_config")
+async def dynamic_config(request: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+@routes.post(PREFIX + "/telemetry")
+async def telemetry(request: web.Request) -> web.Response:
+    """Accept the SDK's telemetry, and drop it: it is meant for another service."""
+    return web.json_response({"status": "accepted"})
+
+
+@routes.get(PREFIX + "/healthz")
+async def health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+@routes.get(PREFIX + "/get_server_capabilities")
+async def capabilities(request: web.Request) -> web.Response:
+    models = [
+        {
+            "model_name": model.name,
+            "max_context_length": context_of(model),
+            "trainable": True,
+            "sampleable": True,
+        }
+        for model in await tenant_of(request).bases()
+    ]
+    return web.json_response({"supported_models": models})
+
+
+@routes.post(PREFIX + "/create_session")
+async def create_session(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    await body_of(request, CreateSession)
+    session = SessionRecord(tenant.name, uuid.uuid4().hex)
+    await tenant.book.put(session)
+    tenant.beats[session.id] = time.monotonic()
+    return web.json_response({"type": "create_session", "session_id": session.id})
+
+
+@routes.post(PREFIX + "/session_heartbeat")
+async def heartbeat(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OfSession)
+    if tenant.book.find(SessionRecord, tenant.name, asked.session_id) is None:
+        return web.json_response({"detail": "the session is over"}, status=410)
+    tenant.beats[asked.session_id] = time.monotonic()
+    return web.json_response({"type": "session_heartbeat"})
+
+
+@routes.post(PREFIX + "/sessions/{session}/finish")
+async def finish_session(request: web.Request) -> web.Response:
+    tenant, session = tenant_of(request), request.match_info["session"]
+    await _end_session(tenant, tenant.book.get(SessionRecord, tenant.name, session))
+    return web.json_response({})
+
+
+async def _end_session(tenant: Tenant, session: SessionRecord) -> None:
+    """End a session and its models. Checkpoints stay."""
+    for model in tenant.book.all(ModelRecord, tenant.name):
+        if model.id.startswith(f"{session.id}:"):
+            await finish(tenant, model)
+    for call in tenant.book.all(CallRecord, tenant.name):
+        if call.id.startswith(f"{session.id}:"):
+            await tenant.book.drop(call)
+    await tenant.book.drop(session)
+    tenant.beats.pop(session.id, None)
+
+
+async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
+    """End every session that was silent for `silent_s` seconds; runs until cancelled.
+
+    The programs of such sessions are gone, and their models would keep their places on the mesh.
+    For a session of an earlier gateway the time counts from this one's start. Files of expired
+    checkpoints are removed in the same loop.
+    """
+    while True:
+        now = time.monotonic()
+        for session in tenant.book.all(SessionRecord, tenant.name):
+            if now - tenant.beats.setdefault(session.id, now) > silent_s:
+                try:
+                    await _end_session(tenant, session)
+                except (PhaseloomError, nats.errors.Error) as error:
+                    log.warning("session %s is not ended yet: %s", session.id, error)
+        await clean_up_all(tenant)
+        await asyncio.sleep(silent_s / 4)
+
+
+@routes.get(PREFIX + "/sessions")
+async def list_sessions(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    sessions = [each.id for each in tenant.book.all(SessionRecord, tenant.name)]
+    return web.json_response({"sessions": sessions})
+
+
+@routes.get(PREFIX + "/sessions/{session}")
+async def get_session(request: web.Request) -> web.Response:
+    tenant, session = tenant_of(request), request.match_info["session"]
+    tenant.book.get(SessionRecord, tenant.name, session)
+    of = f"{session}:"
+    models = [each.id for each in tenant.book.all(ModelRecord, tenant.name)]
+    samplers = [each.id for each in tenant.book.all(SamplerRecord, tenant.name)]
+    return web.json_response(
+        {
+            "training_run_ids": [name for name in models if name.startswith(of)],
+            "sampler_ids": [name for name in samplers if name.startswith(of)],
+        }
+    )
+
+
+@routes.get(PREFIX + "/training_runs")
+async def list_runs(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    runs = [_run(model) for model in tenant.book.all(ModelRecord, tenant.name)]
+    return web.json_response({"training_runs": runs, "cursor": _cursor(runs)})
+
+
+@routes.get(PREFIX + "/training_runs/{run}")
+async def get_run(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    return web.json_response(
+        _run(tenant.book.get(ModelRecord, tenant.name, request.match_info["run"]))
+    )
+
+
+@routes.post(PREFIX + "/weights_info")
+async def weights_info(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OfPath)
+    saved = tenant.book.get(CheckpointRecord, tenant.name, asked.tinker_path or asked.path)
+    return web.json_response({"base_model": saved.base, **lora_fields(saved.adapter)})
+
+
+def _run(model: ModelRecord) -> dict[str, Any]:
+    return {
+        "training_run_id": model.id,
+        "base_model": model.base,
+        "model_owner": model.tenant,
+        **lora_fields(model.adapter),
+        "corrupted": False,
+        "last_request_time": told_time(time.time()),
+        "user_metadata": model.metadata or None,
+    }
+
+
+def _cursor(items: list[Any]) -> dict[str, int]:
+    return {"offset": 0, "limit": len(items), "total_count": len(items)}

@@ -1,0 +1,161 @@
+"""The calls of the Tinker API that make models and train them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from phaseloom.client import CallerError, Code, PhaseloomError
+from phaseloom.common.contract import operations as ops
+from phaseloom.common.contract.ids import check_name
+from phaseloom.gateway.core import convert
+from phaseloom.gateway.futures import Answer, Promise
+from phaseloom.gateway.http import PREFIX, body_of, content_of, tenant_of
+from phaseloom.gateway.models import context_of
+from phaseloom.gateway.records import ModelRecord, SessionRecord
+from phaseloom.gateway.tenants import Tenant
+from phaseloom.gateway.tinker.calls import (
+    answer_with,
+    lora_fields,
+    metadata_of,
+    open_model,
+    refused,
+)
+from phaseloom.gateway.tinker.requests import CreateModel, LoraConfig, OfModel, OptimStep
+
+routes = web.RouteTableDef()
+
+
+@routes.post(PREFIX + "/create_model")
+async def create_model(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, CreateModel)
+    await tenant.base(asked.base_model)
+    lora = asked.lora_config or LoraConfig(0)
+    adapter = lora.adapter
+    if adapter is not None and not tenant.models.has_adapters:
+        raise CallerError(
+            "the backends of this gateway train all weights, and no adapters",
+            code=Code.FAILED_PRECONDITION,
+            field="lora_config.rank",
+            remedy="ask for rank=0, which trains all weights",
+        )
+    record = await new_model(
+        tenant,
+        asked.session_id,
+        asked.model_seq_id,
+        ModelRecord("", "", "", asked.base_model, 0, metadata_of(asked.user_metadata), adapter),
+    )
+    return await answer_with(creating(tenant, record))
+
+
+async def new_model(
+    tenant: Tenant,
+    session: str,
+    number: int,
+    like: ModelRecord,
+) -> ModelRecord:
+    """The record of a model of a session, made now unless there is one.
+
+    Args: number: the SDK's number of the model. like: the record without tenant, id and job.
+    """
+    tenant.book.get(SessionRecord, tenant.name, session)
+    name = f"{session}:train:{number}"
+    record = tenant.book.find(ModelRecord, tenant.name, name)
+    if record is None:
+        job = check_name(f"tinker-{session}-{number}", "model_seq_id")
+        record = replace(like, tenant=tenant.name, id=name, job=job)
+        await tenant.book.put(record)
+    return record
+
+
+def creating(tenant: Tenant, record: ModelRecord) -> tuple[str, Promise]:
+    async def create() -> Answer:
+        await tenant.models.train(record.job, record.base, record.adapter)
+        return {"type": "create_model", "model_id": record.id}
+
+    name = f"create {record.id}"
+    return name, tenant.futures.promise(name, create)
+
+
+@routes.post(PREFIX + "/get_info")
+async def get_info(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OfModel)
+    model = tenant.book.get(ModelRecord, tenant.name, asked.model_id)
+    base = await tenant.base(model.base)
+    return web.json_response(
+        {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_name": base.name,
+            **lora_fields(model.adapter),
+            "model_data": {
+                "arch": base.config.get("model_type"),
+                "model_name": base.name,
+                "tokenizer_id": base.directory.path,
+            },
+        }
+    )
+
+
+@routes.post(PREFIX + "/unload_model")
+async def unload_model(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OfModel)
+    model = tenant.book.get(ModelRecord, tenant.name, asked.model_id)
+
+    async def unload() -> Answer:
+        await finish(tenant, model)
+        return {"type": "unload_model", "model_id": model.id}
+
+    name = f"unload {model.id}"
+    return await answer_with((name, tenant.futures.promise(name, unload)))
+
+
+async def finish(tenant: Tenant, model: ModelRecord) -> None:
+    try:
+        await tenant.models.finish(model.job)
+    except CallerError as error:
+        if error.info.code is not Code.NOT_FOUND:
+            raise
+
+
+@routes.post(PREFIX + "/forward_backward")
+async def forward_backward(request: web.Request) -> web.Response:
+    tenant = tenant_of(request)
+    asked = convert.read_request(await content_of(request))
+    opened = await open_model(tenant, asked.model_id)
+    context = context_of(await tenant.base(opened.record.base))
+    refusal: PhaseloomError | None = None
+    args: ops.Args
+    try:
+        args = convert.trained(asked, context)
+    except CallerError as error:
+        # It keeps its number, or all that follow would wait for it: the mesh refuses an empty one.
+        refusal = error
+        empty = ops.ForwardBackward([], ops.Loss.CROSS_ENTROPY)
+        args = ops.Forward([]) if asked.forward_only else empty
+
+    num_targets = args.batch[0].num_targets if args.batch else 1
+
+    async def answer(result: Any) -> Answer:
+        is_forward = isinstance(result, ops.ForwardResult)
+        metrics = convert.forward_loss(asked, result) if is_forward else result.metrics
+        return convert.trained_output(result, metrics, num_targets)
+
+    promised = opened.promise(asked.seq_id, args, answer, num_targets)
+    if refusal is not None:
+        promised = refused(tenant, promised, refusal)
+    return await answer_with(promised)
+
+
+@routes.post(PREFIX + "/optim_step")
+async def optim_step(request: web.Request) -> web.Response:
+    tenant, asked = tenant_of(request), await body_of(request, OptimStep)
+    opened = await open_model(tenant, asked.model_id)
+    args = ops.OptimStep(convert.adam(asked.adam_params))
+
+    async def answer(result: ops.OptimStepResult) -> Answer:
+        return {"type": "optim_step", "metrics": result.metrics}
+
+    return await answer_with(opened.promise(asked.seq_id, args, answer))
