@@ -20,7 +20,7 @@ import msgspec
 from phaseloom.common.contract import events
 from phaseloom.common.contract.errors import Code, ErrorInfo, InternalError, ResourceError
 from phaseloom.scheduler.core.dispatch import dispatch, hints, shares, tails
-from phaseloom.scheduler.core.durability import replicas, seals
+from phaseloom.scheduler.core.durability import replicas, retention, seals
 from phaseloom.scheduler.core.jobs import cancel, deployments, jobs, outcomes, sessions
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment, evacuation, repack
@@ -71,7 +71,7 @@ AFTER_EACH_EVENT: tuple[tuple[FollowUp, Do], ...] = (
     (FollowUp.FALL_BACK, _each_failed(jobs.fall_back)),
     (FollowUp.FAIL_JOB, _each_failed(jobs.fail)),
     (FollowUp.END_DEPLOYMENT, _each_failed(deployments.end_alone)),
-    (FollowUp.RELEASE, _each(seals.release_unnamed)),
+    (FollowUp.RELEASE, _each(retention.release_unnamed)),
     (FollowUp.REVIEW_JOB, _each(jobs.review)),
     (FollowUp.PLACE, _once(jobs.place_waiting)),
     (FollowUp.REPLAN, _once(repack.ask)),

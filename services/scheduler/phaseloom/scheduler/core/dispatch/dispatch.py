@@ -36,7 +36,7 @@ from phaseloom.scheduler.core.dispatch import (
     speculative,
     tails,
 )
-from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.durability import retention, seals
 from phaseloom.scheduler.core.operations import gradients, operations, reads
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Slot
@@ -279,7 +279,7 @@ def _sources(step: Step, op: Op) -> list[str]:
     up first."""
     if op.version is None:
         return []
-    nodes = [step.node(node) for node in seals.nodes_of(step, op.version)]
+    nodes = [step.node(node) for node in retention.nodes_of(step, op.version)]
     return [node.state_endpoint for node in sorted(nodes, key=lambda node: not node.is_up)]
 
 

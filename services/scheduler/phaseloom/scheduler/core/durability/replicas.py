@@ -18,7 +18,7 @@ from phaseloom.common.contract.commands import FilesTicket, MirrorState, Ticket
 from phaseloom.common.contract.events import StateMirrored
 from phaseloom.common.contract.ids import NodeId, VersionKey, parse_operation_key
 from phaseloom.common.contract.specs import Durability
-from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.durability import holders, retention, seals
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.durability import Copying
 from phaseloom.scheduler.core.state.job import Job
@@ -59,7 +59,7 @@ def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
     if step.job_of(deployment).spec.durability is not Durability.REMOTE:
         return  # its seal is on its own nodes, and moves with it
     for part in range(len(deployment.wpg.assignments)):
-        if len(_staying(step, seals.holders(deployment, part))) < seals.NUM_REMOTE_COPIES:
+        if len(_staying(step, holders.of_part(deployment, part))) < seals.NUM_REMOTE_COPIES:
             yield part
 
 
@@ -97,7 +97,7 @@ def _give_up_failed(step: Step, deployment: Deployment, at_risk: Collection[int]
         c for c in deployment.durability.copying if c.has_failed and c.part not in at_risk
     ]:
         deployment.durability.end_copying(copying)
-        seals.give_up_copy(step, deployment, copying.node)
+        holders.give_up_copy(step, deployment, copying.node)
 
 
 def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
@@ -105,10 +105,10 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
     if not _is_to_be_asked(step, before):
         return
     sources = seals.sources(step, deployment, part, but=NodeId(""))
-    taken = seals.nodes_in_use(deployment)
+    taken = holders.nodes_in_use(deployment)
     if before is not None:
         taken.discard(before.node)
-    fit = [node for node in seals.fit_for_copy(step, deployment) if node not in taken]
+    fit = [node for node in holders.fit_for_copy(step, deployment) if node not in taken]
     node = _another(fit, before)
     if node is None or not sources:
         return
@@ -117,16 +117,16 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
         step.node(node),
         deployment=deployment.key,
         seal_seq=deployment.durability.seal_seq,
-        versions=seals.durable_needed(step, deployment),
+        versions=retention.durable_needed(step, deployment),
         sources=sources,
-        ticket=seals.ticket(deployment, [node]),
+        ticket=holders.ticket(deployment, [node]),
         rank_offset=sum(len(earlier.devices) for earlier in deployment.wpg.assignments[:part]),
         num_ranks=deployment.spec.layout.num_ranks,
     )
     if before is not None:
         deployment.durability.end_copying(before)
         if before.node != node:
-            seals.give_up_copy(step, deployment, before.node)
+            holders.give_up_copy(step, deployment, before.node)
     failures = before.failures if before is not None else 0
     revision = step.node(node).revision
     copying = Copying(node, revision, command, part, failures=failures)
@@ -162,7 +162,9 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     )
     failures = before.failures if before is not None else 0
     if before is not None and before.node != node:
-        seals.release_at(step, [before.node], [version])  # it may have got the version after all
+        retention.release_at(
+            step, [before.node], [version]
+        )  # it may have got the version after all
     copying = Copying(node, step.node(node).revision, command, failures=failures)
     job.versions.begin_copying(name, copying)
     step.tell("copied again", f"{node}, from a node that is left", name)
@@ -224,14 +226,14 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
         _failed(step, copying, event, deployment.name)
         return
     deployment.durability.end_copying(copying)
-    seals.note_replica(deployment, copying.part, event.node)
+    holders.note_replica(deployment, copying.part, event.node)
     step.follow(FollowUp.PLACE)  # people may wait to hear that a node is not needed any more
 
 
 def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
     if name not in job.versions.retained:
         job.versions.end_copying(name)
-        seals.release_at(step, [event.node], [_version(name)])
+        retention.release_at(step, [event.node], [_version(name)])
     elif event.error is not None:
         _failed(step, job.versions.copying[name], event, name)
     else:
@@ -243,7 +245,7 @@ def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) ->
     assert event.error is not None
     copying.has_failed = True
     copying.failures += 1
-    copying.retry_at_s = step.now_s + seals.retry_pause_s(copying.failures)
+    copying.retry_at_s = step.now_s + holders.retry_pause_s(copying.failures)
     step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)
     step.tell("not copied", f"{event.node}: {event.error.message}", subject)
 
@@ -256,7 +258,7 @@ def counted_on(step: Step, node: NodeId) -> list[str]:
     lines = []
     for _, deployment in sorted(step.state.deployments.items()):
         for part in _parts_at_risk(step, deployment):
-            if node in seals.holders(deployment, part) and node not in deployment.nodes:
+            if node in holders.of_part(deployment, part) and node not in deployment.nodes:
                 seal_seq = deployment.durability.seal_seq
                 what = f"{deployment.name}: a copy of its seal at {seal_seq} counts here"
                 copying = next((c for c in deployment.durability.copying if c.part == part), None)

@@ -14,7 +14,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
 from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.durability import retention, seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -104,7 +104,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     devices.note_ready(step, deployment, is_ready=False)
     job.have([spec for spec in job.spec.deployments if spec.name != name])
     step.state.drop_deployment(deployment.name)
-    seals.release_versions(step, job)
+    retention.release_versions(step, job)
     _wake_those_that_wait(step, deployment)
     for other in step.deployments_of(job.key):
         step.touch(other)  # a sync may have waited for it to be rebuilt
@@ -127,10 +127,10 @@ def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
     """Note which nodes have the weights versions of a policy that others want."""
     if not policy.wpg.assignments:
         return
-    wanted = seals.wanted_versions(step, job, but=policy)
+    wanted = retention.wanted_versions(step, job, but=policy)
     for version in job.versions.published:
         if version.policy == policy.key and version in wanted:
-            job.versions.retain(str(version), seals.nodes_of(step, version))
+            job.versions.retain(str(version), retention.nodes_of(step, version))
 
 
 def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:

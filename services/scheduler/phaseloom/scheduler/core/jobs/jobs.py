@@ -9,7 +9,7 @@ from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.specs import ModelSpec
-from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.durability import retention
 from phaseloom.scheduler.core.jobs import deployments, rollback
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment, evacuation
@@ -339,7 +339,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
         operations.abort_all(step, deployment, error)
         wpgs.stop(step, deployment)
         deployments.shrink(step, deployment)
-    seals.release_all(step, job)
+    retention.release_all(step, job)
     step.state.drop_trace(str(job.key))
     operations.forget_waiters(step, job.key)
     lean = [replace(spec, model=ModelSpec({})) for spec in job.spec.deployments]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished
-from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.durability import holders, retention, seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
@@ -52,7 +52,7 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
     job.failed(lost)
     job.controller.end_sessions()
     step.advance_job(job, JobEvent.FELL_BACK)
-    seals.release_all(step, job)
+    retention.release_all(step, job)
     for deployment in step.deployments_of(job.key):
         _note_unfinished(deployment)
         operations.abort_all(step, deployment, aborted)
@@ -77,4 +77,4 @@ def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
     deployment.wpg.fall_back(checkpoint, last_seq)
     deployment.durability.fall_back(last_seq)
     deployment.queue.forget_missing_gradients()
-    seals.drop_replicas(deployment)
+    holders.drop_replicas(deployment)

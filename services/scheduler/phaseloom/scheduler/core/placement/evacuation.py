@@ -18,7 +18,7 @@ from phaseloom.common.contract.api import NodeStatus
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import NodeDrainRequested
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.scheduler.core.durability import replicas, seals
+from phaseloom.scheduler.core.durability import holders, replicas
 from phaseloom.scheduler.core.placement import assignment, repack
 from phaseloom.scheduler.core.planning import admission, groups
 from phaseloom.scheduler.core.state import outputs
@@ -156,11 +156,11 @@ def _write_off(step: Step, node: NodeId) -> None:
         if deployment.wpg.state is WpgState.STOPPED:
             continue
         had_seal = deployment.durability.seal_seq > 0
-        if node in seals.nodes_with(deployment) and node not in deployment.nodes:
-            seals.forget_at(step, deployment, node)  # the node is told so once it is back
+        if node in holders.nodes_with(deployment) and node not in deployment.nodes:
+            holders.forget_at(step, deployment, node)  # the node is told so once it is back
         deployment.durability.set_replicas(
             [
-                [name for name in seals.holders(deployment, index) if name != node]
+                [name for name in holders.of_part(deployment, index) if name != node]
                 for index in range(len(deployment.wpg.assignments) if had_seal else 0)
             ]
         )
@@ -195,7 +195,7 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
 def _needs_no(node: NodeId, deployment: Deployment) -> bool:
     """Whether a deployment can be rebuilt without this node."""
     parts = range(len(deployment.wpg.assignments) if deployment.durability.seal_seq else 0)
-    return all(set(seals.holders(deployment, index)) - {node} for index in parts)
+    return all(set(holders.of_part(deployment, index)) - {node} for index in parts)
 
 
 def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployment]) -> bool:

@@ -23,7 +23,7 @@ from phaseloom.common.contract.commands import MirrorState, Ticket
 from phaseloom.common.contract.events import StateMirrored
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.durability import holders, retention, seals
 from phaseloom.scheduler.core.operations import gradients
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -42,16 +42,16 @@ def begin(step: Step, deployment: Deployment, assignments: list[RankAssignment])
     name = deployment.name
     assignments = _arranged(deployment, assignments)
     release_nodes(step, deployment)
-    seals.stop_copying(step, deployment)
+    holders.stop_copying(step, deployment)
     if deployment.move.relocation is not None:
         # There may be a copy on the nodes that the earlier move was to go to.
-        holders = {node for part in deployment.durability.replicas for node in part}
-        deployment.move.keep(seals.nodes_with(deployment), but={*deployment.nodes, *holders})
+        having = {node for part in deployment.durability.replicas for node in part}
+        deployment.move.keep(holders.nodes_with(deployment), but={*deployment.nodes, *having})
     if assignments == deployment.wpg.assignments:
         deployment.move.end()
     else:
         deployment.move.begin(assignments)
-        seals.drop_other_parts(step, deployment)
+        holders.drop_other_parts(step, deployment)
         for node in deployment.nodes:
             if all(assigned.node != node for assigned in assignments):
                 groups.hold(step.state.cluster, node, name)
@@ -72,7 +72,8 @@ def _arranged(deployment: Deployment, assignments: list[RankAssignment]) -> list
     kept = [new.pop(node, None) for node in deployment.nodes]
     for index, assigned in enumerate(kept):
         if assigned is None:
-            having = next((node for node in seals.holders(deployment, index) if node in new), None)
+            have_it = holders.of_part(deployment, index)
+            having = next((node for node in have_it if node in new), None)
             kept[index] = None if having is None else new.pop(having)
     rest = iter(new.values())
     return [next(rest) if assigned is None else assigned for assigned in kept]
@@ -247,10 +248,10 @@ def _has_gradients_to_use(deployment: Deployment) -> bool:
 def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
     """Have each new node of a move fetch the part of the seal and the versions that it lacks."""
     fetching: list[NodeId] = []
-    versions = seals.durable_needed(step, deployment)
+    versions = retention.durable_needed(step, deployment)
     for index, assigned in enumerate(move.assignments):
-        holders = seals.holders(deployment, index)
-        seal_seq = 0 if assigned.node in holders else deployment.durability.seal_seq
+        having = holders.of_part(deployment, index)
+        seal_seq = 0 if assigned.node in having else deployment.durability.seal_seq
         if seal_seq or versions or deployment.durability.holds is not None:
             fetching.append(assigned.node)
             step.send(
@@ -260,7 +261,7 @@ def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
                 seal_seq=seal_seq,
                 versions=versions,
                 sources=seals.sources(step, deployment, index, but=assigned.node),
-                ticket=seals.ticket(deployment, [assigned.node]),
+                ticket=holders.ticket(deployment, [assigned.node]),
                 holds=_ticket_of_held(deployment, assigned.node),
                 rank_offset=sum(len(before.devices) for before in move.assignments[:index]),
                 num_ranks=deployment.spec.layout.num_ranks,
@@ -291,7 +292,7 @@ def mirrored(step: Step, event: StateMirrored) -> None:
     move.fetching.remove(event.node)
     if event.error is not None:
         move.failures += 1
-        move.retry_at_s = step.now_s + seals.retry_pause_s(move.failures)
+        move.retry_at_s = step.now_s + holders.retry_pause_s(move.failures)
         step.set_timer(f"retry/{deployment.name}/{step.sequence}", move.retry_at_s)
         step.tell("move put off", f"{event.node}: {event.error.message}", deployment.name)
         _wait(step, deployment, move)
@@ -299,7 +300,7 @@ def mirrored(step: Step, event: StateMirrored) -> None:
         index = next(
             i for i, assigned in enumerate(move.assignments) if assigned.node == event.node
         )
-        seals.note_replica(deployment, index, event.node)
+        holders.note_replica(deployment, index, event.node)
 
 
 def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:

@@ -17,7 +17,7 @@ from phaseloom.common.contract.events import NodeLost, NodeUp, WpgLost, WpgStart
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.kinds import KINDS
 from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.durability import seals
+from phaseloom.scheduler.core.durability import holders, retention, seals
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -199,7 +199,7 @@ def start(step: Step, deployment: Deployment) -> None:
     deployment.wpg.begin(deployment.durability.seal_seq)
     deployment.wpg.starting_on = deployment.nodes
     nodes = deployment.nodes
-    versions = seals.durable_needed(step, deployment) if deployment.durability.seal_seq else []
+    versions = retention.durable_needed(step, deployment) if deployment.durability.seal_seq else []
     rank_offset = 0
     for index, assigned in enumerate(deployment.wpg.assignments):
         sources = _seal_sources(step, deployment, index)
@@ -216,7 +216,7 @@ def start(step: Step, deployment: Deployment) -> None:
             nodes=nodes if len(nodes) > 1 else [],
             versions=versions,
             sources=sources,
-            ticket=seals.ticket(deployment, [assigned.node]) if sources else None,
+            ticket=holders.ticket(deployment, [assigned.node]) if sources else None,
         )
         rank_offset += len(assigned.devices)
 
@@ -238,7 +238,7 @@ def _try_start(step: Step, deployment: Deployment) -> None:
     nodes are up: the nodes that it is moving to if these are ready, else those that it was on. A
     WPG that died several times while nothing ran has a pause before that.
     """
-    if deployment.wpg.dying_on or not seals.is_readable(step, deployment):
+    if deployment.wpg.dying_on or not holders.is_readable(step, deployment):
         return
     if deployment.wpg.retry_at_s > step.now_s:
         return
@@ -293,7 +293,7 @@ def started(step: Step, event: WpgStarted) -> None:
     deployment.wpg.state_bytes = max(deployment.wpg.state_bytes, event.state_bytes)
     if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
         # A seal that the node fetched from elsewhere is on its own disk now.
-        seals.note_replica(deployment, deployment.nodes.index(event.node), event.node)
+        holders.note_replica(deployment, deployment.nodes.index(event.node), event.node)
     if deployment.wpg.starting_on:
         return
     devices.weigh_host_memory(step, deployment)
@@ -301,9 +301,9 @@ def started(step: Step, event: WpgStarted) -> None:
     deployment.durability.plan_replay(_to_replay(step, deployment, event.applied))
     has_replay = bool(deployment.durability.replay)
     step.advance_wpg(deployment, WpgEvent.UP_TO_REPLAY if has_replay else WpgEvent.UP)
-    seals.release_restored(step, deployment)
+    retention.release_restored(step, deployment)
     if not deployment.durability.seal_seq:
-        seals.clear_stale_holders(step, deployment)
+        holders.clear_stale_holders(step, deployment)
     if step.state.closing:
         step.follow(FollowUp.PLACE)  # the copies of its seal are counted anew
     if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
@@ -335,7 +335,7 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
     Args: applied: the seq up to which operations are in that state.
     """
     history = [m for m in deployment.durability.history if m.seq > applied]
-    wanted = seals.volatile_versions(step, deployment)
+    wanted = retention.volatile_versions(step, deployment)
     first = 0
     for index, mutation in enumerate(history):
         if mutation.seq in wanted or any(seq < mutation.seq for seq in deployment.queue.snapshots):
@@ -361,7 +361,7 @@ def _touch_job(step: Step, deployment: Deployment) -> None:
     for other in step.deployments_of(deployment.key.job_key):
         step.touch(other)
     for named in step.job_of(deployment).versions.named.values():
-        seals.touch_readers(step, named)
+        retention.touch_readers(step, named)
 
 
 def lost(step: Step, event: WpgLost) -> None:
@@ -447,7 +447,7 @@ def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
     """
     if not deployment.wpg.base or event.error.code is not Code.UNAVAILABLE:
         return False
-    return event.node not in seals.holders(deployment, deployment.nodes.index(event.node))
+    return event.node not in holders.of_part(deployment, deployment.nodes.index(event.node))
 
 
 def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
@@ -560,7 +560,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     if deployment.wpg.assignments and deployment.wpg.state is WpgState.LOST:
         # Its loss is confirmed already: a new number tells the confirmation of this stop apart.
         deployment.wpg.next_incarnation()
-    nodes = seals.nodes_with(deployment) if forget else deployment.nodes
+    nodes = holders.nodes_with(deployment) if forget else deployment.nodes
     if forget:
         for node in nodes:
             step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
@@ -569,7 +569,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     deployment.wpg.starting_on = []
     deployment.wpg.dying_on = []
     if not forget:
-        seals.stop_copying(step, deployment)
+        holders.stop_copying(step, deployment)
     deployment.move.keep([])
     deployment.durability.drop_replicas()
     if deployment.move.relocation is not None:

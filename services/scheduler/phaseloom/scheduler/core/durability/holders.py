@@ -1,0 +1,174 @@
+"""The nodes that have the parts of a deployment's newest seal, are to get one, or to forget one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phaseloom.common.contract.commands import FilesTicket, StopWpg
+from phaseloom.common.contract.ids import NodeId
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.step import Step
+
+RETRY_PAUSE_S = 5.0
+"""First pause before a copy that has failed is asked for again; each one is twice as long as the
+one before."""
+MAX_RETRY_PAUSE_S = 80.0
+
+
+def of_part(deployment: Deployment, index: int) -> list[NodeId]:
+    """The nodes that have this part of a deployment's newest seal; empty where it has no seal."""
+    if not deployment.durability.seal_seq:
+        return []
+    # Where no copies were noted, the seal is on the deployment's own nodes.
+    return (
+        deployment.durability.replicas[index]
+        if deployment.durability.replicas
+        else [deployment.nodes[index]]
+    )
+
+
+def note_replica(deployment: Deployment, index: int, node: NodeId) -> None:
+    """Note that one more node has this part of a deployment's newest seal."""
+    if not deployment.durability.replicas:
+        deployment.durability.set_replicas([[own] for own in deployment.nodes])
+    deployment.durability.note_replica(index, node)
+
+
+def nodes_with(deployment: Deployment) -> list[NodeId]:
+    """All nodes that have, or may have, anything of a deployment."""
+    every = [
+        *deployment.nodes,
+        *deployment.move.stale_holders,
+        *copied_to(deployment),
+        *targets(deployment),
+    ]
+    return list(dict.fromkeys(every))
+
+
+def nodes_in_use(deployment: Deployment) -> set[NodeId]:
+    """The nodes that have, or will have, a part of a deployment's newest seal.
+
+    None of them can take another part.
+    """
+    return {*deployment.nodes, *copied_to(deployment), *targets(deployment)}
+
+
+def copied_to(deployment: Deployment) -> list[NodeId]:
+    copies = [node for part in deployment.durability.replicas for node in part]
+    return [*copies, *(copying.node for copying in deployment.durability.copying)]
+
+
+def targets(deployment: Deployment) -> list[NodeId]:
+    """The nodes that a deployment is moving to, by part; empty where it does not move."""
+    return (
+        []
+        if deployment.move.relocation is None
+        else [assigned.node for assigned in deployment.move.relocation.assignments]
+    )
+
+
+def drop_replicas(deployment: Deployment) -> None:
+    """Note that a deployment has no seal any more.
+
+    Nodes that have the old seal and do not run the deployment become stale holders, which are told
+    to forget it later.
+    """
+    deployment.move.keep(nodes_with(deployment), but=deployment.nodes)
+    deployment.durability.drop_replicas()
+
+
+def is_readable(step: Step, deployment: Deployment) -> bool:
+    """Whether every part of the seal that a deployment is rebuilt from is on a node that is up.
+
+    Without a seal there is nothing to read, which counts as readable.
+    """
+    if not deployment.durability.seal_seq:
+        return True
+    return all(
+        any(step.node(node).is_up for node in of_part(deployment, index))
+        for index in range(len(deployment.wpg.assignments))
+    )
+
+
+def drop_other_parts(step: Step, deployment: Deployment) -> None:
+    """Have each node that is about to get one part of a seal forget any other part that it has.
+
+    A node has at most one part of a deployment's seal.
+    """
+    for index, node in enumerate(targets(deployment)):
+        others = [part for i, part in enumerate(deployment.durability.replicas) if i != index]
+        if node not in deployment.nodes and any(node in part for part in others):
+            deployment.durability.drop_replicas_on({node})
+            forget_at(step, deployment, node)
+
+
+def give_up_copy(step: Step, deployment: Deployment, node: NodeId) -> None:
+    """Note that the copy which a node was told to fetch, and may have by now, is not needed.
+
+    Where the seal has several parts the node forgets the copy at once; else it becomes a stale
+    holder, which forgets it after the next seal.
+    """
+    if len(deployment.wpg.assignments) > 1:
+        forget_at(step, deployment, node)  # the node may be about to get another part
+    elif node not in deployment.move.stale_holders:
+        deployment.move.keep([*deployment.move.stale_holders, node])
+
+
+def stop_copying(step: Step, deployment: Deployment) -> None:
+    """Give up every copy of a deployment's seal that is being made for a node that is left."""
+    for copying in deployment.durability.copying:
+        give_up_copy(step, deployment, copying.node)
+    deployment.durability.stop_copying()
+
+
+def clear_stale_holders(step: Step, deployment: Deployment) -> None:
+    """Have the nodes that a deployment has left drop what they still keep of it."""
+    retained = step.job_of(deployment).versions.retained
+    if any(name.startswith(f"{deployment.name}.") for name in retained):
+        return  # versions of an earlier policy of its name: they stay until the job ends
+    for node in deployment.move.stale_holders:
+        forget_at(step, deployment, node)
+    deployment.move.keep([])
+
+
+def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
+    """Have a node drop everything that it has of a deployment that is not placed on it."""
+    step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
+    step.order(StopWpg, step.node(node), deployment, forget=True)
+
+
+def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
+    """Other nodes that could take a copy of a part of a deployment's seal, the best ones first.
+
+    First come the nodes that the deployment is moving to, or that have a copy of an earlier seal;
+    then the nodes of its own pool, where it could be rebuilt at once; then all others.
+    """
+    known = nodes_with(deployment)
+    fit = [
+        host
+        for host in step.state.cluster.hosts.values()
+        if host.is_up
+        and host.node not in deployment.nodes
+        and deployment.name not in step.state.stopping.get(host.node, {})
+    ]
+    fit.sort(
+        key=lambda host: (
+            host.node not in known,
+            host.pool != deployment.spec.pool,
+            host.node,
+        )
+    )
+    return [host.node for host in fit]
+
+
+def ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
+    """A ticket by which these nodes may fetch a deployment's seals and durable versions.
+
+    It is not signed yet: only the shell knows the secret.
+    """
+    return FilesTicket(deployment.key, deployment.wpg.incarnation, [str(node) for node in nodes])
+
+
+def retry_pause_s(num_failures: int) -> float:
+    """Pause after so many failed tries in a row to copy a seal or a version to another node."""
+    return min(RETRY_PAUSE_S * 2.0 ** (num_failures - 1), MAX_RETRY_PAUSE_S)

@@ -1,0 +1,197 @@
+"""Which weights versions are kept, and the release of the others.
+
+These are kept: a policy's newest, and every one that a deployment holds, has a queued sync for, or
+may have to sync again when it is rebuilt; every one that an open operation names, and those that
+may be named for a time yet. Where the policy is deleted, versions that somebody needs stay on its
+nodes as *retained versions*: nobody can make them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phaseloom.common.contract.commands import ReleaseVersions, StopWpg
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.scheduler.core.durability import holders
+from phaseloom.scheduler.core.operations import reads
+from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job, NamedVersion
+from phaseloom.scheduler.core.state.operation import Op
+from phaseloom.scheduler.core.state.step import Step
+
+
+def published(step: Step, deployment: Deployment, op: Op) -> None:
+    """Note the version that a policy's `publish_weights` has made; what it replaces is released."""
+    seq = op.key.seq
+    assert seq is not None
+    job = step.job(op.key.job_key)
+    version = VersionKey(deployment.key, seq)
+    job.versions.published.append(version)
+    if op.ttl_s:
+        job.versions.name(str(version), op.ttl_s, step.now_s)
+        reads.wake_at(step, version, step.now_s + op.ttl_s)
+    release_versions(step, job)
+
+
+def needed_versions(step: Step, job: Job) -> set[VersionKey]:
+    """The weights versions of a job that must be kept: each policy's newest, those that may still
+    be named, and the wanted ones.
+
+    A deleted policy has none of the first two here: only the wanted ones of its versions are kept.
+    """
+    newest: dict[str, VersionKey] = {}
+    nameable: list[VersionKey] = []
+    for version in job.versions.published:
+        if not is_retained(step, version):
+            newest[str(version.policy)] = version
+            named = job.versions.named.get(str(version))
+            if named is not None and named.until_s > step.now_s:
+                nameable.append(version)
+    return {*newest.values(), *nameable, *wanted_versions(step, job)}
+
+
+def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
+    """The versions of a job that open operations name, and those that a deployment of the job
+    holds, has a queued sync for or may sync again.
+
+    Args: but: a deployment whose needs do not count.
+    """
+    named = job.versions.named
+    needed = {v for v in job.versions.published if str(v) in named and named[str(v)].is_read}
+    for other in step.deployments_of(job.key):
+        if other is but:
+            continue
+        if other.durability.holds is not None:
+            needed.add(other.durability.holds)
+        needed.update(other.queue.queued_syncs.values())
+        needed.update(m.version for m in other.durability.history if m.version is not None)
+    return needed
+
+
+def is_retained(step: Step, version: VersionKey) -> bool:
+    """Whether the policy that made a version is deleted.
+
+    A new policy may have been created under its name since.
+    """
+    policy = step.deployment(version.policy)
+    return policy is None or version.seq < policy.queue.first_seq
+
+
+def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
+    """The nodes that have, or may have, parts of a weights version; empty: none is known."""
+    policy = step.deployment(version.policy)
+    if policy is not None and version.seq >= policy.queue.first_seq:
+        holders = [node for part in policy.durability.replicas for node in part]
+        return list(dict.fromkeys([*policy.nodes, *policy.move.stale_holders, *holders]))
+    return step.job(version.policy.job_key).versions.retained.get(str(version), [])
+
+
+def own_needed(step: Step, deployment: Deployment) -> set[int]:
+    """Seqs of the needed versions that this policy has published."""
+    needed = needed_versions(step, step.job_of(deployment))
+    own = {version.seq for version in needed if version.policy == deployment.key}
+    return {seq for seq in own if seq >= deployment.queue.first_seq}
+
+
+def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
+    """Seqs of the needed versions of this policy that its nodes hold in memory only."""
+    return own_needed(step, deployment) - set(deployment.durability.durable_versions)
+
+
+def durable_needed(step: Step, deployment: Deployment) -> list[int]:
+    """Seqs of a policy's needed weights versions that are durable.
+
+    Its next incarnation does not make them again.
+    """
+    return sorted(own_needed(step, deployment) & set(deployment.durability.durable_versions))
+
+
+def release_versions(step: Step, job: Job) -> None:
+    """Drop the weights versions of a job that nothing needs any more."""
+    needed = needed_versions(step, job)
+    _release(step, job, [version for version in job.versions.published if version not in needed])
+
+
+def release_unnamed(step: Step, name: str) -> None:
+    """Drop the versions of a job that could be named until now, and that nothing else needs."""
+    job = step.state.jobs.get(name)
+    if job is None:
+        return
+    for version in job.versions.published:
+        named = job.versions.named.get(str(version))
+        if named is not None and named.until_s > step.now_s:
+            reads.wake_at(step, version, named.until_s)
+    release_versions(step, job)
+
+
+def release_all(step: Step, job: Job) -> None:
+    _release(step, job, job.versions.published)
+
+
+def release_restored(step: Step, deployment: Deployment) -> None:
+    """Release the versions that a WPG brought back from its seal and that nothing needs any more.
+
+    They may have been released while it was away. A version that a dead incarnation was publishing
+    when its job fell back has no user either.
+    """
+    needed = needed_versions(step, step.job_of(deployment))
+    durability = deployment.durability
+    seqs = [*durability.durable_versions, *durability.take_unfinished()]
+    restored = [VersionKey(deployment.key, seq) for seq in seqs]
+    gone = [version for version in restored if version not in needed]
+    if gone:
+        for node in step.nodes_of(deployment):
+            step.send(ReleaseVersions, node, versions=gone)
+
+
+def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
+    if not gone:
+        return
+    places = {node for d in step.deployments_of(job.key) for node in holders.nodes_with(d)}
+    places.update(node for nodes in job.versions.retained.values() for node in nodes)
+    places.update(copying.node for copying in job.versions.copying.values())
+    for version in gone:
+        named = job.versions.drop_name(str(version))
+        places.update(named.nodes)
+        touch_readers(step, named)
+    release_at(step, places, gone)
+    published = [version for version in job.versions.published if version not in gone]
+    job.versions.published = published
+    for version in gone:
+        nodes = job.versions.drop_retained(str(version))
+        prefix = f"{version.policy}."
+        if nodes and not any(name.startswith(prefix) for name in job.versions.retained):
+            copying_of = job.versions.copying.items()
+            fetching = [c.node for name, c in copying_of if name.startswith(prefix)]
+            _forget_policy(step, job, version.policy, list(dict.fromkeys([*nodes, *fetching])))
+        copying = job.versions.copying.get(str(version))
+        if copying is not None and not copying.is_under_way(step.node(copying.node)):
+            # A copy that is under way is given up when its answer comes.
+            job.versions.end_copying(str(version))
+
+
+def touch_readers(step: Step, named: NamedVersion) -> None:
+    """Have the deployments looked at whose operations name a version: it may be there again, or
+    gone for good."""
+    for key in named.readers:
+        reader = step.deployment(key.deployment_key)
+        if reader is not None:
+            step.touch(reader)
+
+
+def release_at(step: Step, nodes: Iterable[NodeId], versions: list[VersionKey]) -> None:
+    for name in sorted(nodes):
+        step.send(ReleaseVersions, step.node(name), versions=versions)
+
+
+def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[NodeId]) -> None:
+    """Have nodes forget a deleted policy of which no version is needed any more: its seals go, too.
+
+    Nothing is done where a policy of the same name exists: its next seal replaces the old ones.
+    """
+    if step.deployment(policy) is not None:
+        return
+    incarnation = job.earlier.incarnations[policy.deployment]
+    for node in nodes:
+        step.state.ask_to_forget(node, str(policy), incarnation)
+        step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)
