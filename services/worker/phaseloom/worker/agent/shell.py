@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 from nats.aio.msg import Msg
@@ -60,13 +59,10 @@ from phaseloom.common.contract.events import (
     ActivationRefused,
     ClaimsAdjusted,
     Event,
-    SealCommitted,
-    SealFailed,
-    StateMirrored,
     WpgLost,
     WpgStarted,
 )
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.common.contract.state_rank import Done
@@ -79,6 +75,7 @@ from phaseloom.worker.agent.modelfiles import ModelFiles
 from phaseloom.worker.agent.nodes import IncarnationEnded, with_payloads
 from phaseloom.worker.agent.processes import Processes
 from phaseloom.worker.agent.rwlock import FairReadWriteLock
+from phaseloom.worker.agent.sealing import Sealing
 from phaseloom.worker.agent.sealrecords import SealRecords
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.agent.wpg import Wpg
@@ -128,7 +125,6 @@ class Agent:
         self._settings = settings
         self._revision = revision
         self._bus = bus
-        self._records = SealRecords(bus)
         self._state = state
         self._processes = processes
         self._agent_socket = agent_socket
@@ -140,9 +136,14 @@ class Agent:
         self._by_token: dict[str, Wpg] = {}
         self._locks: defaultdict[DeploymentKey, FairReadWriteLock] = defaultdict(FairReadWriteLock)
         self._state_lock = asyncio.Lock()
-        self._sealing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
-        """Held until a deployment's seal is written. Each deployment has its own lock, because a
-        seal that waits for another node must not hold up other deployments."""
+        self._seals = Sealing(
+            state,
+            SealRecords(bus),
+            wpgs=self._wpgs,
+            locks=self._locks,
+            state_lock=self._state_lock,
+            append=self._append,
+        )
         self._in_hand: dict[int, Msg] = {}
         self._stops: list[StopWpg] = []
         """The stop commands that are under way."""
@@ -288,11 +289,11 @@ class Agent:
                 case CloseActivation():
                     await self._close(command)
                 case SealState():
-                    await self._seal(command)
+                    await self._seals.seal(command)
                 case MirrorState():
-                    await self._mirror(command)
+                    await self._seals.mirror(command)
                 case ReleaseVersions():
-                    await self._release(command.versions)
+                    await self._seals.release(command.versions)
                 case PrefetchState():
                     await self._prefetch(command)
         await message.ack()
@@ -580,94 +581,6 @@ class Agent:
             last = telemetry.extract({"traceparent": traceparent} if traceparent else {})
             wpg.last_span = telemetry.span_context(last)
             return await wpg.share_here(await with_payloads(self._bus, share))
-
-    # --- copies ---------------------------------------------------------------------------------
-
-    async def _mirror(self, command: MirrorState) -> None:
-        """Fetch a copy of another node's state, so that its deployment can continue here."""
-        key, error = command.deployment, None
-        request = FetchState(
-            key,
-            command.seal_seq,
-            command.versions,
-            command.sources,
-            command.ticket,
-            command.holds,
-            command.keeps,
-            command.rank_offset,
-            command.num_ranks,
-        )
-        try:
-            async with self._locks[key].write():
-                await self._state.fetch_state(request)
-        except PhaseloomError as failure:
-            error = failure.info
-        done = StateMirrored(key, command.seal_seq, command.node, command.id, error)
-        await self._append(done, f"mirrored:{key}:{command.id}")
-
-    # --- seals ----------------------------------------------------------------------------------
-
-    async def _seal(self, command: SealState) -> None:
-        """Commit a seal: the state is copied now, and written while the deployment runs on."""
-        key = command.deployment
-        sealing = self._sealing_of(key)
-        try:
-            async with self._locks[key].write():
-                await sealing.acquire()
-                try:
-                    async with self._state_lock:
-                        await self._state.prepare_seal(key, command.incarnation, command.seq)
-                except BaseException:
-                    sealing.release()
-                    raise
-                finally:
-                    self._note_sealed(command)
-            try:
-                await self._write_seal(command)
-            finally:
-                sealing.release()
-        except PhaseloomError as error:
-            await self._append(
-                SealFailed(key, command.seq, command.node, error.info),
-                f"seal-failed:{key}:{command.id}",
-            )
-
-    def _sealing_of(self, policy: DeploymentKey) -> asyncio.Lock:
-        return self._sealing.setdefault(policy, asyncio.Lock())
-
-    async def _release(self, versions: list[VersionKey]) -> None:
-        """Drop versions, once no seal that is under way can still have to write them."""
-        async with asyncio.TaskGroup() as tasks:
-            for policy in {version.policy for version in versions}:
-                tasks.create_task(self._release_of(policy, versions))
-
-    async def _release_of(self, policy: DeploymentKey, versions: list[VersionKey]) -> None:
-        async with self._sealing_of(policy):
-            await self._state.drop_versions([v for v in versions if v.policy == policy])
-
-    def _note_sealed(self, command: SealState) -> None:
-        wpg = self._wpgs.get(command.deployment)
-        if wpg is not None and wpg.incarnation == command.incarnation:
-            wpg.note_sealed(command.seq)
-
-    async def _write_seal(self, command: SealState) -> None:
-        key = command.deployment
-        committed = await self._records.newest(key)
-        sealed = await self._state.write_seal(
-            key,
-            command.incarnation,
-            command.seq,
-            command.versions,
-            committed=committed,
-            durability=command.durability,
-            replicas=command.replicas,
-            ticket=command.ticket,
-        )
-        log.info("sealed %s at %d in %s", key, command.seq, sealed.file or "host memory")
-        copies = list(command.replicas)
-        event = SealCommitted(key, command.seq, command.node, command.versions, copies)
-        await self._records.commit(event, command.num_parts)
-        await self._append(event, f"sealed:{key}:{command.seq}:{command.node}")
 
 
 def _incarnation_of(request: NodeRequest) -> tuple[DeploymentKey, int]:
