@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from functools import partial
 
 import nats.errors
@@ -161,3 +163,31 @@ async def test_client_that_is_closed_as_it_reconnects_opens_no_connection_any_mo
         while asyncio.all_tasks() != before:
             await asyncio.sleep(0)
     assert all(bus.client.is_closed for bus in buses)
+
+
+async def test_request_of_a_server_that_dies_is_given_up_at_once(
+    nats_server: EmbeddedServer,
+) -> None:
+    """It would never be answered; one of a service is waited for, which may be there still."""
+    async with asyncio.timeout(30):
+        other = await Bus.open(nats_server.credentials.bus, "dies with it")
+        await other.client.subscribe("silence")
+        os.kill(nats_server.pid, signal.SIGSTOP)
+        asked = [
+            asyncio.create_task(call)
+            for call in (
+                other.client.ask_server("pl.v1.event.test", b"", timeout=600),
+                other.client.request("$JS.API.STREAM.INFO.SCHED", b"", timeout=600),
+                other.client.request_many("$JS.API.DIRECT.GET.SCHED", b"{}", timeout=600),
+                other.client.request("silence", b"", timeout=600),
+            )
+        ]
+        await asyncio.sleep(0)
+        os.kill(nats_server.pid, signal.SIGKILL)
+        *of_server, of_service = asked
+        for one in of_server:
+            with pytest.raises(nats.errors.TimeoutError):
+                await one
+        assert not of_service.done()
+        of_service.cancel()
+        await close_client(other.client)

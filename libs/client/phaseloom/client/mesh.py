@@ -23,7 +23,6 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
-from nats.aio.client import Client
 from opentelemetry import trace
 
 from phaseloom.client import hooks, phases
@@ -47,7 +46,7 @@ from phaseloom.common.contract.streams import PREFIX
 from phaseloom.common.observability import telemetry
 from phaseloom.common.process import config
 from phaseloom.common.transport import connection
-from phaseloom.common.transport.natsclient import hand_over
+from phaseloom.common.transport.natsclient import MeshClient, hand_over
 from phaseloom.common.transport.services import call_api
 
 log = logging.getLogger(__name__)
@@ -268,7 +267,7 @@ class Mesh:
     """A tenant's connection to the mesh. Get it from `connect`."""
 
     def __init__(
-        self, client: Client, tenant: str, group: asyncio.TaskGroup, answer_timeout_s: float
+        self, client: MeshClient, tenant: str, group: asyncio.TaskGroup, answer_timeout_s: float
     ) -> None:
         self._client = client
         self._tenant = tenant

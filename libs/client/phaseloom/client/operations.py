@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from phaseloom.client.hooks import Hooks, OperationEnded
@@ -35,7 +34,8 @@ from phaseloom.common.contract.operations import After, Completion, Outcome, Pro
 from phaseloom.common.contract.streams import op_subject, out_subject
 from phaseloom.common.observability import telemetry
 from phaseloom.common.transport.link import is_subject_taken
-from phaseloom.common.transport.services import call_api, pub_ack, request_reply
+from phaseloom.common.transport.natsclient import MeshClient
+from phaseloom.common.transport.services import call_api, pub_ack, publish_to_stream
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class Outbox:
 
     def __init__(
         self,
-        client: Client,
+        client: MeshClient,
         job: JobKey,
         start: Callable[[Coroutine[Any, Any, None]], None],
         answer_timeout_s: float,
@@ -393,7 +393,7 @@ class Outbox:
         """
         if not self._client.is_connected:
             raise ResourceError("there is no connection to NATS", remedy="is the mesh up?")
-        message = await request_reply(
+        message = await publish_to_stream(
             self._client,
             op_subject(part.key),
             part.payload,

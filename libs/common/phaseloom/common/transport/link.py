@@ -125,9 +125,7 @@ class Link:
             all_headers["Nats-Msg-Id"] = msg_id
         try:
             payload = encode(message, content_type)
-            answer = await self.client.request(
-                subject, payload, timeout=self.timeout_s, headers=all_headers
-            )
+            answer = await self.client.ask_server(subject, payload, self.timeout_s, all_headers)
         except (NatsTimeoutError, nats.errors.Error) as error:
             raise ResourceError(f"{subject} was not stored: {error!r}") from error
         ack = _answer.decode(answer.data)

@@ -40,6 +40,8 @@ _HEADER_START = b"NATS/1.0\r\n"
 _STATUS_START = b"NATS/1.0 "
 _STATUS_LINES = 2
 _NO_RESPONDERS = "503"
+_OF_SERVER = ("$JS.", "$KV.")
+"""How the subjects begin that only the server answers on."""
 _GIVEN_UP = (None, None)
 _MAX_UNSENT_BYTES = 2 * 2**20
 """Most bytes in the connection's buffer; above that a publisher waits until the server reads on."""
@@ -119,6 +121,8 @@ class MeshClient(Client):
 
         The list is None where the answer is a single message.
         """
+        self._of_server: set[asyncio.Future[Msg]] = set()
+        """The answers among them that the server gives, and not a service."""
         self._inbox = ""
         self._inbox_bytes = 0
         self._inbox_sid = -1
@@ -137,23 +141,34 @@ class MeshClient(Client):
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
     ) -> Msg:
-        message = await self._ask(subject, payload, timeout, headers, None)
-        if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
-            raise nats.errors.NoRespondersError
-        return message
+        if subject.startswith(_OF_SERVER):
+            return await self.ask_server(subject, payload, timeout, headers)
+        return _answered(await self._ask(subject, payload, timeout, headers))
+
+    async def ask_server(
+        self,
+        subject: str,
+        payload: bytes,
+        timeout: float,
+        headers: dict[str, Any] | None = None,
+    ) -> Msg:
+        """Like `request`, where the server itself answers, as it does to a publish to a stream.
+
+        Raises: nats.errors.TimeoutError: also as soon as the connection is lost: the server that
+                was asked never answers, and what was asked may be asked again.
+        """
+        return _answered(await self._ask(subject, payload, timeout, headers, of_server=True))
 
     async def request_many(
         self, subject: str, payload: bytes = b"", timeout: float = 0.5
     ) -> list[Msg]:
-        """Like `request`, for an answer of several messages, of which the last one has a status.
+        """Like `ask_server`, for an answer of several messages, of which the last has a status.
 
         Returns: all of them, the one with the status included.
         """
         before: list[Msg] = []
-        last = await self._ask(subject, payload, timeout, None, before)
-        if last.headers and last.headers.get("Status") == _NO_RESPONDERS:
-            raise nats.errors.NoRespondersError
-        return [*before, last]
+        last = await self._ask(subject, payload, timeout, None, before, of_server=True)
+        return [*before, _answered(last)]
 
     async def _ask(
         self,
@@ -161,12 +176,16 @@ class MeshClient(Client):
         payload: bytes,
         timeout: float,
         headers: dict[str, Any] | None,
-        before: list[Msg] | None,
+        before: list[Msg] | None = None,
+        *,
+        of_server: bool = False,
     ) -> Msg:
         """Send a request and wait for its answer's last message.
 
         Args: before: a list that takes the messages before the one with a status; None: the first
                   message that comes is the answer.
+              of_server: whether the server answers, and no service: the answer is lost with the
+                  connection.
         """
         if not self._inbox:
             await self._open_inbox()
@@ -175,11 +194,14 @@ class MeshClient(Client):
         answer: asyncio.Future[Msg] = loop.create_future()
         self._answers[token.encode()] = (answer, before)
         timer = loop.call_later(timeout, _time_out, answer)
+        if of_server:
+            self._of_server.add(answer)
         try:
             await self.publish(subject, payload, reply=self._inbox + token, headers=headers)
             return await answer
         finally:
             timer.cancel()
+            self._of_server.discard(answer)
             del self._answers[token.encode()]
 
     async def _open_inbox(self) -> None:
@@ -269,6 +291,8 @@ class MeshClient(Client):
         await super()._send_ping(future)
 
     async def _attempt_reconnect(self) -> None:
+        for answer in self._of_server:
+            _time_out(answer)
         # nats-py would wait until what is unsent was sent, to a server that may stand still.
         tcp: Any = self._transport
         if tcp is not None and tcp._io_writer is not None:
@@ -327,6 +351,13 @@ def _head(headers: dict[str, Any]) -> str | None:
     if not head.isascii() or head.count("\n") != len(lines) or head.count("\r") != len(lines):
         return None
     return f"{_HEADER_START.decode()}{head}\r\n"
+
+
+def _answered(message: Msg) -> Msg:
+    """The answer. Raises: NoRespondersError: it says that nobody listens on the subject."""
+    if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
+        raise nats.errors.NoRespondersError
+    return message
 
 
 def _time_out(answer: asyncio.Future[Msg]) -> None:

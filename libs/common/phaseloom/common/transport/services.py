@@ -46,6 +46,7 @@ from phaseloom.common.contract.ids import NodeId, check_name
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import api_subject, node_subject, state_subject
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.natsclient import MeshClient
 
 log = logging.getLogger(__name__)
 
@@ -188,11 +189,27 @@ async def request_reply(
     Raises: ResourceError: UNAVAILABLE: there was no answer, for whatever reason.
             CallerError: the payload is above the server's limit.
     """
+    asking = client.request(subject, payload, timeout=timeout_s, headers=headers)
+    return await _answer(asking, subject, len(payload))
+
+
+async def publish_to_stream(
+    client: MeshClient, subject: str, payload: bytes, *, timeout_s: float, headers: dict[str, str]
+) -> Msg:
+    """Publish a message to a stream and return the server's answer, which `pub_ack` reads.
+
+    Raises: as `request_reply`; UNAVAILABLE also as soon as the connection is lost.
+    """
+    asking = client.ask_server(subject, payload, timeout_s, headers)
+    return await _answer(asking, subject, len(payload))
+
+
+async def _answer(asking: Awaitable[Msg], subject: str, num_bytes: int) -> Msg:
     try:
-        return await client.request(subject, payload, timeout=timeout_s, headers=headers)
+        return await asking
     except nats.errors.MaxPayloadError:
         raise CallerError(
-            f"{len(payload)} bytes are more than one message may have",
+            f"{num_bytes} bytes are more than one message may have",
             remedy="send fewer samples at once",
         ) from None
     except (nats.errors.Error, OSError) as error:
