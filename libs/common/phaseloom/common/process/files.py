@@ -7,6 +7,7 @@ part of it.
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 PRIVATE = 0o600
@@ -17,7 +18,8 @@ def replace_file(file: Path, content: bytes, mode: int = PRIVATE) -> None:
 
     Args: mode: who may read it; its owner alone by default.
     """
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    # Each thread has a name of its own: one whose task was cancelled may write still.
+    partial = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_native_id()}")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     with os.fdopen(descriptor, "wb") as output:
