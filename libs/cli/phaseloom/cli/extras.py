@@ -1,4 +1,4 @@
-"""What an extra of the distribution brings, and whether it is installed here."""
+"""Checks that packages are installed, with the extra of the distribution that brings them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _ANY_CALL = "/api/v1/get_server_capabilities"
 
 @dataclass(slots=True)
 class Readiness:
-    """What has to answer before a mesh is up, and what of it has not answered yet."""
+    """The nodes and services that must answer before a mesh is up."""
 
     bus: Bus
     config: MeshConfig
@@ -38,7 +38,7 @@ class Readiness:
     begins_at: int
     """The sequence of the decision log at which this mesh begins."""
     missing: set[str] = field(init=False)
-    """What has not answered yet, as a reader would call it: `node train-0`, `scheduler`."""
+    """The names of those that have not answered yet: `node train-0`, `scheduler`."""
 
     def __post_init__(self) -> None:
         self.missing = self._nodes() | {"scheduler", "router"}

@@ -40,7 +40,7 @@ class Setting:
     """Two jobs, and the device that they share."""
 
     about: str
-    """What is the matter with them, for people."""
+    """A few words on the two jobs, for the heading of the results."""
     steps: int
     """The steps of each job in a run, where no others are asked for."""
     device_bytes: int

@@ -27,6 +27,7 @@ from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch import explain, ready
 from phaseloom.scheduler.core.state.step import Step
+from phaseloom.simulator.tracing import quantile
 
 LEAST_S = 0.05
 """The shortest wait that counts."""
@@ -98,7 +99,7 @@ def durations(entries: Iterable[Entry]) -> PredictedDurations:
     if not errors:
         return PredictedDurations(0, None, None)
     errors.sort()
-    return PredictedDurations(len(errors), _quantile(errors, 0.5), _quantile(errors, 0.9))
+    return PredictedDurations(len(errors), quantile(errors, 0.5), quantile(errors, 0.9))
 
 
 def predictions(entries: Iterable[Entry]) -> list[Prediction]:
@@ -139,13 +140,9 @@ def accuracy(found: Iterable[Prediction]) -> PredictedStarts:
     seconds = sorted(abs(p.predicted_s - p.waited_s) for p in waited)
     return PredictedStarts(
         operations=len(waited),
-        error_p50=_quantile(errors, 0.5),
-        error_p90=_quantile(errors, 0.9),
-        error_seconds_p50=_quantile(seconds, 0.5),
-        error_seconds_p90=_quantile(seconds, 0.9),
+        error_p50=quantile(errors, 0.5),
+        error_p90=quantile(errors, 0.9),
+        error_seconds_p50=quantile(seconds, 0.5),
+        error_seconds_p90=quantile(seconds, 0.9),
         bias_seconds=sum(p.predicted_s - p.waited_s for p in waited) / len(waited),
     )
-
-
-def _quantile(ordered: list[float], share: float) -> float:
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

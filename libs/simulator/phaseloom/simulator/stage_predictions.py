@@ -22,6 +22,7 @@ from phaseloom.common.contract.events import KindEstimate, StepRun
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.observability.substages import FINE_EDGES, cut_runs
+from phaseloom.simulator.tracing import quantile
 
 
 class StagePredictions(msgspec.Struct, frozen=True):
@@ -68,13 +69,13 @@ def stage_predictions(log: Iterable[events.Event]) -> StagePredictions:
                         single += [_error(e.duration_s, real.duration_s) for e, real in pairs]
     return StagePredictions(
         operations=len(usual),
-        duration_error_p50=_quantile(usual, 0.5),
-        duration_error_p90=_quantile(usual, 0.9),
-        stages_error_p50=_quantile(sums, 0.5),
-        stages_error_p90=_quantile(sums, 0.9),
+        duration_error_p50=_share(usual, 0.5),
+        duration_error_p90=_share(usual, 0.9),
+        stages_error_p50=_share(sums, 0.5),
+        stages_error_p90=_share(sums, 0.9),
         foreseen=num_foreseen / len(usual) if usual else None,
-        stage_error_p50=_quantile(single, 0.5),
-        stage_error_p90=_quantile(single, 0.9),
+        stage_error_p50=_share(single, 0.5),
+        stage_error_p90=_share(single, 0.9),
     )
 
 
@@ -96,6 +97,5 @@ def _shape(stages: Sequence[StepRun]) -> list[tuple[int, int]]:
     return [(s.replica, bisect_right(FINE_EDGES, s.tokens / s.steps)) for s in stages]
 
 
-def _quantile(errors: Sequence[float], share: float) -> float | None:
-    ordered = sorted(errors)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+def _share(errors: Sequence[float], share: float) -> float | None:
+    return quantile(sorted(errors), share) if errors else None

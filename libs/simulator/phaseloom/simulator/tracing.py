@@ -93,14 +93,15 @@ class Tracer:
             duration_s=usual_s,
             next_gap_s=median(gaps_s),
             count=self._count,
-            p95_s=_quantile(known, 0.95),
+            p95_s=quantile(known, 0.95),
             worst_s=max(phase.longest_s, known[-1]),
-            gap_p10_s=_quantile(gaps_s, 0.1),
-            gap_p90_s=_quantile(gaps_s, 0.9),
+            gap_p10_s=quantile(gaps_s, 0.1),
+            gap_p90_s=quantile(gaps_s, 0.9),
         )
 
 
-def _quantile(ordered: list[float], share: float) -> float:
+def quantile(ordered: list[float], share: float) -> float:
+    """The value below which a share of these lies. Args: ordered: at least one, in order."""
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 

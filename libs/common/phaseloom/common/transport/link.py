@@ -1,5 +1,5 @@
-"""What all calls to the mesh's streams share: the connection, how patient they are, and which
-errors pass by themselves."""
+"""The connection that all calls to the mesh's streams go by: how long they wait for the server, and
+which of its errors pass by themselves."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the server says to a publish. `seq`: of the message that is stored."""
+    """The server's answer to a publish."""
 
     seq: int = 0
+    """The sequence of the message that is stored."""
     duplicate: bool = False
     """Whether an earlier message with the same id is the one that is stored."""
     error: Refusal | None = None

@@ -1,4 +1,4 @@
-"""What streams have stored, asked for by subject.
+"""The newest messages that streams have stored, by subject.
 
 Where several servers keep each stream, whoever does not lead it may lag behind: what is read is
 asked of the leader. A leader that was cut off may take itself for one for `LAG_S` more: what must

@@ -1,4 +1,4 @@
-"""What placement could save if it counted on jobs that share nodes in space: a bound.
+"""A bound on what placement could save by counting on jobs that share nodes in space.
 
 Jobs of WEAVE Table 6 are put into their cheapest groups, once as they are placed live, where the
 jobs of a node take turns, and once as if two phases on a node were done sooner side by side, so
