@@ -22,8 +22,12 @@ def replace_file(file: Path, content: bytes, mode: int = PRIVATE) -> None:
     partial = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_native_id()}")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as output:
-        output.write(content)
-        output.flush()
-        os.fsync(output.fileno())
-    partial.replace(file)
+    try:
+        with os.fdopen(descriptor, "wb") as output:
+            output.write(content)
+            output.flush()
+            os.fsync(output.fileno())
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
