@@ -320,7 +320,30 @@ def spatial_table(report: SpatialReport) -> str:
         "with the same weights, bit for bit."
     )
     head = ("setting", "by turns", *(f"`{name}`" for name in policies))
-    return f"{told}\n\n{_table(report.machine, head, rows)}"
+    predicted = [
+        (
+            f"`{spatial.setting}`",
+            _off(spatial.serial_predicted_over),
+            *(_error(spatial.policies.get(name)) for name in policies),
+        )
+        for spatial in report.in_order
+        if spatial.serial_predicted_over
+    ]
+    if not predicted:
+        return f"{told}\n\n{_table(report.machine, head, rows)}"
+    also = "By how much longer or shorter than the runs their predictions are, likewise:"
+    return f"{told}\n\n{_rows(head, rows)}\n\n{also}\n\n{_table(report.machine, head, predicted)}"
+
+
+def _error(figures: PolicyFigures | None) -> str:
+    return _off(figures.predicted_over) if figures is not None else ""
+
+
+def _off(predicted_over: Sequence[float]) -> str:
+    """Args: predicted_over: the predicted over the real time of each round."""
+    in_order = (min(predicted_over), median(predicted_over), max(predicted_over))
+    least, usual, most = (f"{100 * (over - 1):+.0f} %" for over in in_order)
+    return f"{usual} ({least} to {most})"
 
 
 def _gain(figures: PolicyFigures | None) -> str:

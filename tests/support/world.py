@@ -772,6 +772,7 @@ class World:
         after: tuple[tuple[str, int], ...] = (),
         version: int | None = None,
         error: ErrorInfo | None = None,
+        delay_s: float = 0.0,
     ) -> QueuedOperation:
         key = OperationKey(TENANT, job, name, str(slot))
         self.kinds[key.deployment_key, slot] = kind
@@ -784,7 +785,7 @@ class World:
             error=error,
         )
         self.payloads[str(key)] = event
-        self.later(0, event)
+        self.later(delay_s, event)
         return event
 
     def cancel(self, job: str, name: str, slot: int | str) -> None:

@@ -75,7 +75,7 @@ def test_a_run_lasts_from_the_first_job_to_the_last() -> None:
         JobResult("b", 3, 0.0, 0.0, "22", 11.0, 25.0),
     ]
     log = RunLog(executions=[ran("a", 8.0, 16.0), ran("b", 13.0, 19.0)])
-    assert run_of(1, "off", results, log) == SpatialRun(1, "off", 15.0, SAME, beside=0.2)
+    assert run_of(1, "off", results, log) == SpatialRun(1, "off", 15.0, SAME, 0.2, 10.0)
 
 
 def test_each_policy_has_figures_of_its_own() -> None:

@@ -69,6 +69,20 @@ def test_each_setting_of_a_shared_device_has_a_row_with_all_that_was_measured() 
     assert tools.endswith("| 1.20 (1.20 to 1.20) | 1.50 (1.50 to 1.50) |  |")
 
 
+def test_predictions_stand_below_the_ratios_of_a_shared_device() -> None:
+    runs = [
+        SpatialRun(number, policy, 10.0, {"a": "11"}, predicted_seconds=predicted_s)
+        for number, predicted_s in enumerate((9.5, 10.0, 11.2), 1)
+        for policy in ("off", "static", "greedy")
+    ]
+    summary = SpatialSummary("r", 0, 2, summarize(runs))
+    table = spatial_table(SpatialReport(describe(), {"steady": summary}))
+    head, _, row = table.splitlines()[-5:-2]
+    assert head == "| setting | by turns | `static` | `greedy` |"
+    assert row == "| `steady` |" + 3 * " +0 % (-5 % to +12 %) |"
+    assert "1.00 (1.00 to 1.00)" in table
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_table_in_the_docs_is_that_of_the_report_beside_it(name: str) -> None:
     _, page, kind, table = PUBLISHED[name]

@@ -33,10 +33,13 @@ from phaseloom.cli.supervisor import Mesh
 from phaseloom.cli.timeline import write_timeline
 from phaseloom.cli.up import with_policies
 from phaseloom.common.contract.errors import CallerError, PhaseloomError
+from phaseloom.common.contract.specs import SlowdownTable
 from phaseloom.common.observability.spans import read_spans
+from phaseloom.common.process.slowdowns import read
 from phaseloom.common.tensors.modelfiles import read_model
 from phaseloom.common.transport.bus import Bus
 from phaseloom.simulator.predictions import accuracy, durations, predictions
+from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
 
 TASKS = ("chain_sum", "letter_counting")
 TENANT = "demo"
@@ -141,19 +144,21 @@ async def demo(
     if is_spatial:
         is_other = pretrained is not None or vllm is not None or baseline
         _check_spatial(is_other=is_other)
-        table = one_device.chosen(setting, multiplexing, rounds, slowdowns).table
-        settings = replace(settings, slowdowns=str(slowdowns or table))
+        decides_by = one_device.chosen(setting, multiplexing, rounds, slowdowns).table
+        settings = replace(settings, slowdowns=str(slowdowns or decides_by))
     settings.check()
     _check_tasks(jobs)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     if is_spatial:
+        table = await asyncio.to_thread(read, slowdowns or TWO_CORES_TABLE)
         policies = [one_device.SERIAL, one_device.STATIC, *dict.fromkeys(multiplexing)]
         return await _share_in_space(
             one_device.SETTINGS[setting].specs(jobs, seed, steps),
             setting,
             [policy for _ in range(rounds) for policy in policies],
             settings,
+            table,
             run_dir=run_dir,
             console=console,
         )
@@ -205,11 +210,15 @@ async def _share_in_space(
     setting: str,
     policies: Sequence[str],
     settings: MeshConfig,
+    table: SlowdownTable,
     *,
     run_dir: Path,
     console: Console,
 ) -> int:
-    """Run two jobs on one device under one multiplexing policy after the other."""
+    """Run two jobs on one device under one multiplexing policy after the other.
+
+    Args: table: how much slower operations are on this machine; runs are predicted by it.
+    """
     chosen = one_device.SETTINGS[setting]
     words = [*chosen.arguments, "--pool", one_device.POOL]
     program = Program(find_example(chosen.example), words)
@@ -220,11 +229,12 @@ async def _share_in_space(
             specs,
             program,
             one_device.mesh_of(policy, settings, setting),
-            run_dir / f"round-{number}-{policy}",
+            one_device.directory_of(run_dir, number, policy),
             console,
             title=f"Round {number}, multiplexing {policy}",
         )
         runs.append(one_device.run_of(number, policy, finished.results, finished.log))
+    runs = await asyncio.to_thread(one_device.predicted, runs, run_dir, table)
     found = one_device.summarize(runs, setting)
     summary = one_device.SpatialSummary(run_dir.name, specs[0].seed, specs[0].steps or 0, found)
     await asyncio.to_thread(one_device.write, summary, run_dir)

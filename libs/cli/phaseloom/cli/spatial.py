@@ -4,7 +4,8 @@ The same two jobs run under each multiplexing policy, one policy after the other
 rounds: `off` (the device is shared in time alone), `static` (a core for each job), and those that
 are asked for. Each run has a mesh of its own in `runs/<id>/round-<n>-<policy>/`, with its timeline,
 in which one sees who had how many cores when. `summary.json` has the medians of the rounds, and
-every run.
+every run. Each run is also predicted, from the run by turns of its round and the table of slowdowns
+(`simulator.spatial.rerun`).
 
 A setting says which jobs they are and how much memory the device has: jobs that always have work,
 jobs that wait for tools, a device without memory for both trainings at once, and a table by which
@@ -23,11 +24,14 @@ from msgspec.structs import replace
 
 from phaseloom.cli.controllers import ControllerSpec
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.recorder import read_entries
 from phaseloom.cli.report import JobResult, RunLog
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.specs import Residency
+from phaseloom.common.contract.specs import Residency, SlowdownTable
 from phaseloom.common.observability.intervals import Interval, intersect, merge, total
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
+from phaseloom.simulator.predictions import Entry
+from phaseloom.simulator.spatial.rerun import makespan_s
 from phaseloom.simulator.spatial.tables import PAPER_TABLE, TWO_CORES_TABLE
 
 POOL = "train"
@@ -115,6 +119,10 @@ class SpatialRun(msgspec.Struct, frozen=True):
     """Job → SHA-256 of its final weights."""
     beside: float = 0.0
     """The share of these seconds in which operations of both jobs ran."""
+    begin_unix_s: float = 0.0
+    """When the first step began."""
+    predicted_seconds: float | None = None
+    """The seconds that the run by turns of the same round makes one expect, with the table."""
 
 
 class PolicyFigures(msgspec.Struct, frozen=True):
@@ -129,6 +137,8 @@ class PolicyFigures(msgspec.Struct, frozen=True):
     """How many times longer they take with a core each, likewise."""
     beside: float
     """The share of the time in which operations of both jobs ran."""
+    predicted_over: list[float] = []
+    """The predicted seconds over the real ones of each round; empty: nothing was predicted."""
 
 
 class Spatial(msgspec.Struct, frozen=True):
@@ -145,6 +155,8 @@ class Spatial(msgspec.Struct, frozen=True):
     setting: str = STEADY
     policies: dict[str, PolicyFigures] = {}
     """The figures of each policy, `static` too."""
+    serial_predicted_over: list[float] = []
+    """The same of `PolicyFigures.predicted_over`, of `off`."""
 
 
 class SpatialSummary(msgspec.Struct, frozen=True):
@@ -207,7 +219,31 @@ def run_of(number: int, multiplexing: str, results: Sequence[JobResult], log: Ru
     hashes = {result.name: result.weights_sha256 for result in results}
     seconds = end_s - begin_s
     beside_s = _beside_s(log, (begin_s, end_s))
-    return SpatialRun(number, multiplexing, seconds, hashes, round(beside_s / seconds, 3))
+    beside = round(beside_s / seconds, 3)
+    return SpatialRun(number, multiplexing, seconds, hashes, beside, begin_s)
+
+
+def directory_of(run_dir: Path, number: int, multiplexing: str) -> Path:
+    return run_dir / f"round-{number}-{multiplexing}"
+
+
+def predicted(runs: Sequence[SpatialRun], run_dir: Path, table: SlowdownTable) -> list[SpatialRun]:
+    """The same runs, with the seconds that are predicted of each.
+
+    Args:   run_dir: the demo's, with the logs of the runs. table: how much slower operations are.
+    Raises: CallerError: a log cannot be read.
+    """
+    found = []
+    by_turns: list[Entry] = []
+    window = (0.0, 0.0)
+    for run in runs:
+        if run.multiplexing == SERIAL:
+            log = read_entries(directory_of(run_dir, run.round, SERIAL) / "events.jsonl")
+            by_turns = [(each.sequence, each.time_unix_s, each.event) for each in log]
+            window = (run.begin_unix_s, run.begin_unix_s + run.seconds)
+        seconds = makespan_s(by_turns, window, run.multiplexing, table)
+        found.append(replace(run, predicted_seconds=seconds))
+    return found
 
 
 def _beside_s(log: RunLog, window: Interval) -> float:
@@ -244,6 +280,7 @@ def summarize(runs: Sequence[SpatialRun], setting: str = STEADY) -> Spatial:
         runs=list(runs),
         setting=setting,
         policies=policies,
+        serial_predicted_over=_predicted_over(by[SERIAL]),
     )
 
 
@@ -260,7 +297,13 @@ def _figures(
         ratios=ratios,
         over_static=median(over(static)),
         beside=median(run.beside for run in runs),
+        predicted_over=_predicted_over(runs),
     )
+
+
+def _predicted_over(runs: Sequence[SpatialRun]) -> list[float]:
+    known = [(run.predicted_seconds, run.seconds) for run in runs]
+    return [predicted_s / real_s for predicted_s, real_s in known if predicted_s is not None]
 
 
 def lines_of(spatial: Spatial) -> list[str]:
@@ -270,19 +313,23 @@ def lines_of(spatial: Spatial) -> list[str]:
         "",
         f"{SETTINGS[spatial.setting].about}; one device of {NUM_CORES} cores, median of "
         f"{len(spatial.ratios)} rounds:",
-        f"  {'by turns':12} {spatial.serial_seconds:7.2f} s",
+        f"  {'by turns':12} {spatial.serial_seconds:7.2f} s{_told(spatial.serial_predicted_over)}",
     ]
     for name, figures in spatial.policies.items():
         rounds = ", ".join(f"{ratio:.2f}" for ratio in figures.ratios)
         lines.append(
             f"  {'a core each' if name == STATIC else name:12} {figures.seconds:7.2f} s  "
             f"{figures.ratio:.2f} times as fast (each round: {rounds}); both jobs at once in "
-            f"{figures.beside:.0%} of the time"
+            f"{figures.beside:.0%} of the time{_told(figures.predicted_over)}"
         )
     return [
         *lines,
         f"final weights of each job in all {len(spatial.runs)} runs: {same}",
     ]
+
+
+def _told(predicted_over: Sequence[float]) -> str:
+    return f"; predicted {median(predicted_over) - 1:+.0%}" if predicted_over else ""
 
 
 def problems(spatial: Spatial) -> list[str]:

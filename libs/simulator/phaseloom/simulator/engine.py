@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from phaseloom.common.contract import events
 from phaseloom.common.contract.commands import Command
@@ -31,10 +32,24 @@ STALE_TIMERS = 1024
 """The number of cancelled timers that are kept, beside as many as are set."""
 
 
+class Surroundings(Protocol):
+    """Everything that a shell talks to. It appends events, at times of the agenda."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to come but answers to commands."""
+        ...
+
+    def perform(self, output: Output) -> None:
+        """Obey an output. What it brings is appended later, never within this call."""
+        ...
+
+
 class Engine:
     """A shell that folds events under a virtual clock.
 
-    Args: replan_s: how long the scheduler computes, beside its loop, what is worth moving.
+    Args: core: it goes on from the core's state; None: from an empty log.
+          replan_s: how long the scheduler computes, beside its loop, what is worth moving.
           records: whether to keep the log and the commands, for replays and comparisons.
           times_steps: whether to time every step, and not only those that place or release a job.
           after_step: called with the core after each fold (for checks).
@@ -45,12 +60,13 @@ class Engine:
         agenda: Agenda,
         meter: Meter,
         *,
+        core: Core | None = None,
         replan_s: float = REPLAN_S,
         records: bool = False,
         times_steps: bool = False,
         after_step: Callable[[Core], None] | None = None,
     ) -> None:
-        self.core = Core()
+        self.core = core or Core()
         self.log: list[tuple[float, events.Event]] = []
         self.commands: list[Command] = []
         self._agenda = agenda
@@ -59,10 +75,12 @@ class Engine:
         self._records = records
         self._times_steps = times_steps
         self._after_step = after_step
-        self._timers: list[tuple[float, str]] = []
-        self.num_events = 0
+        state = self.core.state
+        self._timers = [(due_s, timer) for timer, due_s in state.timers.items()]
+        heapq.heapify(self._timers)
+        self.num_events = state.sequence
         """The number of events in the log, which is the sequence of the last."""
-        self._world: World | None = None
+        self._world: Surroundings | None = None
 
     def append(self, event: events.Event) -> None:
         """Append an event to the log, and fold it with the core."""
@@ -98,7 +116,7 @@ class Engine:
     def _compute(self, asked: ComputeReplan) -> None:
         self._agenda.after(self._replan_s, self.append, repack.compute(asked))
 
-    def run(self, world: World, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
+    def run(self, world: Surroundings, config: SchedulerConfig, until_s: float = NEVER_S) -> None:
         """Run until every job has ended and the nodes have obeyed all commands."""
         self._world = world
         self.append(events.SchedulerConfigured(config))
