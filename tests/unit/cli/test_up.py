@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.up import up, with_policies
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.errors import CallerError, Code
 from tests.support.processes import free_port
 
 
@@ -106,4 +106,15 @@ def test_extra_that_is_not_installed_is_named_before_anything_starts(
     with pytest.raises(CallerError, match="a console needs aiohttp") as refused:
         up(runs=tmp_path / "runs", console_port=port)
     assert refused.value.info.remedy == "pip install 'phaseloom[console]'"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_model_that_there_is_not_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    mesh_file = tmp_path / "mesh.toml"
+    mesh_file.write_text(f'[mesh.models]\nsmall = "{tmp_path}/none"\n')
+    with pytest.raises(CallerError, match=r"there is no directory .*/none") as refused:
+        up(mesh_file=mesh_file, runs=tmp_path / "runs", console_port=0)
+    info = refused.value.info
+    assert (info.code, info.field) == (Code.NOT_FOUND, "mesh.models.small")
+    assert "config.json" in info.remedy
     assert not (tmp_path / "runs").exists()
