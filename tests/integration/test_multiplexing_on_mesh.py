@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from grpo import deployments, train
+from grpo import declared, deployments, train
+from settings import MODEL
 
 from phaseloom import client
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
@@ -130,6 +131,61 @@ async def test_a_rollout_runs_beside_training_and_a_kill_between_loses_nothing(
             assert configured.config.slowdowns == read(TWO_CORES_TABLE)
             await a.finish()
             await b.finish()
+
+
+def two_pools() -> MeshConfig:
+    """One device for rollouts, of two cores, and one for training."""
+    rollouts = NodeConfig(
+        "rollout-0",
+        "rollout",
+        [64 * 2**20],
+        cores_per_device=2,
+        exclusive_residency=Residency.SHARED,
+    )
+    return MeshConfig(
+        nodes=[rollouts, NodeConfig("train-0", "train", [64 * 2**20])],
+        placement="coexec_repack",
+        ordering="fcfs",
+        multiplexing="greedy",
+        slowdowns=str(TWO_CORES_TABLE),
+        seal_every=0,
+        idle_grace_s=0.0,
+    )
+
+
+async def test_a_job_with_an_slo_is_placed_beside_another_on_their_only_device(
+    short_dir: Path,
+) -> None:
+    """Each rolls out for 4 s of 5 s, and may take 7.5 s: in turns one of them would have to wait
+    for a second device."""
+    model = client.ModelSpec(MODEL)
+    specs = [
+        client.DeploymentSpec("policy", "train", "noop", client.ModelSpec({}), trainable=True),
+        client.DeploymentSpec("sampler", "rollout", "sampler", model, host_bytes=16 * 2**20),
+    ]
+    async with running_mesh(two_pools(), short_dir) as (mesh, log), tenant(mesh) as connection:
+        a, b = [
+            await connection.submit_job(
+                name, specs, slo=1.5, cycle=declared(4.0, 1.0), duration_s=1000.0, may_wait=False
+            )
+            for name in ("a", "b")
+        ]
+        placement = (await b.status()).placement
+        assert "its rollouts are beside those of 1 more, and take up to 1.2" in placement
+        for job in (a, b):
+            await job.deployment("sampler").generate(PROMPTS, SamplingParams(4))
+        await log.until_finished("b.sampler.1")
+        sampling = SamplingParams(40, ignore_eos=True)
+        many = a.deployment("sampler").generate(PROMPTS * 16, sampling, 64)
+        await log.until_queued("a.sampler.2")
+        await b.deployment("sampler").generate(PROMPTS, SamplingParams(4))
+        await many
+        await log.until_finished("a.sampler.2")
+        await log.until_finished("b.sampler.2")
+        in_order = ends(log)
+        assert in_order.index("b.sampler.2") < in_order.index("a.sampler.2")
+        await a.finish()
+        await b.finish()
 
 
 async def run(connection: client.Mesh, name: str, task: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.scheduler.core.core import Core
@@ -127,3 +128,18 @@ def test_what_groups_of_version_14_leave_to_others_is_worked_out_anew() -> None:
 
     restored = Core.restore(snapshot(core, 14, older), led_since=0)
     assert all(group.bounds is None for group in restored.state.cluster.groups.values())
+
+
+def test_members_of_version_16_are_asked_whether_they_want_company() -> None:
+    core = running()
+    job = next(iter(core.state.jobs.values()))
+    job.spec = replace(job.spec, exclusive=True)
+
+    def older(tree: dict[str, Any]) -> None:
+        for group in tree["cluster"]["groups"].values():
+            for member in group["members"].values():
+                del member["is_exclusive"], member["takes_turns"]
+
+    restored = Core.restore(snapshot(core, 16, older), led_since=0)
+    name = str(job.key)
+    assert group_of(restored.state.cluster, name).members[name].is_exclusive

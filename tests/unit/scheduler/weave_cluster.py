@@ -21,13 +21,22 @@ GB = 10**9
 PRICES = {"rollout": 14.8, "train": 42.24}
 
 
-def empty(num_nodes: int = 20, host_gb: float = 2048, **limits: Any) -> Cluster:
-    """Nodes r000, r001, ... and t000, ..., all free."""
+def empty(
+    num_nodes: int = 20, host_gb: float = 2048, beside: tuple[float, ...] = (), **limits: Any
+) -> Cluster:
+    """Nodes r000, r001, ... and t000, ..., all free.
+
+    Args: beside: how much longer rollouts take beside one another; none: they take turns.
+    """
+    if beside:
+        limits["counts_on_space"] = True
     cluster = Cluster(limits=Limits(**limits))
     for pool, price in PRICES.items():
         for i in range(num_nodes):
             name = NodeId(f"{pool[0]}{i:03d}")
             host = Host(name, pool, 1, round(host_gb * GB), price)
+            if pool == "rollout":
+                host.beside, host.device_bytes = beside, 700 * GB
             groups.host_up(cluster, host)
     return cluster
 

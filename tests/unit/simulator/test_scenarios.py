@@ -13,7 +13,7 @@ import pytest
 
 from phaseloom.cli.simulate import simulate
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.simulator.scenarios import SCENARIOS, weaving
+from phaseloom.simulator.scenarios import SCENARIOS, weave_company, weaving
 from phaseloom.simulator.scenarios.report import (
     Record,
     Report,
@@ -202,6 +202,23 @@ def test_groups_that_share_nodes_in_space_are_never_dearer() -> None:
             assert ratio == pytest.approx(1.0)
     assert all(over["RH", "rollouts 2", seed] < 0.85 for seed in (0, 1))
     assert all(over["TH", "rollouts 2", seed] == pytest.approx(1.0) for seed in (0, 1))
+
+
+def test_company_that_is_counted_on_breaks_no_slo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few jobs: the study has more. Where the table has no gain for whole rollouts, nothing is
+    shared, and the run is that in turns."""
+    monkeypatch.setattr(weave_company, "NUM_JOBS", 12)
+    monkeypatch.setattr(weave_company, "PROFILES", ("RH",))
+    monkeypatch.setattr(weave_company, "_ON_GPUS", ("RH",))
+    ways = ("counted on", "counted on, at worst")
+    report = SCENARIOS["weave-company"].run(Options(ways, (0,), processes=1))
+    found = {(r.workload, r.policy): r for r in report.records}
+    assert len(found) == 5
+    assert all(record.slo_attainment == 1.0 for record in report.records)
+    over = {key: record.more["over_in_turns"] for key, record in found.items()}
+    assert over["RH, GPU", "counted on"] == over["RH", "in turns"] == 1.0
+    assert over["RH", "counted on"] < 1.0
+    assert {target.is_reached for target in report.targets} == {True}
 
 
 def test_the_recording_as_read_by_hand() -> None:

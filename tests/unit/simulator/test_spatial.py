@@ -26,7 +26,7 @@ from phaseloom.scheduler.core.planning.chains import (
     Stage,
     State,
 )
-from phaseloom.scheduler.core.policies.multiplexing.greedy import MARGIN
+from phaseloom.scheduler.core.policies.sharing_view import MARGIN
 from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.jigsaw import HOMOGENEOUS, ITERATIONS, ROWS
 from phaseloom.simulator.scenarios.scenario import Options

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from phaseloom.common.contract import events
 from phaseloom.common.contract.commands import Command
-from phaseloom.common.contract.specs import SchedulerConfig
+from phaseloom.common.contract.specs import SchedulerConfig, SlowdownTable
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.placement import repack
 from phaseloom.scheduler.core.state.outputs import ComputeReplan, Output, SendCommand, SetTimer
@@ -159,11 +159,14 @@ def simulate(
     until_s: float = NEVER_S,
     records_spans: bool = False,
     times_steps: bool = False,
+    slowdowns: SlowdownTable | None = None,
 ) -> Result:
     """Run a workload to its end under one configuration.
 
     Args: jobs: the workload; names are unique per tenant.
           until_s: when to stop, whatever is left.
+          slowdowns: how much slower operations really are side by side on devices of several units,
+                     whatever the scheduler takes them for.
     """
     agenda, meter = Agenda(), Meter(records_spans=records_spans)
     engine = Engine(agenda, meter, replan_s=replan_s, times_steps=times_steps)
@@ -177,6 +180,7 @@ def simulate(
         costs=costs,
         retries=retries,
         faults=faults,
+        slowdowns=slowdowns,
     )
     engine.run(world, config, until_s)
     return summarise(meter, agenda.now_s, engine.num_events)

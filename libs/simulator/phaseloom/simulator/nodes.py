@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -15,8 +16,9 @@ from phaseloom.common.contract import commands, events
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
-from phaseloom.common.contract.specs import DeviceSpec, Residency
-from phaseloom.simulator.agenda import Agenda
+from phaseloom.common.contract.specs import DeviceSpec, Residency, SlowdownTable
+from phaseloom.simulator.agenda import NEVER_S, Agenda
+from phaseloom.simulator.company import Company, Work, claim_of
 from phaseloom.simulator.jobs import SimJob
 from phaseloom.simulator.metering import Meter, NodeMeter
 
@@ -34,6 +36,11 @@ class PoolSpec(msgspec.Struct, frozen=True):
     """The number of GPUs of a node, for the count of GPUs in results."""
     num_devices: int = 1
     """The number of devices of a node."""
+    units: int = 1
+    """The compute units of a device. Where it has several, states of several jobs stay on it, and
+    their operations may run side by side."""
+    device_bytes: int = _NOT_LIMITED
+    """The size of a device's memory."""
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -77,7 +84,7 @@ class _Ranks:
 class Nodes:
     """All nodes of a cluster.
 
-    Args: duration_s: tells how long an operation takes, a replayed one too.
+    Args: duration_s: tells how long an operation takes alone, a replayed one too.
           ran: told of each operation that is completed for the first time, and when it began.
     """
 
@@ -91,6 +98,7 @@ class Nodes:
         duration_s: Callable[[OperationKey], float],
         ran: Callable[[OperationKey, float], None],
         costs: Costs,
+        slowdowns: SlowdownTable | None = None,
     ) -> None:
         self._agenda = agenda
         self._append = append
@@ -99,6 +107,9 @@ class Nodes:
         self._duration_s = duration_s
         self._ran = ran
         self._costs = costs
+        self._slowdowns = slowdowns
+        self._company: dict[NodeId, Company] = {}
+        """What runs on each node whose device is shared in space."""
         self._ranks: dict[DeploymentKey, _Ranks] = {}
         """The newest incarnation of each deployment, whether or not it has ended."""
         self._up: dict[NodeId, events.NodeUp] = {}
@@ -112,6 +123,7 @@ class Nodes:
             commands.SealState: self._seal,
             commands.MirrorState: self._mirror,
             commands.CancelOperation: self._cancel,
+            commands.AdjustClaims: self._adjust,
         }
 
     # --- nodes ----------------------------------------------------------------------------------
@@ -125,13 +137,17 @@ class Nodes:
                 up = events.NodeUp(
                     node=NodeId(name),
                     pool=pool.pool,
-                    devices=[DeviceSpec(_NOT_LIMITED)] * pool.num_devices,
+                    devices=[DeviceSpec(pool.device_bytes, pool.units)] * pool.num_devices,
                     host_memory_bytes=pool.host_bytes,
                     revision=1,
                     state_endpoint=f"{name}:1",
-                    exclusive_residency=Residency.JOB,
+                    exclusive_residency=Residency.SHARED if pool.units > 1 else Residency.JOB,
                     price_per_hour=pool.price_per_hour,
                 )
+                if pool.units > 1 and self._slowdowns is not None:
+                    assert pool.num_devices == 1, f"{name}: one device stands for all"
+                    company = Company(self._agenda, pool.units, self._slowdowns)
+                    self._company[up.node] = company
                 self._up[up.node] = up
                 self._agenda.after(0.0, self._append, up)
 
@@ -198,8 +214,11 @@ class Nodes:
 
     def _started(self, ranks: _Ranks, node: NodeId) -> None:
         if ranks.is_alive:
+            size = 1
+            if self._up[node].exclusive_residency is Residency.SHARED:
+                size = ranks.job.take(self._meter.nodes[node].pool).host_bytes
             self._append(
-                events.WpgStarted(ranks.key, ranks.incarnation, node, 1, ranks.applied, [0])
+                events.WpgStarted(ranks.key, ranks.incarnation, node, size, ranks.applied, [0])
             )
 
     def _stop(self, command: commands.StopWpg) -> None:
@@ -251,6 +270,10 @@ class Nodes:
         tail_s, duration_s = 0.0, self._duration_s(command.operation)
         if command.ranks or command.tail_on:
             tail_s = duration_s * ranks.job.tail(command.operation.deployment)
+        if len(ranks.nodes) == 1 and command.node in self._company:
+            ranks.running[command.operation] = NEVER_S
+            self._agenda.at(start_s, self._begin, ranks, command)
+            return
         bulk_s = duration_s - tail_s
         if command.ranks:
             # The same samples on fewer devices, as if each were busy with what it has.
@@ -260,6 +283,32 @@ class Nodes:
         if command.tail_on:
             self._agenda.at(start_s + bulk_s, self._gather, ranks, command)
         self._agenda.at(end_s, self._finish, ranks, command, start_s)
+
+    def _begin(self, ranks: _Ranks, command: commands.Permit) -> None:
+        """Begin an operation on a device that is shared in space."""
+        if not ranks.is_alive or command.operation not in ranks.running:
+            return
+        company = self._company[command.node]
+        company.give(ranks.name, len(command.units))
+        work = Work(
+            claim_of(ranks.name, ranks.label, command.kind),
+            self._duration_s(command.operation),
+            partial(self._finish, ranks, command, self._agenda.now_s),
+            partial(_runs, ranks, command.operation),
+        )
+        company.begin(command.operation, work)
+
+    def _adjust(self, command: commands.AdjustClaims) -> None:
+        ranks = self._ranks.get(command.deployment)
+        if ranks is None or not ranks.is_alive or ranks.incarnation != command.incarnation:
+            return
+        if command.node in self._company:
+            self._company[command.node].give(ranks.name, len(command.units))
+        if command.shrinks:
+            adjusted = events.ClaimsAdjusted(
+                command.deployment, command.incarnation, command.node, command.id
+            )
+            self._agenda.after(0.0, self._append, adjusted)
 
     def _gather(self, ranks: _Ranks, command: commands.Permit) -> None:
         if not ranks.is_alive or command.operation not in ranks.running:
@@ -322,6 +371,10 @@ class Nodes:
                 0.0,
             ),
         )
+
+
+def _runs(ranks: _Ranks, key: OperationKey) -> bool:
+    return ranks.is_alive and key in ranks.running
 
 
 def _die(ranks: _Ranks) -> None:

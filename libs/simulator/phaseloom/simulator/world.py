@@ -13,6 +13,7 @@ import msgspec
 from phaseloom.common.contract.events import Event, OperationFinished
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
+from phaseloom.common.contract.specs import SlowdownTable
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.controllers import USUAL, Controller, Retries
@@ -52,6 +53,8 @@ class World:
     """The emulated surroundings of a scheduler.
 
     Args: append: takes an event for the decision log, in order.
+          slowdowns: how much slower operations are side by side, on devices of several units; None:
+                     they are not.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class World:
         costs: Costs = FREE,
         retries: Retries = USUAL,
         faults: Sequence[Fault] = (),
+        slowdowns: SlowdownTable | None = None,
     ) -> None:
         self._agenda = agenda
         self._append = append
@@ -79,6 +83,7 @@ class World:
             duration_s=self._duration_s,
             ran=self._ran,
             costs=costs,
+            slowdowns=slowdowns,
         )
         self._nodes.come_up(pools)
         for job in jobs:

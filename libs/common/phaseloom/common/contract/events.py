@@ -441,6 +441,8 @@ class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
     """Pool → the nodes that the job is pinned to there; free nodes among them join the group."""
     why: str = ""
     shift_s: float = 0.0
+    takes_turns: bool = False
+    """Whether its rollouts take turns with those of others on their node."""
 
 
 class ReplanComputed(Message, frozen=True):

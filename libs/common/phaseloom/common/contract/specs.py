@@ -211,6 +211,27 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
         """The factor by which another sub-stage that runs beside slows this one down further."""
         return self.beside.get(kind, {}).get(other, 1.0)
 
+    def at_worst(self) -> SlowdownTable:
+        """The table with the greatest numbers that were measured in place of the usual ones."""
+        kinds = {
+            name: msgspec.structs.replace(
+                kind,
+                shares={
+                    share: max([usual, *kind.spread.get(share, ())])
+                    for share, usual in kind.shares.items()
+                },
+            )
+            for name, kind in self.kinds.items()
+        }
+        beside = {
+            name: {
+                other: max([usual, *self.beside_spread.get(name, {}).get(other, ())])
+                for other, usual in row.items()
+            }
+            for name, row in self.beside.items()
+        }
+        return msgspec.structs.replace(self, kinds=kinds, beside=beside)
+
     def slowdown(self, kind: str, share: float, other: str) -> float:
         """The slowdown with a share of the device beside another sub-stage, which has the rest."""
         return self.alone(kind, share) * self.factor(kind, other)

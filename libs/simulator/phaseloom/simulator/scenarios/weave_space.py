@@ -1,10 +1,9 @@
 """A bound on what placement could save by counting on jobs that share nodes in space.
 
-Jobs of WEAVE Table 6 are put into their cheapest groups, once as they are placed live, where the
-jobs of a node take turns, and once as if two phases on a node were done sooner side by side, so
-that a group has room for more. No job is taken to lose anything by its company: no policy that
-keeps to the strict round robin can save more. Nothing is run, and no policy of the scheduler does
-this.
+Jobs of WEAVE Table 6 are put into their cheapest groups, once as the jobs of a node take turns, and
+once as if two phases on a node were done sooner side by side, so that a group has room for more. No
+job is taken to lose anything by its company: no policy that keeps to the strict round robin can
+save more. Nothing is run; `weave_company` runs what the scheduler does of it.
 """
 
 from __future__ import annotations

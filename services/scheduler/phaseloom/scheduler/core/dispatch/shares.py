@@ -14,8 +14,9 @@ Only a deployment of one rank shares its device, whose state fits beside that of
 whose runtime gives the same bits with any share. A device whose jobs exclude one another's state,
 or that a deployment over several devices waits for, is not shared. Nothing of another job begins
 beside a job that asks to be alone, or where a job that runs would be slower than its SLO, by the
-table of slowdowns. Among what could begin, the ordering policy says who is next; one that cannot be
-beside what runs is overtaken only until it has waited for a quantum.
+table of slowdowns. Where placement promises SLOs by what jobs get side by side, it has counted on
+all company that jobs have. Among what could begin, the ordering policy says who is next; one that
+cannot be beside what runs is overtaken only until it has waited for a quantum.
 Cost: O(ready deployments of the device), where it has several units and a policy that shares them.
 """
 
@@ -32,6 +33,8 @@ from phaseloom.common.contract.specs import Capabilities, CommandId, Residency
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import choice, phases, ready
 from phaseloom.scheduler.core.planning.chains import Stage
+from phaseloom.scheduler.core.planning.weave import company
+from phaseloom.scheduler.core.planning.weave.pool import has_promise
 from phaseloom.scheduler.core.policies.device_view import Wait
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
 from phaseloom.scheduler.core.policies.sharing_view import (
@@ -144,7 +147,12 @@ def _next(step: Step, slot: Slot, running: list[Claim]) -> tuple[Deployment, lis
         if _fits(step, slot, deployment) and not _is_excluded(step, deployment, running):
             newcomer = _claim_of(step, deployment, op)
             counts = _counts(step, slot, running, newcomer)
-            if counts is not None and _keeps_slos(step, slot, [*running, newcomer], counts):
+            claims = [*running, newcomer]
+            if (
+                counts is not None
+                and _keeps_slos(step, slot, claims, counts)
+                and _is_counted_on(step, slot, claims)
+            ):
                 return deployment, counts
         if phases.waited_s(step, deployment, op) >= patience_s:
             return None
@@ -202,6 +210,24 @@ def _keeps_slos(step: Step, slot: Slot, claims: list[Claim], counts: list[int]) 
         for claim, speed in found
         if claim.job != claims[-1].job
     )
+
+
+def _is_counted_on(step: Step, slot: Slot, claims: list[Claim]) -> bool:
+    """Whether placement has counted on these side by side, where it promises SLOs by company: other
+    company would slow down a job that was promised none."""
+    cluster = step.state.cluster
+    if not cluster.limits.counts_on_space:
+        return True
+    group = cluster.groups.get(cluster.hosts[slot.node].group)
+    placed = {step.state.deployments[name].job_name for name in slot.placed}
+    if group is None or not has_promise(group) or len(placed) < 2:
+        return True
+    known = {member.job for member in company.users_of(group, slot.node)}
+    jobs = {claim.job for claim in claims}
+    # A second part of the device for one job would be lacking to another.
+    if len(jobs) < len(claims) or not jobs <= known:
+        return False
+    return company.slowdown_on(cluster, group, slot.node) is not None
 
 
 def _claim_of(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:

@@ -12,10 +12,12 @@ from msgspec.structs import replace
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import NodeLost, NodeUp
 from phaseloom.common.contract.ids import JobKey, NodeId
-from phaseloom.common.contract.specs import DeploymentSpec, SchedulerConfig
+from phaseloom.common.contract.specs import DeploymentSpec, Residency, SchedulerConfig
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.planning import admission, groups
-from phaseloom.scheduler.core.policies.registry import PLACEMENT
+from phaseloom.scheduler.core.planning.weave import company
+from phaseloom.scheduler.core.policies.registry import MULTIPLEXING, ORDERING, PLACEMENT
+from phaseloom.scheduler.core.policies.sharing_view import rollouts_beside
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -42,10 +44,40 @@ _MAX_NAMED = 8
 
 
 def configured(step: Step, config: SchedulerConfig) -> None:
-    step.state.cluster.limits = Limits(
-        config.max_group_jobs, config.duty_limit, config.switch_s, config.slo_percentile
+    cluster = step.state.cluster
+    cluster.limits = Limits(
+        config.max_group_jobs,
+        config.duty_limit,
+        config.switch_s,
+        config.slo_percentile,
+        _counts_on_space(config),
     )
+    for host in cluster.hosts.values():
+        host.beside = _beside(step, host.node)
     step.follow(FollowUp.PLACE)
+
+
+def _counts_on_space(config: SchedulerConfig) -> bool:
+    """Whether jobs are placed by what they get side by side: the policy can, slowdowns were
+    measured, and whatever gains by company has it at once."""
+    return (
+        PLACEMENT[config.placement].counts_on_space
+        and MULTIPLEXING[config.multiplexing].is_eager
+        and not ORDERING[config.ordering].is_strict
+        and config.slowdowns is not None
+    )
+
+
+def _beside(step: Step, name: NodeId) -> tuple[float, ...]:
+    """How much longer rollouts take beside one another on a device of the node."""
+    config, node = step.state.config, step.state.nodes.get(name)
+    if config is None or config.slowdowns is None or node is None:
+        return ()
+    if not _counts_on_space(config) or node.residency is Residency.JOB:
+        return ()
+    return rollouts_beside(
+        config.slowdowns, min((device.units for device in node.devices), default=1)
+    )
 
 
 def node_up(step: Step, event: NodeUp) -> None:
@@ -59,6 +91,8 @@ def node_up(step: Step, event: NodeUp) -> None:
         host_bytes=event.host_memory_bytes,
         price_per_hour=event.price_per_hour,
         backends=event.backends,
+        device_bytes=min((device.memory_bytes for device in event.devices), default=0),
+        beside=_beside(step, event.node),
     )
     groups.host_up(step.state.cluster, host)
     leave = step.state.closing.get(event.node)
@@ -128,7 +162,8 @@ def stepped(step: Step, job: JobKey) -> bool:
         return False
     member.num_optim_steps = 0
     progress = step.job(job).progress
-    groups.iterated(member, step.now_s, progress.began_s, progress.lag_s)
+    slowdown = company.most_slowdown(cluster, cluster.groups[name], member)
+    groups.iterated(member, step.now_s, progress.began_s, progress.lag_s, slowdown)
     return True
 
 

@@ -16,6 +16,7 @@ from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.specs import Cycle
 from phaseloom.scheduler.core.placement import assignment
 from phaseloom.scheduler.core.planning import admission, groups, nodes
+from phaseloom.scheduler.core.planning.weave import company
 from phaseloom.scheduler.core.planning.weave.period import is_overloaded
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import (
@@ -55,7 +56,7 @@ def traced(step: Step, trace: PhaseTrace) -> None:
     if known is None:
         groups.set_cycle(step.state.cluster, name, cycle)
         _profiled(step, job)
-    elif trace.drift or trace.period_s > known.worst_period_s:
+    elif _has_changed(step, group, group.members[name], trace):
         _drifted(step, job, _with_share(cycle, known))
     elif cycle.num_optim_steps != known.num_optim_steps:
         recounted = replace(known, num_optim_steps=cycle.num_optim_steps)
@@ -65,6 +66,16 @@ def traced(step: Step, trace: PhaseTrace) -> None:
     assignment.count_iterations(step, job)
     step.job_changed(name)
     step.follow(FollowUp.PLACE)
+
+
+def _has_changed(step: Step, group: Group, member: Member, trace: PhaseTrace) -> bool:
+    """Whether a trace tells of another cycle than a member's, and not of its company only."""
+    known = member.cycle
+    assert known is not None
+    slowdown = company.most_slowdown(step.state.cluster, group, member)
+    if slowdown > 1 and known.period_s <= trace.period_s <= slowdown * known.period_s:
+        return False
+    return bool(trace.drift) or trace.period_s > known.worst_period_s
 
 
 def iterated(step: Step, key: JobKey) -> None:
@@ -204,7 +215,9 @@ def compute(asked: ComputeReplan) -> ReplanComputed:
 def _planned(move: Move) -> PlannedMove:
     placed = move.placed
     job = JobKey(*move.job.split("."))
-    return PlannedMove(job, placed.group, placed.nodes, placed.why, placed.shift_s)
+    return PlannedMove(
+        job, placed.group, placed.nodes, placed.why, placed.shift_s, placed.takes_turns
+    )
 
 
 def answered(step: Step, event: ReplanComputed) -> None:
@@ -255,7 +268,7 @@ class _Plan:
             }
             return
         job = self._step.state.jobs[str(move.job)]
-        placed = Placed(target, move.nodes, move.why, move.shift_s)
+        placed = Placed(target, move.nodes, move.why, move.shift_s, move.takes_turns)
         assignment.move(self._step, job, placed)
         self._as_planned[made or move.group] = cluster.placed[str(move.job)]
 

@@ -59,6 +59,7 @@ def member_of(job: JobKey, spec: JobSpec, submitted_s: float = 0.0) -> Member:
         cycle=spec.cycle,
         submitted_s=submitted_s,
         num_iterations=iterations_of(spec.cycle, spec.duration_s),
+        is_exclusive=spec.exclusive,
     )
 
 
@@ -183,6 +184,7 @@ def join(cluster: Cluster, member: Member, placed: Placed) -> Group:
     if placed.merged:
         merge(cluster, group, cluster.groups[placed.merged])
     member.shift_s = placed.shift_s
+    member.takes_turns = placed.takes_turns
     member.began_s = cluster.now_s + placed.shift_s
     group.members[member.job] = member
     cluster.placed[member.job] = group.name
@@ -308,15 +310,23 @@ def set_cycle(cluster: Cluster, job: str, cycle: Cycle) -> None:
     _changed(group)
 
 
-def iterated(member: Member, now_s: float, began_s: float, lag_s: float) -> None:
+def iterated(
+    member: Member, now_s: float, began_s: float, lag_s: float, slowdown: float = 1.0
+) -> None:
     """Note that a member has finished an iteration.
+
+    What company may have cost counts as company's: such an iteration takes no longer alone than the
+    cycle says, unless it is longer than company explains.
 
     Args: began_s: when the job's first operation was ready.
           lag_s: seconds since then for which others, or a switch, have kept the job from running.
+          slowdown: how many times as long as alone its phases may have taken beside others.
     """
     timing = timing_of(member)
     since_s = member.iterated_s if member.iterations else began_s
     alone_s = now_s - since_s - (lag_s - member.lag_s)
+    if slowdown > 1 and member.cycle is not None:
+        alone_s = min(alone_s, max(member.cycle.period_s, alone_s / slowdown))
     # The waits of phases that overlap pass at once, so what such a job takes alone is not known.
     overlaps = timing.gap_s < -ROUNDING * timing.solo_s
     if member.cycle is None or overlaps or alone_s <= 0:

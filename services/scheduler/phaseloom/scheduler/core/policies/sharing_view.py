@@ -33,6 +33,11 @@ def stages_of(kind: str, most_units: int) -> tuple[str, ...]:
     return _SUB_STAGES.get(kind, ())
 
 
+MARGIN = 0.05
+"""The gain below which nothing begins beside others: a table has errors, and a change of shares
+costs something too."""
+
+
 class Claim(msgspec.Struct, frozen=True):
     """A deployment that runs on the device, or is about to."""
 
@@ -110,6 +115,34 @@ def speeds(
     return found
 
 
+def rollouts_beside(table: SlowdownTable, units: int) -> tuple[float, ...]:
+    """How many times as long as alone a rollout takes beside one other, beside two, and so on, on a
+    device of so many units.
+
+    Everything is at its worst: the sub-stage of a rollout that is slowed down most, the greatest
+    slowdown that was measured of it, a single unit for each rollout. The numbers go on as long as
+    one more rollout surely gets more done, by `MARGIN` at least.
+
+    Returns: the numbers; none where nothing is sure, or the table lacks a sub-stage of rollouts.
+    """
+    stages = _SUB_STAGES["generate"]
+    if any(stage not in table.kinds for stage in stages):
+        return ()
+    stages += tuple(stage for stage in stages_of("forward", 1) if stage in table.kinds)
+    worst = table.at_worst()
+    found: list[float] = []
+    for others in range(1, units):
+        slowdown = max(
+            worst.alone(stage, 1 / units)
+            * max(1.0, *(worst.factor(stage, other) for other in stages)) ** others
+            for stage in stages
+        )
+        if (others + 1) / slowdown < others * (1 + MARGIN):
+            break
+        found.append(slowdown)
+    return tuple(found)
+
+
 class Multiplexing(NamedTuple):
     share: Callable[[SharingView], list[int] | None]
     """How many units each of `claims` gets, in their order: at least one each, and no more than
@@ -118,3 +151,6 @@ class Multiplexing(NamedTuple):
     """Whether anything ever runs beside anything."""
     predicts: bool = False
     """Whether the policy goes by `ahead` of the claims."""
+    is_eager: bool = False
+    """Whether whatever gets more done beside others begins at once, so that a placement policy can
+    count on it."""

@@ -67,6 +67,11 @@ class Host(msgspec.Struct):
     """What its ranks can do, by backend; empty: anything."""
     leaving: list[str] = []
     """Deployments that are still on the node and are to leave it: until then it is not free."""
+    device_bytes: int = 0
+    """The size of its smallest device."""
+    beside: tuple[float, ...] = ()
+    """How many times as long as alone a rollout takes on one of its devices beside one other,
+    beside two, and so on, at worst. Empty: rollouts on the node take turns."""
 
 
 class Member(msgspec.Struct):
@@ -108,6 +113,11 @@ class Member(msgspec.Struct):
     """When the last iteration was finished."""
     num_iterations: int = 0
     """Iterations expected in all; 0: not known."""
+    is_exclusive: bool = False
+    """Whether no operation of another job may run beside the job's."""
+    takes_turns: bool = False
+    """Whether the job was placed so that rollouts on its node take turns, where they could be side
+    by side. The choice counts that was made for the newest job of the node."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -148,6 +158,9 @@ class Limits(msgspec.Struct, frozen=True):
     """Seconds of switching that are planned for each phase of a group of several jobs."""
     slo_percentile: float = 0.0
     """The percentage of a job's single iterations that must be within its SLO; 0: none."""
+    counts_on_space: bool = False
+    """Whether jobs are placed by what they get side by side, and run beside one another only where
+    that was counted on."""
 
 
 class Cluster(msgspec.Struct):
@@ -172,6 +185,9 @@ class Placed(msgspec.Struct, frozen=True):
     """The nodes that the job is pinned to; free ones among them join the group."""
     why: str = ""
     shift_s: float = 0.0
+    takes_turns: bool = False
+    """Whether the job's rollouts take turns with those of others on their node, where they could be
+    side by side."""
     merged: str = ""
     """Another group, of other pools, that becomes one with `group` by this; empty: none."""
 
@@ -210,3 +226,5 @@ class Placement(NamedTuple):
     is_overloaded: Callable[[Cluster, Group], bool] | None = None
     """Whether a group cannot keep what was promised to its members, as their cycles are now; None:
     the rule of a strict round robin decides (`planning/weave/period.py`)."""
+    counts_on_space: bool = False
+    """Whether it can judge a group by what its members get side by side."""

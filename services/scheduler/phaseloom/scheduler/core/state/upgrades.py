@@ -43,7 +43,24 @@ def without_bounds(tree: Tree) -> None:
         group["bounds"] = None
 
 
-UPGRADES: Mapping[int, Upgrade] = {12: unchanged, 13: with_lags, 14: without_bounds, 15: unchanged}
+def with_exclusive(tree: Tree) -> None:
+    """Note for each member whether its job asks to be alone: version 17 places jobs by the company
+    that they may have."""
+    cluster = tree["cluster"]
+    members = [each for group in cluster["groups"].values() for each in group["members"].values()]
+    for member in [*members, *cluster["waiting"]]:
+        job = tree["jobs"].get(member["job"])
+        if job is not None:
+            member["is_exclusive"] = job["spec"].get("exclusive", False)
+
+
+UPGRADES: Mapping[int, Upgrade] = {
+    12: unchanged,
+    13: with_lags,
+    14: without_bounds,
+    15: unchanged,
+    16: with_exclusive,
+}
 """Core version → the upgrade of its tree to the next version."""
 
 

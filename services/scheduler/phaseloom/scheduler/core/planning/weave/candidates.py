@@ -12,15 +12,19 @@ move cost it has to make good. That is the guard of execution without a barrier:
   of iterations that may be late, to which the same applies;
 - and a group that no longer keeps within its budgets counts as dear, so that the next replan
   changes it.
+
+Where placement counts on sharing in space, all of this is asked of the group as `side_by_side` sees
+it: rollouts that can be beside one another wait for nobody, and take longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from math import inf
 from typing import NamedTuple
 
+from phaseloom.scheduler.core.planning.weave.company import Guest, slowdown_beside
 from phaseloom.scheduler.core.planning.weave.fifo import (
     MAX_LAPS,
     WARM_LAPS,
@@ -31,7 +35,7 @@ from phaseloom.scheduler.core.planning.weave.fifo import (
 )
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN, Timing, timing_of
 from phaseloom.scheduler.core.planning.weave.pool import need_of
-from phaseloom.scheduler.core.state.cluster import Cluster, Member, Need
+from phaseloom.scheduler.core.state.cluster import Cluster, Host, Member, Need
 
 SLACK = 1e-6
 UNKNOWN_LEFT = 20
@@ -59,6 +63,10 @@ class Candidate(NamedTuple):
     train: Need
     late: float = inf
     """Iterations that may still take longer than the SLO allows one to take; inf: all."""
+    slo: float = 0.0
+    is_exclusive: bool = False
+    takes_turns: bool = False
+    """Whether rollouts on its node take turns, if it is the newest there."""
 
     @property
     def work_s(self) -> float:
@@ -99,6 +107,9 @@ def candidate_of(cluster: Cluster, member: Member) -> Candidate:
         need_of(member, ROLLOUT),
         need_of(member, TRAIN),
         _late(member, left, cluster.limits.slo_percentile),
+        member.slo,
+        member.is_exclusive,
+        member.takes_turns,
     )
 
 
@@ -127,9 +138,10 @@ def _lived_s(cluster: Cluster, member: Member, timing: Timing) -> float:
     return max(lived_s, now_s - 2 * timing.solo_s)
 
 
-def signature(group: Candidates) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The members and their nodes: all that differs between groups of one replan."""
-    return tuple((candidate.job, candidate.nodes) for candidate in group)
+def signature(group: Candidates) -> tuple[tuple[str, tuple[str, ...], bool], ...]:
+    """The members, their nodes, and whether they take turns there: all that differs between groups
+    of one replan."""
+    return tuple((candidate.job, candidate.nodes, candidate.takes_turns) for candidate in group)
 
 
 class Shares(NamedTuple):
@@ -177,6 +189,71 @@ def has_shares(shares: Shares, candidate: Candidate, nodes: Iterable[str]) -> bo
     return all(shares.rollout.get(node, 0.0) + share <= 1.0 for node in nodes)
 
 
+View = Callable[[Candidates], list[Candidates]]
+"""A group as it may run: the phases that take longer beside others, the nodes that nobody queues
+for. The first way is that with the longest phases."""
+
+
+def in_turns(group: Candidates) -> list[Candidates]:
+    """The group as it is, where all phases on a node take turns."""
+    return [group]
+
+
+HostOf = Callable[[str], Host | None]
+"""A node by name; None: there is none."""
+
+
+def slowdowns_of(group: Candidates, host_of: HostOf) -> dict[str, float]:
+    """The nodes on which rollouts are beside one another, and how many times as long as alone they
+    take there at most."""
+    # Every choice of nodes is asked, so what shares no node is passed over quickly.
+    users: dict[str, list[Candidate]] = {}
+    for candidate in group:
+        for node in candidate.nodes:
+            users.setdefault(node, []).append(candidate)
+    found: dict[str, float] = {}
+    for node, here in users.items():
+        host = host_of(node) if len(here) > 1 and not here[-1].takes_turns else None
+        if host is None or not host.beside:
+            continue
+        guests = [Guest(c.rollout, c.slo, c.is_exclusive, c.takes_turns) for c in here]
+        slowdown = slowdown_beside(host, guests)
+        if slowdown is not None:
+            found[node] = slowdown
+    return found
+
+
+COMPANY = (1.0, 0.5, 0.0)
+"""Shares of what company costs at most, by which a group is judged: a rollout may have less company
+than it could, and in a first-in-first-out queue a job can be delayed by one that is faster."""
+
+
+def side_by_side(group: Candidates, host_of: HostOf, switch_s: float) -> list[Candidates]:
+    """A group whose rollouts are beside one another where they can be.
+
+    There a job has no nodes, since it queues for none, and its rollouts take up to as long as
+    beside all others. Before each of them it may wait for another job's switch, and for its own.
+    """
+    slowdowns = slowdowns_of(group, host_of) if len(group) > 1 else {}
+    if not slowdowns:
+        return [group]
+    return [
+        tuple([_slowed(candidate, slowdowns, share, switch_s) for candidate in group])
+        for share in COMPANY
+    ]
+
+
+def _slowed(
+    candidate: Candidate, slowdowns: dict[str, float], share: float, switch_s: float
+) -> Candidate:
+    slowdown = slowdowns.get(candidate.nodes[0]) if len(candidate.nodes) == 1 else None
+    if slowdown is None:
+        return candidate
+    longer_s = (slowdown - 1) * candidate.timing.rollout_s + 2 * switch_s
+    rollout_s = candidate.timing.rollout_s + share * longer_s
+    return candidate._replace(timing=candidate.timing._replace(rollout_s=rollout_s), nodes=())
+
+
 def shape(group: Candidates) -> tuple[Rollout, ...]:
     """The group as the simulation of `fifo` sees it: nodes numbered as they appear."""
     numbers: dict[str, int] = {}
@@ -193,32 +270,43 @@ def shape(group: Candidates) -> tuple[Rollout, ...]:
     )
 
 
-def progress(group: Candidates, switch_s: float) -> list[float]:
+def progress(group: Candidates, switch_s: float, view: View = in_turns) -> list[float]:
     """Speed of each member: seconds of iterations alone that a second brings; 1 without a delay."""
-    means = mean_iterations_s(shape(group), switch_s)
+    means = mean_iterations_s(shape(view(group)[0]), switch_s)
     return [
         candidate.timing.solo_s / mean if mean > 0 else 1.0
         for candidate, mean in zip(group, means, strict=True)
     ]
 
 
-def holds(group: Candidates, switch_s: float, *, is_changed: bool) -> bool:
+def holds(group: Candidates, switch_s: float, *, is_changed: bool, view: View = in_turns) -> bool:
     """Whether all members keep within their budgets, now and after any departures.
 
     Args: is_changed: a member has just come, so that all of them may have to wait once more.
     """
     if len(group) == 1:
         return True
-    if shares_of(group) is None:
+    whole = view(group)[0]
+    if shares_of(whole) is None:
         return False
-    tight = {candidate.job for i, candidate in enumerate(group) if not _is_safe(group, i, switch_s)}
+    tight = _tight(whole, switch_s)
+    parts = [part for size in range(len(group), 1, -1) for part in combinations(group, size)]
+    if view is not in_turns:
+        # With fewer jobs on it, a node whose jobs took turns may have them side by side.
+        ways = [view(part) for part in parts]
+        tight = tight.union(*(_tight(longest, switch_s) for longest, *_ in ways))
+        parts = [way for each in ways for way in each]
     return all(
         _keep_time(part, switch_s, is_changed, tight)
         and _are_punctual(part, switch_s, is_changed, tight)
-        for size in range(len(group), 1, -1)
-        for part in combinations(group, size)
+        for part in parts
         if any(candidate.job in tight for candidate in part)
     )
+
+
+def _tight(group: Candidates, switch_s: float) -> set[str]:
+    """The members that are not within their budgets whatever happens."""
+    return {candidate.job for i, candidate in enumerate(group) if not _is_safe(group, i, switch_s)}
 
 
 def _is_safe(group: Candidates, i: int, switch_s: float) -> bool:

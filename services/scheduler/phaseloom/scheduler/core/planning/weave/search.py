@@ -26,15 +26,21 @@ from phaseloom.scheduler.core.planning.weave.candidates import (
     MOVE_S,
     Candidate,
     Candidates,
+    HostOf,
+    Shares,
+    View,
     by_load,
     candidate_of,
     has_shares,
     holds,
+    in_turns,
     moved,
     nodes_of,
     progress,
     shares_of,
+    side_by_side,
     signature,
+    slowdowns_of,
 )
 from phaseloom.scheduler.core.planning.weave.fifo import MAX_LAPS, WARM_LAPS
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
@@ -52,6 +58,38 @@ FASTEST = 1.03
 seen, one may have begun before."""
 NEW = "+"
 """First letter of the name of a node that is not chosen yet."""
+
+
+def host_of(cluster: Cluster) -> HostOf:
+    """The nodes by name; one that is not chosen yet is as good as the worst of the free ones."""
+    worst = None
+    if cluster.limits.counts_on_space:
+        free = [cluster.hosts[node] for node in cluster.free.get(ROLLOUT, ())]
+        worst = min(free, key=lambda host: (len(host.beside), host.device_bytes), default=None)
+    return lambda node: cluster.hosts.get(NodeId(node), worst)
+
+
+def view_of(cluster: Cluster) -> View:
+    """How the jobs of a group share their nodes."""
+    if not cluster.limits.counts_on_space:
+        return in_turns
+    hosts, switch_s = host_of(cluster), cluster.limits.switch_s
+    return lambda group: side_by_side(group, hosts, switch_s)
+
+
+def company_of(cluster: Cluster, group: Candidates, candidate: Candidate) -> str:
+    """What a member of a group is told of the rollouts that its own are beside; empty: of none."""
+    if not cluster.limits.counts_on_space:
+        return ""
+    slowdowns = slowdowns_of(group, host_of(cluster))
+    for node in candidate.nodes:
+        if node in slowdowns:
+            others = sum(node in other.nodes for other in group) - 1
+            return (
+                f"; its rollouts are beside those of {others} more, and take up to "
+                f"{slowdowns[node]:.2f} times as long as alone"
+            )
+    return ""
 
 
 class Best(NamedTuple):
@@ -76,6 +114,8 @@ class SearchState:
         self._worth: dict[object, float] = {}
         self._holds: dict[object, bool] = {}
         self._added: dict[object, list[tuple[float, Candidate]]] = {}
+        self._host_of = host_of(self.cluster)
+        self._view = view_of(self.cluster)
 
     def _fresh_host(self, pool: Pool) -> tuple[float, int]:
         """Price and memory of a node of the pool: the least of the free ones."""
@@ -108,7 +148,7 @@ class SearchState:
             return 0.0
         key = signature(group)
         if key not in self._worth:
-            made = zip(group, progress(group, self.switch_s), strict=True)
+            made = zip(group, progress(group, self.switch_s, self._view), strict=True)
             value = sum(VALUE * self.own_price(candidate) * speed for candidate, speed in made)
             self._worth[key] = self.price(group) - value
         return self._worth[key]
@@ -116,7 +156,7 @@ class SearchState:
     def holds(self, group: Candidates, *, is_changed: bool) -> bool:
         key = signature(group), is_changed
         if key not in self._holds:
-            self._holds[key] = holds(group, self.switch_s, is_changed=is_changed)
+            self._holds[key] = holds(group, self.switch_s, is_changed=is_changed, view=self._view)
         return self._holds[key]
 
     def standing(self, group: Candidates) -> float:
@@ -129,7 +169,8 @@ class SearchState:
     # --- places ----------------------------------------------------------------------------------
 
     def alone(self, candidate: Candidate) -> Candidate:
-        return candidate._replace(nodes=self._new_nodes(candidate.rollout.num_nodes))
+        nodes = self._new_nodes(candidate.rollout.num_nodes)
+        return candidate._replace(nodes=nodes, takes_turns=False)
 
     def new_group(self) -> str:
         """A name for a group that is not there yet."""
@@ -194,13 +235,14 @@ class SearchState:
         can change."""
         if not self._trains_fit(group, candidate):
             return []
-        shares = shares_of(group)
+        shares = shares_of(self._view(group)[0])
         if shares is None or not has_shares(shares, candidate, ()):
             return []
         options = [
-            candidate._replace(nodes=nodes)
+            option
             for nodes in self._node_choices(group, candidate)
-            if has_shares(shares, candidate, nodes) and self._rollouts_fit(group, candidate, nodes)
+            if self._rollouts_fit(group, candidate, nodes)
+            for option in self._ways(group, shares, candidate._replace(nodes=nodes))
         ]
         if not options:
             return []
@@ -213,6 +255,25 @@ class SearchState:
             )
             for option in options
         ]
+
+    def _ways(self, group: Candidates, shares: Shares, option: Candidate) -> Iterator[Candidate]:
+        """A placement for which the nodes could have time, as far as a glance can tell: as the job
+        would be side by side with others on its node, where it can be, and as it would take turns
+        with them.
+
+        Args: shares: those that the group takes.
+        """
+        together = option._replace(takes_turns=False)
+        if self._view is not in_turns and any(
+            node in other.nodes for node in option.nodes for other in group
+        ):
+            bigger = (*group, together)
+            if slowdowns_of(bigger, self._host_of):
+                if shares_of(self._view(bigger)[0]) is not None:
+                    yield together
+                together = option._replace(takes_turns=True)
+        if has_shares(shares, together, together.nodes):
+            yield together
 
     def _most_progress(self, group: Candidates) -> float:
         """The value of a group's progress, in $/h, that no choice of rollout nodes exceeds.
@@ -463,8 +524,10 @@ def _moves(cluster: Cluster, before: Mapping[str, Candidates], plan: Plan) -> li
             group, trains = "", [next(training) for _ in range(candidate.train.num_nodes)]
             made[name] = f"g{cluster.num_groups + len(made) + 1}", trains
         nodes = pinned((chosen[node] for node in candidate.nodes), trains)
-        why = f"repacked: with {len(plan.groups[name]) - 1} more"
-        moves.append(Move(job, Placed(group, nodes, why)))
+        company = company_of(cluster, plan.groups[name], candidate)
+        why = f"repacked: with {len(plan.groups[name]) - 1} more{company}"
+        placed = Placed(group, nodes, why, takes_turns=candidate.takes_turns)
+        moves.append(Move(job, placed))
     return moves
 
 

@@ -21,11 +21,13 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from phaseloom.common.contract.specs import SlowdownTable
-from phaseloom.scheduler.core.policies.sharing_view import Claim, Multiplexing, SharingView, speeds
-
-MARGIN = 0.05
-"""The gain below which nothing begins beside others: a table has errors, and a change of shares
-costs something too."""
+from phaseloom.scheduler.core.policies.sharing_view import (
+    MARGIN,
+    Claim,
+    Multiplexing,
+    SharingView,
+    speeds,
+)
 
 
 def _share(view: SharingView) -> list[int] | None:
@@ -72,4 +74,4 @@ def _divide(
     return counts
 
 
-greedy = Multiplexing(_share)
+greedy = Multiplexing(_share, is_eager=True)

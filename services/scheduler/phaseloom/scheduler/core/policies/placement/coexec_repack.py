@@ -6,6 +6,8 @@ To be run with nodes that serve in order of arrival (`fcfs`). Deviations from WE
 - the SLO bounds the mean over a job's life, so the check is of a budget (`weave/candidates.py`);
 - among placements the least price net of progress wins, not the least price: a job that slows
   others lengthens what they pay for;
+- where devices are shared in space, by a table of slowdowns, rollouts that can be side by side wait
+  for nobody, and count as long as the greatest measured slowdown makes them (`weave/company.py`);
 - when a job has left, groups are taken apart where their members fit elsewhere (`weave/repack.py`).
 """
 
@@ -15,7 +17,13 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning.weave.candidates import candidate_of, holds
 from phaseloom.scheduler.core.planning.weave.period import ROLLOUT, TRAIN
 from phaseloom.scheduler.core.planning.weave.pool import fresh, no_place, pinned, share_blindly
-from phaseloom.scheduler.core.planning.weave.search import NEW, replan, search_state_of
+from phaseloom.scheduler.core.planning.weave.search import (
+    NEW,
+    company_of,
+    replan,
+    search_state_of,
+    view_of,
+)
 from phaseloom.scheduler.core.state.cluster import (
     Cluster,
     Decision,
@@ -40,14 +48,18 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     free = iter(cluster.free.get(ROLLOUT, ()))
     rolls = [next(free) if node.startswith(NEW) else NodeId(node) for node in found.candidate.nodes]
     trains = list(cluster.groups[found.group].nodes.get(TRAIN, ()))
-    why = f"with {len(state.groups[found.group])} more, within everybody's budget"
-    return Placed(found.group, pinned(rolls, trains), why)
+    others = state.groups[found.group]
+    company = company_of(cluster, (*others, found.candidate), found.candidate)
+    why = f"with {len(others)} more, within everybody's budget{company}"
+    nodes, takes_turns = pinned(rolls, trains), found.candidate.takes_turns
+    return Placed(found.group, nodes, why, takes_turns=takes_turns)
 
 
 def _is_overloaded(cluster: Cluster, group: Group) -> bool:
     """Whether somebody's budget does not cover its pace any more."""
     everybody = tuple(candidate_of(cluster, member) for member in group.members.values())
-    return not holds(everybody, cluster.limits.switch_s, is_changed=False)
+    switch_s = cluster.limits.switch_s
+    return not holds(everybody, switch_s, is_changed=False, view=view_of(cluster))
 
 
-coexec_repack = Placement(_place, replan, is_overloaded=_is_overloaded)
+coexec_repack = Placement(_place, replan, is_overloaded=_is_overloaded, counts_on_space=True)
