@@ -231,7 +231,8 @@ def _check_room(settings: RankConfig, memory: Memory) -> None:
             f"{budget}",
             code=Code.RESOURCE_EXHAUSTED,
             remedy="raise `devices` of the node (of `phaseloom up`: in its mesh file), or need "
-            "less there: an adapter, or one of a lower rank; optimizer_on HOST; a layout of more ranks",
+            "less there: an adapter, or one of a lower rank, optimizer_on HOST, a layout of more "
+            "ranks",
             details={"needed_bytes": needed, "used_bytes": 0, "budget_bytes": budget},
         )
 
