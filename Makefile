@@ -197,7 +197,7 @@ console:
 
 ## clean: remove the environments; runs/ stays
 clean:
-	rm -rf $(VENV) $(PEERS) $(VLLM_VENV) $(MEGATRON_VENV)
+	rm -rf $(VENV) $(PEERS) $(VLLM_VENV) $(MEGATRON_VENV) $(OLD_SDK_VENV) $(COOKBOOK_VENV) $(TRL_VENV)
 
 # reasoning-gym comes without its requirement pycosat, which would need a C compiler and which our
 # tasks do not use; its other requirements are in the extra demo-base.

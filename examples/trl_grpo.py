@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 from itertools import groupby
 from pathlib import Path
@@ -49,8 +51,10 @@ class Rollouts:
         self._phaseloom = phaseloom
         self._run = [] if run is None else ["--run", str(run)]
         self._step = -1
+        self._registered = ""
+        """The name of the step's weights on the mesh."""
         self._job = ""
-        """The job that samples the weights of the step."""
+        """The job that samples them."""
         self._num_drawn = 0
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
@@ -83,14 +87,16 @@ class Rollouts:
         """End the sampler, and take the name of its weights away."""
         if self._job:
             self._operate("drain", self._job)
-            self._operate("model", "remove", self._model(self._step))
-            self._job = ""
+        if self._registered:
+            self._operate("model", "remove", self._registered)
+        self._job = self._registered = ""
 
     def _publish(self, step: int, trainer: GRPOTrainer) -> None:
         self.end()
         directory = (self._output / f"step-{step}").absolute()
         trainer.save_model(str(directory))
         self._operate("model", "add", self._model(step), str(directory))
+        self._registered = self._model(step)
         self._step = step
 
     def _model(self, step: int) -> str:
@@ -118,6 +124,13 @@ def main() -> None:
     parser.add_argument("--phaseloom", default="phaseloom", help="the command")
     parser.add_argument("--run", type=Path, help="the mesh's run directory; else the newest one")
     options = parser.parse_args()
+    if not options.model.is_dir():
+        parser.error(f"--model: there is no directory {options.model}")
+    if not shutil.which(options.phaseloom):
+        parser.error(f"--phaseloom: {options.phaseloom} is no command")
+    for variable in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        if not os.environ.get(variable):
+            parser.error(f"{variable} is not set: `phaseloom up --gateway PORT` prints it")
 
     rollouts = Rollouts(options.name, options.output, options.phaseloom, options.run)
     trainer = GRPOTrainer(

@@ -8,6 +8,9 @@ const BEAT_MS = 5_000;
 
 /** Connect as a tenant; what `phaseloom up` prints is in the environment. */
 export async function connectMesh(env = process.env) {
+  for (const name of ["PHASELOOM_URL", "PHASELOOM_TENANT", "PHASELOOM_PASSWORD"]) {
+    if (!env[name]) throw new Error(`${name} is not set: \`phaseloom up\` prints it`);
+  }
   const tenant = env.PHASELOOM_TENANT;
   const nc = await connect({
     servers: env.PHASELOOM_URL.split(","), // several where the mesh has several NATS servers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import stat
 import sys
 from collections.abc import AsyncIterator
@@ -18,15 +19,16 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NoStreamResponseError
 
+from phaseloom import client as phaseloom
 from phaseloom.common.contract import streams
-from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.events import TimerFired
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion, Outcome
-from phaseloom.common.transport import connection as transport
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import connect
 from phaseloom.common.transport.natsserver import EmbeddedServer, check_version, find_binary
+from phaseloom.common.transport.serving import service_bus
 from tests.support.processes import child_pids, gone, until_gone
 
 SUBJECT = "pl.v1.op.acme.sums.policy.1"
@@ -151,14 +153,75 @@ async def test_tenant_cannot_aim_the_acknowledgement_of_its_operation_at_the_mes
     assert (await bus.js.stream_info(streams.PERMITS)).state.messages == 0
 
 
-async def test_tenant_with_a_wrong_password_is_refused(
-    nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+async def test_wrong_password_is_denied_at_once(nats_server: EmbeddedServer) -> None:
+    """However long the connection may take to a server that is slow."""
+    denied = r"^PERMISSION_DENIED: .* knows no user 'acme' .* come from a file"
+    async with asyncio.timeout(30):
+        with pytest.raises(CallerError, match=denied):
+            await connect(
+                nats_server.credentials.url,
+                *("guess", "acme", "guess"),
+                timeout_s=3600,
+                credentials_from="a file",
+            )
+
+
+async def test_server_of_several_with_older_passwords_is_left_for_the_next(
+    nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """However long it would wait for a server that is slow."""
-    monkeypatch.setattr(transport, "CONNECT_TIMEOUT_S", 0.5)
-    async with asyncio.timeout(60):
-        with pytest.raises(ResourceError, match=r"as acme: .*Authorization Violation"):
-            await connect(nats_server.credentials.url, "guess", "acme", "guess", timeout_s=3600)
+    credentials = nats_server.credentials
+    async with EmbeddedServer(tmp_path / "older", ["acme"], fsync=False) as older:
+        both = f"{older.credentials.url},{credentials.url}"
+        for name in ("any", "other"):  # the name decides with which of them it begins
+            client = await connect(both, name, "acme", credentials.tenants["acme"])
+            assert client.connected_url is not None
+            assert credentials.url.endswith(f":{client.connected_url.port}")
+            await client.close()
+        async with asyncio.timeout(30):
+            with pytest.raises(CallerError, match="PERMISSION_DENIED"):
+                await connect(both, "guess", "acme", "guess", timeout_s=3600)
+
+
+def reload(server: EmbeddedServer, directory: Path, old: str, new: str) -> None:
+    """Have a server take its settings anew, with some text of them replaced."""
+    settings = directory / "nats.conf"
+    settings.write_text(settings.read_text().replace(old, new))
+    os.kill(server.pid, signal.SIGHUP)
+
+
+async def test_password_that_is_changed_while_clients_are_connected(
+    nats_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Controllers and services are told, and come back where it is changed back; nats-py's client
+    would be closed for good, and a router would serve nobody for ever."""
+    credentials = nats_server.credentials
+    for variable, value in (("URL", credentials.url), ("USER", credentials.user)):
+        monkeypatch.setenv(f"PHASELOOM_BUS_{variable}", value)
+    monkeypatch.setenv("PHASELOOM_BUS_PASSWORD", credentials.password)
+    stop, acme = asyncio.Event(), credentials.tenants["acme"]
+    connecting = phaseloom.connect(credentials.url, "acme", acme, answer_timeout_s=0.1)
+    async with asyncio.timeout(60), connecting as mesh:
+
+        async def until_told(code: Code) -> str:
+            while True:
+                try:
+                    await mesh.status("none")
+                except PhaseloomError as error:
+                    if error.info.code is code:
+                        return str(error)
+                await asyncio.sleep(0.01)
+
+        async def serve() -> None:
+            async with service_bus("service", stop):
+                reload(nats_server, tmp_path / "nats", credentials.password, "another")
+                await stop.wait()
+
+        with pytest.raises(CallerError, match=r"'mesh' .* PHASELOOM_BUS_PASSWORD"):
+            await serve()
+        reload(nats_server, tmp_path / "nats", acme, "another")
+        assert "PHASELOOM_PASSWORD" in await until_told(Code.PERMISSION_DENIED)
+        reload(nats_server, tmp_path / "nats", "another", acme)
+        await until_told(Code.UNAVAILABLE)  # it is connected, and there is no scheduler
 
 
 async def test_refusal_is_told_though_the_server_only_hangs_up_from_then_on() -> None:
@@ -170,14 +233,14 @@ async def test_refusal_is_told_though_the_server_only_hangs_up_from_then_on() ->
         if connections == 1:
             writer.write(b'INFO {"version": "2.12.0", "auth_required": true}\r\n')
             await reader.readuntil(b"PING\r\n")
-            writer.write(b"-ERR 'Authorization Violation'\r\n")
+            writer.write(b"-ERR 'maximum connections exceeded'\r\n")
             await writer.drain()
         writer.close()
         await writer.wait_closed()
 
     async with await asyncio.start_server(refuse_once, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(ResourceError, match=r"as acme: .*Authorization Violation"):
+        with pytest.raises(ResourceError, match=r"as acme: .*maximum connections"):
             await connect(f"nats://127.0.0.1:{port}", "guess", "acme", "guess", timeout_s=1.0)
     assert connections > 1
 

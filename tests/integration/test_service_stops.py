@@ -105,3 +105,27 @@ async def test_scheduler_told_to_stop_ends_though_the_server_is_gone_while_it_re
         await nats_server.kill()
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "remedy"),
+    [
+        ("router", "PHASELOOM_BUS_PASSWORD", "PHASELOOM_BUS_USER and PHASELOOM_BUS_PASSWORD"),
+        ("gateway", "PHASELOOM_GATEWAY_PASSWORDS", "PHASELOOM_GATEWAY_PASSWORDS"),
+    ],
+)
+async def test_service_with_a_wrong_password_ends_at_once_and_names_its_variable(
+    nats_server: EmbeddedServer,
+    bus: Bus,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    wrong: str,
+    remedy: str,
+) -> None:
+    keys = {"PHASELOOM_GATEWAY_KEYS": '{"tml-key": "acme"}'}
+    environment = {**ROUTER, **GATEWAY, **keys, wrong: '{"acme": "guess"}'}
+    async with asyncio.timeout(30), service(name, nats_server, **environment) as process:
+        assert await process.wait() == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert "PERMISSION_DENIED" in last
+    assert f"come from {remedy}: " in last

@@ -5,26 +5,32 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.contract.ids import VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.blockhash import digest_in_threads
+from phaseloom.common.tensors.resharding import Rows
 from tests.support.readversions import open_version
 from tests.support.statedaemon import (
     OTHER,
     POLICY,
     SAMPLER,
+    Daemon,
     MiB,
     child,
     daemon,
     names,
+    real_memory,
     sent,
     start,
     start_ranks,
 )
+
+TWIN = DeploymentKey("acme", "letters", "sampler")
 
 
 async def test_ranks_move_together_and_are_counted_by_device(short_dir: Path) -> None:
@@ -205,3 +211,123 @@ async def test_switches_over_crossing_devices_never_wait_for_each_other(short_di
                 d.agent.switch_in(OTHER, 1, epoch + 1, [POLICY]),
             )
         assert (await d.agent.status()).device_used_bytes == [MiB, MiB]
+
+
+async def held_bytes(d: Daemon, expected: int) -> None:
+    """Once so much host memory is held."""
+    async with asyncio.timeout(30):
+        while (await d.agent.status()).host_used_bytes != expected:
+            pass
+
+
+async def lent_bytes(d: Daemon, key: DeploymentKey, expected: int) -> None:
+    """Once the deployment has borrowed so many bytes of host memory, beside its host copy of 1 MiB:
+    memory is returned by itself when the last reference is gone."""
+    async with asyncio.timeout(30):
+        while True:
+            states = {each.deployment: each for each in (await d.agent.status()).deployments}
+            if states[key].host_bytes == MiB + expected:
+                return
+
+
+async def test_memory_for_a_trainers_own_weights_is_of_the_budget_until_nobody_refers_to_it(
+    short_dir: Path,
+) -> None:
+    """While an operation reads with other weights, the rank's own are in host memory a second time:
+    that was beside the budget."""
+    async with daemon(short_dir, devices=[MiB, MiB], host_bytes=3 * MiB) as d:
+        first = await start(d, POLICY, MiB)
+        second = await start(d, OTHER, MiB, device=1)
+        for key in (POLICY, OTHER):
+            await d.agent.switch_in(key, 1, 1, [])
+        own = first.run(7)
+        others = memoryview(bytearray([5]) * MiB)
+        tracemalloc.start()
+        borrowed = await first.client.loans.for_own(MiB, 7)
+        assert await first.client.loans.for_own(MiB, 7) is borrowed
+        with first.client.versions.lent([(others, [Rows(0, 0, MiB)])], borrowed):
+            assert first.heap.buffer == others
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes < MiB / 2, "memory that nobody counts"
+        assert sum(real_memory(d.pid, "a copy of the own weights").values()) == MiB
+        assert (await d.agent.status()).host_used_bytes == 3 * MiB
+        assert first.digest() == own
+        with pytest.raises(ResourceError, match="a copy of the own weights for acme") as caught:
+            await second.client.loans.for_own(MiB, 0)
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        assert caught.value.info.remedy
+        told = caught.value.info.details
+        numbers = [told[name] for name in ("needed_bytes", "used_bytes", "budget_bytes")]
+        assert numbers == [str(MiB), str(3 * MiB), str(3 * MiB)]
+
+        # At another seq it would hold what is not the rank's own any more.
+        first.run(8)
+        with pytest.raises(AssertionError), first.client.versions.lent([], borrowed):
+            pass
+        del borrowed
+        await lent_bytes(d, POLICY, 0)
+        again = await second.client.loans.for_own(MiB, 0)
+        assert not again.is_filled
+        await d.agent.drop_wpg(OTHER, 1, forget=True)
+        assert (await d.agent.status()).host_used_bytes == MiB, "it went with its rank"
+        assert len(again.memory) == MiB
+
+
+async def test_frozen_rank_borrows_its_host_copy_where_that_has_its_weights(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, devices=[MiB, MiB], host_bytes=2 * MiB) as d:
+        rank = await start(d, SAMPLER, MiB, frozen=True, content=3)
+        twin = await start(d, TWIN, MiB, device=1, frozen=True, content=3)
+        await held_bytes(d, MiB)  # they share one host copy
+        for key in (SAMPLER, TWIN):
+            await d.agent.switch_in(key, 1, 1, [])
+        own = rank.digest()
+        theirs = await twin.client.loans.for_own(MiB, 0)
+        assert theirs.is_filled
+        others = memoryview(bytearray([5]) * MiB)
+        borrowed = await rank.client.loans.for_own(MiB, 0)
+        assert borrowed.is_filled
+        assert (await d.agent.status()).host_used_bytes == MiB
+        with rank.client.versions.lent([(others, [Rows(0, 0, MiB)])], borrowed):
+            assert rank.heap.buffer == others
+        assert rank.digest() == own
+
+        # The copy's memory stays for the loan, also where no rank has the copy any more.
+        await d.agent.drop_wpg(TWIN, 1, forget=True)
+        rank.run(4)
+        await d.agent.switch_out(SAMPLER, 1, 1)
+        assert (await d.agent.status()).host_used_bytes == 2 * MiB
+        assert digest_in_threads(borrowed.memory) == own
+        del borrowed
+        await held_bytes(d, MiB)
+        await d.agent.switch_in(SAMPLER, 1, 2, [])
+        rank.run(5)  # its host copy is older: it needs memory of its own
+        assert not (await rank.client.loans.for_own(MiB, 5)).is_filled
+
+
+async def test_loans_are_known_to_the_next_daemon_and_end_with_their_rank(
+    short_dir: Path,
+) -> None:
+    async with daemon(short_dir, devices=[MiB, MiB], host_bytes=4 * MiB) as d:
+        trainer = await start(d, POLICY, MiB)
+        sampler = await start(d, SAMPLER, MiB, device=1, frozen=True, content=3)
+        for key in (POLICY, SAMPLER):
+            await d.agent.switch_in(key, 1, 1, [])
+        borrowed = [
+            await trainer.client.loans.for_own(MiB, 0),
+            await trainer.client.loans.borrow(MiB, "the weights of a checkpoint"),
+            await sampler.client.loans.for_own(MiB, 0),
+        ]
+        assert (await d.agent.status()).host_used_bytes == 4 * MiB
+        await d.relaunch()
+        assert (await d.agent.status()).host_used_bytes == 4 * MiB
+        await lent_bytes(d, POLICY, 2 * MiB)
+        with pytest.raises(ResourceError) as caught:
+            await sampler.client.loans.borrow(MiB, "more")
+        assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
+        del borrowed[1:]
+        await lent_bytes(d, POLICY, MiB)
+        await trainer.client.close()
+        await held_bytes(d, MiB)

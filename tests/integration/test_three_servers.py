@@ -167,16 +167,20 @@ async def test_doctor_says_which_server_lacks_streams(
     await whole(bus)
     for name in ("url", "user", "password", "replicas"):
         monkeypatch.setenv(f"PHASELOOM_BUS_{name.upper()}", str(getattr(config, name)))
-    findings = {f.check: f for f in await doctor.server_findings()}
-    assert findings["replicas"].verdict is doctor.Verdict.OK
+
+    async def until(verdict: doctor.Verdict, server: str = "") -> None:
+        """Any server may lag behind for a moment on a busy machine."""
+        async with asyncio.timeout(60):
+            while True:
+                findings = {f.check: f for f in await doctor.server_findings()}
+                found = findings.get("replicas")
+                if found is not None and found.verdict is verdict and server in found.found:
+                    return
+
+    await until(doctor.Verdict.OK)
     lost = await follower_of(bus, SCHED)
     await ensemble.members[lost].stop()
-    async with asyncio.timeout(60):
-        while True:
-            found = {f.check: f for f in await doctor.server_findings()}.get("replicas")
-            if found is not None and found.verdict is doctor.Verdict.WARNING:
-                break
-    assert lost in found.found
+    await until(doctor.Verdict.WARNING, lost)
     await ensemble.members[lost].start()
     await whole(bus)
     await bus.close()

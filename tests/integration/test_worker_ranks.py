@@ -29,6 +29,7 @@ from phaseloom.common.contract.operations import (
     Generate,
     GenerateResult,
     LoadState,
+    NamedWeights,
     OptimStep,
     OptimStepResult,
     Outcome,
@@ -230,6 +231,29 @@ def sampler_spec_of_two() -> DeploymentSpec:
 def drawn(done: Completion) -> list[list[int]]:
     assert isinstance(done.result, GenerateResult), done
     return [int32s(s.tokens) for group in done.result.sequences for s in group]
+
+
+async def test_masters_are_the_same_bits_after_others_were_lent(node: TestNode) -> None:
+    """Two ranks in bfloat16 gather the masters: the others' take the place of these, too."""
+    scored, ends = Forward(lesson().batch), []
+    for reads in (True, False):
+        spec = policy_spec(layout=TWO, dtype="bfloat16")
+        policy, _ = await node.start_wpg(spec, job=f"reads-{reads}", devices=[0, 1])
+        await train(node, policy, TRAINING)
+        await node.run(policy, "kept", SaveState("kept"))
+        kept = (await node.run(policy, "before", scored)).result
+        await train(node, policy, [lesson(3), STEP], first=6)
+        if reads:
+            named = replace(scored, weights=NamedWeights("policy", checkpoint="kept"))
+            now = (await node.run(policy, "now", scored)).result
+            assert (await node.run(policy, "named", named)).result == kept != now
+            assert (await node.run(policy, "again", scored)).result == now
+        await train(node, policy, [lesson(4), STEP], first=8)
+        done = await node.run(policy, "end", SaveState("end"))
+        assert isinstance(done.result, SaveStateResult), done
+        files = node.checkpoint_root / policy.tenant / done.result.path
+        ends.append([file.read_bytes() for file in sorted(files.glob("*.safetensors"))])
+    assert ends[0] == ends[1]
 
 
 async def test_two_samplers_draw_what_one_draws_and_both_stop_when_cancelled(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from phaseloom.common.contract.api import Checkpoint
 from phaseloom.common.contract.codec import decode
+from phaseloom.common.contract.commands import StopWpg
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.operations import (
@@ -21,8 +22,10 @@ from phaseloom.common.contract.operations import (
     Completion,
     DeleteCheckpoint,
     DeleteCheckpointResult,
+    Forward,
     LoadState,
     LoadStateResult,
+    NamedWeights,
     Outcome,
     PublishWeights,
     SaveState,
@@ -31,13 +34,15 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.statemgr.checkpoints.marker import MARKER_FILE
+from phaseloom.statemgr.memory.layouts import rounded
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.model import as_little_endian
 from tests.support import inprocess
-from tests.support.node import STEP, TestNode, lesson, policy_spec, running_node
+from tests.support.node import STEP, TestNode, lesson, policy_spec, running_node, sampler_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+SCORED = Forward(lesson().batch)
 
 
 async def train(
@@ -384,3 +389,47 @@ async def test_version_that_host_memory_has_no_room_for_fails_alone() -> None:
         assert finished.error is not None
         assert (finished.error.code, finished.dirty) == (Code.RESOURCE_EXHAUSTED, False)
         assert (await node.run(policy, 3, STEP, 1)).outcome is Outcome.COMPLETED
+
+
+async def test_operation_that_names_weights_is_refused_where_host_memory_has_no_room() -> None:
+    """What it takes for a while was beside the budget: the rank's own weights, and a checkpoint's.
+    Three samplers leave room for one of the two."""
+    state_bytes, weights_bytes = (
+        rounded(backend_factory(spec.backend).plan(spec).heap_bytes)
+        for spec in (policy_spec(), sampler_spec())
+    )
+    budget = state_bytes + 4 * weights_bytes
+    assert budget >= 2 * state_bytes, "a checkpoint needs a copy of the state"
+    async with running_node(host_memory_bytes=budget, nvme_bytes=0) as node:
+        policy, _ = await node.start_wpg(policy_spec())
+        await train(node, policy, [lesson(), STEP])
+        kept = await node.run(policy, "before", SCORED)
+        await sha(node, policy, "kept")
+        learned = await node.run(policy, 3, lesson(1), 2)
+        assert learned.outcome is Outcome.COMPLETED
+        assert (await node.run(policy, 4, STEP, 3)).outcome is Outcome.COMPLETED
+        now = await node.run(policy, "now", SCORED)
+        assert now.result != kept.result
+        named = replace(SCORED, weights=NamedWeights("policy", checkpoint="kept"))
+        assert (await node.run(policy, "roomy", named)).result == kept.result
+        samplers = []
+        for seed in range(3):
+            model = replace(sampler_spec().model, init_seed=seed)
+            spec = replace(sampler_spec(), name=f"sampler-{seed}", model=model)
+            samplers.append((await node.start_wpg(spec))[0])
+
+        key = await node.put(policy, "full", named)
+        await node.permit(key, named)
+        finished = await node.finished(key)
+        assert finished.error is not None
+        assert (finished.error.code, finished.dirty) == (Code.RESOURCE_EXHAUSTED, False)
+        assert finished.error.message.startswith("the weights of checkpoint kept for ")
+        assert {"needed_bytes", "used_bytes", "budget_bytes"} <= finished.error.details.keys()
+        assert finished.error.remedy
+        assert (await node.run(policy, "after", SCORED)).result == now.result
+
+        await node.command(StopWpg, deployment=samplers[0], incarnation=1, forget=True)
+        await node.lost(samplers[0])
+        assert (await node.run(policy, "again", named)).result == kept.result
+        assert (await node.run(policy, "last", SCORED)).result == now.result
+        assert node.lives_lost(policy) == []

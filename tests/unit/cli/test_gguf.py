@@ -95,6 +95,8 @@ def test_what_cannot_be_converted_is_refused(
     with pytest.raises(CallerError, match="not installed") as wheel:
         convert(tmp_path / "model")
     assert "--no-deps" in wheel.value.info.remedy
+    with pytest.raises(CallerError, match=r"there is no file .*bad\.gguf"):
+        convert(tmp_path / "model", gguf=tmp_path / "bad.gguf")
     (tmp_path / "bad.gguf").write_bytes(b"no GGUF")
     with pytest.raises(CallerError, match=r"bad\.gguf cannot be read"):
         convert(tmp_path / "model", gguf=tmp_path / "bad.gguf")

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
-from phaseloom.cli.up import up, with_policies
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.cli.up import given_settings, up, with_policies
+from phaseloom.common.contract.errors import CallerError, Code
 from tests.support.processes import free_port
 
 
@@ -62,10 +62,38 @@ def test_run_is_not_resumed_without_what_it_has(
 ) -> None:
     (tmp_path / "mesh.json").write_text('{"pid": 0}')
     (tmp_path / "settings.json").write_bytes(msgspec.json.encode(earlier))
+    mesh_file = tmp_path / "mesh.toml"
+    mesh_file.write_text("[mesh]\nrouters = 1\n")
     with pytest.raises(CallerError, match=what) as caught:
-        up(resume=True, run=str(tmp_path))
+        up(resume=True, run=str(tmp_path), mesh_file=mesh_file)
     assert caught.value.info.field == f"mesh.{field}"
     assert str(tmp_path) in (caught.value.info.remedy or "")
+
+
+def test_run_goes_on_with_its_own_settings_where_none_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = MeshConfig(nodes=NODES[:1], ordering="fcfs", gateway_port=8801)
+
+    def resumed(console_port: int, mesh_file: Path | None = None) -> MeshConfig:
+        stored = replace(own, console_port=console_port)
+        (tmp_path / "settings.json").write_bytes(msgspec.json.encode(stored))
+        return given_settings(mesh_file, tmp_path)
+
+    assert resumed(0) == own, "and without a console, as before"
+    port = free_port()
+    assert resumed(port) == replace(own, console_port=port)
+    with create_server(("127.0.0.1", port)):
+        other = resumed(port)
+    assert other.console_port not in (0, port)
+    assert replace(other, console_port=0) == own
+
+    mesh_file = tmp_path / "mesh.toml"
+    mesh_file.write_text("[mesh]\nrouters = 1\n")
+    plain = MeshConfig(routers=1)
+    assert replace(resumed(0, mesh_file), console_port=0) == plain
+    monkeypatch.setenv("PHASELOOM_MESH_ROUTERS", "1")
+    assert replace(resumed(0), console_port=0) == plain
 
 
 def test_run_is_resumed_with_more_than_it_has(tmp_path: Path) -> None:
@@ -106,4 +134,15 @@ def test_extra_that_is_not_installed_is_named_before_anything_starts(
     with pytest.raises(CallerError, match="a console needs aiohttp") as refused:
         up(runs=tmp_path / "runs", console_port=port)
     assert refused.value.info.remedy == "pip install 'phaseloom[console]'"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_model_that_there_is_not_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    mesh_file = tmp_path / "mesh.toml"
+    mesh_file.write_text(f'[mesh.models]\nsmall = "{tmp_path}/none"\n')
+    with pytest.raises(CallerError, match=r"there is no directory .*/none") as refused:
+        up(mesh_file=mesh_file, runs=tmp_path / "runs", console_port=0)
+    info = refused.value.info
+    assert (info.code, info.field) == (Code.NOT_FOUND, "mesh.models.small")
+    assert "config.json" in info.remedy
     assert not (tmp_path / "runs").exists()

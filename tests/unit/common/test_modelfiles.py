@@ -10,7 +10,7 @@ import pytest
 from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.tensors.modelfiles import is_companion, read_model
+from phaseloom.common.tensors.modelfiles import check_directory, is_companion, read_model
 from tests.support.pretrained import TOKENIZER_FILES, loaded, save_model
 
 
@@ -90,6 +90,8 @@ def test_directory_that_is_no_models_is_refused(
         read_model("tiny", directory)
     assert (refused.value.info.code, refused.value.info.field) == (code, "directory")
     assert refused.value.info.remedy
+    with pytest.raises(CallerError, match=message):
+        check_directory(directory, "mesh.models.tiny")
 
 
 def test_missing_directory_and_bad_name_are_refused(tmp_path: Path) -> None:

@@ -167,8 +167,8 @@ def restore(directory: Path, run_dir: Path, *, console: Console | None = None) -
     made_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(made.made_unix_s))
     lines = [
         f"{run_dir} is as of {made_at}: the decision log up to {made.log_last}",
-        f"what came later is lost; the controllers of {num_jobs} jobs must attach again",
-        f"phaseloom up --resume --run {run_dir}  # with the settings in {run_dir}/settings.json",
+        f"what came later is lost; controllers must attach again; jobs: {num_jobs}",
+        f"phaseloom up --resume --run {run_dir}  # with its settings, or those of --mesh-file",
     ]
     if made.checkpoint_root:
         lines.insert(2, f"checkpoints are looked for in {made.checkpoint_root}, as they are now")

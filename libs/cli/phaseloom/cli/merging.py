@@ -16,6 +16,7 @@ from rich.console import Console
 from phaseloom.cli.extras import check_installed
 from phaseloom.cli.newmodels import new_directory
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.tensors.modelfiles import check_directory
 
 _PACKAGES = ("torch", "safetensors")
 _PREFIX = "base_model.model."
@@ -49,6 +50,7 @@ def merge(base: Path, adapter: Path, directory: Path, *, console: Console | None
         The directory to make.
     """
     check_installed("merging", _PACKAGES, "worker")
+    check_directory(base, "base")
     with new_directory(directory) as partial:
         _merge(base, adapter, _config(adapter), partial)
     (console or Console()).print(f"made {directory}", soft_wrap=True, markup=False)
@@ -84,11 +86,16 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     try:
-        matrices = load_file(adapter / "adapter_model.safetensors")
+        left = _by_weight(load_file(adapter / "adapter_model.safetensors"))
+    except (OSError, SafetensorError) as error:
+        raise CallerError(
+            f"the adapter's weights cannot be read: {error}",
+            field="adapter",
+            remedy="have adapter_model.safetensors whole beside adapter_config.json",
+        ) from error
+    try:
         shutil.copytree(base, directory)
-        files = sorted(directory.glob("*.safetensors"))
-        left = _by_weight(matrices)
-        for file in files:
+        for file in sorted(directory.glob("*.safetensors")):
             tensors = load_file(file)
             mine = [name for name in tensors if name in left]
             for name in mine:
@@ -97,9 +104,10 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
                 save_file(tensors, file, {"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CallerError(
-            f"the weights cannot be read or written: {error}",
-            field="adapter",
-            remedy="name the directories of a model and of an adapter on it",
+            f"the merged weights cannot be written: {error}",
+            code=Code.FAILED_PRECONDITION,
+            field="directory",
+            remedy="name a directory that you may make, on a disk with room for another model",
         ) from error
     if left:
         raise CallerError(
@@ -137,11 +145,18 @@ def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 def _added(name: str, weight: Any, a: Any, b: Any, config: _Config) -> Any:
     """W + (alpha / r)·B·A, rounded once to the dtype of the base."""
-    found = (tuple(weight.shape), a.shape[0], b.shape[1])
-    if found != ((b.shape[0], a.shape[1]), config.r, config.r):
+    if (a.shape[0], b.shape[1]) != (config.r, config.r):
+        raise CallerError(
+            f"the adapter's matrices on {name} are {tuple(b.shape)} and {tuple(a.shape)}, and its "
+            f"adapter_config.json says that they are of rank {config.r}",
+            code=Code.FAILED_PRECONDITION,
+            field="adapter",
+            remedy="have both files of one adapter in its directory",
+        )
+    if tuple(weight.shape) != (b.shape[0], a.shape[1]):
         raise CallerError(
             f"{name} is {tuple(weight.shape)} in the base, and the adapter's matrices are "
-            f"{tuple(b.shape)} and {tuple(a.shape)} of rank {config.r}",
+            f"{tuple(b.shape)} and {tuple(a.shape)}",
             code=Code.FAILED_PRECONDITION,
             field="base",
             remedy="name the directory of the model that the adapter was trained on",

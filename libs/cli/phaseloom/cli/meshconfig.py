@@ -11,6 +11,7 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import DeviceKind, Residency
 from phaseloom.common.process import slowdowns
+from phaseloom.common.tensors.modelfiles import check_directory
 from phaseloom.common.transport.natsserver import ENSEMBLE_SIZE, EmbeddedEnsemble, EmbeddedServer
 
 SETTINGS = "settings.json"
@@ -42,6 +43,24 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     site: str = ""
     """The name that the nodes joined by fast links share. A weights version crosses the slow link
     to each other site once. Empty: the node belongs to no site."""
+
+    def check(self) -> None:
+        """Raises: CallerError: it has no such cores, or no such interpreter."""
+        is_divided = self.cores_per_device > 1
+        if self.cores_per_device < 1 or (is_divided and self.device_kind is DeviceKind.CUDA):
+            raise CallerError(
+                f"{self.name} has {self.cores_per_device} cores a device",
+                field="mesh.nodes.cores_per_device",
+                remedy="use 1 or more on emulated devices, and leave it out on GPUs",
+            )
+        for backend, python in self.interpreters.items():
+            if not Path(python).expanduser().exists():
+                raise CallerError(
+                    f"{self.name} has no {python} for {backend}",
+                    code=Code.NOT_FOUND,
+                    field="mesh.nodes.interpreters",
+                    remedy="name the Python of an environment that has the backend",
+                )
 
 
 def _demo_nodes() -> list[NodeConfig]:
@@ -128,24 +147,11 @@ class MeshConfig(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Refuse settings that cannot be run.
 
-        Raises: CallerError: a name is not valid or not unique, or there is nothing to run.
+        Raises: CallerError: a name is not valid or not unique, a directory is no model's, or there
+                is nothing to run.
         """
         for node in self.nodes:
-            is_divided = node.cores_per_device > 1
-            if node.cores_per_device < 1 or (is_divided and node.device_kind is DeviceKind.CUDA):
-                raise CallerError(
-                    f"{node.name} has {node.cores_per_device} cores a device",
-                    field="mesh.nodes.cores_per_device",
-                    remedy="use 1 or more on emulated devices, and leave it out on GPUs",
-                )
-            for backend, python in node.interpreters.items():
-                if not Path(python).expanduser().exists():
-                    raise CallerError(
-                        f"{node.name} has no {python} for {backend}",
-                        code=Code.NOT_FOUND,
-                        field="mesh.nodes.interpreters",
-                        remedy="name the Python of an environment that has the backend",
-                    )
+            node.check()
         for where, names in (
             ("mesh.nodes", [node.name for node in self.nodes]),
             ("mesh.tenants", self.tenants),
@@ -158,6 +164,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
                     field=where,
                     remedy="name at least one, each once",
                 )
+        for name, directory in self.models.items():
+            check_name(name, "mesh.models")
+            check_directory(Path(directory), f"mesh.models.{name}")
         if self.slowdowns:
             slowdowns.read(Path(self.slowdowns), needed=slowdowns.SUB_STAGES)
         if self.schedulers < 1:

@@ -14,7 +14,7 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.process import config
 from phaseloom.common.transport.bus import Bus
-from phaseloom.common.transport.connection import BusConfig, connect
+from phaseloom.common.transport.connection import SERVICE_CREDENTIALS, BusConfig, connect
 from phaseloom.common.transport.natsserver import Credentials
 
 RUNS = Path("runs")
@@ -132,7 +132,13 @@ async def open_bus(settings: BusConfig, name: str) -> AsyncIterator[Bus]:
 
     Args: name: the connection's name in the server's list.
     """
-    client = await connect(settings.url, name, settings.user, settings.password)
+    client = await connect(
+        settings.url,
+        name,
+        settings.user,
+        settings.password,
+        credentials_from=f"credentials.json of the run, or {SERVICE_CREDENTIALS}",
+    )
     bus = Bus(client, settings.replicas)
     try:
         yield bus

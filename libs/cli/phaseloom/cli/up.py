@@ -14,7 +14,7 @@ import uvloop
 from msgspec.structs import replace
 
 from phaseloom.cli.extras import check_installed, missing
-from phaseloom.cli.meshconfig import MeshConfig
+from phaseloom.cli.meshconfig import MeshConfig, settings_of
 from phaseloom.cli.processes import api_key
 from phaseloom.cli.rundir import new_run_dir, run_to_resume
 from phaseloom.cli.supervisor import Mesh
@@ -53,7 +53,7 @@ def up(
     ----------
     mesh_file
         TOML with a table [mesh]: nodes, tenants, policies. Without it: one rollout and one train
-        device, both emulated, and the tenant `demo`.
+        device, both emulated, and the tenant `demo`; with --resume, the settings of the run.
     runs
         Folder in which the run's directory is made, with its logs, spans, credentials, and the
         server's store.
@@ -80,8 +80,8 @@ def up(
         Port of this machine for the console, a web page that shows the mesh; 0: none. Without it:
         the file's, else 8900, else any that is free.
     resume
-        Go on in the directory of an earlier run, with its jobs, checkpoints, keys and the gateway's
-        records. Its nodes, tenants and checkpoints must be among the settings again.
+        Go on in the directory of an earlier run, with its settings, jobs, checkpoints, keys and the
+        gateway's records. A mesh file must have its nodes, tenants and checkpoints again.
     run
         The run to go on with, by name or path; without it, the newest.
     accept_loss
@@ -91,7 +91,14 @@ def up(
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
     )
-    settings = config.load(MeshConfig, "mesh", file=mesh_file)
+    if run and not resume:
+        raise CallerError(
+            f"--run {run} names a run to go on with, and a new one would begin",
+            field="--run",
+            remedy="add --resume, or leave --run out",
+        )
+    earlier = run_to_resume(run, runs) if resume else None
+    settings = given_settings(mesh_file, earlier)
     settings.check()
     settings = with_policies(settings, placement, ordering, multiplexing, slo_percentile)
     settings = replace(
@@ -100,23 +107,32 @@ def up(
         slowdowns=str(slowdowns or settings.slowdowns),
         gateway_port=gateway or settings.gateway_port,
         gateways=gateways or settings.gateways,
-        console_port=_console_port(settings) if console_port is None else console_port,
+        console_port=settings.console_port if console_port is None else console_port,
     )
     settings.check()
-    if resume:
-        run_dir = run_to_resume(run, runs)
-        settings.check_resumes(run_dir)
-        _check_ports(settings)
-    elif run:
-        raise CallerError(
-            f"--run {run} names a run to go on with, and a new one would begin",
-            field="--run",
-            remedy="add --resume, or leave --run out",
-        )
-    else:
-        _check_ports(settings)
-        run_dir = new_run_dir(runs)
+    if earlier is not None:
+        settings.check_resumes(earlier)
+    _check_ports(settings)
+    run_dir = earlier or new_run_dir(runs)
     uvloop.run(_up(settings, run_dir, accepts_loss=accept_loss))
+
+
+def given_settings(mesh_file: Path | None, earlier: Path | None) -> MeshConfig:
+    """The settings of a file or the environment; without either those of the run to go on with.
+
+    Where they name no port for the console, it gets one that is free.
+
+    Args: earlier: the directory of the run to go on with; None: a new one begins.
+    """
+    own = None
+    if earlier is not None and mesh_file is None and not config.is_given("mesh"):
+        own = settings_of(earlier)
+    if own is None:
+        settings = config.load(MeshConfig, "mesh", file=mesh_file)
+        port = settings.console_port or _free_port(CONSOLE_PORT)
+        return replace(settings, console_port=port)
+    # Somebody else may have its port by now; without one it was to have no console.
+    return replace(own, console_port=own.console_port and _free_port(own.console_port))
 
 
 async def _up(settings: MeshConfig, run_dir: Path, *, accepts_loss: bool) -> None:
@@ -193,11 +209,11 @@ def _console(mesh: Mesh) -> list[str]:
     ]
 
 
-def _console_port(settings: MeshConfig) -> int:
-    """The port for the console where the command line names none; 0: it is not installed."""
-    if settings.console_port or missing(_CONSOLE_PACKAGES):
-        return settings.console_port
-    for port in (CONSOLE_PORT, 0):
+def _free_port(wanted: int) -> int:
+    """A port for the console: this one, or any; 0 where the console is not installed."""
+    if missing(_CONSOLE_PACKAGES):
+        return 0
+    for port in (wanted, 0):
         # Without `reuse_port` a port that another mesh's console has is refused.
         with suppress(OSError), create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])

@@ -53,6 +53,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_CREDENTIALS = (
+    "the arguments of `connect`, or PHASELOOM_TENANT and PHASELOOM_PASSWORD (`phaseloom up` prints "
+    "those of its tenants)"
+)
 _BEATS_PER_LEASE = 3
 _BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
@@ -587,7 +591,8 @@ async def connect(
 
     Args:   answer_timeout_s: calls and open operations fail once the mesh has given no answer for
                 so long.
-    Raises: CallerError: an argument is missing. ResourceError: there is no connection.
+    Raises: CallerError: an argument is missing; PERMISSION_DENIED: the server knows no such tenant
+            with this password. ResourceError: there is no connection.
     """
     settings = _settings(url, tenant, password)
     stop_telemetry = _start_telemetry(settings.tenant)
@@ -604,6 +609,7 @@ async def connect(
         settings.password,
         inbox_prefix=f"_INBOX_{settings.tenant}",
         on_reconnect=reconnected,
+        credentials_from=_CREDENTIALS,
     )
     failure: BaseException | None = None
     try:

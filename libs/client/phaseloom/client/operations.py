@@ -391,7 +391,7 @@ class Outbox:
         Raises: ResourceError: UNAVAILABLE or RESOURCE_EXHAUSTED: try again; ABORTED: another
                 session's operation has this `seq`.
         """
-        if not self._client.is_connected:
+        if not self._client.is_connected and self._client.denial is None:
             raise ResourceError("there is no connection to NATS", remedy="is the mesh up?")
         message = await publish_to_stream(
             self._client,
@@ -442,6 +442,8 @@ class Outbox:
         try:
             for name in {part.key.deployment: None for part in self._open.values()}:
                 await self._check_deployment(name, min_age_s)
+        except CallerError as error:
+            self.end(error)
         except ResourceError as error:
             silent_s = time.monotonic() - self._answered_s
             if silent_s > self._answer_timeout_s:

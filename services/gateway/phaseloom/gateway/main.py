@@ -10,7 +10,8 @@ from aiohttp import web
 
 from phaseloom.client import CallerError, connect
 from phaseloom.common.process import config, lifecycle
-from phaseloom.common.transport.connection import BusConfig
+from phaseloom.common.transport import connection
+from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig
 from phaseloom.common.transport.serving import service_bus
 from phaseloom.gateway import checkpoints, openai, tinker
 from phaseloom.gateway.futures import Futures
@@ -89,6 +90,7 @@ async def serve(stop: asyncio.Event) -> None:
     settings.check()
     bus_config = config.load(BusConfig, "bus")
     async with service_bus(settings.name, stop) as bus:
+        await lifecycle.unless_stopped(stop, _check_passwords(settings, bus_config.url))
 
         async def serve_tenant(seat: Seat) -> None:
             password = settings.passwords[seat.name]
@@ -110,6 +112,23 @@ async def serve(stop: asyncio.Event) -> None:
             app[REPLICA] = Replica(settings.keys, seats)
             async with peers() as app[PEERS]:
                 await _listen(app, settings, own, seats, stop)
+
+
+async def _check_passwords(settings: GatewayConfig, url: str) -> None:
+    """Connect as every tenant once: a tenant with a wrong password could never be served.
+
+    Raises: CallerError: PERMISSION_DENIED: names the tenant.
+    """
+    for tenant in sorted(set(settings.keys.values())):
+        client = await connection.connect(
+            url,
+            settings.name,
+            tenant,
+            settings.passwords[tenant],
+            timeout_s=SERVICE_CONNECT_S,
+            credentials_from="PHASELOOM_GATEWAY_PASSWORDS",
+        )
+        await connection.close_client(client)
 
 
 async def _listen(

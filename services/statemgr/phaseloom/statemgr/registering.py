@@ -1,14 +1,22 @@
-"""The beginning of a rank: it registers its heap, and its extent is filled from a seal or by the
-rank itself. The session shell calls both functions."""
+"""The host memory of a rank: its heap's extent, which is filled from a seal or by the rank itself,
+and what it borrows later for as long as an operation needs it. The session shell calls these
+functions."""
 
 from __future__ import annotations
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import extent_bytes
-from phaseloom.common.contract.state_rank import CommitInitial, HeapRegistered, RegisterHeap
+from phaseloom.common.contract.state_rank import (
+    BorrowMemory,
+    CommitInitial,
+    HeapRegistered,
+    MemoryLent,
+    RegisterHeap,
+    ReturnMemory,
+)
 from phaseloom.statemgr.node.digests import has_digest
-from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Rank, State
+from phaseloom.statemgr.node.node import Node, pool_of
+from phaseloom.statemgr.residency.incarnations import Loan, Rank, State
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.tiering.tiering import Tiering
 
@@ -62,3 +70,55 @@ async def commit_initial(node: Node, rank: Rank, request: CommitInitial) -> None
             f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
         )
     node.fill(rank, request.applied, request.digest)
+
+
+async def borrow(
+    node: Node, tiering: Tiering, rank: Rank, request: BorrowMemory
+) -> tuple[MemoryLent, list[int]]:
+    """Lend memory to a rank; host copies and versions that nothing needs make room for it.
+
+    Returns: the answer, and the memory's descriptor. A request that comes again, after a kill of
+             the daemon, is given the memory that it was given before.
+    Raises:  CallerError: a bad size, or the rank has no heap yet. ResourceError:
+             RESOURCE_EXHAUSTED, with the numbers; ABORTED: the incarnation is over.
+    """
+    if request.num_bytes <= 0:
+        raise CallerError(f"{request.num_bytes} bytes", field="num_bytes", remedy="use one or more")
+    if rank.state in {State.AWAITING, State.LOST}:
+        raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
+    if request.loan not in rank.loans and not _lend_copy(node, rank, request):
+        what = f"{request.what} for {rank.owner}"
+        async with tiering.reserved(request.num_bytes, what, pool_of(rank.wpg)) as extent:
+            rank.wpg.check_alive()
+            loan = Loan(extent, request.num_bytes, is_host_copy=False)
+            if rank.loans.setdefault(request.loan, loan) is not loan:
+                raise CallerError(f"{rank} asks twice at once", field="loan")
+    loan = rank.loans[request.loan]
+    memory = node.memory[loan.extent]
+    fd = memory.read_only_fd if loan.is_host_copy else memory.fd
+    return MemoryLent(loan.is_host_copy), [fd]
+
+
+def _lend_copy(node: Node, rank: Rank, request: BorrowMemory) -> bool:
+    """Lend a frozen rank its host copy, if that has what it asks for. Nobody overwrites a frozen
+    copy, and its memory stays while a loan holds it."""
+    copy, memory = rank.copy, node.memory
+    if not rank.frozen or copy is None or rank.is_below or rank.applied != request.copy_at:
+        return False
+    if copy.extent is None or copy.num_bytes < request.num_bytes:
+        return False
+    memory.hold(copy.extent)
+    rank.loans[request.loan] = Loan(copy.extent, copy.num_bytes, is_host_copy=True)
+    return True
+
+
+async def take_back(node: Node, rank: Rank, request: ReturnMemory) -> None:
+    """Take back what a rank has borrowed and does not map any more. Idempotent."""
+    loan = rank.loans.pop(request.loan, None)
+    if loan is None:
+        return
+    if loan.is_host_copy:
+        node.memory.free(loan.extent)
+    else:
+        node.memory.park(loan.extent, pool_of(rank.wpg))
+    node.announce()

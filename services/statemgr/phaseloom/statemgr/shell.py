@@ -49,6 +49,7 @@ from phaseloom.common.contract.state_agent import (
     WriteSeal,
 )
 from phaseloom.common.contract.state_rank import (
+    BorrowMemory,
     CommitInitial,
     CommitParts,
     CommitVersion,
@@ -67,6 +68,7 @@ from phaseloom.common.contract.state_rank import (
     ReadSaved,
     RegisterHeap,
     RemoveCheckpoint,
+    ReturnMemory,
     ShareOnDevice,
     StateMessage,
     TakeSnapshot,
@@ -81,7 +83,7 @@ from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.handover.handover import Handover
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.registering import commit_initial, register_heap
+from phaseloom.statemgr.registering import borrow, commit_initial, register_heap, take_back
 from phaseloom.statemgr.residency.incarnations import Rank
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
@@ -352,6 +354,8 @@ class StateManager:
         return {
             RegisterHeap: partial(register_heap, node, parts.tiering, parts.replicator),
             CommitInitial: partial(commit_initial, node),
+            BorrowMemory: partial(borrow, node, parts.tiering),
+            ReturnMemory: partial(take_back, node),
             CreateVersion: lambda rank, body: publishing.create(rank.wpg, body),
             CommitVersion: lambda rank, body: publishing.commit(rank.wpg, body),
             CommitParts: lambda rank, body: publishing.commit_parts(rank.wpg, body),

@@ -174,6 +174,37 @@ class HoldVersion(Message, frozen=True):
     """The seq of the `sync_weights`."""
 
 
+class BorrowMemory(Message, frozen=True):
+    """Take host memory of the node's budget for as long as an operation needs it.
+
+    It stays the rank's until `ReturnMemory`, or the rank's end; the next state manager knows of it,
+    too. Answer: MemoryLent with a memfd; the same one where the loan is there already.
+
+    Raises: RESOURCE_EXHAUSTED, with the numbers.
+    """
+
+    loan: int
+    """The rank's own number of the loan, which no other loan of this rank has or had."""
+    num_bytes: int
+    what: str
+    """What the memory is for, in a refusal."""
+    copy_at: int = -1
+    """Where the memory is for the first bytes of the rank's own heap: the heap's seq. A frozen rank
+    is then lent its host copy, if that is the heap's at this seq. -1: it is for something else."""
+
+
+class MemoryLent(Message, frozen=True):
+    """The memory's content is undefined and the memfd writable, unless it is the host copy."""
+
+    is_host_copy: bool = False
+
+
+class ReturnMemory(Message, frozen=True):
+    """The rank has unmapped borrowed memory. Answer: Done, also where there is no such loan."""
+
+    loan: int
+
+
 class TakeSnapshot(Message, frozen=True):
     """Copy the present state of every rank on this node for an operation's checkpoint.
 
@@ -478,6 +509,9 @@ StateMessage = (
     | OpenVersion
     | OpenSlices
     | HoldVersion
+    | BorrowMemory
+    | MemoryLent
+    | ReturnMemory
     | TakeSnapshot
     | SnapshotTaken
     | WriteCheckpoint

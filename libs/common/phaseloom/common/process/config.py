@@ -71,6 +71,16 @@ def load(
     return _converted(kind, values, sources)
 
 
+def is_given(section: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment names a file of settings, or sets one of a section's.
+
+    Args: environ: the environment to read; None: the process's own.
+    """
+    environ = os.environ if environ is None else environ
+    prefix = f"{PREFIX}{section.upper()}_"
+    return bool(environ.get(FILE_VARIABLE)) or any(name.startswith(prefix) for name in environ)
+
+
 def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """A copy of the environment to start a child process with."""
     return dict(os.environ if environ is None else environ)

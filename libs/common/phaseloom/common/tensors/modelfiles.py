@@ -7,6 +7,8 @@ the mesh's supervisor register; agents verify against the registration.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
@@ -47,6 +49,20 @@ def file_blake3(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
+def check_directory(directory: Path, field: str) -> None:
+    """Check what can be told of a model's directory without reading its weights.
+
+    Args:   field: what names the directory, for the error.
+    Raises: CallerError: as `read_model`.
+    """
+    try:
+        _found(directory.absolute())
+    except CallerError as error:
+        raise CallerError(
+            error.info.message, code=error.info.code, field=field, remedy=error.info.remedy
+        ) from None
+
+
 def read_model(name: str, directory: Path) -> RegisteredModel:
     """Read and hash a model's directory.
 
@@ -57,6 +73,19 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
     """
     check_name(name, "name")
     directory = directory.absolute()
+    config, weights, entries = _found(directory)
+    with _readable():
+        found = sorted(p.name for p in directory.iterdir() if p.is_file())
+        named = [CONFIG_FILE, *weights, *filter(is_companion, found)]
+        files = [_hashed(directory / each) for each in named]
+    num_parameters = sum(prod(entry.shape) for entry in entries)
+    dtypes = sorted({entry.dtype for entry in entries})
+    pinned = ModelDirectory(str(directory), files)
+    return RegisteredModel(name, pinned, config, num_parameters, dtypes)
+
+
+def _found(directory: Path) -> tuple[dict[str, Any], list[str], list[Entry]]:
+    """The model's config, the names of its safetensors files, and the tensors in them."""
     if not directory.is_dir():
         raise CallerError(
             f"there is no directory {directory}",
@@ -64,12 +93,17 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
             field="directory",
             remedy="name a directory with config.json and model*.safetensors",
         )
-    try:
-        config = _decoded(directory / CONFIG_FILE, dict[str, Any])
+    with _readable():
+        config: dict[str, Any] = _decoded(directory / CONFIG_FILE, dict[str, Any])
         weights, entries = _weights(directory)
-        found = sorted(p.name for p in directory.iterdir() if p.is_file())
-        named = [CONFIG_FILE, *weights, *filter(is_companion, found)]
-        files = [_hashed(directory / each) for each in named]
+    return config, weights, entries
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Have a file that is missing, or cannot be read, refused as the caller's."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise CallerError(
             f"{error.filename} is missing",
@@ -84,10 +118,6 @@ def read_model(name: str, directory: Path) -> RegisteredModel:
             field="directory",
             remedy="make the model's files readable",
         ) from None
-    num_parameters = sum(prod(entry.shape) for entry in entries)
-    dtypes = sorted({entry.dtype for entry in entries})
-    pinned = ModelDirectory(str(directory), files)
-    return RegisteredModel(name, pinned, config, num_parameters, dtypes)
 
 
 def _weights(directory: Path) -> tuple[list[str], list[Entry]]:

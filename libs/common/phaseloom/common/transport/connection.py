@@ -10,6 +10,7 @@ import asyncio
 import logging
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +18,7 @@ import nats
 from nats.aio.client import DEFAULT_PING_INTERVAL, Client
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.natsclient import MeshClient
 
@@ -26,13 +27,16 @@ log = logging.getLogger(__name__)
 MIN_SERVER_VERSION = (2, 12)
 CONNECT_TIMEOUT_S = 5
 SERVICE_CONNECT_S = 60.0
-"""How long a service waits for its first connection, since the server or the machine may be slow.
-Where the server does not know the service's user, it waits only `CONNECT_TIMEOUT_S`."""
+"""How long a service waits for its first connection: the server or the machine may be slow."""
+SERVICE_CREDENTIALS = "PHASELOOM_BUS_USER and PHASELOOM_BUS_PASSWORD"
+"""Where a service has its user and its password from."""
 DRAIN_TIMEOUT_S = 3
 _NEXT_AFTER_S = 2
 _PING_S = 1
 """Where there are other servers to go to, one that leaves three pings unanswered is left."""
-_UNKNOWN_HERE = "authorization violation"
+_DENIALS = 3
+"""How often each server denies a client that was connected before that counts."""
+_DENIED = "authorization violation"
 
 
 class BusConfig(msgspec.Struct, frozen=True):
@@ -62,6 +66,53 @@ def _in_order_for(name: str, urls: list[str]) -> list[str]:
     return urls[first:] + urls[:first]
 
 
+@dataclass(slots=True)
+class _Errors:
+    """The errors that a client hears of on its way to its servers, each logged when it is new."""
+
+    client: MeshClient
+    url: str
+    num_servers: int
+    denied: CallerError
+    """The error that says that the servers know no such user."""
+    last: Exception | None = None
+    refusal: Exception | None = None
+    """The last error in a server's own words."""
+    num_denials: int = 0
+    """Denials since the client was connected."""
+    was_connected: bool = False
+
+    async def hear(self, error: Exception) -> None:
+        is_news, self.last = repr(error) != repr(self.last), error
+        if str(error).startswith("nats: '"):
+            # These are the server's own words. It also hangs up, which may be all that the next
+            # attempt sees.
+            self.refusal = error
+        if _DENIED in str(error).lower():
+            self._count_denial(is_news=is_news)
+        elif "permissions violation" in str(error).lower():
+            log.error("PERMISSION_DENIED by the NATS server: %s", error)
+        elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
+            # While the server is away the same error comes ten times a second.
+            level = logging.WARNING if is_news else logging.DEBUG
+            log.log(level, "NATS at %s: %r", self.url, error)
+        else:
+            log.error("a message handler failed: %r", error, exc_info=error)
+
+    def _count_denial(self, *, is_news: bool) -> None:
+        self.num_denials += 1
+        # One server of several may have other settings, and a server may be taking new ones.
+        if self.num_denials >= self.num_servers * (_DENIALS if self.was_connected else 1):
+            self.client.deny(self.denied.info)
+        # The first connection's end says so itself.
+        level = logging.ERROR if is_news and self.was_connected else logging.DEBUG
+        log.log(level, "%s", self.denied)
+
+    def connected(self) -> None:
+        self.was_connected, self.num_denials = True, 0
+        self.client.deny(None)
+
+
 async def connect(
     url: str,
     name: str,
@@ -71,47 +122,40 @@ async def connect(
     inbox_prefix: str = "_INBOX",
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
     timeout_s: float = CONNECT_TIMEOUT_S,
+    credentials_from: str = SERVICE_CREDENTIALS,
 ) -> MeshClient:
     """Connect to NATS. The connection is made again, without limit, whenever it is lost.
 
     Args:   url: of one server, or of several with commas between them: where one is lost, the next
                 one in the order that `name` decides is gone to.
             on_reconnect: called after every reconnection.
-            timeout_s: limit for the first connection.
-    Raises: ResourceError: no connection, wrong credentials, or a server before 2.12, which lacks
-            features that we rely on.
+            timeout_s: limit for the first connection. Where the servers deny a later one again and
+                again, `client.denial` says so, and the client goes on trying.
+            credentials_from: the variables or the file that user and password come from, for the
+                error that says that they are wrong.
+    Raises: CallerError: PERMISSION_DENIED, at once: no server knows the user with this password.
+            ResourceError: no connection, or a server before 2.12, which lacks features that we rely
+            on.
     """
 
     client = MeshClient()
     servers = _in_order_for(name, addresses(url) or [url])
     has_others = len(servers) > 1
-    last_error: Exception | None = None
-    refusal: Exception | None = None
-    is_unknown = asyncio.Event()
-
-    async def on_error(error: Exception) -> None:
-        nonlocal last_error, refusal
-        is_news, last_error = repr(error) != repr(last_error), error
-        if str(error).startswith("nats: '"):
-            # These are the server's own words. It also hangs up, which may be all that the next
-            # attempt sees.
-            refusal = error
-            if _UNKNOWN_HERE in str(error).lower():
-                is_unknown.set()
-        if "permissions violation" in str(error).lower():
-            log.error("PERMISSION_DENIED by the NATS server: %s", error)
-        elif isinstance(error, nats.errors.Error | OSError | NatsTimeoutError):
-            # While the server is away the same error comes ten times a second.
-            level = logging.WARNING if is_news else logging.DEBUG
-            log.log(level, "NATS at %s: %r", url, error)
-        else:
-            log.error("a message handler failed: %r", error, exc_info=error)
+    denied = CallerError(
+        f"NATS at {url} knows no user {user!r} with this password",
+        code=Code.PERMISSION_DENIED,
+        field="password",
+        remedy=f"user and password come from {credentials_from}: they must be those of the "
+        "server's own settings",
+    )
+    errors = _Errors(client, url, len(servers), denied)
 
     async def disconnected() -> None:
         if not client.is_closed:
             log.warning("disconnected from NATS at %s", url)
 
     async def reconnected() -> None:
+        errors.connected()
         log.warning("connected to NATS at %s again", url)
         if on_reconnect:
             await on_reconnect()
@@ -129,21 +173,23 @@ async def connect(
             reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; annotated too narrowly
             connect_timeout=_NEXT_AFTER_S if has_others else CONNECT_TIMEOUT_S,
             drain_timeout=DRAIN_TIMEOUT_S,
-            error_cb=on_error,
+            error_cb=errors.hear,
             disconnected_cb=disconnected,
             reconnected_cb=reconnected,
         )
         # The client never gives up. Later that is wanted, but the first connection is bounded.
-        await _unless_unknown(is_unknown, within(timeout_s, connecting))
+        await _unless_denied(client.denied, within(timeout_s, connecting))
     except BaseException as error:
         await client.close()
         if not isinstance(error, TimeoutError | OSError | nats.errors.Error):
             raise
+        if client.denied.is_set():
+            raise denied from error
         raise ResourceError(
-            f"no connection to NATS at {url} as {user}: {refusal or last_error or error!r}",
-            remedy="is the mesh up (`phaseloom up`, with --resume for an earlier run)? "
-            "are user and password right?",
+            f"no connection to NATS at {url} as {user}: {errors.refusal or errors.last or error!r}",
+            remedy="is the mesh up (`phaseloom up`, with --resume for an earlier run)?",
         ) from error
+    errors.connected()
     version = client.connected_server_version
     if (version.major, version.minor) < MIN_SERVER_VERSION:
         await client.close()
@@ -155,24 +201,19 @@ async def connect(
     return client
 
 
-async def _unless_unknown(is_unknown: asyncio.Event, connecting: Coroutine[Any, Any, None]) -> None:
-    """Await the connection, unless the server does not know our user.
+async def _unless_denied(is_denied: asyncio.Event, connecting: Coroutine[Any, Any, None]) -> None:
+    """Await the connection, unless the servers deny it first.
 
-    Raises: TimeoutError: the server did not know the user, and still does not after a while.
+    Raises: nats.errors.AuthorizationError: they did.
     """
-
-    async def give_up() -> None:
-        await asyncio.sleep(CONNECT_TIMEOUT_S)
-        await is_unknown.wait()
-
-    connection, giving_up = asyncio.create_task(connecting), asyncio.create_task(give_up())
+    connection, denial = asyncio.create_task(connecting), asyncio.create_task(is_denied.wait())
     try:
-        await asyncio.wait((connection, giving_up), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((connection, denial), return_when=asyncio.FIRST_COMPLETED)
         if not connection.done():
-            raise TimeoutError
+            raise nats.errors.AuthorizationError
         connection.result()
     finally:
-        await lifecycle.end((connection, giving_up))
+        await lifecycle.end((connection, denial))
 
 
 async def within(timeout_s: float, call: Coroutine[Any, Any, None]) -> None:

@@ -12,6 +12,7 @@ side:
 - A request's answer goes from the reading task to whoever waits for it, not through a queue and a
   second task. Giving up a request that is just being answered loses no cancellation.
 - A client that is closed has ended its attempts to reconnect.
+- An error with which the server ends a connection does not end the client: it connects again.
 - `hand_over` and `each` take a subscription's messages without a task per subscription or message.
 
 The client uses nats-py's internals, hence the bound on its version in pyproject.toml.
@@ -32,6 +33,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
+from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.process import lifecycle
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ _STATUS_LINES = 2
 _NO_RESPONDERS = "503"
 _OF_SERVER = ("$JS.", "$KV.")
 """How the subjects begin that only the server answers on."""
+_OF_NATS_PY = ("permissions violation", "stale connection")
+"""In the server's errors that leave a client connected, or have nats-py connect again."""
 _GIVEN_UP = (None, None)
 _MAX_UNSENT_BYTES = 2 * 2**20
 """Most bytes in the connection's buffer; above that a publisher waits until the server reads on."""
@@ -130,6 +134,11 @@ class MeshClient(Client):
         self._gathered: list[bytes] = []
         """The commands to write at the end of this pass of the event loop."""
         self._is_gathering = False
+        self.denial: ErrorInfo | None = None
+        """Why the servers that the client was connected to do not take it again; None: they do, or
+        it is not known."""
+        self.denied = asyncio.Event()
+        """Whether there is a denial."""
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -290,14 +299,39 @@ class MeshClient(Client):
             self._pending, self._pending_data_size = [], 0
         await super()._send_ping(future)
 
+    def deny(self, why: ErrorInfo | None) -> None:
+        """Tell whoever uses the client that the servers do not take it; None: that they do."""
+        self.denial = why
+        if why is None:
+            self.denied.clear()
+        else:
+            self.denied.set()
+
+    async def _process_err(self, err_msg: str) -> None:
+        if not self.is_connected or any(each in err_msg.lower() for each in _OF_NATS_PY):
+            await super()._process_err(err_msg)
+            return
+        # nats-py would close the client for good, as after a reload of the server's settings.
+        error = nats.errors.Error(f"nats: {err_msg}")
+        await self._error_cb(error)
+        await self._process_op_err(error)
+
     async def _attempt_reconnect(self) -> None:
         for answer in self._of_server:
             _time_out(answer)
         # nats-py would wait until what is unsent was sent, to a server that may stand still.
+        self._abort_connection()
+        await super()._attempt_reconnect()
+
+    async def _select_next_server(self) -> None:
+        # nats-py leaves the connection of an attempt that a server has denied open.
+        self._abort_connection()
+        await super()._select_next_server()
+
+    def _abort_connection(self) -> None:
         tcp: Any = self._transport
         if tcp is not None and tcp._io_writer is not None:
             tcp._io_writer.transport.abort()
-        await super()._attempt_reconnect()
 
     async def close(self) -> None:
         self._write_gathered()

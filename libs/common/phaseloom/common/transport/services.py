@@ -187,8 +187,10 @@ async def request_reply(
     """Make a NATS request and return the answer.
 
     Raises: ResourceError: UNAVAILABLE: there was no answer, for whatever reason.
-            CallerError: the payload is above the server's limit.
+            CallerError: the payload is above the server's limit; PERMISSION_DENIED: the server does
+                not know the client any more.
     """
+    _check_known(client)
     asking = client.request(subject, payload, timeout=timeout_s, headers=headers)
     return await _answer(asking, subject, len(payload))
 
@@ -200,8 +202,14 @@ async def publish_to_stream(
 
     Raises: as `request_reply`; UNAVAILABLE also as soon as the connection is lost.
     """
+    _check_known(client)
     asking = client.ask_server(subject, payload, timeout_s, headers)
     return await _answer(asking, subject, len(payload))
+
+
+def _check_known(client: Client) -> None:
+    if isinstance(client, MeshClient) and client.denial is not None:
+        raise to_exception(client.denial)
 
 
 async def _answer(asking: Awaitable[Msg], subject: str, num_bytes: int) -> Msg:

@@ -153,9 +153,13 @@ class Handover:
         name, num_bytes = rank.owner, extent_bytes(entry.heap_bytes, entry.host_bytes)
         if entry.new_extent and not self._take_extent(entry.new_extent, num_bytes, name):
             return False
+        for _, loan in entry.loans:
+            if not self._take_extent(loan.extent, loan.num_bytes, f"what {name} has borrowed"):
+                return False
         for name in entry.__struct_fields__:
-            if name != "copy":
+            if name not in {"copy", "loans"}:
                 setattr(rank, name, getattr(entry, name))
+        rank.loans = dict(entry.loans)
         if copy is not None:
             host_copies = self._node.host_copies
             if not host_copies.is_known(copy):

@@ -22,11 +22,11 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.snapshots import Snapshot, Snapshots
 from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals
 from phaseloom.statemgr.residency.hostcopies import HostCopies
-from phaseloom.statemgr.residency.incarnations import State
+from phaseloom.statemgr.residency.incarnations import Loan, State
 from phaseloom.statemgr.residency.residency import Residency
 from phaseloom.statemgr.versions.versions import Versions
 
-MAGIC = b"PLMANIF7"
+MAGIC = b"PLMANIF8"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
@@ -45,8 +45,8 @@ class Records(Protocol):
 
 
 class RankEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One rank of an incarnation: the attributes of `Rank` with these names, and the number of its
-    host copy."""
+    """One rank of an incarnation: the attributes of `Rank` with these names, the number of its host
+    copy, and its loans as pairs."""
 
     device: int
     token: str
@@ -61,6 +61,7 @@ class RankEntry(msgspec.Struct, frozen=True, array_like=True):
     frozen: bool
     model: str
     scratch_bytes: int
+    loans: list[tuple[int, Loan]]
 
 
 class WpgEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -126,7 +127,13 @@ def manifest_of(node: Records) -> Manifest:
     wpgs = []
     for wpg in node.residency.alive():
         ranks = [
-            _entry_of(RankEntry, rank, copy=rank.copy and rank.copy.number) for rank in wpg.ranks
+            _entry_of(
+                RankEntry,
+                rank,
+                copy=rank.copy and rank.copy.number,
+                loans=[*rank.loans.items()],
+            )
+            for rank in wpg.ranks
         ]
         prepared = wpg.prepared and wpg.prepared.seq
         wpgs.append(_entry_of(WpgEntry, wpg, ranks=ranks, prepared=prepared))

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
@@ -106,6 +107,16 @@ class PreparedSeal:
     is_writing: bool = False
 
 
+class Loan(NamedTuple):
+    """Host memory that a rank has for as long as an operation needs it."""
+
+    extent: int
+    num_bytes: int
+    is_host_copy: bool
+    """Whether the memory is the host copy that the rank, which is frozen, had when it borrowed: the
+    loan is one more holder of it."""
+
+
 @dataclass(slots=True, eq=False)
 class Rank:
     """One process of an incarnation: its heap on one device, and the host copy of that heap."""
@@ -129,6 +140,8 @@ class Rank:
     snapshot: int | None = None
     """The extent that keeps the state of host memory alone as it was when a seal was prepared;
     None: there is nothing to keep."""
+    loans: dict[int, Loan] = field(default_factory=dict)
+    """The memory that the rank has borrowed, by the rank's numbers."""
     pins: bool = False
     """Whether the rank's device pins the extent's pages: it is asked to unpin them before they are
     given back."""
@@ -196,6 +209,16 @@ class Rank:
         """The extents beside that of the host copy: that of the next one, and the snapshot for a
         seal."""
         return [extent for extent in (self.new_extent, self.snapshot) if extent is not None]
+
+    @property
+    def borrowed(self) -> list[int]:
+        """The extents of all loans; that of a host copy may be in more than one."""
+        return [loan.extent for loan in self.loans.values()]
+
+    @property
+    def borrowed_bytes(self) -> int:
+        """Bytes of the loans that are memory of their own."""
+        return sum(loan.num_bytes for loan in self.loans.values() if not loan.is_host_copy)
 
     def copied(self, applied: int, digest: str) -> None:
         """Record a new host copy in the memory of the one before.

@@ -195,8 +195,9 @@ class Residency:
         for rank in wpg.ranks:
             rank.snapshot = None
             if wpg.is_lost:
-                extents += rank.extents
+                extents += rank.extents + rank.borrowed
                 rank.new_extent = None
+                rank.loans.clear()
                 left = self.copies.detach(rank)
                 copies += [left] if left is not None else []
         if wpg.is_lost:
@@ -536,9 +537,14 @@ class Residency:
         ]
 
     def extents(self) -> list[int]:
-        """The extents of all ranks beside their host copies, with those of lost incarnations."""
-        every = {*self._wpgs.values(), *self._retired}
-        return [extent for wpg in every for rank in wpg.ranks for extent in rank.extents]
+        """The extents of all ranks beside their host copies, and those that they have borrowed;
+        with those of lost incarnations."""
+        return [extent for rank in self._every() for extent in rank.extents + rank.borrowed]
+
+    def _every(self) -> Iterator[Rank]:
+        """All ranks that may hold memory, with those of lost incarnations."""
+        for wpg in {*self._wpgs.values(), *self._retired}:
+            yield from wpg.ranks
 
     def validate(self) -> None:
         """Raises: AssertionError: an invariant of this module does not hold."""
@@ -554,7 +560,7 @@ class Residency:
             assert self.holds_memory(wpg)
         for wpg in {*self._wpgs.values(), *self._retired}:
             assert wpg.prepared is None or all(rank.is_whole for rank in wpg.ranks)
-        extents = self.extents()
+        extents = [extent for rank in self._every() for extent in rank.extents]
         assert len(extents) == len(set(extents)), "one extent, two owners"
 
     def _validate_rank(self, rank: Rank) -> None:
@@ -564,6 +570,7 @@ class Residency:
         assert rank.frozen or rank.wpg.prepared is None or not rank.is_below
         assert rank.state is not State.OFFLOADING or rank.wpg.prepared is None
         assert rank.snapshot is None or rank.host_bytes
+        assert not rank.loans or rank.state not in {State.AWAITING, State.LOST}
         has_memory = rank.state not in {State.AWAITING, State.LOST}
         assert not has_memory or rank.has_memory
         assert rank.frozen or (rank.new_extent is None and rank.held_version is None)
@@ -611,10 +618,10 @@ def _check_alive(wpg: Wpg) -> None:
 
 
 def _bytes_above(rank: Rank) -> int:
-    """Bytes of host memory that a rank's host copy takes; a frozen rank has two copies while a new
-    one is made."""
+    """Bytes of host memory that a rank's host copy takes, with what the rank has borrowed; a frozen
+    rank has two copies while a new one is made."""
     num_copies = (rank.new_extent is not None) + (rank.copy is not None and not rank.is_below)
-    return rank.extent_bytes * num_copies
+    return rank.extent_bytes * num_copies + rank.borrowed_bytes
 
 
 def _shares(rank: Rank) -> bool:

@@ -298,8 +298,19 @@ class ReadsOthers(Protocol):
 
     def weights_lent(self, name: str) -> None:
         """Read with the weights of this name, which the heap has for the calls that come now;
-        empty: with its own, of which the heap has every byte that it had. Nothing that belongs to
-        the own weights but is no part of them, as masters, is changed in the end."""
+        empty: with its own, which the heap has again before the next call."""
+        ...
+
+
+@runtime_checkable
+class LendsMore(ReadsOthers, Protocol):
+    """A backend that writes more of the heap than the weights for as long as it reads with
+    others."""
+
+    @property
+    def lent_bytes(self) -> int:
+        """The first bytes of the heap, weights included, that it writes then. Every one of them is
+        kept meanwhile, and given back afterwards."""
         ...
 
 

@@ -151,8 +151,6 @@ class FsdpBackend(TrainingBackend):
             # The weights come from files: then masters are made of them.
             self._tensors.flat(masters).zero_()
         self._masters = Masters.of(self._tensors, self._layout.weights, masters)
-        self._own_masters: list[torch.Tensor] = []
-        """The masters of its own weights, while others are lent to it."""
         self._training = None
         if self._layout.training is not None:
             self._training = Training.of(
@@ -201,20 +199,24 @@ class FsdpBackend(TrainingBackend):
             self.version_slots, self.holdings, views, self._ranks.rank, self._dtype
         )
 
+    @property
+    def lent_bytes(self) -> int:
+        masters = self._layout.training.masters if self._layout.training else None
+        return (masters if masters and self._lends_masters else self._layout.weights).stop
+
+    @property
+    def _lends_masters(self) -> bool:
+        """Whether FSDP2 gathers the masters, which stand behind the weights, where there are any:
+        a rank that is alone computes with the weights."""
+        return self._ranks.world_size > 1
+
     def weights_lent(self, name: str) -> None:
         """Lend their masters, too, where it is these that FSDP2 gathers."""
-        if self._ranks.world_size == 1:
-            return
-        pairs = zip(self._masters.weights, self._masters.masters, strict=True)
-        with torch.no_grad():
-            if name:
-                self._own_masters = [master.clone() for master in self._masters.masters]
+        if name and self._lends_masters:
+            pairs = zip(self._masters.weights, self._masters.masters, strict=True)
+            with torch.no_grad():
                 for weight, master in pairs:
                     master.copy_(weight)
-                return
-            for own, master in zip(self._own_masters, self._masters.masters, strict=True):
-                master.copy_(own)
-        self._own_masters = []
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

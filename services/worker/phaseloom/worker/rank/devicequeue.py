@@ -123,13 +123,18 @@ class DeviceQueue:
         while True:
             await self._has_waiting.wait()
             while self._waiting:
-                calls = self._next()
-                self._running = list(calls)
-                try:
-                    await self._run(calls)
-                finally:
-                    self._running = []
+                await self._run_next()
             self._has_waiting.clear()
+
+    async def _run_next(self) -> None:
+        """Run the calls that are next. Nothing refers to them afterwards, and so to the weights
+        that they have read: these take host memory."""
+        calls = self._next()
+        self._running = list(calls)
+        try:
+            await self._run(calls)
+        finally:
+            self._running = []
 
     def _next(self) -> list[Call]:
         first = self._waiting.popleft()
@@ -215,7 +220,12 @@ class DeviceQueue:
             return
         share = replace(share_of(calls[:1]), prepares=True)
         _, others = await self._ranks.together(asyncio.sleep(0), share)
-        _check_had(result for results in others for result in results)
+        try:
+            _check_had(result for results in others for result in results)
+        except (NotNow, Refused):
+            # The others need not keep what they have read, and the memory for it.
+            await self._ranks.together(asyncio.sleep(0), replace(share, gives_up=True))
+            raise
 
     async def _compute(self, call: Call) -> Result:
         args = call.operation.args

@@ -169,8 +169,10 @@ class Follower:
         return await self._read(args, share)
 
     async def _prepare_named(self, args: Args, share: RunShare) -> ShareResult:
-        """Read the weights that the next share names."""
+        """Read the weights that the next share names, or give up those that were read."""
         self._version = None
+        if share.gives_up:
+            return None
         (read,) = await self._read([args], share)
         if isinstance(read, Failed):
             return read

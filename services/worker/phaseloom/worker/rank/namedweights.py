@@ -38,6 +38,7 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import layout_digest
 from phaseloom.worker.backends.base import (
     AdapterVersion,
+    LendsMore,
     ReadsOthers,
     TakesAdapters,
     Version,
@@ -46,6 +47,7 @@ from phaseloom.worker.backends.base import (
 from phaseloom.worker.core.reading import Reader, Runs
 from phaseloom.worker.rank.executor import Executor
 from phaseloom.worker.rank.weightsync import PartsReader, RankWeights
+from phaseloom.worker.state.borrowing import OwnBytes
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.copying import copy_rows
 from phaseloom.worker.state.heap import align
@@ -127,10 +129,11 @@ class WeightsReader:
         assert ticket is not None
         name = str(ticket.version)
         async with self._lock(name):
-            version = self._read.get(name)
+            own = await self._own()
+            version = self._read.get(_beside(name, own))
             if version is None:
                 fetched = await self._weights.fetch(ticket.version, permit)
-                version = self._lent(name, fetched.pieces)
+                version = self._lent(name, fetched.pieces, own)
         assert isinstance(version, WholeVersion)
         return version
 
@@ -147,12 +150,13 @@ class WeightsReader:
             whole = tensors_of(self.executor.backend.version_slots)
             if tensors_of(TensorTable.read(opened.tensors).tensors) != whole:
                 raise _not_read("its tensors are others")
-            version = self._read.get(name)
+            own = await self._own()
+            version = self._read.get(_beside(name, own))
             if version is None:
                 memory = await self.state.read_saved(checkpoint, source)
                 slots = self.executor.weight_slots
                 runs = [Rows(slot.offset, slot.offset, slot.num_bytes) for slot in slots]
-                version = self._lent(name, [(memory, runs)])
+                version = self._lent(name, [(memory, runs)], own)
             assert isinstance(version, WholeVersion)
             return version
 
@@ -202,9 +206,18 @@ class WeightsReader:
                 f"rank {own.rank} and alpha {own.alpha:g}"
             )
 
-    def _lent(self, name: str, pieces: list[tuple[memoryview, Runs]]) -> WholeVersion:
-        version = WholeVersion(name, lambda: self.state.versions.lent(pieces))
-        self._read[name] = version
+    async def _own(self) -> OwnBytes:
+        """Memory for what the heap has of its own while other weights are in their place."""
+        backend, num_bytes = self.executor.backend, self.state.weights_bytes
+        if isinstance(backend, LendsMore):
+            num_bytes = backend.lent_bytes
+        return await self.state.loans.for_own(num_bytes, self.executor.applied)
+
+    def _lent(
+        self, name: str, pieces: list[tuple[memoryview, Runs]], own: OwnBytes
+    ) -> WholeVersion:
+        version = WholeVersion(name, lambda: self.state.versions.lent(pieces, own))
+        self._read[_beside(name, own)] = version
         return version
 
     def _source(self, named: NamedWeights) -> str:
@@ -293,6 +306,11 @@ class WeightsReader:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
+
+
+def _beside(name: str, own: OwnBytes) -> str:
+    """The key of weights that were read in place of the own ones of this seq."""
+    return f"{name} in place of {own.applied}"
 
 
 def _end(slots: list[TensorSlot]) -> int:

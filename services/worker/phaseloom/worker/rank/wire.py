@@ -198,6 +198,9 @@ class RunShare(Message, frozen=True):
     """Whether this is the first of two calls, which changes nothing: a `publish_weights` writes
     this rank's part, a `sync_weights` fetches and verifies what it needs, a `generate` or `forward`
     reads the weights that it names. The second call follows if all ranks could."""
+    gives_up: bool = False
+    """Whether another rank could not read the weights that this one has prepared: nobody needs them
+    any more."""
     manifest: VersionParts | None = None
     """The manifest, in the second call of a `publish_weights` in parts: all parts are committed."""
     replicas: tuple[int, ...] = ()

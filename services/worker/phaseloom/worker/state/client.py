@@ -52,6 +52,7 @@ from phaseloom.common.contract.state_rank import (
 from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker.state import devicememory
+from phaseloom.worker.state.borrowing import Loans
 from phaseloom.worker.state.copying import Mapping
 from phaseloom.worker.state.devicememory import DeviceMemory
 from phaseloom.worker.state.hostcopies import HostCopies
@@ -87,6 +88,7 @@ class RankStateClient:
         self._link = StateLink(path, self._greet, self._handle, reconnect_s)
         self._copies = HostCopies(applied, on_loaded)
         self._layouts = Layouts()
+        self.loans = Loans(self._link)
         self.versions = RankVersions(self._link, self._copies, self._layouts, self._run)
 
     @classmethod
@@ -133,6 +135,7 @@ class RankStateClient:
         if not self._is_leaving:
             self._is_leaving = True
             await self._run(last)
+        await self.loans.close()
         await self._link.close()
         if self._own_executor is not None:
             self._own_executor.shutdown()
@@ -197,6 +200,11 @@ class RankStateClient:
             self._copies.commit(registered.applied, "")
             await self._run(heap.release)
         return registered.applied
+
+    @property
+    def weights_bytes(self) -> int:
+        """As `HostCopies.weights_bytes`."""
+        return self._copies.weights_bytes
 
     @property
     def host_memory(self) -> memoryview:
@@ -287,13 +295,15 @@ class RankStateClient:
         return await self._link.ask(OpenSaved(name, source), SavedOpened)
 
     async def read_saved(self, name: str, source: str, num_bytes: int = 0) -> memoryview:
-        """The weights of a checkpoint, verified, in memory of this rank's own.
+        """The weights of a checkpoint, verified, in memory that is borrowed for them.
 
         Args:   num_bytes: of their layout, as `open_saved` has described it; 0: each has the offset
                     that it has in the heap.
         Raises: as `open_saved`. CallerError: FAILED_PRECONDITION: they are another model's.
+                ResourceError: RESOURCE_EXHAUSTED: no host memory.
         """
-        memory = memoryview(bytearray(num_bytes or self._copies.weights_bytes))
+        size = num_bytes or self._copies.weights_bytes
+        memory = await self.loans.borrow(size, f"the weights of checkpoint {name}")
         for start in range(0, len(memory), MAX_READ_BYTES):
             part = memory[start : start + MAX_READ_BYTES]
             asked = ReadSaved(name, source, start, len(part), as_held=not num_bytes)

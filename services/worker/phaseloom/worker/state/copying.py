@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
@@ -77,6 +78,10 @@ class Mapping:
         self.buffer.release()
         with contextlib.suppress(BufferError):
             self._map.close()
+
+    def when_unmapped(self, call: Callable[[], object]) -> None:
+        """Call this once, in whatever thread, when the extent is unmapped."""
+        weakref.finalize(self._map, call).atexit = False
 
     def try_close(self) -> bool:
         """Unmap the extent now. Returns: False: something refers to it, and it stays."""

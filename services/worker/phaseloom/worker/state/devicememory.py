@@ -74,14 +74,12 @@ def copy_out(memory: DeviceMemory, extent: memoryview) -> None:
         memory.copy_out(target)
 
 
-def first_bytes(memory: DeviceMemory, num_bytes: int) -> memoryview:
-    """A copy of its first bytes."""
-    taken = memoryview(bytearray(num_bytes))
+def copy_first_out(memory: DeviceMemory, target: memoryview) -> None:
+    """Copy the first bytes of the memory, as many as the target has."""
     if isinstance(memory, Heap):
-        copy(memory.buffer[:num_bytes], taken)
+        copy(memory.buffer[: len(target)], target)
     else:
-        memory.copy_parts_out([(0, 0, num_bytes)], taken)
-    return taken
+        memory.copy_parts_out([(0, 0, len(target))], target)
 
 
 def copy_in(extent: memoryview, memory: DeviceMemory) -> str:

@@ -33,7 +33,7 @@ from phaseloom.worker.state.devicememory import DeviceMemory
 class HostCopies:
     def __init__(self, applied: Callable[[], int], on_loaded: Callable[[], None]) -> None:
         """Start without a heap. Args: as in `RankStateClient.connect`."""
-        self._applied = applied
+        self.applied = applied
         self._on_loaded = on_loaded
         self.heap: DeviceMemory | None = None
         self.slots: list[TensorSlot] = []
@@ -137,7 +137,7 @@ class HostCopies:
             else:
                 digest = self._replace(heap, staged.buffer, order.digest)
             left = devicememory.resident_bytes(heap)
-            return Copied(digest, self._applied(), left, time.monotonic() - started)
+            return Copied(digest, self.applied(), left, time.monotonic() - started)
         finally:
             staged.close()
 
@@ -185,7 +185,7 @@ class HostCopies:
 
     def _stay_with_copy(self, heap: DeviceMemory, order: CopyOut) -> Copied:
         """Release a heap without a copy, where the host copy has everything."""
-        started, applied = time.monotonic(), self._applied()
+        started, applied = time.monotonic(), self.applied()
         if applied != order.whole_at:
             return Copied("", applied, devicememory.resident_bytes(heap), 0.0, changed=True)
         if order.release:
@@ -197,7 +197,7 @@ class HostCopies:
 
     def copy_out(self, *, release: bool) -> Copied:
         heap, extent = self.registered()
-        started, applied = time.monotonic(), self._applied()
+        started, applied = time.monotonic(), self.applied()
         self.out(heap, extent)
         if release:
             heap.release()
@@ -235,7 +235,7 @@ class HostCopies:
                     f"the host copy's digest is {digest}, not {expected}", code=Code.DATA_LOSS
                 )
             self._on_loaded()
-            applied = self._applied()
+            applied = self.applied()
         except BaseException:
             # A failed load counts as not resident.
             heap.release()

@@ -35,6 +35,7 @@ from phaseloom.common.tensors.versionparts import is_manifest
 from phaseloom.common.transport.framing import close_fds
 from phaseloom.worker.core.reading import Runs
 from phaseloom.worker.state import devicememory
+from phaseloom.worker.state.borrowing import OwnBytes
 from phaseloom.worker.state.copying import MappedVersions
 from phaseloom.worker.state.heap import align
 from phaseloom.worker.state.hostcopies import HostCopies
@@ -235,21 +236,25 @@ class RankVersions:
         await self._run(scatter)
 
     @contextmanager
-    def lent(self, pieces: Sequence[tuple[memoryview, Runs]]) -> Iterator[None]:
+    def lent(self, pieces: Sequence[tuple[memoryview, Runs]], own: OwnBytes) -> Iterator[None]:
         """Within this, the heap has the weights of verified memory, and behind it every byte that
         it had before. Call it in the runner's thread, in which nobody else sees the heap meanwhile.
 
         Where its own weights cannot be given back the process ends: nobody may use it any more.
+
+        Args: own: memory for the heap's first bytes; each of these may be written meanwhile.
         """
         heap = self._copies.registered_heap()
-        own = devicememory.first_bytes(heap, self._copies.weights_bytes)
+        assert own.applied == self._copies.applied(), "they would not be its own"
+        if not own.is_filled:
+            devicememory.copy_first_out(heap, own.memory)
         try:
             for memory, runs in pieces:
                 devicememory.copy_rows(memory, heap, runs)
             yield
         finally:
             try:
-                devicememory.copy_rows(own, heap, [Rows(0, 0, len(own))])
+                devicememory.copy_rows(own.memory, heap, [Rows(0, 0, len(own.memory))])
             except BaseException:
                 log.critical("the heap has not its own weights any more", exc_info=True)
                 os._exit(1)

@@ -343,8 +343,11 @@ def test_cache_lies_in_scratch_memory_that_goes_with_the_heap(one: tuple[Backend
     assert heap.resident_bytes() > heap.num_bytes
 
 
-def test_cache_too_small_for_one_sequence_is_refused_with_what_vllm_says() -> None:
+@pytest.mark.parametrize("scratch_bytes", [2**16, 1000])
+def test_cache_too_small_for_one_sequence_is_refused_with_what_vllm_says(
+    scratch_bytes: int,
+) -> None:
     with pytest.raises(CallerError) as raised:
-        sharp(vllm.spec(scratch_bytes=2**16))
+        sharp(vllm.spec(scratch_bytes=scratch_bytes))
     assert raised.value.info.field == "scratch_bytes"
     assert "scratch memory" in raised.value.info.message

@@ -47,6 +47,8 @@ from phaseloom.worker.backends.vllm.loader import (
 
 MAX_ROWS = 256
 """The most sequences that are decoded at once; others wait for a place in the batch."""
+_OF_CACHE = ("KV cache", "cache blocks")
+"""In what vLLM says of a cache with no room for one sequence, and of one with none for a block."""
 _BLOCK_TOKENS = 32
 """The tokens of a block of the KV cache: prompts share whole blocks only."""
 
@@ -159,7 +161,7 @@ class Engine:
             try:
                 self._engine = LLMEngine.from_engine_args(args)
             except ValueError as error:
-                if "KV cache" not in str(error):
+                if not any(each in str(error) for each in _OF_CACHE):
                     raise
                 raise CallerError(
                     f"{settings.kv_bytes} bytes of scratch memory are too few: {error}",
