@@ -4,6 +4,7 @@ the Tinker API whose program is gone, for which this mesh does not wait long."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from phaseloom import client
 from tests.support.directories import short_directory
 from tests.support.gateway import Served, serving
 from tests.support.jobs import TENANT, tenant
+from tests.support.pretrained import save_model
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 PROMPT = [1, 5, 9]
@@ -27,7 +29,9 @@ IDS: dict[str, Any] = {"return_token_ids": True}
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Served]:
     with short_directory() as directory:
-        async with serving(directory, session_s=2.0) as running:
+        sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 4096}
+        large = await asyncio.to_thread(save_model, directory / "large-model", **sizes)
+        async with serving(directory, session_s=2.0, large=large) as running:
             yield running
 
 
@@ -47,7 +51,7 @@ async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
             0
         ]
 
-        assert [each.id for each in (await api.models.list()).data] == ["tiny"]
+        assert sorted(each.id for each in (await api.models.list()).data) == ["large", "tiny"]
         common: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "temperature": 0.8}
         common |= {"n": 2, "seed": 11}
         extra = {**IDS, "top_k": 5}
@@ -110,6 +114,21 @@ async def test_completions_are_what_the_mesh_draws(served: Served) -> None:
             extra_body={**IDS, "stop_token_ids": list(range(29))},
         )
         assert (len(stopped.choices[0].token_ids), stopped.choices[0].finish_reason) == (1, "stop")
+
+
+async def test_model_that_no_device_has_room_for_is_refused_at_once(served: Served) -> None:
+    """It was told as a lack of room at the moment (429), so that clients asked again by themselves,
+    and each time its ranks were started anew."""
+    async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key()) as api:
+        assert api.max_retries > 0
+        with pytest.raises(openai.BadRequestError, match="device 0, which has 16777216") as caught:
+            await api.completions.create(model="large", prompt=PROMPT)
+    assert caught.value.param == "model"
+    assert "raise `devices` of the node" in str(caught.value)
+    [name] = re.findall(r"(\S+) needs \d+ bytes", str(caught.value))
+    log = (served.mesh.run_dir / "logs" / "worker-rollout-0.log").read_text()
+    starts = [line for line in log.splitlines() if name in line and "starts, pid" in line]
+    assert len(starts) == 1
 
 
 async def test_mistakes_are_told_as_openai_tells_them(served: Served) -> None:

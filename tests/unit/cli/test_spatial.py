@@ -12,14 +12,17 @@ from phaseloom.cli.controllers import find_example
 from phaseloom.cli.demo import demo
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.processes import child_specs
+from phaseloom.cli.recorder import Recorded
 from phaseloom.cli.report import Execution, JobResult, RunLog
 from phaseloom.cli.spatial import (
     SETTINGS,
     SpatialRun,
     SpatialSummary,
     chosen,
+    directory_of,
     lines_of,
     mesh_of,
+    predicted,
     problems,
     run_of,
     summarize,
@@ -30,6 +33,7 @@ from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import DeviceKind
 from phaseloom.common.process.slowdowns import read
 from phaseloom.common.transport.natsserver import Credentials
+from tests.support.byturns import BESIDE, ON_A_HALF, ROLL_OUT, TABLE, by_turns
 
 CREDENTIALS = Credentials("nats://127.0.0.1:1", "mesh", "word", {"demo": "other"})
 SAME = {"a": "11", "b": "22"}
@@ -76,6 +80,34 @@ def test_a_run_lasts_from_the_first_job_to_the_last() -> None:
     ]
     log = RunLog(executions=[ran("a", 8.0, 16.0), ran("b", 13.0, 19.0)])
     assert run_of(1, "off", results, log) == SpatialRun(1, "off", 15.0, SAME, 0.2, 10.0)
+
+
+def test_each_run_is_predicted_from_the_run_by_turns_of_its_round(tmp_path: Path) -> None:
+    """Two rollouts on a unit each: beside one another until the shorter one ends."""
+    mesh, entries, (begin_s, end_s) = by_turns({"a": [ROLL_OUT], "b": [ROLL_OUT]})
+    short_s, long_s = sorted(ran_s for (ran_s,) in mesh.ran_s.values())
+    log = directory_of(tmp_path, 1, "off") / "events.jsonl"
+    log.parent.mkdir()
+    log.write_bytes(b"".join(msgspec.json.encode(Recorded(*entry)) + b"\n" for entry in entries))
+    runs = [
+        SpatialRun(1, policy, end_s - begin_s, SAME, begin_unix_s=begin_s)
+        for policy in ("off", "static")
+    ]
+    by_turns_s, static_s = (run.predicted_seconds for run in predicted(runs, tmp_path, TABLE))
+    assert by_turns_s == pytest.approx(end_s - begin_s, abs=1e-4)
+    expected_s = ON_A_HALF * (BESIDE * short_s + long_s - short_s)
+    assert static_s == pytest.approx(expected_s, abs=1e-4)
+
+
+def test_how_far_predictions_are_off_is_told() -> None:
+    runs = [
+        msgspec.structs.replace(run, predicted_seconds=1.1 * run.seconds)
+        for run in rounds((30.0, 25.0, 20.0), (40.0, 20.0, 20.0))
+    ]
+    found = summarize(runs)
+    assert found.serial_predicted_over == pytest.approx([1.1, 1.1])
+    assert found.policies["static"].predicted_over == pytest.approx([1.1, 1.1])
+    assert sum("predicted +10%" in line for line in lines_of(found)) == 3
 
 
 def test_each_policy_has_figures_of_its_own() -> None:

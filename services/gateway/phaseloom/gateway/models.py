@@ -34,9 +34,11 @@ from phaseloom.client import (
     OperationHandle,
     Prompt,
     PublishWeightsResult,
+    ResourceError,
     SamplingParams,
     outcome_of,
 )
+from phaseloom.common.contract.errors import ErrorInfo, to_exception
 from phaseloom.common.contract.specs import Batching, RegisteredModel
 
 _T = TypeVar("_T", "TrainedModel", "VersionedSampler", "SharedSampler")
@@ -240,7 +242,7 @@ class Models:
             if adapter is None:
                 specs.append(self._backends.sampler(model))
             try:
-                made = await self._mesh.submit_job(job, specs)
+                made = await self._submitted(job, specs)
             except CallerError as error:
                 if error.info.code is not Code.ALREADY_EXISTS:
                     raise
@@ -292,6 +294,18 @@ class Models:
 
         return await _once(self._shared, name, make)
 
+    async def _submitted(self, job: str, specs: list[DeploymentSpec]) -> MeshJob:
+        """Submit a job. Raises: PhaseloomError: as `Mesh.submit_job`; CallerError:
+        FAILED_PRECONDITION: no node has room for the model, even alone."""
+        try:
+            return await self._mesh.submit_job(job, specs)
+        except ResourceError as error:
+            if not _is_for_good(error.info):
+                raise
+            # Clients ask again, by themselves, what has found no room.
+            for_good = replace(error.info, code=Code.FAILED_PRECONDITION, field="model")
+            raise to_exception(for_good) from error
+
     async def _submit_or_attach(self, name: str, specs: list[DeploymentSpec]) -> MeshJob:
         """The job of this name that runs, made by an earlier gateway or made now.
 
@@ -300,7 +314,7 @@ class Models:
         for number in itertools.count():
             job = f"{name}-{number}"
             try:
-                return await self._mesh.submit_job(job, specs)
+                return await self._submitted(job, specs)
             except CallerError as made:
                 if made.info.code is not Code.ALREADY_EXISTS:
                     raise
@@ -358,6 +372,14 @@ def _saver(source: str) -> tuple[str, str]:
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+def _is_for_good(error: ErrorInfo) -> bool:
+    """Whether what found no room would find none on empty nodes either."""
+    if error.code is not Code.RESOURCE_EXHAUSTED:
+        return False
+    needed, budget = (error.details.get(name) for name in ("needed_bytes", "budget_bytes"))
+    return needed is None or budget is None or int(needed) > int(budget)
 
 
 async def _once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -121,6 +122,29 @@ def _largest_logit(changes: dict[str, Any], tokens: list[int]) -> float:
     model = build_model(spec(**changes).model)
     with torch.no_grad():
         return float(model(input_ids=torch.tensor([tokens])).logits.abs().max())
+
+
+def test_keys_and_values_are_held_for_the_rows_that_still_decode(
+    sampler: tuple[Backend, Heap],
+) -> None:
+    """There is no pool that could be too large for a tail, and nothing is left of it afterwards."""
+    backend: Any = sampler[0]
+    before_bytes = _cached_bytes()
+    held_bytes: list[int] = []
+    backend.at_boundary = lambda: held_bytes.append(_cached_bytes() - before_bytes)
+    short, long = SamplingParams(4, 1.0), SamplingParams(20, 1.0)
+    generate(backend, Generate(PROMPTS, short, 5), Generate(PROMPTS[:1], long))
+    assert held_bytes[0] > 0
+    assert held_bytes[-2] <= held_bytes[0] / 8
+    assert _cached_bytes() == before_bytes
+
+
+def _cached_bytes() -> int:
+    """The bytes of all tensors of four dimensions: keys and values are (B, K, S, D)."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dim() == 4]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in found}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def test_greedy_generation_is_what_transformers_generates(

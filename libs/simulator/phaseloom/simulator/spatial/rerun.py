@@ -94,6 +94,10 @@ class _Recorded:
     switches_s: Times[tuple[DeploymentKey, bool]] = field(default_factory=lambda: defaultdict(list))
     """The times of a deployment's switch-ins, those that displaced another one apart."""
 
+    def knows(self, event: events.Event) -> bool:
+        """Whether it is known how long what an event brings takes."""
+        return not isinstance(event, events.QueuedOperation) or event.key in self.finished
+
 
 def _read(entries: Sequence[Entry], window: Window) -> _Recorded:
     reader = _Reader(window)
@@ -103,6 +107,8 @@ def _read(entries: Sequence[Entry], window: Window) -> _Recorded:
     recorded.queued &= recorded.finished.keys()
     if not recorded.queued:
         raise ValueError("no operation that was queued in the window has ended")
+    for after, followers in recorded.follows.items():
+        recorded.follows[after] = [each for each in followers if recorded.knows(each[1])]
     return recorded
 
 

@@ -465,6 +465,7 @@ def _rank_configs(
             checkpoint=command.checkpoint,
             applied=command.applied,
             num_units=settings.cores_per_device,
+            device_bytes=settings.devices[device] if device < len(settings.devices) else 0,
         )
         for index, device in enumerate(command.devices)
     ]

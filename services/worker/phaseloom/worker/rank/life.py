@@ -21,7 +21,13 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from phaseloom.common.contract.errors import InternalError, PhaseloomError, unforeseen
+from phaseloom.common.contract.errors import (
+    Code,
+    InternalError,
+    PhaseloomError,
+    ResourceError,
+    unforeseen,
+)
 from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
 from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.observability import telemetry
@@ -30,7 +36,7 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CONNECT_S, BusConfig, connect
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend, Divides, RankGroup
+from phaseloom.worker.backends.base import Backend, Divides, Memory, RankGroup
 from phaseloom.worker.rank.computeshare import ComputeShare
 from phaseloom.worker.rank.devicequeue import DeviceQueue
 from phaseloom.worker.rank.executor import Executor
@@ -200,6 +206,7 @@ class Rank:
         def build() -> Backend:
             with self._surroundings.building:
                 memory = factory.plan(spec, group)
+                _check_room(settings, memory)
                 self._heap = devicememory.allocate(
                     settings.device_kind,
                     settings.device,
@@ -209,6 +216,25 @@ class Rank:
                 return factory(spec, self._heap, group)
 
         return Executor(settings, await ranks.here(build))
+
+
+def _check_room(settings: RankConfig, memory: Memory) -> None:
+    """Check that a rank fits on its device alone, before it builds a model that takes as much of
+    the machine's memory.
+
+    Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers.
+    """
+    needed, budget = memory.heap_bytes + memory.scratch_bytes, settings.device_bytes
+    if budget and needed > budget:
+        raise ResourceError(
+            f"{settings.deployment} needs {needed} bytes of device {settings.device}, which has "
+            f"{budget}",
+            code=Code.RESOURCE_EXHAUSTED,
+            remedy="raise `devices` of the node (of `phaseloom up`: in its mesh file), or need "
+            "less there: an adapter, or one of a lower rank, optimizer_on HOST, a layout of more "
+            "ranks",
+            details={"needed_bytes": needed, "used_bytes": 0, "budget_bytes": budget},
+        )
 
 
 def _share_of(settings: RankConfig, backend: Backend) -> ComputeShare:

@@ -49,6 +49,8 @@ class RankConfig(Message, frozen=True):
     """The seq of the last mutating operation in the checkpoint or the fresh state."""
     num_units: int = 1
     """The compute units of its device: the cores of an emulated one."""
+    device_bytes: int = 0
+    """The budget of its device for managed state; 0: the state manager alone knows it."""
 
     @property
     def is_over_nodes(self) -> bool:

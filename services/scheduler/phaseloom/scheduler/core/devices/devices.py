@@ -34,8 +34,10 @@ def units_of(state: State, slot: Slot) -> int:
 
 def slots_of(step: Step, deployment: Deployment) -> list[Slot]:
     """The slot of each rank."""
-    # Asked for several times in each step, so without a call for each rank.
+    # Asked for several times in each step, mostly of a lone rank.
     nodes, assignments = step.state.nodes, deployment.wpg.assignments
+    if len(assignments) == 1 and len(assignments[0].devices) == 1:
+        return [nodes[assignments[0].node].devices[assignments[0].devices[0]].slots[0]]
     return [nodes[a.node].devices[index].slots[0] for a in assignments for index in a.devices]
 
 
@@ -115,9 +117,10 @@ def claim(step: Step, deployment: Deployment) -> None:
 
 
 def unclaim(step: Step, deployment: Deployment) -> None:
-    for node in step.nodes_of(deployment):
-        if deployment.name in node.claims:
-            node.claims.remove(deployment.name)
+    for assigned in deployment.wpg.assignments:
+        claims = step.state.nodes[assigned.node].claims
+        if deployment.name in claims:
+            claims.remove(deployment.name)
 
 
 def use(step: Step, deployment: Deployment) -> None:

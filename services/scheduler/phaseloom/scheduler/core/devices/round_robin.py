@@ -28,8 +28,10 @@ NOWHERE = -1
 
 def in_order(state: State, slot: Slot, jobs: Iterable[str]) -> list[str]:
     """Jobs of the device by the positions of their next phases on it."""
-    places = _places(state, jobs)
-    return sorted(places, key=lambda job: (_round(state, [slot], job), places[job]))
+    positions = {
+        job: (_round(state, [slot], job), place) for job, place in _places(state, jobs).items()
+    }
+    return sorted(positions, key=positions.__getitem__)
 
 
 def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:

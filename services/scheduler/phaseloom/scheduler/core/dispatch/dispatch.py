@@ -253,9 +253,12 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
     reads.permitted(step, deployment, op)
     deployment.activation.began(op.key)
     devices.use(step, deployment)
-    step.send(
-        Permit,
-        step.node_of(deployment),
+    node = step.node_of(deployment)
+    # Built here, since one by the names in a dict, as `send` does it, takes twice as long.
+    permit = Permit(
+        id=step.command_id,
+        node=node.node,
+        revision=node.revision,
         operation=op.key,
         operation_id=op.id,
         kind=op.kind,
@@ -272,6 +275,7 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         adapter=op.adapter,
         units=shares.units_for(step, deployment),
     )
+    step.post(node, permit)
 
 
 def _sources(step: Step, op: Op) -> list[str]:

@@ -48,11 +48,12 @@ def _note_lag(step: Step, deployment: Deployment, op: Op) -> None:
     What several operations of a job wait for at once counts as the wait of the first.
     """
     running = deployment.activation.running
-    payer = step.payer_of(deployment, op)
     if running and not op.payer:
         return
-    if any(step.payer_of(deployment, deployment.queue.find(key)) is payer for key in running):
-        return
+    payer = step.payer_of(deployment, op)
+    for key in running:
+        if step.payer_of(deployment, deployment.queue.find(key)) is payer:
+            return
     if payer.progress.began_s < 0:
         payer.progress.began_s = op.ready_s
     payer.progress.lag_s += waited_s(step, deployment, op)

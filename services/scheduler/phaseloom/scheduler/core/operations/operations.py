@@ -101,7 +101,7 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
 
 def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> ErrorInfo | None:
     """Why an operation that its router found sound cannot be taken."""
-    job = step.job(event.key.job_key)
+    job = step.job_of(deployment)
     if job.state in JOB_ENDED:
         return ErrorInfo(
             Code.FAILED_PRECONDITION, f"job {job.key} has ended", remedy="submit a new job"

@@ -30,8 +30,10 @@ _LOAD = "send it to a deployment of the same model, or bring them with sync_weig
 
 def begin(step: Step, op: Op) -> None:
     """Keep the version that an operation names, from the time when it is filed."""
+    if op.version is None:
+        return
     versions = _versions(step, op)
-    if op.version is not None and versions is not None:
+    if versions is not None:
         versions.begin_reading(str(op.version), op.key)
 
 
@@ -114,8 +116,10 @@ def _base(model: ModelSpec) -> object:
 
 def permitted(step: Step, deployment: Deployment, op: Op) -> None:
     """Note that the nodes of a deployment are about to have a copy of the version."""
+    if op.version is None:
+        return
     versions = _versions(step, op)
-    if op.version is not None and versions is not None and str(op.version) in versions.named:
+    if versions is not None and str(op.version) in versions.named:
         versions.note_copies(str(op.version), deployment.nodes)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from phaseloom.common.contract.commands import NodeCommand
+from phaseloom.common.contract.commands import Command, NodeCommand
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
 from phaseloom.common.contract.specs import CommandId, SchedulerConfig
@@ -91,19 +91,24 @@ class Step:
     def tell(self, what: str, reason: str, subject: str = "") -> None:
         self.emit(Tell(what, reason, subject))
 
+    @property
+    def command_id(self) -> CommandId:
+        """The id of a command that is the next output."""
+        return CommandId(self.sequence, len(self.outputs))
+
     def send(self, kind: type[C], node: Node, /, **fields: Any) -> CommandId:
         """Send a command to a node under its present lease. A node that is down gets none."""
-        command_id = CommandId(self.sequence, len(self.outputs))
-        if not node.is_up:
-            return command_id
-        command = kind(
-            id=command_id,
-            node=node.node,
-            revision=node.revision,
-            **fields,
-        )
-        self.emit(SendCommand(command))  # type: ignore[arg-type]
+        command_id = self.command_id
+        if node.is_up:
+            command = kind(id=command_id, node=node.node, revision=node.revision, **fields)
+            self.emit(SendCommand(command))  # type: ignore[arg-type]
         return command_id
+
+    def post(self, node: Node, command: Command) -> None:
+        """Send a command with `command_id`, which is built already. A node that is down gets
+        none."""
+        if node.is_up:
+            self.emit(SendCommand(command))
 
     def order(
         self, kind: type[C], node: Node, deployment: Deployment, /, **fields: Any
