@@ -34,7 +34,7 @@ from phaseloom.simulator.scenarios.report import markdown, read
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SIMULATED = Path("measured/simulated")
-SIMULATIONS_PAGE = "scheduling.md"
+SIMULATIONS_PAGE = "simulator.md"
 _MEGABYTE = 2**20
 
 

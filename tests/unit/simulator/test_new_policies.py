@@ -1,4 +1,5 @@
-"""docs/scheduling.md: its examples of new policies work, and it tells of everything there is."""
+"""docs/scheduling.md and docs/simulator.md: their examples work, and they tell of everything there
+is."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from phaseloom.simulator.scenarios import SCENARIOS
 from phaseloom.simulator.scenarios.common import config, pools
 from phaseloom.simulator.workloads.table import COLUMNS, parse
 
-PAGE = (Path(__file__).parents[3] / "docs" / "scheduling.md").read_text()
+DOCS = Path(__file__).parents[3] / "docs"
+POLICIES = (DOCS / "scheduling.md").read_text()
+SIMULATOR = (DOCS / "simulator.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
 def module_of(source: str) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def module_of(source: str) -> dict[str, Any]:
 @pytest.fixture
 def own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's examples, with their line in the registries."""
-    of_placement, of_ordering = blocks("python")
+    of_placement, of_ordering = blocks(POLICIES, "python")
     monkeypatch.setitem(PLACEMENT, "youngest", module_of(of_placement)["youngest"])
     monkeypatch.setitem(ORDERING, "newest", module_of(of_ordering)["newest"])
 
@@ -66,18 +69,18 @@ def test_new_policy_can_be_named_on_the_command_line_and_an_unknown_one_is_not()
         with_policies(MeshConfig(), None, "oldest")
 
 
-def test_page_tells_of_every_policy_scenario_and_column() -> None:
+def test_pages_tell_of_every_policy_scenario_and_column() -> None:
     for name in (*PLACEMENT, *ORDERING):
-        assert f"`{name}`" in PAGE, name
+        assert f"`{name}`" in POLICIES, name
     for name in SCENARIOS:
-        assert f"<!-- begin {name} -->\n" in PAGE, name
-        assert f"<!-- end {name} -->\n" in PAGE, name
-        assert f"(measured/simulated/{name}.png)" in PAGE, name
+        assert f"<!-- begin {name} -->\n" in SIMULATOR, name
+        assert f"<!-- end {name} -->\n" in SIMULATOR, name
+        assert f"(measured/simulated/{name}.png)" in SIMULATOR, name
     for column, meaning in COLUMNS.items():
-        assert f"| `{column}` | {meaning} |\n" in PAGE, column
+        assert f"| `{column}` | {meaning} |\n" in SIMULATOR, column
 
 
 def test_page_shows_a_workload_that_can_be_read() -> None:
-    (shown,) = blocks("csv")
-    (job,) = parse(shown.splitlines(), "docs/scheduling.md")
+    (shown,) = blocks(SIMULATOR, "csv")
+    (job,) = parse(shown.splitlines(), "docs/simulator.md")
     assert (job.arrival_s, job.iterations, job.slo) == (1800.0, 115, 1.5)

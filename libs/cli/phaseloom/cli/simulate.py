@@ -41,7 +41,7 @@ def simulate(
     seed
         Run with this seed instead of the scenario's own; may be given several times.
     workload
-        CSV file to run instead of the scenario's workloads; its columns are in docs/scheduling.md.
+        CSV file to run instead of the scenario's workloads; its columns are in docs/simulator.md.
     virtual_cluster
         With `philly`: take only the jobs of this cluster; may be given several times.
     start_h
