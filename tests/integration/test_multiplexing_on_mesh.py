@@ -95,9 +95,9 @@ async def test_a_rollout_runs_beside_training_and_a_kill_between_loses_nothing(
             b = await connection.submit_job("b", noops(0.0))
             policy, sampler = a.deployment("policy"), b.deployment("sampler")
             await policy.forward(BATCH)
-            await sampler.generate(PROMPTS, SamplingParams(4))
-            # The scheduler may know of an end later than the caller does.
+            # The scheduler may know of an end later than the caller does, and would ask for units.
             await log.until_finished("a.policy.1")
+            await sampler.generate(PROMPTS, SamplingParams(4))
             await log.until_finished("b.sampler.1")
             trained = policy.forward_backward(BATCH, "cross_entropy")
             await log.until_queued("a.policy.2")
