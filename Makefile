@@ -40,13 +40,17 @@ TESTS_simulator := tests/unit/simulator
 TESTS_statemgr := tests/unit/statemgr $(wildcard $(ON)statemgr*.py)
 TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slices_*.py) \
 	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
-TESTS_worker := tests/unit/worker $(wildcard $(ON)worker_*.py) $(ON)seal_records.py
+TESTS_backends := tests/unit/worker/backends
+TESTS_worker := $(filter-out $(TESTS_backends) %/__init__.py %/__pycache__,$(wildcard tests/unit/worker/*)) \
+	$(wildcard $(ON)worker_*.py) $(ON)seal_records.py
 TESTS_recovery := $(addprefix $(ON),moves.py recovery.py nodes_lost_on_mesh.py many_nodes.py upgrade.py \
 	three_servers.py)
-TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery),$(wildcard $(ON)*_on_mesh.py)) \
+TESTS_rollouts := $(addsuffix _on_mesh.py,$(addprefix $(ON),adapters named_weights partial prefix_cache \
+	rollouts sampling streams tails tools vllm))
+TESTS_mesh := $(filter-out $(TESTS_client) $(TESTS_recovery) $(TESTS_rollouts),$(wildcard $(ON)*_on_mesh.py)) \
 	$(addprefix $(ON),end_to_end.py registered_models.py)
-SUBJECTS := cli client common console gateway loadtest profiler router scheduler simulator statemgr weights worker \
-	recovery mesh
+SUBJECTS := backends cli client common console gateway loadtest profiler router scheduler simulator statemgr weights \
+	worker recovery rollouts mesh
 
 # The same examples of property tests each time. The files of whole meshes come first, so that at
 # the end no process waits for the one that has the longest; they wait for timers now and then, which
