@@ -300,7 +300,7 @@ class Models:
         try:
             return await self._mesh.submit_job(job, specs)
         except ResourceError as error:
-            if not _is_for_good(error.info):
+            if not is_for_good(error.info):
                 raise
             # Clients ask again, by themselves, what has found no room.
             for_good = replace(error.info, code=Code.FAILED_PRECONDITION, field="model")
@@ -374,12 +374,18 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
-def _is_for_good(error: ErrorInfo) -> bool:
-    """Whether what found no room would find none on empty nodes either."""
+def is_for_good(error: ErrorInfo) -> bool:
+    """Whether what found no room would find none on empty nodes either.
+
+    An error without numbers is one of the job's spec, which no node could hold, if it names a
+    field; else room may come back, as on the disk of the NATS server.
+    """
     if error.code is not Code.RESOURCE_EXHAUSTED:
         return False
     needed, budget = (error.details.get(name) for name in ("needed_bytes", "budget_bytes"))
-    return needed is None or budget is None or int(needed) > int(budget)
+    if needed is None or budget is None:
+        return bool(error.field)
+    return int(needed) > int(budget)
 
 
 async def _once(
