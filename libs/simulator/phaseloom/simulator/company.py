@@ -16,7 +16,7 @@ from phaseloom.scheduler.core.policies.sharing_view import Claim, speeds
 from phaseloom.simulator.agenda import Agenda
 
 _DONE_S = 1e-6
-"""What has less left than this has ended; rounding leaves such remainders."""
+"""An operation with fewer seconds left than this has ended; rounding leaves such remainders."""
 
 
 @dataclass(eq=False, slots=True)

@@ -109,7 +109,7 @@ class Nodes:
         self._costs = costs
         self._slowdowns = slowdowns
         self._company: dict[NodeId, Company] = {}
-        """What runs on each node whose device is shared in space."""
+        """Node → the operations that run on its device, where the device is shared in space."""
         self._ranks: dict[DeploymentKey, _Ranks] = {}
         """The newest incarnation of each deployment, whether or not it has ended."""
         self._up: dict[NodeId, events.NodeUp] = {}

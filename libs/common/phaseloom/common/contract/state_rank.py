@@ -187,7 +187,7 @@ class BorrowMemory(Message, frozen=True):
     """The rank's own number of the loan, which no other loan of this rank has or had."""
     num_bytes: int
     what: str
-    """What the memory is for, in a refusal."""
+    """A few words that name the purpose of the memory where the loan is refused."""
     copy_at: int = -1
     """Where the memory is for the first bytes of the rank's own heap: the heap's seq. A frozen rank
     is then lent its host copy, if that is the heap's at this seq. -1: it is for something else."""

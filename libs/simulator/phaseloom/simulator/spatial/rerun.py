@@ -85,8 +85,9 @@ class _Recorded:
     follows: dict[OperationKey | None, list[tuple[float, events.Event]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    """What came after the outcome of an operation, with the seconds in between. None: what came
-    before any outcome of its job, or answers an older command; seconds after the window's start."""
+    """Operation → the events that came after its outcome, with the seconds in between. None → the
+    events that came before any outcome of their job, or answer a command from before the window,
+    with the seconds since the window's start."""
     commands_s: list[float] = field(default_factory=list)
     """From each permit until its operation began."""
     outcomes_s: list[float] = field(default_factory=list)
@@ -204,7 +205,7 @@ class _Running:
 
 
 class _Devices:
-    """What a scheduler's shell talks to, from the window's start on."""
+    """The devices and controllers that a scheduler talks to, emulated from the window's start on."""
 
     def __init__(
         self, agenda: Agenda, engine: Engine, recorded: _Recorded, table: SlowdownTable

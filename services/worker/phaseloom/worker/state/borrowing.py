@@ -35,7 +35,7 @@ class OwnBytes:
 
 
 class Loans:
-    """What a rank has borrowed."""
+    """The loans of one rank: it borrows memory here, and returns it by dropping the memory."""
 
     def __init__(self, link: StateLink) -> None:
         self._link = link

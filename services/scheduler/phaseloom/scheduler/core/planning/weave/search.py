@@ -78,7 +78,8 @@ def view_of(cluster: Cluster) -> View:
 
 
 def company_of(cluster: Cluster, group: Candidates, candidate: Candidate) -> str:
-    """What a member of a group is told of the rollouts that its own are beside; empty: of none."""
+    """A clause for a member of a group that says how many rollouts its own run beside, and how much
+    longer they take at most; empty: its rollouts take turns."""
     if not cluster.limits.counts_on_space:
         return ""
     slowdowns = slowdowns_of(group, host_of(cluster))
