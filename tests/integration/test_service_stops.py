@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from phaseloom.common.transport.leases import scheduler_lease_key
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.snapshots import Snapshots
-from tests.support.processes import service
+from tests.support.processes import free_port, service
 
 
 @asynccontextmanager
@@ -129,3 +130,24 @@ async def test_service_with_a_wrong_password_ends_at_once_and_names_its_variable
     last = capfd.readouterr().err.splitlines()[-1]
     assert "PERMISSION_DENIED" in last
     assert f"come from {remedy}: " in last
+
+
+async def test_gateway_serves_the_other_tenants_where_one_has_a_wrong_password(
+    nats_server: EmbeddedServer, bus: Bus, capfd: pytest.CaptureFixture[str]
+) -> None:
+    passwords = {**nats_server.credentials.tenants, "other": "guess"}
+    environment = {
+        "PHASELOOM_GATEWAY_PORT": str(port := free_port()),
+        "PHASELOOM_GATEWAY_KEYS": '{"tml-acme": "acme", "tml-other": "other"}',
+        "PHASELOOM_GATEWAY_PASSWORDS": json.dumps(passwords),
+    }
+    async with asyncio.timeout(60), service("gateway", nats_server, **environment) as process:
+        while process.returncode is None:
+            with suppress(ConnectionRefusedError):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.close()
+                await writer.wait_closed()
+                break
+            await asyncio.sleep(0.05)
+        assert process.returncode is None
+    assert "knows no user 'other'" in capfd.readouterr().err

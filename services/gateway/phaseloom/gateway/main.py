@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 
 import msgspec
@@ -21,6 +22,8 @@ from phaseloom.gateway.records import Book
 from phaseloom.gateway.replicas import PEERS, REPLICA, Replica, Seat, passed_on, peers
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tinker.sessions import end_silent_sessions
+
+log = logging.getLogger(__name__)
 
 _END_S = 2.0
 """Seconds for which calls that wait for a promise may go on when the gateway is told to stop."""
@@ -115,20 +118,29 @@ async def serve(stop: asyncio.Event) -> None:
 
 
 async def _check_passwords(settings: GatewayConfig, url: str) -> None:
-    """Connect as every tenant once: a tenant with a wrong password could never be served.
+    """Connect as every tenant once, and log who is denied: the others are served all the same.
 
-    Raises: CallerError: PERMISSION_DENIED: names the tenant.
+    Raises: CallerError: PERMISSION_DENIED: every tenant is denied.
     """
-    for tenant in sorted(set(settings.keys.values())):
-        client = await connection.connect(
-            url,
-            settings.name,
-            tenant,
-            settings.passwords[tenant],
-            timeout_s=SERVICE_CONNECT_S,
-            credentials_from="PHASELOOM_GATEWAY_PASSWORDS",
-        )
-        await connection.close_client(client)
+    tenants = sorted(set(settings.keys.values()))
+    denied: list[CallerError] = []
+    for tenant in tenants:
+        try:
+            client = await connection.connect(
+                url,
+                settings.name,
+                tenant,
+                settings.passwords[tenant],
+                timeout_s=SERVICE_CONNECT_S,
+                credentials_from="PHASELOOM_GATEWAY_PASSWORDS",
+            )
+        except CallerError as error:
+            log.error("%s", error)
+            denied.append(error)
+        else:
+            await connection.close_client(client)
+    if denied and len(denied) == len(tenants):
+        raise denied[0]
 
 
 async def _listen(

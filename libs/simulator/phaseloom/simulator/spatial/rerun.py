@@ -205,7 +205,7 @@ class _Running:
 
 
 class _Devices:
-    """The devices and controllers that a scheduler talks to, emulated from the window's start on."""
+    """The devices and controllers that a scheduler talks to, emulated from the window on."""
 
     def __init__(
         self, agenda: Agenda, engine: Engine, recorded: _Recorded, table: SlowdownTable
