@@ -55,9 +55,9 @@ _NEWLINE = "Ċ"
 
 @dataclass(frozen=True)
 class Settings:
-    steps: int = 12
+    steps: int = 8
     prompts: int = 8
-    group: int = 8
+    group: int = 16
     train_groups: int = 4
     """The groups of a step that are trained on: those whose answers differ most in reward."""
     max_tokens: int = 5
