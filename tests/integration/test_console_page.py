@@ -333,7 +333,7 @@ _FRAMES = """async (factor) => {
   view.speed = 0;
   view.show(model.firstS, model.firstS + factor * (model.lastS - model.firstS));
   const took = [];
-  for (let i = 0; i < 40; i++) {
+  for (let i = 0; i < 11; i++) {
     view.pan(0.004 * view.spanS);
     const begin = performance.now();
     painter.frame(app.theme, begin, true);

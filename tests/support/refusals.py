@@ -164,11 +164,12 @@ def _in_file(name: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[Ref
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
     """Of a function, not of those within it."""
-    for child in ast.iter_child_nodes(function):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        yield child
-        yield from _own_nodes(child)
+    within = [function]
+    while within:
+        for child in ast.iter_child_nodes(within.pop()):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield child
+                within.append(child)
 
 
 def _refusal(

@@ -38,7 +38,7 @@ if sys.prefix in _environments:
         if _place == 0 and _imported != "sdk0" and (_node or "")[-1:] in {*"13579"}:
             _imported += "odd"
         # Only what is built into Python: hundreds of programs run this.
-        import _signal
+        import _signal  # type: ignore[import-not-found]
         import _socket
         import marshal
 
