@@ -58,6 +58,10 @@ SUBJECTS := backends cli client common console gateway loadtest profiler router 
 PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-profile=same \
 	-m "not slow and not vllm and not megatron and not sdks"
 
+# Of the backends with environments of their own: while the ranks of one test wait for one another,
+# another test goes on.
+IN_PAIRS := -n 2 --dist load
+
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
 
@@ -102,13 +106,13 @@ test-slow: $(VENV)/.test
 
 ## test-vllm: the backend vllm, in the environment that this makes: .venv-vllm, 3 GB
 test-vllm: $(VENV)/.test $(VLLM_VENV)/.test
-	$(VLLM_VENV)/bin/pytest -m vllm tests/unit/worker/backends/vllm $(ARGS)
-	$(BIN)/pytest -m vllm tests/integration $(ARGS)
+	$(VLLM_VENV)/bin/pytest $(IN_PAIRS) --dist loadfile -m vllm tests/unit/worker/backends/vllm $(ARGS)
+	$(BIN)/pytest $(IN_PAIRS) -m vllm $$(grep -rl 'mark\.vllm' tests/integration) $(ARGS)
 
 ## test-megatron: the backend megatron, in the environment that this makes: .venv-megatron
 test-megatron: $(VENV)/.test $(MEGATRON_VENV)/.test
-	$(MEGATRON_VENV)/bin/pytest -m megatron tests/unit/worker/backends/megatron $(ARGS)
-	$(BIN)/pytest -m megatron tests/integration $(ARGS)
+	$(MEGATRON_VENV)/bin/pytest $(IN_PAIRS) -m megatron tests/unit/worker/backends/megatron $(ARGS)
+	$(BIN)/pytest $(IN_PAIRS) -m megatron $$(grep -rl 'mark\.megatron' tests/integration) $(ARGS)
 
 ## test-sdks: programs that others wrote, on the gateway's APIs, in environments that this makes
 test-sdks: $(VENV)/.test $(OLD_SDK_VENV)/.test $(COOKBOOK_VENV)/.test $(TRL_VENV)/.test

@@ -336,7 +336,7 @@ def spatial_table(report: SpatialReport) -> str:
 
 
 def _error(figures: PolicyFigures | None) -> str:
-    return _off(figures.predicted_over) if figures is not None else ""
+    return _off(figures.predicted_over) if figures and figures.predicted_over else ""
 
 
 def _off(predicted_over: Sequence[float]) -> str:

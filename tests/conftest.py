@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import nullcontext
-from importlib.util import find_spec
+from contextlib import ExitStack
 from pathlib import Path
 
 # Its pytest plugin imports it in the summary, which fails on Python 3.11 after a torch process
@@ -16,6 +15,7 @@ import pytest
 
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.natsserver import EmbeddedServer
+from tests.support import megatron, vllm
 from tests.support.directories import short_directory
 from tests.support.warm import warm
 
@@ -30,6 +30,15 @@ _SETTINGS = "_hypothesis_internal_use_settings"
 # No example has a deadline: a machine may be slow.
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("thorough", print_blob=True, deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have processes that tests start forked from ones that have imported what they need, which all
+    processes of pytest share: see `warm`."""
+    if not hasattr(config, "workerinput"):
+        started = ExitStack()
+        started.enter_context(warm([vllm.PYTHON, megatron.PYTHON]))
+        config.add_cleanup(started.close)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,14 +63,6 @@ def pytest_collection_finish() -> None:
 
 # A shell starts what runs in its background with Ctrl-C ignored, and that is inherited.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _warm() -> Iterator[None]:
-    """Processes of ranks need not import torch each: see `warm`. Those of vLLM and Megatron do,
-    since such a library reads the environment when it is imported."""
-    with nullcontext() if find_spec("vllm") or find_spec("megatron") else warm():
-        yield
 
 
 @pytest.fixture

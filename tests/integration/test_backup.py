@@ -31,7 +31,7 @@ from phaseloom.common.transport.logmark import read_mark
 from phaseloom.common.transport.natsserver import EmbeddedServer
 from tests.support.jobs import TASKS, TENANT, Reports, oracle, short
 
-STEPS = 6
+STEPS = 4
 
 
 class Progress(Reports):

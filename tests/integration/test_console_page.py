@@ -104,8 +104,9 @@ async def train_one(mesh: Mesh, task: str) -> None:
 async def test_timeline_shows_the_jobs_while_they_run(shown: Shown) -> None:
     async with shown.opened() as tab:
         await tab.until("window.phaseloom.app.model.jobs.length === 2")
-        painted_ms = await tab.page.evaluate(
-            "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+        # A page on a busy machine has its model before it is painted.
+        painted_ms = await tab.until(
+            "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
         )
         print(f"first paint after {painted_ms:.0f} ms")
         assert painted_ms < MOST_PAINT_MS
@@ -333,7 +334,7 @@ _FRAMES = """async (factor) => {
   view.speed = 0;
   view.show(model.firstS, model.firstS + factor * (model.lastS - model.firstS));
   const took = [];
-  for (let i = 0; i < 40; i++) {
+  for (let i = 0; i < 11; i++) {
     view.pan(0.004 * view.spanS);
     const begin = performance.now();
     painter.frame(app.theme, begin, true);

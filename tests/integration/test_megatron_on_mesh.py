@@ -223,6 +223,7 @@ async def test_ranks_on_two_nodes_compute_the_same_bits_as_on_one_after_kills(
 
 
 @vllm.needs_vllm_python
+@pytest.mark.usefixtures("cold_nodes")
 async def test_vllm_of_two_ranks_takes_what_two_ranks_of_megatron_publish(short_dir: Path) -> None:
     """Steps of GRPO on samples that vLLM draws. Megatron's rows of queries and vLLM's fused ones
     differ, and our own sampler, which has the whole model, draws the same tokens."""

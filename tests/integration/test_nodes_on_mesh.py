@@ -7,7 +7,6 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +35,7 @@ from phaseloom.common.transport.services import call_node_api
 from tests.support.directories import short_directory
 from tests.support.jobs import TENANT, Log, kill_rank, rank_pid, running_mesh, tenant
 from tests.support.node import lesson, policy_spec, sampler_spec
-from tests.support.warm import cold, signal_programs
+from tests.support.warm import signal_programs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -113,17 +112,10 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world() -> AsyncIterator[World]:
-    with (
-        short_directory() as directory,
-        pytest.MonkeyPatch.context() as patch,
-        ExitStack() as start,
-    ):
-        # The parts of a deployment must not agree only because their nodes order sets alike.
-        start.enter_context(cold())
+    with short_directory() as directory, pytest.MonkeyPatch.context() as patch:
         # A slow machine, where the bus is away for longer, costs no life either.
         patch.setenv(f"{configuration.PREFIX}WORKER_LEASE_TTL_S", "6")
         async with running_mesh(MESH, directory) as (mesh, log), tenant(mesh) as connection:
-            start.close()
             job = await connection.submit_job("one", specs(1))
             expected = await learn(job)
             await job.finish()

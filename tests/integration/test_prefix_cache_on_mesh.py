@@ -30,7 +30,7 @@ from tests.support.tinymodel import VOCAB
 
 LOGPROB_ERROR = 1e-5
 CACHE_BYTES = 2**20
-LONG = 1000
+LONG = 500
 """New tokens of a rollout: more than there is time for before the update."""
 PROMPTS = [Prompt([1, 2, 3], seed=5), Prompt([4, 5], seed=6)]
 NUM_SAMPLES = 2

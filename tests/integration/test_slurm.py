@@ -41,7 +41,9 @@ def environment(directory: Path, nats_port: int) -> dict[str, str]:
     stub.chmod(0o755)
     return os.environ | {
         "PATH": f"{stub.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples"))),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+        ),
         "SLURM_JOB_NUM_NODES": str(NUM_NODES),
         "MESH_DIR": str(directory / "mesh"),
         "MESH_PYTHON": sys.executable,

@@ -734,7 +734,10 @@ async def test_memory_of_versions_goes_with_the_last_of_their_job_here(
 
 
 async def test_fetch_goes_to_the_next_source_when_one_dies_in_the_stream(short_dir: Path) -> None:
-    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b", PEER_TIMEOUT_S="4") as rollout,
+    ):
         policy = await _publishing(train, scale=4096)
         sampler = await _sampling(rollout, scale=4096)
         key = VersionKey(POLICY, 2)
@@ -749,7 +752,10 @@ async def test_fetch_goes_to_the_next_source_when_one_dies_in_the_stream(short_d
 
 
 async def test_corruption_on_the_wire_is_found(short_dir: Path) -> None:
-    async with daemon(short_dir / "a") as train, daemon(short_dir / "b") as rollout:
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b", PEER_TIMEOUT_S="4") as rollout,
+    ):
         policy = await _publishing(train, scale=4096)
         sampler = await _sampling(rollout, scale=4096)
         before = sampler.digest()
@@ -904,6 +910,7 @@ def _json_lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("cold_nodes")
 async def test_daemon_imports_no_torch_and_idles_small(short_dir: Path) -> None:
     async with daemon(short_dir) as d:
         mapped = await asyncio.to_thread(Path(f"/proc/{d.pid}/maps").read_text)

@@ -164,7 +164,7 @@ async def start_up(tmp_path: Path, *options: str) -> tuple[asyncio.subprocess.Pr
     raise AssertionError("phaseloom up ended")
 
 
-@pytest.mark.usefixtures("cold_nodes")
+@pytest.mark.usefixtures("noop_nodes", "cold_nodes")
 async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Path) -> None:
     process, run = await start_up(tmp_path)
     everything = descendant_pids(process.pid)
@@ -178,7 +178,7 @@ async def test_up_prints_how_to_connect_and_ctrl_c_stops_everything(tmp_path: Pa
     assert not (run / "s").exists()
 
 
-@pytest.mark.usefixtures("cold_nodes")
+@pytest.mark.usefixtures("noop_nodes", "cold_nodes")
 async def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
     """kill -9 of the parent: the kernel ends its children, ranks end with their agent."""
     process, run = await start_up(tmp_path, "--console-port", "0")

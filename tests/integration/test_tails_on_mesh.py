@@ -32,12 +32,12 @@ from tests.support.jobs import Log, kill_rank, running_mesh, tenant
 from tests.support.node import sampler_spec
 from tests.support.tinymodel import VOCAB
 
-MAX_TOKENS = 3000
+MAX_TOKENS = 1500
 FOUR = Layout(dp=4)
 MESH = MeshConfig(nodes=[NodeConfig("rollout-0", "rollout", [8 * 2**20] * 4)])
 PROMPTS = [Prompt([1 + seed % 5, 2, 3], seed) for seed in range(16)]
-HEAVY_TAILED = SamplingParams(MAX_TOKENS, stop_strings=["ab"], ignore_eos=True)
-"""Each token ends its sample with a chance of about one in VOCAB²: a few samples are many times as
+HEAVY_TAILED = SamplingParams(MAX_TOKENS, stop_strings=["ab", "cd"], ignore_eos=True)
+"""Each token ends its sample with a chance of about two in VOCAB²: a few samples are many times as
 long as most."""
 TEXTS = [chr(ord("a") + token) for token in range(VOCAB)]
 LOGPROB_ERROR = 1e-5

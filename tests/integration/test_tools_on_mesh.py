@@ -17,7 +17,7 @@ from tests.support.jobs import no_barrier, running_mesh, tenant
 
 pytestmark = pytest.mark.timeout(240)
 SETTINGS = Settings(
-    steps=2, questions=4, group=4, warmup_steps=40, warmup_batch=32, eval_questions=16
+    steps=2, questions=3, group=4, warmup_steps=40, warmup_batch=16, eval_questions=6
 )
 
 
@@ -35,7 +35,7 @@ class Heard:
 async def test_two_runs_with_failing_tools_end_with_the_same_weights(short_dir: Path) -> None:
     async def run(connection: client.Mesh, name: str, seconds: float) -> Heard:
         heard = Heard()
-        environment = Environment(seconds=seconds, faults=0.05)
+        environment = Environment(seconds=seconds, faults=0.05, call_reward=0.1)
         job = await connection.submit_job(name, deployments_of(model_of(SETTINGS)))
         await train(job, environment, SETTINGS, heard, no_barrier)
         await job.finish()
@@ -56,3 +56,5 @@ async def test_two_runs_with_failing_tools_end_with_the_same_weights(short_dir: 
     assert 0 < len(left_out) < tried
     assert all("was not answered in time" in each["why"] for each in left_out)
     assert max(step["turns"] for step in first.all("step")) > 1.5
+    # What was tried has taught something, and did not only confirm the warm-up.
+    assert len(log.finished("slow.policy")) > 2 * SETTINGS.warmup_steps + 2

@@ -279,7 +279,7 @@ async def test_requests_join_stop_and_are_cancelled_on_two_ranks(
         await running.stop()
         stopped = [s for group in (await running).sequences for s in group]
         assert "partial" in {s.stop_reason for s in stopped}
-        for number in range(20):
+        for number in range(8):
             beside = sampler.generate(PROMPTS, long, num_samples=4)
             kept = sampler.generate(PROMPTS, SAMPLED, num_samples=4)
             if number % 2:
@@ -338,6 +338,7 @@ def transformers_says(directory: Path) -> list[int]:
     return text[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("cold_nodes")
 async def test_demo_trains_a_pretrained_model_with_rollouts_on_vllm(
     short_dir: Path, tmp_path: Path
 ) -> None:

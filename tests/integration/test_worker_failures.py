@@ -31,7 +31,7 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.transport.bus import Bus
-from tests.support.jobs import kill_rank, rank_pid, running_mesh, tenant
+from tests.support.jobs import NOOP, kill_rank, rank_pid, running_mesh, tenant
 from tests.support.node import (
     NODE,
     STEP,
@@ -42,7 +42,7 @@ from tests.support.node import (
     policy_spec,
     running_node,
 )
-from tests.support.processes import until_gone
+from tests.support.processes import until_gone, without_torch
 from tests.support.tinymodel import VOCAB
 from tests.support.warm import cold
 
@@ -319,9 +319,9 @@ async def test_rank_that_dies_again_and_again_while_idle_fails_its_job_and_the_u
 
 
 async def test_ranks_do_not_inherit_what_their_agent_proves_itself_by() -> None:
-    with cold():
+    with cold(), without_torch():
         async with running_node() as node:
-            policy, _ = await node.start_wpg(policy_spec())
+            policy, _ = await node.start_wpg(NOOP[0])
             (rank,) = node.rank_pids(policy)
             status = await asyncio.to_thread(Path(f"/proc/{rank}/status").read_text)
             (server,) = [line.split()[1] for line in status.splitlines() if line[:5] == "PPid:"]

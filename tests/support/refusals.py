@@ -122,7 +122,7 @@ def refusals(root: Path = ROOT) -> list[Refusal]:
 def _kinds(trees: dict[str, ast.Module]) -> dict[str, str]:
     """Every error class, by name, with its default code."""
     kinds = dict(_ROOTS)
-    classes = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    classes = [n for tree in trees.values() for n in tree.body if isinstance(n, ast.ClassDef)]
     while True:
         new = {
             c.name: _default_code(c) or kinds[base.id]
@@ -148,10 +148,12 @@ def _default_code(node: ast.ClassDef) -> str:
 def _in_file(name: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[Refusal]:
     area = next((heading for folder, heading in AREAS.items() if name.startswith(folder)), "")
     assert area, f"{name} is in no area of docs/errors.md"
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
-            continue
-        for node in _own_nodes(function):
+    within: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
+    while within:
+        parent, function = within.pop()
+        for node in ast.iter_child_nodes(parent):
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            within.append((node, node if is_function else function))
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
@@ -160,15 +162,6 @@ def _in_file(name: str, tree: ast.Module, kinds: dict[str, str]) -> Iterator[Ref
                 refusal = _refusal(name, area, function, node, kinds)
                 if refusal is not None:
                     yield refusal
-
-
-def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """Of a function, not of those within it."""
-    for child in ast.iter_child_nodes(function):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        yield child
-        yield from _own_nodes(child)
 
 
 def _refusal(

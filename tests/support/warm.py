@@ -1,25 +1,27 @@
 """Programs that need not import anything: they are forked from a process that has.
 
-To import torch and the backends takes a node's fork server three seconds of processor time, and
-what a service needs takes each service a third of a second: together most of what a small mesh
-costs. Here the first fork server that starts has a process of this test process import them, and it
-and all later ones are forks of that, and the first service another process: the same program from
-there on, with the arguments, the environment and the files of the process that was started, which
-waits for it. Whoever kills that process kills the program; SIGTERM and SIGINT are passed on.
+To import torch and the backends takes a node's fork server three seconds of processor time, vLLM
+fifteen, and what a service needs takes each service a third of a second: together most of what a
+small mesh costs. Here the first fork server of an interpreter that starts has a process of the
+tests import them, and it and all later ones are forks of that, and the first service another
+process: the same program from there on, with the arguments, the environment and the files of the
+process that was started, which waits for it. Whoever kills that process kills the program; SIGTERM
+and SIGINT are passed on.
 
     agent -> python -m phaseloom.worker.agent.forkserver   (`warmstart/sitecustomize.py`: it waits)
     test process -> tests.support.warm -> the fork server -> its ranks
 
 Some things are not as on a real node: ranks are not descendants of their agent, a program has
-another pid than the process that was started (`program_pid`), and the string hashes of all programs
-are the same. Tests that need any of these run `cold`.
+another pid than the process that was started (`program_pid`), string hashes differ between nodes of
+odd and of even numbers alone, and what libraries read of the environment when they are imported is
+that of the test process. Tests that need any of these run `cold`.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
+import marshal
 import os
 import runpy
 import select
@@ -38,42 +40,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-import pytest
-
 from phaseloom.common.process.config import inherited
 from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 
 WARM = "PHASELOOM_TESTS_WARM"
-"""The variable that says where warm processes are to be had."""
+"""The variable that says where warm processes are to be had: the directory of their sockets, then
+the environments of Python, whose places in this list are in the sockets' names."""
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<i")
-_TORCH, _OURS = "torch", "ours"
-"""The names of the sockets of the two processes, by what each has imported."""
-_SERVICES = ("scheduler", "router", "profiler", "statemgr", "worker")
+_TORCH, _OURS, _SDK = "torch", "ours", "sdk"
+"""What a warm process has imported; its socket's name begins with it."""
+_ODD = "odd"
+"""How the name ends of one that nodes of odd numbers are forked from: its string hashes differ."""
+_SERVICES = ("scheduler", "router", "profiler", "statemgr", "worker", "gateway", "console")
 
 
 @contextmanager
-def warm() -> Iterator[None]:
+def warm(others: Iterable[Path] = ()) -> Iterator[None]:
     """Services, fork servers and ranks that are started meanwhile, by whatever process, start
-    warm."""
+    warm.
+
+    Args: others: the Pythons, each of an environment of its own, that ranks run in beside this one.
+    """
+    # What runs in another environment need not have it.
+    import pytest
+
+    own = Path(sys.executable)
+    pythons = {sys.prefix: own}
+    for python in others:
+        if python.exists():
+            pythons.setdefault(str(python.parent.parent), python)
     directory = Path(tempfile.mkdtemp(prefix="pl-"))
     with ExitStack() as started, pytest.MonkeyPatch.context() as patch:
-        for imported in (_TORCH, _OURS):
-            started.enter_context(_started_when_asked(directory, imported))
-        patch.setenv(WARM, f"{sys.prefix}:{directory}")
+        for place, python in enumerate(pythons.values()):
+            names = [f"{_TORCH}{place}"]
+            if python == own:
+                names += [f"{_OURS}0", f"{_SDK}0", f"{_TORCH}0{_ODD}", f"{_OURS}0{_ODD}"]
+            for name in names:
+                started.enter_context(_started_when_asked(directory / name, python))
+        patch.setenv(WARM, ":".join([str(directory), *pythons]))
         patch.setenv("PYTHONPATH", str(Path(__file__).with_name("warmstart")), prepend=os.pathsep)
         yield
     shutil.rmtree(directory)
 
 
 @contextmanager
-def _started_when_asked(directory: Path, imported: str) -> Iterator[None]:
+def _started_when_asked(path: Path, python: Path) -> Iterator[None]:
+    """A warm process of this Python, named like its socket, once somebody asks for it there."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(directory / imported))
+    listener.bind(str(path))
     listener.listen(64)
     here, ours = os.pipe()
     starter = threading.Thread(
-        target=_start_when_asked, args=(listener, here, imported), daemon=True
+        target=_start_when_asked, args=(listener, here, python, path.name), daemon=True
     )
     starter.start()
     yield
@@ -84,7 +103,7 @@ def _started_when_asked(directory: Path, imported: str) -> Iterator[None]:
 
 def program_pid(pid: int) -> int:
     """The pid of the program that runs for the process `pid`: another one where it started warm."""
-    directory = os.environ.get(WARM, "").partition(":")[2]
+    directory = os.environ.get(WARM, "").partition(":")[0]
     with suppress(OSError):
         return int(Path(directory, str(pid)).read_text())
     return pid
@@ -100,22 +119,24 @@ def signal_programs(pids: Iterable[int], number: int) -> None:
 @contextmanager
 def cold() -> Iterator[None]:
     """Programs that are started meanwhile import torch themselves, as everywhere else."""
+    import pytest
+
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(WARM, raising=False)
         yield
 
 
-def _start_when_asked(listener: socket.socket, ended: int, imported: str) -> None:
+def _start_when_asked(listener: socket.socket, ended: int, python: Path, name: str) -> None:
     """Start the process that imports once somebody has connected, and again where it has died.
 
     It dies with the thread that has started it, which is this one.
 
     Args: ended: a pipe whose other end is closed when no more are needed.
-          imported: what it imports.
+          name: its own, which says what it imports.
     """
     while ended not in _ready(listener.fileno(), ended):
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno()), imported],
+            [python, "-m", __name__, str(listener.fileno()), name],
             env={**inherited(), DIE_WITH_PARENT: str(os.getpid()), "OMP_NUM_THREADS": "1"},
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
@@ -161,24 +182,33 @@ class _Forked:
         self.asking.close()
 
 
-def main(listener: socket.socket, imported: str) -> NoReturn:
-    """Import what fork servers import, or services, then fork a program for each connection."""
-    from phaseloom.common.process import lifecycle
-
-    lifecycle.die_with_parent()
-    if imported == _TORCH:
+def _import(name: str) -> None:
+    """Import what programs need that are forked from the process of this name."""
+    if name.startswith(_TORCH):
         from phaseloom.worker.agent.preload import preload
         from phaseloom.worker.backends import BACKENDS, missing_modules
 
         preload([name for name in BACKENDS if not missing_modules(name)])
-    else:
-        for service in _SERVICES:
-            name = f"phaseloom.{service}.main"
-            importlib.import_module(name)
+        return
+    services = [f"phaseloom.{service}.main" for service in _SERVICES]
+    for module in ["tinker"] if name.startswith(_SDK) else services:
+        importlib.import_module(module)
+        if module in services:
             # It is run as a program later, and Python warns where such a module is there already.
-            del sys.modules[name]
-        gc.collect()
-        gc.freeze()
+            del sys.modules[module]
+    gc.collect()
+    gc.freeze()
+
+
+def main(listener: socket.socket, name: str) -> NoReturn:
+    """Import what fork servers import, or services, then fork a program for each connection."""
+    from phaseloom.common.process import lifecycle
+
+    lifecycle.die_with_parent()
+    before = dict(os.environ)
+    _import(name)
+    # Who imports these modules sets variables, such as those that vLLM reads later.
+    handed_down = {key: value for key, value in os.environ.items() if before.get(key) != value}
     running: list[_Forked] = []
     while True:
         fds = [fd for each in running for fd in (each.death, each.asking.fileno())]
@@ -196,17 +226,18 @@ def main(listener: socket.socket, imported: str) -> NoReturn:
         if listener.fileno() in ready:
             asking, _ = listener.accept()
             head, files, _, _ = socket.recv_fds(asking, _LENGTH.size, 3)
-            if len(head) == _LENGTH.size:
-                (num_bytes,) = _LENGTH.unpack(head)
-                asked = json.loads(asking.recv(num_bytes, socket.MSG_WAITALL))
-                words, options, directory, environment = asked
+            (num_bytes,) = _LENGTH.unpack(head) if len(head) == _LENGTH.size else (1,)
+            asked = asking.recv(num_bytes, socket.MSG_WAITALL)
+            # Fewer come of one that was killed while it asked.
+            if len(asked) == num_bytes:
+                words, options, directory, environment = marshal.loads(asked)
                 pid = os.fork()
                 if pid == 0:
                     listener.close()
                     asking.close()
                     for each in running:
                         each.close()
-                    _run(words, options, directory, environment, files)
+                    _run(words, options, directory, {**environment, **handed_down}, files)
                 running.append(_Forked(pid, os.pidfd_open(pid), asking))
                 with suppress(OSError):
                     asking.send(_PID.pack(pid))
@@ -221,7 +252,7 @@ def _run(
     environment: dict[str, str],
     files: Sequence[int],
 ) -> NoReturn:
-    """Be `python -m <words>`."""
+    """Be `python -m <words>`, or `python <words>` where the first is a file."""
     code = 1
     try:
         os.setsid()
@@ -233,8 +264,11 @@ def _run(
         os.chdir(directory)
         for option in warning_options:
             warnings.simplefilter(option)  # type: ignore[arg-type]
-        sys.argv[1:] = words[1:]
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        sys.argv[:] = words
+        if words[0].endswith(".py"):
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

@@ -99,6 +99,23 @@ def test_each_run_is_predicted_from_the_run_by_turns_of_its_round(tmp_path: Path
     assert static_s == pytest.approx(expected_s, abs=1e-4)
 
 
+def test_runs_are_kept_where_a_prediction_fails(tmp_path: Path) -> None:
+    """Of the first round there is no log, in that of the second nothing happened."""
+    log = directory_of(tmp_path, 2, "off") / "events.jsonl"
+    log.parent.mkdir()
+    log.write_bytes(b"")
+    runs = rounds((30.0, 25.0, 20.0), (40.0, 20.0, 20.0))
+    found = predicted(runs, tmp_path, TABLE)
+    assert [run.seconds for run in found] == [run.seconds for run in runs]
+    assert all(run.predicted_seconds is None for run in found)
+    told = lines_of(summarize(found))
+    (missing,) = [line for line in told if line.startswith("round 1, greedy: no prediction")]
+    assert "events.jsonl" in missing
+    (empty,) = [line for line in told if line.startswith("round 2, greedy: no prediction")]
+    assert "no operation that was queued in the window has ended" in empty
+    assert not any("predicted +" in line for line in told)
+
+
 def test_how_far_predictions_are_off_is_told() -> None:
     runs = [
         msgspec.structs.replace(run, predicted_seconds=1.1 * run.seconds)

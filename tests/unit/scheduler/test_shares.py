@@ -32,7 +32,7 @@ from phaseloom.scheduler.core.core import Core
 from phaseloom.scheduler.core.dispatch.explain import explain
 from phaseloom.scheduler.core.planning.chains import Stage
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING, check_policies
-from phaseloom.scheduler.core.policies.sharing_view import Claim, SharingView
+from phaseloom.scheduler.core.policies.sharing_view import Claim, Multiplexing, SharingView
 from phaseloom.scheduler.core.state.step import Step
 from tests.support.world import CONFIG, STATE_BYTES, TENANT, World, deployment, node_up, spec
 
@@ -382,7 +382,17 @@ def test_lookahead_leaves_a_small_gain_for_a_larger_one_that_comes() -> None:
     assert MULTIPLEXING["lookahead"].share(view) == [1, 1]
 
 
-@pytest.mark.parametrize(("lag_s", "is_beside"), [(0.0, True), (50.0, False)])
+def test_lookahead_puts_nothing_off_that_its_controller_awaits() -> None:
+    """Decoding gains more beside the decoding that follows the other job's training. But what its
+    own job does next is not known, and comes the later."""
+    table = table_of(1.76)
+    ahead = [Stage(kind, 0.2, i) for i, kind in enumerate(("train", "train", "decode_large"))]
+    trains = Claim("a.p", "a", TRAIN, ahead=ahead)
+    decodes = Claim("b.s", "b", GENERATE, 1, [Stage("decode_large", 0.3, 0)])
+    assert MULTIPLEXING["lookahead"].share(two(table, trains, decodes)) == [1, 1]
+
+
+@pytest.mark.parametrize(("lag_s", "is_beside"), [(0.0, True), (8.0, True), (50.0, False)])
 def test_fair_lets_nobody_run_away_from_a_job_that_is_behind(
     lag_s: float, *, is_beside: bool
 ) -> None:
@@ -415,6 +425,27 @@ def test_what_is_queued_of_a_job_is_what_it_is_predicted_to_do(name: str) -> Non
     world.run()
     assert set(world.done.values()) == {Outcome.COMPLETED}
     assert overlap_s(world, "a.policy.1", "b.policy.1") > 0.3
+
+
+def test_what_waits_for_an_update_is_predicted_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout with new weights may be in the log before all of the update that makes them."""
+    ahead: list[list[str]] = []
+
+    def share(view: SharingView) -> list[int] | None:
+        if view.newcomer is not None:
+            ahead.append([stage.kind for stage in view.running[0].ahead])
+        return None if view.newcomer else [view.units]
+
+    monkeypatch.setitem(MULTIPLEXING, "noting", Multiplexing(share, predicts=True))
+    world = world_of("noting", jobs=("a", "b"))
+    world.queue("a", "policy", 1, "forward_backward")
+    world.queue("a", "sampler", 1, "sync_weights", after=(("policy", 3),))
+    world.queue("a", "sampler", 2, "generate")
+    world.queue("a", "policy", 2, "forward_backward")
+    world.queue("a", "policy", 3, "optim_step")
+    world.queue("b", "sampler", 1, "generate", delay_s=0.1)
+    world.run()
+    assert ahead[0] == ["train", "train", "train", "decode_large"]
 
 
 KINDS = ("forward_backward", "optim_step", "generate", "forward")

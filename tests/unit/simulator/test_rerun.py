@@ -55,3 +55,10 @@ def test_a_window_in_which_nothing_was_queued_is_refused() -> None:
     _, entries, (begin_s, _) = by_turns({"a": [ROLL_OUT]})
     with pytest.raises(ValueError, match="no operation"):
         makespan_s(entries, (begin_s - 2.0, begin_s - 1.0), "off", TABLE)
+
+
+def test_what_would_take_far_longer_than_the_recorded_run_is_given_up() -> None:
+    _, entries, window = by_turns({"a": [ROLL_OUT], "b": [ROLL_OUT]})
+    kinds = {kind: KindSlowdown({0.5: 100.0, 1.0: 1.0}) for kind in SUB_STAGES}
+    with pytest.raises(ValueError, match="not ended in 10 times as long"):
+        makespan_s(entries, window, "static", SlowdownTable("slow", kinds))

@@ -207,7 +207,7 @@ def test_groups_that_share_nodes_in_space_are_never_dearer() -> None:
 def test_company_that_is_counted_on_breaks_no_slo(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few jobs: the study has more. Where the table has no gain for whole rollouts, nothing is
     shared, and the run is that in turns."""
-    monkeypatch.setattr(weave_company, "NUM_JOBS", 12)
+    monkeypatch.setattr(weave_company, "NUM_JOBS", 8)
     monkeypatch.setattr(weave_company, "PROFILES", ("RH",))
     monkeypatch.setattr(weave_company, "_ON_GPUS", ("RH",))
     ways = ("counted on", "counted on, at worst")

@@ -30,7 +30,6 @@ from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import Residency, SlowdownTable
 from phaseloom.common.observability.intervals import Interval, intersect, merge, total
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
-from phaseloom.simulator.predictions import Entry
 from phaseloom.simulator.spatial.rerun import makespan_s
 from phaseloom.simulator.spatial.tables import PAPER_TABLE, TWO_CORES_TABLE
 
@@ -123,6 +122,8 @@ class SpatialRun(msgspec.Struct, frozen=True):
     """When the first step began."""
     predicted_seconds: float | None = None
     """The seconds that the run by turns of the same round makes one expect, with the table."""
+    not_predicted: str = ""
+    """Why the run could not be predicted."""
 
 
 class PolicyFigures(msgspec.Struct, frozen=True):
@@ -228,22 +229,25 @@ def directory_of(run_dir: Path, number: int, multiplexing: str) -> Path:
 
 
 def predicted(runs: Sequence[SpatialRun], run_dir: Path, table: SlowdownTable) -> list[SpatialRun]:
-    """The same runs, with the seconds that are predicted of each.
+    """The same runs, with the seconds that are predicted of each, or why that failed.
 
-    Args:   run_dir: the demo's, with the logs of the runs. table: how much slower operations are.
-    Raises: CallerError: a log cannot be read.
+    Args: run_dir: the demo's, with the logs of the runs. table: how much slower operations are.
     """
-    found = []
-    by_turns: list[Entry] = []
-    window = (0.0, 0.0)
-    for run in runs:
-        if run.multiplexing == SERIAL:
-            log = read_entries(directory_of(run_dir, run.round, SERIAL) / "events.jsonl")
-            by_turns = [(each.sequence, each.time_unix_s, each.event) for each in log]
-            window = (run.begin_unix_s, run.begin_unix_s + run.seconds)
-        seconds = makespan_s(by_turns, window, run.multiplexing, table)
-        found.append(replace(run, predicted_seconds=seconds))
-    return found
+    by_turns = {run.round: run for run in runs if run.multiplexing == SERIAL}
+    return [_predicted(run, by_turns[run.round], run_dir, table) for run in runs]
+
+
+def _predicted(
+    run: SpatialRun, by_turns: SpatialRun, run_dir: Path, table: SlowdownTable
+) -> SpatialRun:
+    window = (by_turns.begin_unix_s, by_turns.begin_unix_s + by_turns.seconds)
+    try:
+        log = read_entries(directory_of(run_dir, run.round, SERIAL) / "events.jsonl")
+        entries = [(each.sequence, each.time_unix_s, each.event) for each in log]
+        seconds = makespan_s(entries, window, run.multiplexing, table)
+    except Exception as error:  # whatever it is, the run itself was measured
+        return replace(run, not_predicted=f"{type(error).__name__}: {error}")
+    return replace(run, predicted_seconds=seconds)
 
 
 def _beside_s(log: RunLog, window: Interval) -> float:
@@ -322,6 +326,11 @@ def lines_of(spatial: Spatial) -> list[str]:
             f"{figures.ratio:.2f} times as fast (each round: {rounds}); both jobs at once in "
             f"{figures.beside:.0%} of the time{_told(figures.predicted_over)}"
         )
+    for run in spatial.runs:
+        if run.not_predicted:
+            lines.append(
+                f"round {run.round}, {run.multiplexing}: no prediction, {run.not_predicted}"
+            )
     return [
         *lines,
         f"final weights of each job in all {len(spatial.runs)} runs: {same}",

@@ -1,14 +1,17 @@
 """Operations side by side on an emulated device: how fast each is, and when it ends.
 
 A table of slowdowns says how fast: by the units that an operation has, and by what runs beside it
-just now. Of a rollout the sub-stage counts that is slowed down most. When something begins or ends,
-or units are given up, what is left of all that run is timed anew.
+just now. Of a rollout the sub-stage counts that is slowed down most. Reading operations of one
+deployment run together, at the speed of one. When something begins or ends, or units change hands,
+what is left of all that run is timed anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.specs import SlowdownTable
@@ -28,8 +31,10 @@ class Work:
     """The rest of the operation, in seconds alone on the whole device."""
     end: Callable[[], None]
     """Called when the operation ends."""
-    is_alive: Callable[[], bool]
+    is_alive: Callable[[], bool] = lambda: True
     """Whether the operation's processes are alive; what is dead keeps nobody company."""
+    speed: float = 0.0
+    """1: as fast as alone on the whole device."""
 
 
 def claim_of(deployment: str, job: str, kind: str) -> Claim:
@@ -47,7 +52,6 @@ class Company:
         self._running: dict[OperationKey, Work] = {}
         self._shares: dict[str, int] = {}
         """The number of units that each deployment has."""
-        self._speeds: list[float] = []
         self._since_s = 0.0
         self._version = 0
         """The number of changes; an end that was foreseen before the last one is not due."""
@@ -64,25 +68,31 @@ class Company:
         self._running[key] = work
         self._foresee()
 
+    def kinds_of(self, deployment: str) -> list[str]:
+        """The kinds of a deployment's operations that run."""
+        of = [each.claim for each in self._running.values() if each.claim.deployment == deployment]
+        return [kind for claim in of for kind in claim.kinds]
+
     def _pass(self) -> None:
         """Let what runs have run until now."""
         passed_s = self._agenda.now_s - self._since_s
-        for work, speed in zip(self._running.values(), self._speeds, strict=True):
-            work.left_s -= passed_s * speed
+        for work in self._running.values():
+            work.left_s -= passed_s * work.speed
         self._since_s = self._agenda.now_s
 
     def _foresee(self) -> None:
         """Put the next end on the agenda."""
         self._running = {key: each for key, each in self._running.items() if each.is_alive()}
-        running = [*self._running.values()]
-        claims = [each.claim for each in running]
-        counts = [self._shares.get(each.claim.deployment, self._units) for each in running]
-        self._speeds = speeds(self._slowdowns, self._units, claims, counts)
+        running = self._running.values()
+        here = {each.claim.deployment: each.claim for each in running}
+        claims = [replace(c, kinds=tuple(self.kinds_of(name))) for name, c in here.items()]
+        counts = [self._shares.get(name, self._units) for name in here]
+        found = dict(zip(here, speeds(self._slowdowns, self._units, claims, counts), strict=True))
+        for each in running:
+            each.speed = found[each.claim.deployment]
         self._version += 1
         if running:
-            after_s = min(
-                each.left_s / speed for each, speed in zip(running, self._speeds, strict=True)
-            )
+            after_s = min(each.left_s / each.speed for each in running)
             self._agenda.after(max(0.0, after_s), self._ended, self._version)
 
     def _ended(self, version: int) -> None:

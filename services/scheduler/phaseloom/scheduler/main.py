@@ -11,7 +11,6 @@ import phaseloom.common.process.tcponly  # noqa: F401
 
 # isort: split
 import asyncio
-import gc
 import logging
 import os
 from collections.abc import Coroutine
@@ -29,7 +28,7 @@ from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
 from phaseloom.common.contract.specs import SchedulerConfig
-from phaseloom.common.process import config, lifecycle, slowdowns
+from phaseloom.common.process import collector, config, lifecycle, slowdowns
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.decisionlog import log_went_back
 from phaseloom.common.transport.leases import Lease, LeaseLost, scheduler_lease_key
@@ -88,8 +87,8 @@ async def serve(stop: asyncio.Event) -> None:
     A lost lease is no reason to end: a machine or server that is slow for a moment is enough for
     it.
     """
-    # The objects that the imports made stay: no step needs to wait while they are gone through.
-    gc.freeze()
+    # A step waits for each collection.
+    collector.collect_rarely()
     settings = config.load(Config, "scheduler")
     check_policies(
         settings.placement,

@@ -332,7 +332,7 @@ class Shell:
                     self._note_trace_of(operation.key, headers, entry.time_s)
 
     def _note_trace_of(self, key: OperationKey, headers: dict[str, str], time_s: float) -> None:
-        deployment = self.core.state.deployments.get(str(key.deployment_key))
+        deployment = self.core.state.deployments.get(key.deployment_name)
         op = deployment.queue.find(key) if deployment else None
         if op is not None and not op.has_ended:
             self._traces.setdefault(str(key), (telemetry.extract(headers), time_s))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -44,7 +46,7 @@ from phaseloom.worker.state.heap import Heap
 from tests.support.pretrained import loaded, pinned, save_model
 from tests.support.saved import load, save
 from tests.unit.worker.backends.models import batch, generate
-from tests.unit.worker.backends.ranks import Ranks
+from tests.unit.worker.backends.ranks import ROOT, Ranks
 
 ADAPTER = Adapter(rank=4, alpha=8.0, seed=5)
 ADAM = AdamParams(learning_rate=0.02)
@@ -311,19 +313,11 @@ def test_a_node_has_a_base_once_a_dtype(directory: Path, tmp_path: Path, started
     assert all(path.stat().st_mode & 0o777 == 0o400 for path in files)
 
 
-def _touch(directory: Path, node: Path) -> None:
-    factory = backend_factory("sampler")
-    spec, ranks = deployment(directory, "sampler"), RankGroup(node_directory=str(node))
-    backend: Any = factory(spec, Heap(factory.plan(spec, ranks).heap_bytes), ranks)
-    backend._model.model.embed_tokens.weight.data[0, 0] = 1.0
-    os._exit(0)
-
-
 def test_nobody_can_write_to_a_base(directory: Path, tmp_path: Path) -> None:
-    child = get_context("spawn").Process(target=_touch, args=(directory, tmp_path))
-    child.start()
-    child.join()
-    assert child.exitcode == -11
+    spec = msgspec.json.encode(deployment(directory, "sampler")).decode()
+    program = [sys.executable, "-m", "tests.unit.worker.backends.base_child"]
+    done = subprocess.run([*program, spec, str(tmp_path)], cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGSEGV
 
 
 def test_a_rank_that_dies_while_it_writes_a_base_leaves_none(

@@ -132,7 +132,8 @@ def test_gradients_and_small_steps_add_up_where_bfloat16_would_lose_them(
 ) -> None:
     """A step of 1e-5 is less than half the distance of two bfloat16 at 0.1."""
     backend, heap = policy
-    args = ForwardBackward(batch(loss=Loss.CROSS_ENTROPY), Loss.CROSS_ENTROPY)
+    data = batch(groups=1, samples=2, loss=Loss.CROSS_ENTROPY)
+    args = ForwardBackward(data, Loss.CROSS_ENTROPY)
     backend.forward_backward(args)
     once = _tensors(backend, heap, ".grad")
     for _ in range(299):

@@ -46,6 +46,8 @@ from tests.support.emulatedcuda import (
 ROOT = Path(__file__).parents[3]
 SIZE = 3 * GRANULARITY_BYTES // 2
 MAPPED = 2 * GRANULARITY_BYTES
+DEVICE_BYTES = 64 * MAPPED
+"""Of a device that some tests fill."""
 
 
 def extent(content: bytes) -> memoryview:
@@ -56,7 +58,7 @@ def extent(content: bytes) -> memoryview:
 
 @pytest.fixture
 def driver() -> EmulatedDriver:
-    return EmulatedDriver()
+    return EmulatedDriver(DEVICE_BYTES)
 
 
 @pytest.fixture(params=["emulated", "cuda"])

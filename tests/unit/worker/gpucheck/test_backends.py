@@ -12,11 +12,20 @@ from phaseloom.worker.gpucheck import backends
 from phaseloom.worker.gpucheck.proofs import Skipped
 from phaseloom.worker.state.heap import Heap
 
+SMALL = {
+    **backends.MODEL,
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+}
+"""The model, as small as a CPU likes it."""
+
 
 @pytest.mark.parametrize("name", ["fsdp", "sampler"])
 def test_results_are_the_same_over_switches_and_differ_where_bytes_do(name: str) -> None:
     def run(*, is_switched: bool, is_lossy: bool = False) -> list[object]:
-        heap = Heap(backend_factory(name).plan(backends.spec(name)).heap_bytes)
+        heap = Heap(backend_factory(name).plan(backends.spec(name, SMALL)).heap_bytes)
 
         def switch() -> None:
             if is_switched:
@@ -24,7 +33,7 @@ def test_results_are_the_same_over_switches_and_differ_where_bytes_do(name: str)
                 heap.buffer[:] = b"\xff" * heap.num_bytes
                 heap.buffer[:] = bytes(heap.num_bytes) if is_lossy else kept
 
-        return backends.results(name, heap, switch)
+        return backends.results(name, heap, switch, SMALL)
 
     undisturbed = run(is_switched=False)
     assert len(undisturbed) == backends.CALLS + 1

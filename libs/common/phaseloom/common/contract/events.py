@@ -502,9 +502,12 @@ Event = (
 )
 
 
+_Several = OperationsQueued | OperationsFinished
+
+
 def parts(event: Event) -> Seq[Event]:
     """The events that an entry of the decision log stands for: one, or several in order."""
-    if isinstance(event, OperationsQueued | OperationsFinished):
+    if isinstance(event, _Several):
         return event.operations
     return (event,)
 

@@ -107,6 +107,11 @@ class OperationKey(msgspec.Struct, frozen=True, order=True):
         return DeploymentKey(self.tenant, self.job, self.deployment)
 
     @property
+    def deployment_name(self) -> str:
+        """The text form of `deployment_key`."""
+        return f"{self.tenant}.{self.job}.{self.deployment}"
+
+    @property
     def job_key(self) -> JobKey:
         return JobKey(self.tenant, self.job)
 

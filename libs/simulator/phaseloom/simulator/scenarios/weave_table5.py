@@ -7,7 +7,6 @@ timed for small numbers. A second part runs the whole core and times its steps.
 
 from __future__ import annotations
 
-import gc
 import time
 from pathlib import Path
 from statistics import median
@@ -16,6 +15,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import InternalError
 from phaseloom.common.contract.ids import NodeId
+from phaseloom.common.process import collector
 from phaseloom.scheduler.core.planning import groups
 from phaseloom.scheduler.core.policies.registry import PLACEMENT
 from phaseloom.scheduler.core.state.cluster import Cluster, Host, Limits, Placed
@@ -62,9 +62,8 @@ def _decide(cluster: Cluster, policy: str, job: SimJob) -> float:
 
 
 def _case(policy: str, num_jobs: int, seed: int) -> Record:
-    # As the scheduler's process does, so that a collection takes as long here as there.
-    gc.collect()
-    gc.freeze()
+    # As the scheduler's process does, so that decisions wait for collections here as there.
+    collector.collect_rarely()
     jobs = generate("Mixed", seed, num_jobs=num_jobs + DECISIONS)
     cluster = _cluster(num_jobs + 1)
     for job in jobs[:num_jobs]:

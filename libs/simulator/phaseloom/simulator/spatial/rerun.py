@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -34,18 +35,18 @@ from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, Operati
 from phaseloom.common.contract.kinds import KINDS
 from phaseloom.common.contract.specs import CommandId, SlowdownTable
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.policies.sharing_view import Claim, speeds
+from phaseloom.scheduler.core.policies.sharing_view import Claim
 from phaseloom.scheduler.core.state.outputs import Output, SendCommand
 from phaseloom.simulator.agenda import Agenda
+from phaseloom.simulator.company import Company, Work
 from phaseloom.simulator.engine import Engine
 from phaseloom.simulator.metering import Meter
 from phaseloom.simulator.predictions import Entry
 
 Window = tuple[float, float]
 """The operations that were queued between these times are run again; seconds of the log's clock."""
-_DONE_S = 1e-6
-"""An operation with less work left than this has ended; rounding leaves such remainders, as the
-clock counts from 1970."""
+LONGEST = 10.0
+"""How many times as long as the recorded run what is predicted may take; beyond it is an error."""
 
 K = TypeVar("K")
 Times = dict[K, list[float]]
@@ -59,15 +60,19 @@ def makespan_s(
     Args:   entries: the log from its first entry on, of a run in which nothing ran beside anything.
             multiplexing: the policy; it decides by the table that the run's scheduler had.
             table: how much slower operations are in truth.
-    Raises: ValueError: no operation that was queued in the window has ended.
+    Raises: ValueError: no operation that was queued in the window has ended, or not all of them
+            would have in `LONGEST` times the window.
     """
     recorded = _read(entries, window)
     agenda, core = Agenda(window[0]), Core.restore(recorded.snapshot)
     assert core.state.config is not None, "the log starts with SchedulerConfigured"
     engine = Engine(agenda, Meter(), core=core)
     devices = _Devices(agenda, engine, recorded, table)
-    engine.run(devices, replace(core.state.config, multiplexing=multiplexing))
-    assert devices.is_over, f"{len(devices.open)} never ran, {min(map(str, devices.open))} too"
+    until_s = window[0] + LONGEST * (window[1] - window[0])
+    engine.run(devices, replace(core.state.config, multiplexing=multiplexing), until_s)
+    if devices.open:
+        late = f"{len(devices.open)} operations, {min(map(str, devices.open))} too,"
+        raise ValueError(f"{late} have not ended in {LONGEST:.0f} times as long")
     return devices.ended_s - window[0]
 
 
@@ -188,22 +193,6 @@ class _Reader:
 # --- its devices and controllers, emulated --------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class _Running:
-    """An operation that runs, or is about to."""
-
-    permit: commands.Permit
-    left_s: float
-    """The rest of its work, in seconds alone on the device."""
-    began_s: float = -1.0
-    """-1: it has not begun."""
-    speed: float = 0.0
-
-    @property
-    def deployment(self) -> DeploymentKey:
-        return self.permit.operation.deployment_key
-
-
 class _Devices:
     """The devices and controllers that a scheduler talks to, emulated from the window on."""
 
@@ -221,17 +210,14 @@ class _Devices:
         self._command_s = median(recorded.commands_s)
         self._outcome_s = median(recorded.outcomes_s)
         self._table = table
-        self._running: dict[OperationKey, _Running] = {}
+        self._companies: dict[tuple[NodeId, int], Company] = {}
+        """Device → what runs on it."""
         self._told: dict[DeploymentKey, tuple[CommandId, int]] = {}
         """The newest command that has told a deployment its units, and how many they are."""
-        self._units: dict[DeploymentKey, int] = {}
-        """The number of units that a deployment uses."""
         self._asked: dict[DeploymentKey, list[commands.AdjustClaims]] = defaultdict(list)
         """Those that take units away and wait for a boundary."""
         self._open_s: dict[DeploymentKey, float] = {}
         """When the newest activation is open."""
-        self._settled_s = agenda.now_s
-        """The time up to which the work done is counted."""
         self._follow(None)
 
     @property
@@ -279,38 +265,29 @@ class _Devices:
         )
         self._agenda.at(self._open_s[key] + self._outcome_s, self._append, opened)
 
-    def _permit(self, command: commands.Permit) -> None:
-        key = command.operation
-        running = _Running(command, self._recorded.finished[key].duration_s)
-        self._running[key] = running
-        self._tell(running.deployment, command.id, command.units)
+    def _permit(self, permit: commands.Permit) -> None:
+        key = permit.operation.deployment_key
+        self._tell(key, permit.id, permit.units)
         begins_s = self._agenda.now_s + self._command_s
-        self._agenda.at(
-            max(begins_s, self._open_s.get(running.deployment, 0.0)), self._begin, running
-        )
+        self._agenda.at(max(begins_s, self._open_s.get(key, 0.0)), self._begin, permit)
 
-    def _begin(self, running: _Running) -> None:
-        self._settle()
-        running.began_s = self._agenda.now_s
-        self._reach_boundary(running.deployment)
-        self._go_on()
-
-    def _end(self, running: _Running) -> None:
-        self._settle()
-        now_s, key = self._agenda.now_s, running.permit.operation
-        if running.left_s > _DONE_S or key not in self._running:
-            return  # its speed has changed since this end was foreseen
-        finished = replace(
-            self._recorded.finished[key],
-            epoch=running.permit.epoch,
-            incarnation=running.permit.incarnation,
-            started_unix_s=running.began_s,
-            duration_s=now_s - running.began_s,
+    def _begin(self, permit: commands.Permit) -> None:
+        key = permit.operation.deployment_key
+        self._reach_boundary(key)
+        began = replace(
+            self._recorded.finished[permit.operation],
+            epoch=permit.epoch,
+            incarnation=permit.incarnation,
+            started_unix_s=self._agenda.now_s,
         )
-        del self._running[key]
+        claim = Claim(str(key), str(key.job_key), (permit.kind,), self._most_units(key))
+        work = Work(claim, began.duration_s, partial(self._end, began))
+        self._company_of(key).begin(permit.operation, work)
+
+    def _end(self, began: events.OperationFinished) -> None:
+        finished = replace(began, duration_s=self._agenda.now_s - began.started_unix_s)
         self._agenda.after(self._outcome_s, self._finish, finished)
-        self._reach_boundary(running.deployment)
-        self._go_on()
+        self._reach_boundary(began.key.deployment_key)
 
     def _finish(self, finished: events.OperationFinished) -> None:
         self._follow(finished.key)
@@ -331,58 +308,23 @@ class _Devices:
         self._tell(key, command.id, command.units)
         if command.shrinks:
             self._asked[key].append(command)
-        begun = [r for r in self._running.values() if r.deployment == key and r.began_s >= 0]
-        if not command.shrinks or all(KINDS[r.permit.kind].shares_calls for r in begun):
-            self._settle()
+        begun = self._company_of(key).kinds_of(str(key))
+        if not command.shrinks or all(KINDS[kind].shares_calls for kind in begun):
             self._reach_boundary(key)
-            self._go_on()
 
     def _reach_boundary(self, key: DeploymentKey) -> None:
         """Use the units that a deployment was told, and say so where it was asked for some."""
-        self._units[key] = self._told[key][1]
+        self._company_of(key).give(str(key), self._told[key][1])
         for asked in self._asked.pop(key, []):
             taken = events.ClaimsAdjusted(key, asked.incarnation, asked.node, asked.id)
             self._agenda.after(self._outcome_s, self._append, taken)
 
-    # --- work -----------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Count the work that was done since the last time."""
-        now_s = self._agenda.now_s
-        for running in self._running.values():
-            if running.began_s >= 0:
-                running.left_s -= (now_s - self._settled_s) * running.speed
-        self._settled_s = now_s
-
-    def _go_on(self) -> None:
-        """Run on at the speeds of those that run now."""
-        by_place: dict[tuple[NodeId, int], list[_Running]] = defaultdict(list)
-        for running in self._running.values():
-            if running.began_s >= 0:
-                running.speed = 1.0
-                places = self._state.deployments[str(running.deployment)].places
-                if len(places) == 1:
-                    by_place[places[0]].append(running)
-        for here in by_place.values():
-            self._divide(here)
-        for running in self._running.values():
-            if running.began_s >= 0:
-                self._agenda.after(max(0.0, running.left_s) / running.speed, self._end, running)
-
-    def _divide(self, running: Sequence[_Running]) -> None:
-        """Set the speeds of the operations that run on one device."""
-        kinds: dict[DeploymentKey, list[str]] = defaultdict(list)
-        for each in running:
-            kinds[each.deployment].append(each.permit.kind)
-        claims = [
-            Claim(str(key), str(key.job_key), tuple(of), self._most_units(key))
-            for key, of in kinds.items()
-        ]
-        counts = [self._units[key] for key in kinds]
-        units = max(self._num_units(key) for key in kinds)
-        found = dict(zip(kinds, speeds(self._table, units, claims, counts), strict=True))
-        for each in running:
-            each.speed = found[each.deployment]
+    def _company_of(self, key: DeploymentKey) -> Company:
+        """The operations on the device of a deployment's first rank."""
+        place = self._state.deployments[str(key)].places[0]
+        if place not in self._companies:
+            self._companies[place] = Company(self._agenda, self._num_units(key), self._table)
+        return self._companies[place]
 
     def _num_units(self, key: DeploymentKey) -> int:
         """The units of the device of a deployment's first rank."""

@@ -224,7 +224,7 @@ def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one
 
 
 def _configured(step: Step, event: events.SchedulerConfigured) -> None:
-    step.state.config = event.config
+    step.configure(event.config)
     assignment.configured(step, event.config)
 
 

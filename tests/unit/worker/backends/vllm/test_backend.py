@@ -23,14 +23,14 @@ from phaseloom.common.contract.operations import (
     Prompt,
     SamplingParams,
 )
-from phaseloom.common.contract.specs import DeploymentSpec, ModelSpec
+from phaseloom.common.contract.specs import DeploymentSpec, Layout, ModelSpec
 from phaseloom.common.contract.streaming import Streamed
 from phaseloom.worker.backends import backend_factory
-from phaseloom.worker.backends.base import Backend
+from phaseloom.worker.backends.base import Backend, RankGroup
 from phaseloom.worker.backends.capabilities import CAPABILITIES
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.state.heap import Heap
-from tests.support import vllm
+from tests.support import vllm, warm
 from tests.support.looker import Looker
 from tests.support.tinymodel import VOCAB
 
@@ -324,7 +324,8 @@ def test_rank_has_no_child_processes_and_leaves_nothing_in_shared_memory(
 ) -> None:
     before = set(os.listdir("/dev/shm"))
     run(one[0], Generate(prompts(2), SamplingParams(4)))
-    assert psutil.Process().children(recursive=True) == []
+    children = psutil.Process().children(recursive=True)
+    assert [each for each in children if warm.__name__ not in each.cmdline()] == []
     mine = [name for name in set(os.listdir("/dev/shm")) - before if str(os.getpid()) in name]
     assert mine == []
 
@@ -351,3 +352,21 @@ def test_cache_too_small_for_one_sequence_is_refused_with_what_vllm_says(
         sharp(vllm.spec(scratch_bytes=scratch_bytes))
     assert raised.value.info.field == "scratch_bytes"
     assert "scratch memory" in raised.value.info.message
+
+
+@pytest.mark.parametrize(
+    ("layout", "field"),
+    [
+        (Layout(tp=3), "layout.tp"),
+        (Layout(pp=3), "layout.pp"),
+        (Layout(cp=2), "layout.cp"),
+    ],
+)
+def test_layout_that_cannot_be_spread_evenly_is_refused(
+    one: tuple[Backend, Heap], layout: Layout, field: str
+) -> None:
+    """Where torch has its process group already, as in a rank."""
+    spec = replace(vllm.spec(), layout=layout)
+    with pytest.raises(CallerError) as raised:
+        backend_factory("vllm").plan(spec, RankGroup(0, layout.num_ranks))
+    assert raised.value.info.field == field

@@ -98,7 +98,7 @@ def victims(step: Step, slot: Slot, newcomer: Deployment) -> list[Deployment]:
 
 def claimant(step: Step, slot: Slot) -> Deployment | None:
     """The deployment that was chosen first among those that wait for this slot's device."""
-    for name in step.node(slot.node).claims:
+    for name in step.state.nodes[slot.node].claims:
         deployment = step.state.deployments[name]
         if (slot.node, slot.device) in deployment.places:
             return deployment
@@ -125,8 +125,10 @@ def unclaim(step: Step, deployment: Deployment) -> None:
 
 def use(step: Step, deployment: Deployment) -> None:
     """Let a deployment hold its slots: its state is the newest there."""
-    name = deployment.name
-    for slot in held_slots(step.state, deployment):
+    name, idle = deployment.name, deployment.activation.idle_ranks
+    for rank, slot in enumerate(slots_of(step, deployment)):
+        if rank in idle:
+            continue
         if slot.running in ("", name):
             _lead(step, slot, deployment)
         if name in slot.resident:

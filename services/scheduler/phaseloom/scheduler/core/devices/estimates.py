@@ -6,9 +6,7 @@ import math
 from statistics import NormalDist
 
 from phaseloom.common.contract.events import KindEstimate
-from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.tree import State
 
@@ -38,7 +36,7 @@ def recent_s(state: State, deployment: Deployment, kind: str) -> float:
 def left_s(state: State, deployment: Deployment, op: Op) -> float:
     """Seconds until the end of an operation that runs is known."""
     median_s, p95_s = recent_s(state, deployment, op.kind), 0.0
-    estimate = after(state, deployment.key.job_key, f"{deployment.key.deployment}.{op.kind}")
+    estimate = after(state, deployment.job_name, f"{deployment.key.deployment}.{op.kind}")
     if estimate is not None and estimate.duration_s > 0.0:
         p95_s = estimate.p95_s * median_s / estimate.duration_s
     ran_s = state.now_s - began_s(state, deployment, op) - state.latency_s
@@ -58,20 +56,21 @@ def still_s(median_s: float, p95_s: float, ran_s: float) -> float:
     return max(0.0, math.exp(logarithm.inv_cdf((1.0 + passed) / 2.0)) - ran_s)
 
 
-def after(state: State, job: JobKey, last: str) -> KindEstimate | None:
+def after(state: State, job: str, last: str) -> KindEstimate | None:
     """The profiler's estimate of the job's operations like `last` and of what follows them.
 
     Args: last: `<deployment>.<kind>`.
     """
-    trace = state.traces.get(str(job))
+    trace = state.traces.get(job)
     if trace is not None:
+        deployment, _, kind = last.partition(".")
         for estimate in trace.estimates:
-            if f"{estimate.deployment}.{estimate.kind}" == last:
+            if estimate.kind == kind and estimate.deployment == deployment:
                 return estimate
     return None
 
 
-def next_gap_s(state: State, job: JobKey, last: str) -> float:
+def next_gap_s(state: State, job: str, last: str) -> float:
     """Seconds until the job's next operation on this pool is ready, after `last` ended.
 
     Returns: -1 where the profiler does not know.
@@ -82,26 +81,26 @@ def next_gap_s(state: State, job: JobKey, last: str) -> float:
 
 def phase_s(state: State, deployment: Deployment) -> float:
     """The longest segment of its job's cycle on its pool, as measured or declared; 0: not known."""
-    key, pool = deployment.key.job_key, deployment.spec.pool
-    trace = state.traces.get(str(key))
-    cycle = state.jobs[str(key)].spec.cycle
+    job, pool = deployment.job_name, deployment.spec.pool
+    trace = state.traces.get(job)
+    cycle = state.jobs[job].spec.cycle
     segments = trace.segments if trace is not None else cycle.segments if cycle else []
     return max((s.duration_s for s in segments if s.pool == pool), default=0.0)
 
 
-def period_s(state: State, job: Job) -> float:
+def period_s(state: State, job: str) -> float:
     """The period of a job's cycle when it is alone: as measured, else as declared; 0: not known."""
-    trace = state.traces.get(str(job.key))
+    trace, cycle = state.traces.get(job), state.jobs[job].spec.cycle
     if trace is not None and trace.period_s:
         return trace.period_s
-    return job.spec.cycle.period_s if job.spec.cycle else 0.0
+    return cycle.period_s if cycle else 0.0
 
 
-def worst_period_s(state: State, job: Job) -> float:
+def worst_period_s(state: State, job: str) -> float:
     """The period of a job whose operations all take as long as they may; 0: not known."""
-    trace = state.traces.get(str(job.key))
+    trace, cycle = state.traces.get(job), state.jobs[job].spec.cycle
     measured_s = max(trace.worst_period_s, trace.period_s) if trace is not None else 0.0
-    return max(measured_s, job.spec.cycle.worst_period_s) if job.spec.cycle else measured_s
+    return max(measured_s, cycle.worst_period_s) if cycle else measured_s
 
 
 def began_s(state: State, deployment: Deployment, op: Op) -> float:

@@ -29,7 +29,7 @@ NOWHERE = -1
 def in_order(state: State, slot: Slot, jobs: Iterable[str]) -> list[str]:
     """Jobs of the device by the positions of their next phases on it."""
     positions = {
-        job: (_round(state, [slot], job), place) for job, place in _places(state, jobs).items()
+        job: (_round(state, slot, job), place) for job, place in _places(state, jobs).items()
     }
     return sorted(positions, key=positions.__getitem__)
 
@@ -38,11 +38,10 @@ def began(step: Step, deployment: Deployment, here: list[Slot]) -> None:
     """Note that a phase of a deployment begins on its devices."""
     state, name = step.state, deployment.job_name
     progress = state.jobs[name].progress
-    number, latest = _round(state, here, name), _latest(state, name)
+    number = max([_round(state, slot, name) for slot in here])
     # Jobs in turn are at most one round apart: who trains late in a round may begin its rollout of
     # that round when who trained early has begun the next. What is left of a round keeps its place.
-    begins_round = number > progress.round
-    if begins_round and number < latest - 1:
+    if number > progress.round and number < (latest := _latest(state, name)) - 1:
         number = latest
     progress.enter_round(number)
     for slot in here:
@@ -60,7 +59,7 @@ def iterated(step: Step, deployment: Deployment) -> None:
     job = deployment.job_name
     here = slots_of(step, deployment)
     number = max((slot.rounds.get(job, NOWHERE) for slot in here), default=NOWHERE)
-    for other in step.deployments_of(deployment.key.job_key):
+    for other in step.deployments_of(step.job_of(deployment)):
         for slot in slots_of(step, other):
             if other.name in slot.placed and slot.rounds.get(job, NOWHERE) < number:
                 note_round(slot, job, number)
@@ -79,10 +78,9 @@ def _places(state: State, jobs: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _round(state: State, here: Iterable[Slot], job: str) -> int:
-    """The round of a job's next phase on these devices."""
-    last = max([slot.rounds.get(job, NOWHERE) for slot in here])
-    return max(last + 1, state.jobs[job].progress.round)
+def _round(state: State, slot: Slot, job: str) -> int:
+    """The round of a job's next phase on a device."""
+    return max(slot.rounds.get(job, NOWHERE) + 1, state.jobs[job].progress.round)
 
 
 def _latest(state: State, job: str) -> int:

@@ -10,7 +10,7 @@ and claims are in one order on every device: nothing deadlocks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import device_views, idle_hold, ready, tails
@@ -28,8 +28,7 @@ LEAST_GANG_TIMEOUT_S = 1.0
 NEVER_S = float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class Contenders:
+class Contenders(NamedTuple):
     """The operations of one device among which the policy chooses."""
 
     options: list[Option]
@@ -86,15 +85,15 @@ def contenders_on(step: Step, slot: Slot) -> Contenders:
         return NO_CONTENDERS
     quantum_s = step.config.quantum_s
     of_holder = list(ready.on(step, slot, of_job=slot.holder))
+    is_alone = len(of_holder) == len(slot.ready)
     if (
         of_holder
         and not slot.speculative
         and not idle_hold.is_quantum_over(step, slot.held_since_s)
     ):
-        is_alone = len(of_holder) == len(slot.ready)
         lets_in_s = NEVER_S if is_alone else slot.held_since_s + quantum_s
         return Contenders(_after_quantum(step, slot, of_holder), [], lets_in_s, may_wait=False)
-    others = list(ready.on(step, slot, but_job=slot.holder))
+    others = [] if is_alone else list(ready.on(step, slot, but_job=slot.holder))
     if not others:
         return Contenders(_after_quantum(step, slot, of_holder), [], NEVER_S)
     if slot.speculative or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
@@ -114,11 +113,12 @@ def _after_quantum(step: Step, slot: Slot, options: list[Option]) -> list[Option
 
 def _elsewhere_s(step: Step, slot: Slot, deployment: Deployment, op: Op) -> float:
     """The time from which a deployment may claim its other devices; a past time: now."""
-    if len(deployment.places) == 1:
+    slots = devices.slots_of(step, deployment)
+    if len(slots) == 1:
         return 0.0
     timeout_s = _gang_timeout_s(step, deployment)
     until_s = max(op.ready_s, deployment.activation.idle_since_s) + timeout_s
-    for other in devices.slots_of(step, deployment):
+    for other in slots:
         if until_s <= step.now_s or other is slot or tails.may_go_without(step, deployment, other):
             continue
         among = contenders_on(step, other)
@@ -142,7 +142,7 @@ def _gang_timeout_s(step: Step, deployment: Deployment) -> float:
     jobs = {step.state.deployments[name].job_name for name in here}
     group = step.state.cluster.groups.get(step.state.cluster.placed.get(deployment.job_name, ""))
     jobs.update(group.members if group is not None else ())
-    periods_s = [estimates.worst_period_s(step.state, step.state.jobs[job]) for job in jobs]
+    periods_s = [estimates.worst_period_s(step.state, job) for job in jobs]
     return max(least_s, math.fsum(periods_s))
 
 

@@ -67,7 +67,7 @@ def candidate(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Candida
         back_s=_back_s(step, slot, deployment),
         slack_s=phases.slack_s(step, deployment, op),
         served=slot.served.get(deployment.job_name, 0),
-        continues=phases.is_continued(step, slot, deployment, op),
+        continues=phases.is_continued(step, slot, deployment, phases.kind_of(deployment, op)),
     )
 
 
@@ -82,7 +82,7 @@ def _unweighed(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Candid
         duration_s=0.0,
         switch_s=0.0,
         served=slot.served.get(deployment.job_name, 0),
-        continues=phases.is_continued(step, slot, deployment, op),
+        continues=phases.is_continued(step, slot, deployment, phases.kind_of(deployment, op)),
     )
 
 
@@ -119,7 +119,7 @@ def has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) ->
         return False
     if policy.is_strict:
         deployments, own = step.state.deployments, option[0].job_name
-        return any(deployments[name].job_name != own for name in slot.placed)
+        return any([deployments[name].job_name != own for name in slot.placed])
     holder = slot.holder
     if holder in ("", option[0].job_name):
         return False
@@ -164,10 +164,9 @@ def _awaited_until_s(
     if not _is_alive(job) or all(d.wpg.state is not WpgState.READY for d in here[name]):
         return 0.0
     unknown_s = ABSENCE_TIMEOUT * step.config.quantum_s
-    every = step.deployments_of(job.key)
+    every = step.deployments_of(job)
     if any(d.activation.running or ready.first(step, d) is not None for d in every):
-        jobs = [step.state.jobs[member] for member in here]
-        round_s = sum(estimates.worst_period_s(step.state, member) for member in jobs)
+        round_s = sum(estimates.worst_period_s(step.state, member) for member in here)
         return since_s + (round_s or unknown_s)
     last_s = max(d.activation.idle_since_s for d in every)
-    return last_s + (estimates.worst_period_s(step.state, job) or unknown_s) if last_s else 0.0
+    return last_s + (estimates.worst_period_s(step.state, name) or unknown_s) if last_s else 0.0

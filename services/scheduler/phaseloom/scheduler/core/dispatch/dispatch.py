@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit, Ticket
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import ActivationOpened, ActivationRefused, PermitReturned
+from phaseloom.common.contract.ids import VersionKey
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import (
     choice,
@@ -59,8 +60,9 @@ def dispatch(step: Step) -> None:
     """Give every device that the step has touched its next operations, if any may begin."""
     ready.note(step)
     while step.dirty:
-        name, index = min(step.dirty)
-        step.dirty.remove((name, index))
+        place = min(step.dirty)
+        step.dirty.remove(place)
+        name, index = place
         node = step.state.nodes[name]
         # A node may have come back with fewer devices.
         if node.is_up and index < len(node.devices):
@@ -124,8 +126,7 @@ def _begin(step: Step, deployment: Deployment) -> None:
     if deployment.activation.opening_on:
         devices.use(step, deployment)
         return
-    for op in ops:
-        _permit(step, deployment, op)
+    _permit(step, deployment, ops, slots)
 
 
 def _begin_beside(step: Step, deployment: Deployment) -> None:
@@ -134,8 +135,7 @@ def _begin_beside(step: Step, deployment: Deployment) -> None:
         _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY):
         seals.seal(step, deployment)
-    for op in _batch(step, deployment):
-        _permit(step, deployment, op)
+    _permit(step, deployment, _batch(step, deployment), devices.slots_of(step, deployment))
 
 
 def _batch(step: Step, deployment: Deployment) -> list[Op]:
@@ -153,8 +153,7 @@ def _go_on(step: Step, deployment: Deployment) -> None:
 def _begin_opened(step: Step, deployment: Deployment) -> None:
     """Run what an activation was opened for, now that it is open on all nodes."""
     ops = _batch(step, deployment)
-    for op in ops:
-        _permit(step, deployment, op)
+    _permit(step, deployment, ops, devices.slots_of(step, deployment))
     if not ops:
         devices.release(step, deployment)
         step.dirty.update(deployment.places)
@@ -169,8 +168,7 @@ def _join(step: Step, deployment: Deployment) -> None:
     ops = ready.joiners(step, deployment, room)
     if not ops or any(_is_closed(step, slot, deployment) for slot in slots):
         return
-    for op in ops:
-        _permit(step, deployment, op)
+    _permit(step, deployment, ops, slots)
 
 
 def _is_closed(step: Step, slot: Slot, deployment: Deployment) -> bool:
@@ -243,13 +241,18 @@ def _displace(step: Step, victim: Deployment, slots: list[Slot]) -> None:
     devices.switch_out(slots, victim)
 
 
-def _permit(step: Step, deployment: Deployment, op: Op) -> None:
+def _permit(step: Step, deployment: Deployment, ops: list[Op], slots: list[Slot]) -> None:
+    for op in ops:
+        _permit_one(step, deployment, op, slots)
+
+
+def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
     replay = deployment.wpg.state is WpgState.RECOVERING
     if not replay:
         step.advance_op(op, OpEvent.PERMITTED)
     op.permitted_s = step.now_s
-    speculative.came(step, deployment, op)
-    phases.began(step, deployment, op)
+    speculative.came(step, deployment, op, slots)
+    phases.began(step, deployment, op, slots)
     reads.permitted(step, deployment, op)
     deployment.activation.began(op.key)
     devices.use(step, deployment)
@@ -266,9 +269,9 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
         epoch=deployment.activation.epoch,
         prev=deployment.durability.applied,
         replay=replay or (op.uncertain and op.is_mutating),
-        sources=_sources(step, op),
+        sources=[] if op.version is None else _sources(step, op.version),
         partial=gradients.is_partial(deployment, op),
-        ticket=_ticket(step, deployment, op),
+        ticket=None if op.version is None else _ticket(step, deployment, op.version),
         sealing=deployment.durability.sealing if len(deployment.wpg.assignments) > 1 else 0,
         ranks=tails.ranks_of(deployment),
         tail_on=tails.gathers_on(step, deployment, op),
@@ -278,21 +281,16 @@ def _permit(step: Step, deployment: Deployment, op: Op) -> None:
     step.post(node, permit)
 
 
-def _sources(step: Step, op: Op) -> list[str]:
-    """Endpoints of the nodes that have the weights version that an operation reads, nodes that are
-    up first."""
-    if op.version is None:
-        return []
-    nodes = [step.node(node) for node in retention.nodes_of(step, op.version)]
+def _sources(step: Step, version: VersionKey) -> list[str]:
+    """Endpoints of the nodes that have a weights version, nodes that are up first."""
+    nodes = [step.node(node) for node in retention.nodes_of(step, version)]
     return [node.state_endpoint for node in sorted(nodes, key=lambda node: not node.is_up)]
 
 
-def _ticket(step: Step, deployment: Deployment, op: Op) -> Ticket | None:
-    """The ticket, not signed yet: the shell knows the secret."""
-    if op.version is None:
-        return None
+def _ticket(step: Step, deployment: Deployment, version: VersionKey) -> Ticket:
+    """The ticket for a weights version, not signed yet: the shell knows the secret."""
     nodes = [str(node.node) for node in step.nodes_of(deployment)]
-    return Ticket(op.version, deployment.key, deployment.wpg.incarnation, nodes)
+    return Ticket(version, deployment.key, deployment.wpg.incarnation, nodes)
 
 
 def _seal_idle(step: Step, slot: Slot) -> None:
@@ -359,7 +357,7 @@ def returned(step: Step, event: PermitReturned) -> None:
 
     It is given as often as it takes, since a node that is away may come back.
     """
-    deployment = step.deployment(event.key.deployment_key)
+    deployment = step.deployment_of(event.key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
     if event.key not in deployment.activation.running:

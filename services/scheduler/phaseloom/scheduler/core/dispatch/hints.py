@@ -27,7 +27,7 @@ from phaseloom.scheduler.core.state.transitions import WpgState
 def tell(step: Step, name: str) -> None:
     """Send and withdraw the hints of one job that this step has changed."""
     job = step.state.jobs.get(name)
-    for deployment in step.deployments_of(job.key) if job is not None else []:
+    for deployment in step.deployments_of(job) if job is not None else []:
         _tell(step, deployment)
 
 

@@ -20,7 +20,6 @@ alone.
 from __future__ import annotations
 
 from phaseloom.common.contract.events import PhaseDeclared
-from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import ready
 from phaseloom.scheduler.core.state.job import Job
@@ -50,12 +49,12 @@ def held_until_s(step: Step, slot: Slot) -> float:
 
 def _grace_until_s(step: Step, slot: Slot, job: Job) -> float:
     grace_s = step.config.idle_grace_s
-    gap_s = estimates.next_gap_s(step.state, job.key, slot.last)
+    gap_s = estimates.next_gap_s(step.state, slot.holder, slot.last)
     until_s = slot.idle_since_s + max(grace_s, OVERDUE * gap_s)
     if gap_s > SOON * grace_s or until_s <= step.now_s:
         return 0.0
     pool = _pool(step, slot)
-    if any(ready.waits_elsewhere(d) for d in step.deployments_of(job.key) if d.spec.pool == pool):
+    if any(ready.waits_elsewhere(d) for d in step.deployments_of(job) if d.spec.pool == pool):
         return 0.0
     return until_s
 
@@ -68,7 +67,8 @@ def _phase_until_s(step: Step, slot: Slot) -> float:
 
 def has_phase(step: Step, job: Job, slot: Slot) -> bool:
     """Whether the job's present controller has a phase open on the device's pool."""
-    return job.controller.phases.get(_pool(step, slot)) == job.controller.session
+    phases = job.controller.phases
+    return bool(phases) and phases.get(_pool(step, slot)) == job.controller.session
 
 
 def _pool(step: Step, slot: Slot) -> str:
@@ -83,17 +83,17 @@ def declare(step: Step, event: PhaseDeclared) -> None:
         return
     if event.is_open:
         job.controller.phases[event.pool] = event.session
-        _mark(step, event.job, event.pool, is_released=False)
+        _mark(step, job, event.pool, is_released=False)
     else:
         job.controller.phases.pop(event.pool, None)
-        _mark(step, event.job, event.pool, is_released=True)
+        _mark(step, job, event.pool, is_released=True)
 
 
-def _mark(step: Step, job: JobKey, pool: str, *, is_released: bool) -> None:
+def _mark(step: Step, job: Job, pool: str, *, is_released: bool) -> None:
     for deployment in step.deployments_of(job):
         if deployment.spec.pool != pool:
             continue
         for slot in devices.slots_of(step, deployment):
-            if slot.holder == str(job):
+            if slot.holder == deployment.job_name:
                 devices.set_released(slot, is_released)
                 step.dirty.add((slot.node, slot.device))

@@ -20,22 +20,22 @@ SOON = 0.05
 """Share of a job's period: a longer gap is not within a phase. As the profiler splits segments."""
 
 
-def began(step: Step, deployment: Deployment, op: Op) -> None:
-    """Note an operation that is about to be permitted: it continues a phase, or begins one."""
+def began(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
+    """Note an operation that is about to be permitted: it continues a phase, or begins one.
+
+    Args: slots: those of its deployment.
+    """
     _note_lag(step, deployment, op)
     if deployment.activation.running:
         return  # It joins others.
     name, kind = deployment.job_name, kind_of(deployment, op)
     # What begins beside others leaves the phase of the device to those.
-    slots = devices.slots_of(step, deployment)
     here = [
-        s
-        for s in slots
-        if s.share_of(deployment.name) is None or s.running in ("", deployment.name)
+        s for s in slots if s.running in ("", deployment.name) or not s.share_of(deployment.name)
     ]
     is_new = False
     for slot in here:
-        continues = is_continued(step, slot, deployment, op)
+        continues = is_continued(step, slot, deployment, kind)
         devices.serve(step, slot, name, kind, continues=continues)
         is_new = is_new or not continues
     if is_new and ORDERING[step.config.ordering].is_strict:
@@ -61,17 +61,17 @@ def _note_lag(step: Step, deployment: Deployment, op: Op) -> None:
         payer.progress.lag_s += estimates.switch_s(step.state, deployment)
 
 
-def is_continued(step: Step, slot: Slot, deployment: Deployment, op: Op) -> bool:
-    """Whether the operation belongs to the phase that the device is in."""
+def is_continued(step: Step, slot: Slot, deployment: Deployment, kind: str) -> bool:
+    """Whether an operation of this kind belongs to the phase that the device is in."""
     if slot.phase.job != deployment.job_name:
         return False
-    if kind_of(deployment, op) not in slot.phase.kinds:
+    if kind not in slot.phase.kinds:
         return True
     job = step.job_of(deployment)
     if not idle_hold.has_phase(step, job, slot):
         return False
     config = step.config
-    longest_s = estimates.worst_period_s(step.state, job)
+    longest_s = estimates.worst_period_s(step.state, deployment.job_name)
     longest_s = longest_s or max(config.quantum_s, config.phase_hold_s)
     return step.now_s < slot.phase.began_s + longest_s
 
@@ -88,9 +88,10 @@ def goes_on_until_s(step: Step, slot: Slot) -> float:
     if idle_hold.has_phase(step, job, slot):
         return slot.idle_since_s + step.config.phase_hold_s
     expected = slot.expected.get(slot.phase.job)
-    soon_s = SOON * estimates.period_s(step.state, job)
-    is_soon = expected is not None and expected.at_s - expected.ended_s <= soon_s
-    if expected is None or not is_soon or _is_complete(step, slot):
+    if expected is None:
+        return 0.0
+    soon_s = SOON * estimates.period_s(step.state, slot.phase.job)
+    if expected.at_s - expected.ended_s > soon_s or _is_complete(step, slot):
         return 0.0
     return max(expected.late_s, expected.ended_s + soon_s)
 

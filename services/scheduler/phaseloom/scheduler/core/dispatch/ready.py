@@ -153,7 +153,9 @@ def _ordered(deployment: Deployment) -> Iterator[Op]:
 
 
 def _may_begin(deployment: Deployment, op: Op) -> bool:
-    return waits_for_device(op) and not moves.holds_back(deployment, op)
+    if deployment.move.relocation is not None and moves.holds_back(deployment, op):
+        return False
+    return waits_for_device(op)
 
 
 def is_reachable(step: Step, deployment: Deployment, op: Op) -> bool:

@@ -249,7 +249,8 @@ def _ahead(step: Step, deployment: Deployment, ops: list[Op]) -> list[Stage]:
     """The stages that a job is predicted to go through on a device from now on.
 
     Args: ops: of the deployment, those that run, then the one that begins. The last one of them
-          comes first, then what is queued of the job, in the order in which it came.
+          comes first, then what is queued of the job, in the order in which it came; behind that
+          what waits for other operations to end.
     """
     if not ops:
         return []
@@ -259,24 +260,26 @@ def _ahead(step: Step, deployment: Deployment, ops: list[Op]) -> list[Stage]:
     (slot,) = devices.slots_of(step, deployment)
     own = [step.state.deployments[name] for name in slot.placed]
     queued = sorted(
-        (op.arrival, each.name, op.kind)
+        (waits, op.arrival, each.name, op.kind)
         for each in own
         if each.job_name == deployment.job_name
-        for op in _queued(each)
+        for waits, op in _queued(each)
         if op is not newest
     )
-    for _, name, kind in queued[:MOST_AHEAD]:
+    for _, _, name, kind in queued[:MOST_AHEAD]:
         stages += _stages(step, step.state.deployments[name], kind, 0.0)
     return [Stage(kind, seconds, number) for number, (kind, seconds) in enumerate(stages)]
 
 
-def _queued(deployment: Deployment) -> Iterator[Op]:
-    """The next ordered operations of a deployment that wait."""
-    queue = deployment.queue
+def _queued(deployment: Deployment) -> Iterator[tuple[bool, Op]]:
+    """The next ordered operations of a deployment that wait, and whether they do for one of another
+    deployment, or come after one that does."""
+    queue, waits = deployment.queue, False
     for seq in range(queue.head_seq, queue.head_seq + MOST_AHEAD):
         op = queue.operations.get(seq)
         if op is not None and op.state is OpState.QUEUED:
-            yield op
+            waits = waits or op.eligible_s < 0
+            yield waits, op
 
 
 def _stages(step: Step, deployment: Deployment, kind: str, ran_s: float) -> list[tuple[str, float]]:

@@ -13,7 +13,6 @@ before its operation came doubles the gaps that pass without. Times change, resu
 
 from __future__ import annotations
 
-from phaseloom.common.contract.ids import JobKey
 from phaseloom.scheduler.core.devices import devices, estimates
 from phaseloom.scheduler.core.dispatch import idle_hold, ready
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -31,9 +30,8 @@ NEVER_S = float("inf")
 
 def expect(step: Step, deployment: Deployment, kind: str) -> None:
     """Predict, when an operation has ended, when its job needs these devices again."""
-    job = deployment.key.job_key
     last = f"{deployment.key.deployment}.{kind}"
-    estimate = estimates.after(step.state, job, last)
+    estimate = estimates.after(step.state, deployment.job_name, last)
     for slot in devices.slots_of(step, deployment):
         if estimate is None or estimate.next_gap_s < 0:
             devices.expect(slot, deployment.job_name, None)
@@ -51,12 +49,15 @@ def expect(step: Step, deployment: Deployment, kind: str) -> None:
         devices.expect(slot, deployment.job_name, expected)
 
 
-def came(step: Step, deployment: Deployment, op: Op) -> None:
-    """Learn from an operation that begins what follows what, and whether a guess was right."""
+def came(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
+    """Learn from an operation that begins what follows what, and whether a guess was right.
+
+    Args: slots: those of its deployment.
+    """
     name = deployment.name
     job = step.job_of(deployment)
     step.foresee(deployment)
-    for slot in devices.slots_of(step, deployment):
+    for slot in slots:
         if slot.speculative == name:
             job.speculation.misses = 0
         expected = devices.came(slot, deployment.job_name)
@@ -98,7 +99,7 @@ def next_of(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment
     if expected.late_s <= step.now_s:
         return None
     job = step.state.jobs[name]
-    here = [d for d in step.deployments_of(job.key) if d.name in slot.placed]
+    here = [d for d in step.deployments_of(job) if d.name in slot.placed]
     queued = [d for d in here if ready.waits_elsewhere(d)]
     usual = [d for d in here if d.key.deployment == job.speculation.follows.get(expected.after)]
     return next(iter([*queued, *usual]), None)
@@ -120,19 +121,19 @@ def _free_s(step: Step, slot: Slot, target: Deployment, expected: Expected) -> f
     """The time from which nothing that is likely sooner would be displaced in this slot."""
     if slot.running or slot.ready or devices.claimant(step, slot):
         return NEVER_S
-    own = target.key.job_key
+    own = target.job_name
     free_s = 0.0
-    if slot.holder != str(own):
+    if slot.holder != own:
         free_s = idle_hold.held_until_s(step, slot)
     for victim in devices.victims(step, slot, target):
-        if victim.key.job_key != own:
-            free_s = max(free_s, _gone_s(step, slot, victim.key.job_key, expected))
+        if victim.job_name != own:
+            free_s = max(free_s, _gone_s(slot, victim.job_name, expected))
     return free_s
 
 
-def _gone_s(step: Step, slot: Slot, resident: JobKey, expected: Expected) -> float:
+def _gone_s(slot: Slot, resident: str, expected: Expected) -> float:
     """The time from which a resident job is not likely to come before the expected one."""
-    its = slot.expected.get(str(resident))
+    its = slot.expected.get(resident)
     if its is None:
         return NEVER_S
     return its.late_s if its.at_s <= expected.at_s else 0.0

@@ -57,7 +57,7 @@ def gathered(step: Step, event: TailGathered) -> None:
 
     Where another operation was permitted meanwhile, all ranks are needed for that.
     """
-    deployment = step.deployment(event.operations[0].deployment_key)
+    deployment = step.deployment_of(event.operations[0])
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
     activation = deployment.activation

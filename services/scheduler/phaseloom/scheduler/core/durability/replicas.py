@@ -144,7 +144,7 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     hosts = step.state.cluster.hosts.values()
     told = [n for n, names in step.state.stopping.items() if str(version.policy) in names]
     fit = [h.node for h in hosts if h.is_up and h.node not in (*nodes, *told)]
-    own = {node for deployment in step.deployments_of(job.key) for node in deployment.nodes}
+    own = {node for deployment in step.deployments_of(job) for node in deployment.nodes}
     fit.sort(key=lambda node: (node not in own, node))  # the job's nodes, which read it, first
     node = _another(fit, before)
     if node is None or not sources:

@@ -58,7 +58,7 @@ def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> s
     """
     named = job.versions.named
     needed = {v for v in job.versions.published if str(v) in named and named[str(v)].is_read}
-    for other in step.deployments_of(job.key):
+    for other in step.deployments_of(job):
         if other is but:
             continue
         if other.durability.holds is not None:
@@ -147,7 +147,7 @@ def release_restored(step: Step, deployment: Deployment) -> None:
 def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
     if not gone:
         return
-    places = {node for d in step.deployments_of(job.key) for node in holders.nodes_with(d)}
+    places = {node for d in step.deployments_of(job) for node in holders.nodes_with(d)}
     places.update(node for nodes in job.versions.retained.values() for node in nodes)
     places.update(copying.node for copying in job.versions.copying.values())
     for version in gone:
@@ -174,7 +174,7 @@ def touch_readers(step: Step, named: NamedVersion) -> None:
     """Have the deployments looked at whose operations name a version: it may be there again, or
     gone for good."""
     for key in named.readers:
-        reader = step.deployment(key.deployment_key)
+        reader = step.deployment_of(key)
         if reader is not None:
             step.touch(reader)
 

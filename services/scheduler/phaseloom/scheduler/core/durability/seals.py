@@ -39,7 +39,7 @@ def mutated(step: Step, deployment: Deployment, op: Op) -> None:
         # A sync replaces the whole state: no operation before it is needed to rebuild that.
         if not retention.volatile_versions(step, deployment) and not deployment.queue.snapshots:
             delete(step, deployment, deployment.durability.forget_before_last())
-        retention.release_versions(step, step.job(op.key.job_key))
+        retention.release_versions(step, step.job_of(deployment))
     if deployment.spec.trainable:
         deployment.durability.count_change(op.num_bytes, step.now_s)
 
@@ -50,7 +50,7 @@ def is_outcome_needed(state: State, key: OperationKey) -> bool:
     A rebuild compares the outcomes of the operations that it runs again with the stored ones. An
     `attach` tells by stored outcomes which seqs are gaps.
     """
-    deployment = state.deployments.get(str(key.deployment_key))
+    deployment = state.deployments.get(key.deployment_name)
     if deployment is None or key.seq is None:
         return False
     if state.jobs[str(key.job_key)].state in JOB_ENDED:
@@ -66,21 +66,21 @@ def is_due(step: Step, deployment: Deployment, times: int = 1) -> bool:
               leaves its device anyway, when a seal costs least, and higher elsewhere. It does not
               apply to the limits on bytes and on age.
     """
-    config = step.config
-    has_enough = deployment.durability.since_seal > 0 and (
-        deployment.durability.since_seal >= config.seal_every * times
-        or deployment.durability.since_seal_bytes >= config.seal_bytes
-        or step.now_s - deployment.durability.changed_s >= config.seal_age_s
+    config, durability = step.config, deployment.durability
+    may_seal = config.seal_every > 0 and durability.since_seal > 0
+    has_enough = may_seal and (
+        durability.since_seal >= config.seal_every * times
+        or durability.since_seal_bytes >= config.seal_bytes
+        or step.now_s - durability.changed_s >= config.seal_age_s
     )
     return (
-        config.seal_every > 0
-        and has_enough
-        and not deployment.durability.sealing
+        has_enough
+        and not durability.sealing
         # A state that is being saved may have to be made again, from the seal before it.
         and not deployment.queue.snapshots
         and not deployment.is_on_its_way
-        and not deployment.durability.replay
-        and deployment.durability.last_kind in _GRADIENT_FREE
+        and not durability.replay
+        and durability.last_kind in _GRADIENT_FREE
         # A refused step throws gradients away: a seal must not bring them back.
         and not gradients.pending(deployment)
     )

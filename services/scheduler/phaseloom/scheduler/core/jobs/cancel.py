@@ -16,7 +16,7 @@ from phaseloom.scheduler.core.state.transitions import OpState
 
 def request(step: Step, event: CancelRequested) -> None:
     """End an operation without a permit, or stop a reading one that runs; answer how it stands."""
-    deployment = step.deployment(event.key.deployment_key)
+    deployment = step.deployment_of(event.key)
     op = deployment.queue.find(event.key) if deployment else None
     error = _refusal(deployment, op, event)
     if error is not None or deployment is None or op is None:

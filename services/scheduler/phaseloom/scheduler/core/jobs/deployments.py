@@ -106,7 +106,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     step.state.drop_deployment(deployment.name)
     retention.release_versions(step, job)
     _wake_those_that_wait(step, deployment)
-    for other in step.deployments_of(job.key):
+    for other in step.deployments_of(job):
         step.touch(other)  # a sync may have waited for it to be rebuilt
     step.job_changed(str(job.key))
     assignment.repin(step, job)

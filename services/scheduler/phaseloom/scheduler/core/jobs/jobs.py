@@ -67,7 +67,7 @@ def _succeed(step: Step, job: Job, old: Job) -> None:
     """
     job.controller.succeed(old.controller.session)
     job.earlier.succeed(old.earlier)
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         name = deployment.key.deployment
         job.earlier.raise_seq(name, deployment.last_seq)
         job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
@@ -81,7 +81,7 @@ def forget(step: Step, name: str, submitted_sequence: int) -> None:
     if job is None or job.submitted_sequence != submitted_sequence:
         return
     names = {*job.earlier.last_seqs, *(spec.name for spec in job.spec.deployments)}
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         step.state.drop_deployment(deployment.name)
     del step.state.jobs[name]
     step.emit(outputs.ForgetJob(job.key, sorted(names)))
@@ -174,7 +174,7 @@ def review(step: Step, name: str) -> None:
     job = step.state.jobs[name]
     _end_drained(step, job)
     up_or_gone = (WpgState.READY, WpgState.STOPPED)
-    ready = all(d.wpg.state in up_or_gone for d in step.deployments_of(job.key))
+    ready = all(d.wpg.state in up_or_gone for d in step.deployments_of(job))
     if job.state in (JobState.PROFILING, JobState.PLACED) and ready:
         step.advance_job(job, JobEvent.UP)
     has_new_session = job.controller.session > job.controller.ended_session
@@ -210,7 +210,7 @@ def drain(step: Step, event: events.DrainRequested) -> None:
 def _end_drained(step: Step, job: Job) -> None:
     if job.state is not JobState.DRAINING:
         return
-    if not any(_open(deployment) for deployment in step.deployments_of(job.key)):
+    if not any(_open(deployment) for deployment in step.deployments_of(job)):
         job.failed(None)
         _end(step, job, JobEvent.FINISHED, "it was drained")
 
@@ -234,7 +234,7 @@ def _drain(step: Step, job: Job) -> ErrorInfo | None:
         )
     step.advance_job(job, JobEvent.DRAIN)
     step.tell("job draining", "on request", str(job.key))
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         _end_stranded(step, job, deployment)
     return None
 
@@ -335,7 +335,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     step.advance_job(job, event)
     step.tell(f"job {job.state}", reason, str(job.key))
     error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         operations.abort_all(step, deployment, error)
         wpgs.stop(step, deployment)
         deployments.shrink(step, deployment)
@@ -369,7 +369,7 @@ def status(step: Step, job: Job) -> JobStatus:
                 error=d.wpg.error,
                 moving=moves.describe(d),
             )
-            for d in step.deployments_of(job.key)
+            for d in step.deployments_of(job)
         ],
         placement=assignment.describe(step, job),
         device_s=dict(job.device_s),

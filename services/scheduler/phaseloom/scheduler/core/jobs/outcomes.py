@@ -22,7 +22,7 @@ from phaseloom.scheduler.core.wpgs import wpgs
 def finish(step: Step, event: OperationFinished) -> None:
     """Take in a stored outcome. The stream DONE decides which outcome counts, the epoch whose claim
     ends."""
-    deployment = step.deployment(event.key.deployment_key)
+    deployment = step.deployment_of(event.key)
     if deployment is None:
         return
     if event.incarnation == 0:
@@ -55,7 +55,7 @@ def finish(step: Step, event: OperationFinished) -> None:
 
 def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
     """Let a deployment go on while the snapshot of its `save_state` is written."""
-    deployment = step.deployment(event.key.deployment_key)
+    deployment = step.deployment_of(event.key)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
     op = deployment.queue.find(event.key)

@@ -31,7 +31,7 @@ def note_checkpoint(step: Step, event: OperationFinished) -> None:
 
 def is_possible(step: Step, job: Job) -> bool:
     """Whether the job has a checkpoint of every deployment that trains."""
-    trainable = [d for d in step.deployments_of(job.key) if d.spec.trainable]
+    trainable = [d for d in step.deployments_of(job) if d.spec.trainable]
     return (
         job.state in _CAN_ROLL_BACK
         and bool(job.checkpoint)
@@ -53,11 +53,11 @@ def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
     job.controller.end_sessions()
     step.advance_job(job, JobEvent.FELL_BACK)
     retention.release_all(step, job)
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         _note_unfinished(deployment)
         operations.abort_all(step, deployment, aborted)
         _reset(step, deployment, job.checkpoints.get(deployment.key.deployment, ""))
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         wpgs.restart(step, deployment)
 
 

@@ -39,7 +39,7 @@ def lost(step: Step, event: SessionLost) -> None:
         f"session {event.session} has no heartbeat; its devices are not kept for it",
         str(job.key),
     )
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         step.touch(deployment)
 
 

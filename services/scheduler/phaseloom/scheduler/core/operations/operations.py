@@ -37,7 +37,7 @@ then."""
 
 def file(step: Step, event: QueuedOperation) -> None:
     """Take an operation that a router admitted or refused into its deployment's queue."""
-    deployment = step.deployment(event.key.deployment_key)
+    deployment = step.deployment_of(event.key)
     if deployment is None:
         _refuse_unknown(step, event)
         return
@@ -69,7 +69,7 @@ def file(step: Step, event: QueuedOperation) -> None:
         payer=event.payer,
     )
     error = event.error or _closed(step, deployment, event) or _too_many(step, deployment)
-    deployment.queue.file(op)
+    deployment.queue.file(op, seq)
     if error is not None:
         # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
         end_unrun(step, deployment, op, error)
@@ -90,10 +90,11 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
         )
         end_unrun(step, deployment, op, error)
         return
-    if op.version is not None and op.is_mutating:
-        assert op.key.seq is not None
-        deployment.queue.note_sync(op.key.seq, op.version)
-    reads.begin(step, op)
+    if op.version is not None:
+        if op.is_mutating:
+            assert op.key.seq is not None
+            deployment.queue.note_sync(op.key.seq, op.version)
+        reads.begin(step, op)
     settle_after(step, deployment, op)
     if op.expires_s and op.state is OpState.QUEUED:
         step.set_timer(_expiry_timer(op.key), op.expires_s)
@@ -204,14 +205,15 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
         if not other.queue.is_done(after.seq):
             step.state.wait_for(f"{key}.{after.seq}", str(op.key))
             return
-    publish = reads.running_publish(step, op)
-    if publish is not None:
-        step.state.wait_for(str(publish.key), str(op.key))
-        return
-    unreadable = reads.resolve(step, deployment, op)
-    if unreadable is not None:
-        end_unrun(step, deployment, op, unreadable)
-        return
+    if op.version is not None:
+        publish = reads.running_publish(step, op)
+        if publish is not None:
+            step.state.wait_for(str(publish.key), str(op.key))
+            return
+        unreadable = reads.resolve(step, deployment, op)
+        if unreadable is not None:
+            end_unrun(step, deployment, op, unreadable)
+            return
     op.eligible_s = step.now_s
 
 
@@ -274,7 +276,7 @@ def end_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
 def expire(step: Step, key_text: str) -> None:
     """The timer of an operation's expiry has fired."""
     key = parse_operation_key(key_text)
-    deployment = step.deployment(key.deployment_key)
+    deployment = step.deployment_of(key)
     op = deployment.queue.find(key) if deployment else None
     if deployment is not None and op is not None:
         end_unwanted(step, deployment, op)
@@ -288,7 +290,7 @@ def _expiry_timer(key: OperationKey) -> str:
 def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     """Take an ended operation off the queue and wake the operations that waited for it."""
     seq = op.key.seq
-    job = step.job(op.key.job_key)
+    job = step.job_of(deployment)
     if job.state is JobState.DRAINING:
         step.job_changed(str(job.key))  # this may have been the last
     if op.expires_s:
@@ -321,7 +323,7 @@ def wake(step: Step, waiters: Asked) -> None:
     """
     while waiters:
         key = parse_operation_key(waiters.popitem()[0])
-        deployment = step.deployment(key.deployment_key)
+        deployment = step.deployment_of(key)
         if deployment is None:
             continue
         op = deployment.queue.find(key)
@@ -343,7 +345,7 @@ def requeue(step: Step, op: Op) -> None:
     if op.state is OpState.PERMITTED:
         step.advance_op(op, OpEvent.TAKEN_BACK)
         op.uncertain = True
-        deployment = step.deployment(op.key.deployment_key)
+        deployment = step.deployment_of(op.key)
         assert deployment is not None
         if op.key.seq is None:
             deployment.queue.forget_snapshot(op)

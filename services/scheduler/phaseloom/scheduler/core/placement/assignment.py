@@ -129,7 +129,7 @@ def put(step: Step, job: Job, member: Member, placed: Placed) -> Group:
     job.why_here = placed.why
     count_iterations(step, job)
     _note_peers(step, group)
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         wpgs.place(step, deployment, assign(step, deployment.spec, member))
     return group
 
@@ -186,7 +186,7 @@ def move(step: Step, job: Job, placed: Placed) -> None:
 
 def _move_all(step: Step, job: Job, member: Member) -> None:
     """Move the deployments that are neither where the job is pinned nor on their way there."""
-    for deployment in step.deployments_of(job.key):
+    for deployment in step.deployments_of(job):
         pins = set(member.nodes.get(deployment.spec.pool, []))
         if not pins.issuperset(assigned.node for assigned in deployment.destination):
             wpgs.move(step, deployment, assign(step, deployment.spec, member))
@@ -295,7 +295,7 @@ def repin(step: Step, job: Job) -> None:
                 member.needs = groups.needs_of(job.spec.deployments)
         step.follow(FollowUp.PLACE)
         return
-    alive = [d for d in step.deployments_of(job.key) if d.wpg.state is not WpgState.STOPPED]
+    alive = [d for d in step.deployments_of(job) if d.wpg.state is not WpgState.STOPPED]
     if not alive:
         return
     nodes: dict[str, list[NodeId]] = {}

@@ -179,7 +179,7 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
     """Move what a job has on the node to others, if they have room."""
     there = [
         deployment
-        for deployment in step.deployments_of(job.key)
+        for deployment in step.deployments_of(job)
         if any(assigned.node == node for assigned in deployment.destination)
         and deployment.wpg.state is not WpgState.STOPPED
     ]

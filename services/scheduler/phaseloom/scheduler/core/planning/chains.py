@@ -26,7 +26,8 @@ WINDOW = 3
 TAIL = 0.6
 """The part of the shorter remainder that `lookahead` expects not to overlap with the longer one."""
 TOLERANCE = 0.03
-"""The difference of progress that `fair` lets stand."""
+"""The difference of progress that `fair` lets stand, as a share of the time, where progress is
+known exactly."""
 DONE_S = 1e-9
 """A stage with less work left than this has ended; rounding leaves such remainders."""
 
@@ -144,6 +145,8 @@ class Progress(NamedTuple):
 
     done_s: tuple[float, float]
     time_s: float
+    tolerance: float = TOLERANCE
+    """The difference, as a share of the time, that is none."""
 
 
 Policy = Callable[[Pair, State, Progress], Rates]
@@ -163,7 +166,7 @@ def fair(pair: Pair, state: State, progress: Progress) -> Rates:
     def score(rates: Rates) -> tuple[bool, float]:
         took_s, _ = pair.advance(state, rates)
         apart = abs(first_s - second_s + (rates[0] - rates[1]) * took_s)
-        tolerated = TOLERANCE * (progress.time_s + took_s)
+        tolerated = progress.tolerance * (progress.time_s + took_s)
         return apart <= max(tolerated, now), sum(rates)
 
     return max(pair.options(state), key=score)

@@ -10,12 +10,21 @@ from __future__ import annotations
 from phaseloom.scheduler.core.planning.chains import WAIT, Pair, Place, Policy, Progress, Rates
 from phaseloom.scheduler.core.policies.sharing_view import Claim, Multiplexing, SharingView
 
+TOLERANCE = 0.1
+"""The difference of progress, as a share of the time, that a policy lets stand on a live device.
+Live progress is known roughly: what an operation loses by company is not counted, and a job that
+waits of its own accord is taken to get on."""
 
-def by_chains(choose: Policy, otherwise: Multiplexing) -> Multiplexing:
+
+def by_chains(choose: Policy, otherwise: Multiplexing, *, looks_ahead: bool) -> Multiplexing:
     """A multiplexing policy that goes by one on chains of two jobs.
 
     Args: otherwise: decides where no second job comes to one that runs, where three would run, or
-          where nothing is known: no table of slowdowns, no prediction.
+              where nothing is known: no table of slowdowns, no prediction.
+          looks_ahead: whether the policy goes by what comes after the operations at hand. Then
+              `otherwise` also decides where that is not known of one of the jobs. The job's
+              controller awaits the operation, and what it calls then comes the later, the later
+              that ends: as if the job were through, its operation would be put off for nothing.
     """
 
     def share(view: SharingView) -> list[int] | None:
@@ -28,6 +37,8 @@ def by_chains(choose: Policy, otherwise: Multiplexing) -> Multiplexing:
         pair = Pair(first.ahead, second.ahead, view.slowdowns)
         stages = pair.stages(pair.start)
         if any(stage is None or stage.kind == WAIT for stage in stages):
+            return counts
+        if looks_ahead and min(len(first.ahead), len(second.ahead)) == 1:
             return counts
         (at, left_s, _), newcomer = pair.start
         state = (Place(at, left_s, has_begun=True), newcomer)
@@ -44,7 +55,7 @@ def _progress(first: Claim, second: Claim) -> Progress:
     done_s = [
         time_s * (1 - each.lag_s / each.age_s) if each.age_s else 0.0 for each in (first, second)
     ]
-    return Progress((done_s[0], done_s[1]), time_s)
+    return Progress((done_s[0], done_s[1]), time_s, TOLERANCE)
 
 
 def _counts(view: SharingView, option: int, rates: Rates) -> list[int] | None:

@@ -59,8 +59,9 @@ class OperationQueue(msgspec.Struct):
 
     # --- changed by operations, outcomes and gradients -------------------------------------------
 
-    def file(self, op: Op) -> None:
-        seq = op.key.seq
+    def file(self, op: Op, seq: int | None) -> None:
+        """Put an operation into the queue. Args: seq: its own; None: it has no place in the
+        order."""
         if seq is None:
             self.unordered[op.key.slot] = op
         else:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from phaseloom.common.contract.commands import Command, NodeCommand
 from phaseloom.common.contract.errors import ErrorInfo
-from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId
+from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.contract.specs import CommandId, SchedulerConfig
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
@@ -77,11 +77,15 @@ class Step:
     """Deployments of which something may be ready now, or not any more."""
     asked: dict[FollowUp, Asked] = field(default_factory=dict)
     """The follow-ups that are still to be done."""
+    config: SchedulerConfig = field(init=False)
+    """The configuration. The log starts with one: before it there is nothing to decide."""
 
-    @property
-    def config(self) -> SchedulerConfig:
-        assert self.state.config, "the log starts with SchedulerConfigured"
-        return self.state.config
+    def __post_init__(self) -> None:
+        if self.state.config is not None:
+            self.config = self.state.config
+
+    def configure(self, config: SchedulerConfig) -> None:
+        self.state.config = self.config = config
 
     # --- outputs --------------------------------------------------------------------------------
 
@@ -108,7 +112,7 @@ class Step:
         """Send a command with `command_id`, which is built already. A node that is down gets
         none."""
         if node.is_up:
-            self.emit(SendCommand(command))
+            self.outputs.append(SendCommand(command))
 
     def order(
         self, kind: type[C], node: Node, deployment: Deployment, /, **fields: Any
@@ -126,6 +130,9 @@ class Step:
     def deployment(self, key: DeploymentKey) -> Deployment | None:
         return self.state.deployments.get(str(key))
 
+    def deployment_of(self, operation: OperationKey) -> Deployment | None:
+        return self.state.deployments.get(operation.deployment_name)
+
     def job(self, key: JobKey) -> Job:
         return self.state.jobs[str(key)]
 
@@ -135,7 +142,7 @@ class Step:
     def payer_of(self, deployment: Deployment, op: Op | None) -> Job:
         """The job that an operation is run for: the one whose weights it names; its own where it
         names none, or the other is gone."""
-        own = self.job_of(deployment)
+        own = self.state.jobs[deployment.job_name]
         if op is None or not op.payer:
             return own
         return self.state.jobs.get(str(JobKey(own.key.tenant, op.payer)), own)
@@ -152,10 +159,10 @@ class Step:
         """The nodes of a deployment, in the order of its ranks."""
         return [self.state.nodes[assigned.node] for assigned in deployment.wpg.assignments]
 
-    def deployments_of(self, job: JobKey) -> list[Deployment]:
-        specs = self.state.jobs[str(job)].spec.deployments
-        keys = [str(DeploymentKey(job.tenant, job.job, spec.name)) for spec in specs]
-        return [self.state.deployments[key] for key in keys if key in self.state.deployments]
+    def deployments_of(self, job: Job) -> list[Deployment]:
+        prefix, deployments = f"{job.key}.", self.state.deployments
+        names = [prefix + spec.name for spec in job.spec.deployments]
+        return [deployments[name] for name in names if name in deployments]
 
     # --- changing -------------------------------------------------------------------------------
 

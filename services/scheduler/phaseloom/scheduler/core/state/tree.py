@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
 
-CORE_VERSION = 17
+CORE_VERSION = 18
 """Raised whenever the same log would give other commands, or the state has another shape; the
 snapshot of an older version is taken over as `upgrades.py` says."""
 

@@ -60,6 +60,7 @@ UPGRADES: Mapping[int, Upgrade] = {
     14: without_bounds,
     15: unchanged,
     16: with_exclusive,
+    17: unchanged,
 }
 """Core version → the upgrade of its tree to the next version."""
 

@@ -358,7 +358,7 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
 
 def _touch_job(step: Step, deployment: Deployment) -> None:
     """Have all deployments of a job looked at: some may wait for a version that is there again."""
-    for other in step.deployments_of(deployment.key.job_key):
+    for other in step.deployments_of(step.job_of(deployment)):
         step.touch(other)
     for named in step.job_of(deployment).versions.named.values():
         retention.touch_readers(step, named)

@@ -78,13 +78,16 @@ Candidates = tuple[Candidate, ...]
 """A group, in the order of its members."""
 
 
-def candidate_of(cluster: Cluster, member: Member) -> Candidate:
-    """A member as it is placed now.
+Budget = tuple[int, float]
+"""The iterations that a job has left, and the seconds that these may take; inf: best effort."""
+
+
+def budget_of(cluster: Cluster, member: Member, timing: Timing) -> Budget:
+    """The budget of a member as it is placed now.
 
     The budget starts anew for a job that can no longer make its mean even alone: its SLO is lost,
     but the job is not to be starved.
     """
-    timing = timing_of(member)
     promised_s = member.slo * member.alone_s if member.slo > 0 else inf
     saved_s = promised_s - _lived_s(cluster, member, timing)
     if member.num_iterations:
@@ -98,6 +101,13 @@ def candidate_of(cluster: Cluster, member: Member) -> Candidate:
     if member.has_drifted:
         work_s = left * timing.solo_s
         budget_s = max(min(budget_s, work_s), budget_s - RESERVE * work_s)
+    return left, budget_s
+
+
+def candidate_of(cluster: Cluster, member: Member) -> Candidate:
+    """A member as it is placed now."""
+    timing = timing_of(member)
+    left, budget_s = budget_of(cluster, member, timing)
     return Candidate(
         member.job,
         timing,

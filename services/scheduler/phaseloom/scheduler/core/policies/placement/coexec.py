@@ -21,7 +21,7 @@ from math import inf
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.scheduler.core.planning.groups import bounds_of
 from phaseloom.scheduler.core.planning.nodes import free_nodes
-from phaseloom.scheduler.core.planning.weave.candidates import candidate_of
+from phaseloom.scheduler.core.planning.weave.candidates import Budget, budget_of
 from phaseloom.scheduler.core.planning.weave.period import (
     ROLLOUT,
     Timing,
@@ -56,11 +56,13 @@ SLACK = 1e-9
 
 
 class _Settled:
-    """A group, with all that is the same for every placement on it."""
+    """A group that a job could join, with all that is the same for every placement on it."""
 
-    def __init__(self, cluster: Cluster, group: Group) -> None:
+    def __init__(self, cluster: Cluster, group: Group, member: Member, job: Timing) -> None:
         self.cluster = cluster
         self.group = group
+        self.member = member
+        self.job = job
         self.members = [
             (timing_of(m), tuple(m.nodes.get(ROLLOUT, ()))) for m in group.members.values()
         ]
@@ -71,30 +73,30 @@ class _Settled:
         jobs = phases(self.members, self.switch_s)
         return load_s(jobs) < cycle_s(jobs)
 
-    def period_with(self, member: Member, nodes: tuple[str, ...]) -> float | None:
-        """The steady period with the job; None where that period, or joining, breaks somebody's
-        SLO."""
-        everybody = [*self.members, (timing_of(member), nodes)]
+    def period_with(self, nodes: tuple[str, ...], budgets: list[Budget]) -> float | None:
+        """The steady period with the job on these rollout nodes; None where that period, or
+        joining, breaks somebody's SLO. Args: budgets: those of all."""
+        everybody = [*self.members, (self.job, nodes)]
         settled_s = period_s(phases(everybody, self.switch_s))
-        allowed_s = min(timing.allowed_s for timing, _ in everybody)
+        allowed_s = min([timing.allowed_s for timing, _ in everybody])
         if settled_s > allowed_s + SLACK:
             return None
-        return settled_s if self.can_be_joined(member, settled_s) else None
+        return settled_s if _can_be_joined(budgets, settled_s) else None
 
-    def can_be_joined(self, member: Member, settled_s: float) -> bool:
-        """Whether joining midway keeps everybody's mean over its life within its SLO.
+    def budgets(self) -> list[Budget]:
+        """The budgets of all whose number of iterations is known."""
+        timings = [*(timing for timing, _ in self.members), self.job]
+        everybody = zip((*self.group.members.values(), self.member), timings, strict=True)
+        return [budget_of(self.cluster, m, timing) for m, timing in everybody if m.num_iterations]
 
-        The newcomer waits for its turn, and the others for it once more than ever after. A job of
-        few iterations cannot make up for that; where their number is not known, it is assumed to.
-        """
-        return all(
-            settled_s * (candidate.left + 1) <= candidate.budget_s + SLACK
-            for candidate in (
-                candidate_of(self.cluster, other)
-                for other in (*self.group.members.values(), member)
-                if other.num_iterations
-            )
-        )
+
+def _can_be_joined(budgets: list[Budget], settled_s: float) -> bool:
+    """Whether joining midway keeps everybody's mean over its life within its SLO.
+
+    The newcomer waits for its turn, and the others for it once more than ever after. A job of few
+    iterations cannot make up for that; where their number is not known, it is assumed to.
+    """
+    return all([settled_s * (left + 1) <= budget_s + SLACK for left, budget_s in budgets])
 
 
 @dataclass
@@ -129,6 +131,9 @@ def _promising(cluster: Cluster, member: Member, job: Timing, best: _Best) -> It
         limit_s = (bounds.allowed_s if bounds.allowed_s < allowed_s else allowed_s) + SLACK
         if bounds.train_s + train_s + switch_s * (count + 1) > limit_s:
             continue
+        # Its train nodes alone saturate it: an iteration has two switches at most.
+        if bounds.train_s + switch_s * (count - 2) >= bounds.solo_s + SLACK:
+            continue
         if best.price <= new_price and bounds.rollout_s + rollout_s > limit_s:
             continue
         if bounds.solo_s <= limit_s and solo_s <= limit_s:
@@ -145,17 +150,16 @@ def _by_load(settled: _Settled, nodes: list[NodeId]) -> list[NodeId]:
     return sorted(nodes, key=lambda n: busy[n])
 
 
-def _placements(
-    cluster: Cluster, group: Group, settled: _Settled, member: Member
-) -> Iterator[tuple[list[NodeId], list[NodeId]]]:
+def _placements(settled: _Settled) -> Iterator[tuple[list[NodeId], list[NodeId]]]:
     """Rollout nodes of the group, and new ones: direct packing, then scaling (line 6).
 
     For a job of one node: each node of the group, then a new one. For a job of several: node sets
     that members of its size have, then windows over the nodes by load, then fewer and fewer nodes
     of the group with new ones beside them; as many candidates as nodes, not as subsets.
     """
+    cluster, member = settled.cluster, settled.member
     need = need_of(member, ROLLOUT)
-    own = rolls_on(cluster, group, member)
+    own = rolls_on(cluster, settled.group, member)
     count = need.num_nodes
     if count == 0:
         yield [], []
@@ -186,7 +190,7 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     job = timing_of(member)
     best = _Best()
     for group in _promising(cluster, member, job, best):
-        found = _cheapest(cluster, group, member, best.price)
+        found = _cheapest(_Settled(cluster, group, member, job), best.price)
         if found is not None:
             best.price, best.placed = found
             if best.price == 0.0:
@@ -196,22 +200,24 @@ def _place(cluster: Cluster, member: Member) -> Decision:
     return best.placed or Waits(no_place(cluster, member))
 
 
-def _cheapest(
-    cluster: Cluster, group: Group, member: Member, below: float
-) -> tuple[float, Placed] | None:
+def _cheapest(settled: _Settled, below: float) -> tuple[float, Placed] | None:
     """The first of the least price among the placements on a group, where it is below `below`."""
-    settled = _Settled(cluster, group)
+    cluster, group, member = settled.cluster, settled.group, settled.member
     if not settled.has_slack():
         return None
     train = trains_on(cluster, group, member)
     if train is None:
         return None
+    budgets = settled.budgets()
+    # No rollout nodes make the period shorter than it is without any: most groups end here.
+    if settled.period_with((), budgets) is None:
+        return None
     best: tuple[float, Placed] | None = None
-    for own, new in _placements(cluster, group, settled, member):
+    for own, new in _placements(settled):
         price = price_per_hour(cluster, new)
         if price >= below:
             continue
-        period = settled.period_with(member, (*own, *new))
+        period = settled.period_with((*own, *new), budgets)
         if period is not None:
             nodes = pinned((*own, *new), train)
             why = f"with {len(group.members)} more: a meta-iteration takes {period:.1f} s"
