@@ -23,7 +23,8 @@ from phaseloom.scheduler.core.state.job import (
     Speculation,
 )
 from phaseloom.scheduler.core.state.move import Move, Relocation
-from phaseloom.scheduler.core.state.node import Expected, Leave, Node, Share, Slot
+from phaseloom.scheduler.core.state.node import Expected, Leave, Node, Pace, Share, Slot
+from phaseloom.scheduler.core.state.observed import Observed
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.queue import OperationQueue
 from phaseloom.scheduler.core.state.tree import State
@@ -50,6 +51,8 @@ RECORDS: dict[type[msgspec.Struct], set[str]] = {
     Node: {"node", "old", "place"},
     Slot: {"slot", "other"},
     Share: {"share"},
+    Pace: {"pace"},
+    Observed: {"observed", "found"},
     Leave: {"leave", "known"},
     Expected: {"expected", "prediction"},
     State: {"state"},

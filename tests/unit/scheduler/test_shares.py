@@ -50,14 +50,17 @@ def world_of(
     slowdowns: SlowdownTable | None = None,
     exclusive: Collection[str] = (),
     slos: Mapping[str, float] | None = None,
+    corrects: bool = True,
     seed: int = 0,
+    kind: type[World] = World,
 ) -> World:
     """Jobs, each with a policy and a sampler, on one device.
 
     Args: memory: how many of their states it holds.
     """
     config = replace(SHARING, multiplexing=multiplexing, slowdowns=slowdowns)
-    world = World(config, seed, duration_s=1.0, node_names={"d0": "train"})
+    config = replace(config, corrects_slowdowns=corrects)
+    world = kind(config, seed, duration_s=1.0, node_names={"d0": "train"})
     up = node_up(
         "d0",
         "train",

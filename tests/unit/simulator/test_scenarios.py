@@ -13,7 +13,7 @@ import pytest
 
 from phaseloom.cli.simulate import simulate
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.simulator.scenarios import SCENARIOS, weave_company, weaving
+from phaseloom.simulator.scenarios import SCENARIOS, weave_company, weaving, wrong_table
 from phaseloom.simulator.scenarios.report import (
     Record,
     Report,
@@ -219,6 +219,16 @@ def test_company_that_is_counted_on_breaks_no_slo(monkeypatch: pytest.MonkeyPatc
     assert over["RH, GPU", "counted on"] == over["RH", "in turns"] == 1.0
     assert over["RH", "counted on"] < 1.0
     assert {target.is_reached for target in report.targets} == {True}
+
+
+def test_a_wrong_table_costs_less_where_it_is_corrected() -> None:
+    """A table that is right costs next to nothing by being looked at."""
+    report = SCENARIOS["wrong-table"].run(Options(seeds=(0,), processes=1))
+    assert len(report.targets) == len(wrong_table.TRUTHS)
+    assert {target.is_reached for target in report.targets} == {True}
+    over = {(r.workload, r.policy): r.more["over_in_turns"] for r in report.records}
+    assert over[wrong_table.ALL_LOSES, "as it is"] < 0.85, "it is a wrong table"
+    assert over[wrong_table.ALL_LOSES, "known"] == 1.0, "nothing is shared"
 
 
 def test_the_recording_as_read_by_hand() -> None:

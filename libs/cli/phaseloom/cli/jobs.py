@@ -339,6 +339,7 @@ def job_explained(key: JobKey, status: api.JobStatus) -> str:
     lines = [f"{key}: {status.state}"]
     if status.placement:
         lines.append(f"  in {status.placement}")
+    lines += [f"  {slower}" for slower in status.slower]
     errors = [("", status.error), *((f"{d.name}: ", d.error) for d in status.deployments)]
     for name, error in errors:
         if error is not None:

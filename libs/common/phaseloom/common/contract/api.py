@@ -76,6 +76,9 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     device_s: dict[str, float] = {}
     """Pool → the devices' time that counts as the job's, in seconds times devices: of its own
     operations, and of those of other jobs that read its weights by their names."""
+    slower: list[str] = []
+    """What is surely slower on the job's devices than the table of slowdowns says, in words: one
+    line for each pair of kinds of sub-stages."""
 
     @property
     def has_ended(self) -> bool:

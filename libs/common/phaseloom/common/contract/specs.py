@@ -310,6 +310,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     slowdowns: SlowdownTable | None = None
     """How much slower operations are with a share of a device and beside one another, as it was
     measured. Policies decide by it what is worth running side by side. None: nothing is known."""
+    corrects_slowdowns: bool = True
+    """Whether what is seen to be slower side by side than the table says is believed."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):

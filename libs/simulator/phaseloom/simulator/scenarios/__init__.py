@@ -17,6 +17,7 @@ from phaseloom.simulator.scenarios import (
     weave_space,
     weave_table5,
     weave_tails,
+    wrong_table,
 )
 from phaseloom.simulator.scenarios.scenario import Scenario
 
@@ -32,6 +33,7 @@ SCENARIOS: dict[str, Scenario] = {
     "weave-tails": weave_tails.SCENARIO,
     "weave-space": weave_space.SCENARIO,
     "weave-company": weave_company.SCENARIO,
+    "wrong-table": wrong_table.SCENARIO,
     "philly": philly.SCENARIO,
     "llmd-replay": llmd_replay.SCENARIO,
     **jigsaw.SCENARIOS,

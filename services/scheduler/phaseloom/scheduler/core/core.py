@@ -224,6 +224,11 @@ def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one
 
 
 def _configured(step: Step, event: events.SchedulerConfigured) -> None:
+    before = step.state.config
+    if before is not None and (
+        before.slowdowns != event.config.slowdowns or not event.config.corrects_slowdowns
+    ):
+        step.state.forget_all_observed()
     step.configure(event.config)
     assignment.configured(step, event.config)
 

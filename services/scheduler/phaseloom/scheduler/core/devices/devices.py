@@ -14,7 +14,7 @@ from phaseloom.common.contract.ids import NodeId, OperationKey
 from phaseloom.common.contract.specs import CommandId, Residency
 from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.node import Expected, Node, Phase, Share, Slot
+from phaseloom.scheduler.core.state.node import Expected, Node, Pace, Phase, Share, Slot
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.tree import State
 
@@ -183,6 +183,7 @@ def leave(step: Step, deployment: Deployment) -> None:
     for slot in slots_of(step, deployment):
         slot.placed.remove(deployment.name)
         forget_job(step, slot, deployment)
+    step.state.forget_observed(deployment.name)
 
 
 def forget(step: Step, deployment: Deployment) -> None:
@@ -353,6 +354,29 @@ def grow(share: Share, units: list[int]) -> None:
     """Note that a share has these units from now on: its own, and free ones."""
     share.units = units
     share.asked, share.command = [], None
+
+
+def set_pace(share: Share, now_s: float, stage: str, company: str, speed: float) -> None:
+    """Note beside what a share's deployment runs from now on, and how fast, by the table.
+
+    Args: stage: the kind of sub-stage that it is in. company: those beside it, as in `Pace`.
+    """
+    if share.pace is None:
+        share.pace = Pace(stage, now_s, now_s, len(share.units))
+    elif (share.pace.company, share.pace.speed) != (company, speed):
+        pass_time(share, now_s)
+    share.pace.company, share.pace.speed = company, speed
+    share.pace.least_units = min(share.pace.least_units, len(share.units))
+
+
+def pass_time(share: Share, now_s: float) -> None:
+    """Count the time until now as spent at the present pace."""
+    pace = share.pace
+    assert pace is not None, f"{share.deployment}: no pace"
+    passed_s = now_s - pace.since_s
+    pace.work_s += passed_s * pace.speed
+    pace.beside_s[pace.company] = pace.beside_s.get(pace.company, 0.0) + passed_s
+    pace.since_s = now_s
 
 
 # --- who is expected -----------------------------------------------------------------------------

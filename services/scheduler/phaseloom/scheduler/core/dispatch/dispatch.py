@@ -70,6 +70,7 @@ def dispatch(step: Step) -> None:
             _dispatch(step, slot)
             while (newcomer := shares.beside(step, slot)) is not None:
                 _begin_beside(step, newcomer)
+            shares.note_paces(step, slot)
 
 
 def _dispatch(step: Step, slot: Slot) -> None:

@@ -15,8 +15,9 @@ whose runtime gives the same bits with any share. A device whose jobs exclude on
 or that a deployment over several devices waits for, is not shared. Nothing of another job begins
 beside a job that asks to be alone, or where a job that runs would be slower than its SLO, by the
 table of slowdowns. Where placement promises SLOs by what jobs get side by side, it has counted on
-all company that jobs have. Among what could begin, the ordering policy says who is next; one that
-cannot be beside what runs is overtaken only until it has waited for a quantum.
+all company that jobs have. The table is corrected by what is seen (`corrections`). Among what could
+begin, the ordering policy says who is next; one that cannot be beside what runs is overtaken only
+until it has waited for a quantum.
 Cost: O(ready deployments of the device), where it has several units and a policy that shares them.
 """
 
@@ -29,9 +30,10 @@ from msgspec.structs import replace
 
 from phaseloom.common.contract.commands import AdjustClaims
 from phaseloom.common.contract.events import ClaimsAdjusted
-from phaseloom.common.contract.specs import Capabilities, CommandId, Residency
+from phaseloom.common.contract.kinds import KINDS
+from phaseloom.common.contract.specs import Capabilities, CommandId, Residency, SlowdownTable
 from phaseloom.scheduler.core.devices import devices, estimates
-from phaseloom.scheduler.core.dispatch import choice, phases, ready
+from phaseloom.scheduler.core.dispatch import choice, corrections, phases, ready
 from phaseloom.scheduler.core.planning.chains import Stage
 from phaseloom.scheduler.core.planning.weave import company
 from phaseloom.scheduler.core.planning.weave.pool import has_promise
@@ -46,6 +48,7 @@ from phaseloom.scheduler.core.policies.sharing_view import (
 )
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Share, Slot
+from phaseloom.scheduler.core.state.observed import ALONE, TOGETHER, UNKNOWN
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
@@ -122,6 +125,27 @@ def beside(step: Step, slot: Slot) -> Deployment | None:
     return newcomer
 
 
+def note_paces(step: Step, slot: Slot) -> None:
+    """Note how fast all that run in a slot are from now on, by the table as it was measured."""
+    config = step.config
+    if not slot.shares or config.slowdowns is None or not config.corrects_slowdowns:
+        return
+    if not is_on(step, slot):
+        return
+    claims = [_running(step, step.state.deployments[name]) for name in slot.runs]
+    units, counts = devices.units_of(step.state, slot), [len(share.units) for share in slot.shares]
+    stages = [next(iter(claim.stages), "") for claim in claims]
+    found = speeds(config.slowdowns, units, claims, counts)
+    for place, (share, speed) in enumerate(zip(slot.shares, found, strict=True)):
+        others = filter(None, (*stages[:place], *stages[place + 1 :]))
+        company = TOGETHER.join(sorted(others))
+        if share.pace is not None and len(share.units) > share.pace.least_units:
+            # Decoding uses more units from the next step on, all else from its next pass, if any.
+            decodes = all(KINDS[kind].shares_calls for kind in claims[place].kinds)
+            company = company if decodes else UNKNOWN
+        devices.set_pace(share, step.now_s, stages[place], company, speed)
+
+
 def adjusted(step: Step, event: ClaimsAdjusted) -> None:
     """Take back the units that a rank has given up; the answer to an older question is void."""
     deployment = step.deployment(event.deployment)
@@ -153,7 +177,8 @@ def _next(step: Step, slot: Slot, running: list[Claim]) -> tuple[Deployment, lis
                 and _keeps_slos(step, slot, claims, counts)
                 and _is_counted_on(step, slot, claims)
             ):
-                return deployment, counts
+                is_kept_apart = _is_kept_apart(step, slot, running, newcomer)
+                return None if is_kept_apart else (deployment, counts)
         if phases.waited_s(step, deployment, op) >= patience_s:
             return None
         options = [option for option in options if option[0] is not deployment]
@@ -201,15 +226,35 @@ def _is_excluded(step: Step, newcomer: Deployment, running: list[Claim]) -> bool
 def _keeps_slos(step: Step, slot: Slot, claims: list[Claim], counts: list[int]) -> bool:
     """Whether no job that runs would be slower beside the newcomer, the last, than its SLO allows.
     The newcomer would wait else, which is slower still."""
-    if step.config.slowdowns is None:
+    table = corrections.table_of(step, slot)
+    if table is None:
         return True
     units = devices.units_of(step.state, slot)
-    found = zip(claims[:-1], speeds(step.config.slowdowns, units, claims, counts), strict=False)
+    found = zip(claims[:-1], speeds(table, units, claims, counts), strict=False)
     return all(
         speed * (step.state.jobs[claim.job].spec.slo or math.inf) >= 1
         for claim, speed in found
         if claim.job != claims[-1].job
     )
+
+
+def _is_kept_apart(step: Step, slot: Slot, running: list[Claim], newcomer: Claim) -> bool:
+    """Whether a newcomer waits for once, so that it is seen how long it takes alone, or how long
+    what runs does, which has been alone so far: as long as it is open whether sharing loses."""
+    if len(running) > 1:
+        return False
+    asked = [newcomer]
+    pace = slot.shares[0].pace
+    if pace is None or {pace.company, *pace.beside_s} == {ALONE}:
+        asked.append(running[0])
+    deployments = step.state.deployments
+    if not any(
+        corrections.lacks_comparison(step, deployments[claim.deployment], claim.kinds)
+        for claim in asked
+    ):
+        return False
+    table = corrections.table_in_doubt(step, slot)
+    return _counts(step, slot, running, newcomer, table=table) is None
 
 
 def _is_counted_on(step: Step, slot: Slot, claims: list[Claim]) -> bool:
@@ -230,18 +275,27 @@ def _is_counted_on(step: Step, slot: Slot, claims: list[Claim]) -> bool:
     return company.slowdown_on(cluster, group, slot.node) is not None
 
 
-def _claim_of(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:
+def _ops_of(deployment: Deployment, begins: Op | None = None) -> list[Op]:
+    """The operations of a deployment that run, then the one that begins."""
     running = [deployment.queue.find(key) for key in deployment.activation.running]
-    ops = [op for op in (*running, begins) if op is not None]
-    kinds = {op.kind for op in ops}
+    return [op for op in (*running, begins) if op is not None]
+
+
+def _running(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:
+    """The claim of a deployment, without what is predicted of it."""
+    kinds = {op.kind for op in _ops_of(deployment, begins)}
     known = _capabilities_of(step, deployment)
     most_units = 0 if known is None else known.most_units
-    claim = Claim(deployment.name, deployment.job_name, tuple(sorted(kinds)), most_units)
+    return Claim(deployment.name, deployment.job_name, tuple(sorted(kinds)), most_units)
+
+
+def _claim_of(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:
+    claim = _running(step, deployment, begins)
     if not policy_of(step).predicts:
         return claim
     progress = step.job_of(deployment).progress
     age_s = step.now_s - progress.began_s if progress.began_s >= 0 else 0.0
-    ahead = _ahead(step, deployment, ops)
+    ahead = _ahead(step, deployment, _ops_of(deployment, begins))
     return replace(claim, ahead=ahead, age_s=age_s, lag_s=min(progress.lag_s, age_s))
 
 
@@ -293,13 +347,17 @@ def _stages(step: Step, deployment: Deployment, kind: str, ran_s: float) -> list
 
 
 def _counts(
-    step: Step, slot: Slot, running: list[Claim], newcomer: Claim | None = None
+    step: Step,
+    slot: Slot,
+    running: list[Claim],
+    newcomer: Claim | None = None,
+    *,
+    table: SlowdownTable | None = None,
 ) -> list[int] | None:
+    """The units of each by the policy. Args: table: in place of the device's table of slowdowns."""
     jobs = {step.state.deployments[name].job_name for name in slot.placed}
-    view = SharingView(
-        devices.units_of(step.state, slot), len(jobs), running, newcomer, step.config.slowdowns
-    )
-    return policy_of(step).share(view)
+    units, table = devices.units_of(step.state, slot), table or corrections.table_of(step, slot)
+    return policy_of(step).share(SharingView(units, len(jobs), running, newcomer, table))
 
 
 def _ask_back(step: Step, slot: Slot, share: Share, count: int) -> None:

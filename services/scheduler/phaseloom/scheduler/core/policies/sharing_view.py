@@ -33,6 +33,11 @@ def stages_of(kind: str, most_units: int) -> tuple[str, ...]:
     return _SUB_STAGES.get(kind, ())
 
 
+def alike(stage: str) -> tuple[str, ...]:
+    """The kinds of sub-stages that an operation may be in whose usual one this is."""
+    return next((each for each in _SUB_STAGES.values() if each[0] == stage), (stage,))
+
+
 MARGIN = 0.05
 """The gain below which nothing begins beside others: a table has errors, and a change of shares
 costs something too."""

@@ -58,6 +58,26 @@ class Phase(msgspec.Struct):
     began_s: float = 0.0
 
 
+class Pace(msgspec.Struct):
+    """How fast a deployment is by the table of slowdowns, and beside what, while it has a share."""
+
+    stage: str
+    """The kind of sub-stage that it is in; empty: it moves state."""
+    began_s: float
+    since_s: float
+    """The time up to which `work_s` and `beside_s` count."""
+    least_units: int
+    """The fewest units that it has had."""
+    company: str = ""
+    """The kinds of sub-stages beside it since then, as in `Observed`."""
+    speed: float = 1.0
+    """Its speed since then; 1: as fast as alone on the whole device."""
+    work_s: float = 0.0
+    """The seconds that the work done so far takes alone on the whole device."""
+    beside_s: dict[str, float] = {}
+    """Company → the seconds beside it."""
+
+
 class Share(msgspec.Struct):
     """The compute units of a device that a deployment has while it runs."""
 
@@ -69,6 +89,8 @@ class Share(msgspec.Struct):
     it was not asked to give any up."""
     command: CommandId | None = None
     """The command by which the share was asked to give units up."""
+    pace: Pace | None = None
+    """How fast it has been; None: there is no table of slowdowns."""
 
 
 class Slot(msgspec.Struct):

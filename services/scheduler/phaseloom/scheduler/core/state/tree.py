@@ -16,6 +16,7 @@ from phaseloom.scheduler.core.state.cluster import Cluster
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
+from phaseloom.scheduler.core.state.observed import MOST_SIZES, Observed, name_of
 
 CORE_VERSION = 18
 """Raised whenever the same log would give other commands, or the state has another shape; the
@@ -39,6 +40,9 @@ class State(msgspec.Struct):
     latency_s: float = 0.0
     """Seconds by which the log usually tells the end of an operation later than its permit, switch
     and duration say: commands and outcomes on their way. Predictions alone go by it."""
+    observed: dict[str, dict[str, Observed]] = {}
+    """Deployment → kind and size of operations → how long these take beside others, where devices
+    are shared in space by a table of slowdowns."""
     timers: dict[str, float] = {}
     """Timer → when it is due."""
     waiters: dict[str, list[str]] = {}
@@ -99,6 +103,31 @@ class State(msgspec.Struct):
 
     def drop_switch(self, deployment: str) -> None:
         self.switch_s.pop(deployment, None)
+
+    def observe(self, deployment: str, kind: str, stage: str, num_tokens: int) -> Observed:
+        """Find the record of a deployment's operations of a kind and about this size, or begin one.
+
+        Args: stage: the kind of sub-stage that the table of slowdowns has for them.
+        """
+        records = self.observed.setdefault(deployment, {})
+        name = name_of(kind, num_tokens)
+        records[name] = found = records.pop(name, None) or Observed(kind, stage)
+        if len(records) > MOST_SIZES:
+            del records[next(iter(records))]
+        return found
+
+    def age_observed(self, deployment: str) -> None:
+        """Note that an operation of a deployment has ended."""
+        for found in self.observed.get(deployment, {}).values():
+            found.age()
+
+    def forget_observed(self, deployment: str) -> None:
+        """Forget what was seen of a deployment: it has left its device."""
+        self.observed.pop(deployment, None)
+
+    def forget_all_observed(self) -> None:
+        """Forget what was seen of all deployments: it was compared with another table."""
+        self.observed.clear()
 
     # --- operations that wait for others ---------------------------------------------------------
 
