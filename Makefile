@@ -60,7 +60,7 @@ PYTEST = $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --hypothesis-
 
 # Of the backends with environments of their own: while the ranks of one test wait for one another,
 # another test goes on.
-IN_PAIRS := -n 2 --dist load
+IN_PAIRS := -n 2
 
 # One torch thread per device, everywhere: results are compared bit by bit.
 export OMP_NUM_THREADS = 1
