@@ -307,6 +307,24 @@ def test_nothing_is_kept_where_nothing_is_shared_by_a_table(
     assert all(share.pace is None for share in slot_of(world).shares)
 
 
+def test_nothing_is_corrected_where_placement_counts_on_the_table() -> None:
+    """A rollout that waited, to be compared with, would break what its job was promised."""
+    world = busy(slowdowns=FREE)
+    world.train(5)
+    assert world.core.state.observed
+    config = world.core.state.config
+    assert config is not None
+    config = replace(config, placement="coexec_repack", ordering="fcfs")
+    world.later(0, SchedulerConfigured(config))
+    world.run()
+    assert not world.core.state.observed
+    world.queue("a", "policy", 6, "forward_backward")
+    world.queue("b", "policy", 6, "forward_backward")
+    world.run()
+    assert not world.core.state.observed
+    world.check_replay()
+
+
 def observed(world: World) -> dict[str, float]:
     """By deployment: the operations that were counted; older ones count less."""
     return {

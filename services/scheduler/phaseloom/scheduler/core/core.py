@@ -19,7 +19,7 @@ import msgspec
 
 from phaseloom.common.contract import events
 from phaseloom.common.contract.errors import Code, ErrorInfo, InternalError, ResourceError
-from phaseloom.scheduler.core.dispatch import dispatch, hints, shares, tails
+from phaseloom.scheduler.core.dispatch import corrections, dispatch, hints, shares, tails
 from phaseloom.scheduler.core.durability import replicas, retention, seals
 from phaseloom.scheduler.core.jobs import cancel, deployments, jobs, outcomes, sessions
 from phaseloom.scheduler.core.operations import operations
@@ -225,12 +225,11 @@ def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one
 
 def _configured(step: Step, event: events.SchedulerConfigured) -> None:
     before = step.state.config
-    if before is not None and (
-        before.slowdowns != event.config.slowdowns or not event.config.corrects_slowdowns
-    ):
-        step.state.forget_all_observed()
     step.configure(event.config)
     assignment.configured(step, event.config)
+    is_other_table = before is not None and before.slowdowns != event.config.slowdowns
+    if is_other_table or not corrections.are_on(step):
+        step.state.forget_all_observed()
 
 
 def _node_up(step: Step, event: events.NodeUp) -> None:

@@ -15,7 +15,8 @@ all jobs always have work, and as long as it is open whether sharing loses, some
   sub-stages. Of what several others were beside nothing is learnt.
 - Nothing is corrected to be faster: what never runs side by side shows no gain, and what does needs
   none.
-- Placement goes on promising by the table as it was measured, at its worst.
+- Where placement promises by the table what jobs get side by side, nothing is corrected: a job that
+  was kept apart, or was found to have other company, would not have what it was promised.
 
 Cost: none where no table is configured, or nothing is shared in space; else some additions for each
 change of what runs on a device, and a look at the deployments placed there for each decision.
@@ -53,6 +54,12 @@ when."""
 
 Pair = tuple[str, str]
 """A kind of sub-stage, and another one beside it."""
+
+
+def are_on(step: Step) -> bool:
+    """Whether the table is corrected: not where placement promises by it what jobs get side by
+    side."""
+    return step.config.corrects_slowdowns and not step.state.cluster.limits.counts_on_space
 
 
 def table_of(step: Step, slot: Slot) -> SlowdownTable | None:

@@ -127,15 +127,13 @@ def beside(step: Step, slot: Slot) -> Deployment | None:
 
 def note_paces(step: Step, slot: Slot) -> None:
     """Note how fast all that run in a slot are from now on, by the table as it was measured."""
-    config = step.config
-    if not slot.shares or config.slowdowns is None or not config.corrects_slowdowns:
-        return
-    if not is_on(step, slot):
+    table = step.config.slowdowns
+    if not slot.shares or table is None or not corrections.are_on(step) or not is_on(step, slot):
         return
     claims = [_running(step, step.state.deployments[name]) for name in slot.runs]
     units, counts = devices.units_of(step.state, slot), [len(share.units) for share in slot.shares]
     stages = [next(iter(claim.stages), "") for claim in claims]
-    found = speeds(config.slowdowns, units, claims, counts)
+    found = speeds(table, units, claims, counts)
     for place, (share, speed) in enumerate(zip(slot.shares, found, strict=True)):
         others = filter(None, (*stages[:place], *stages[place + 1 :]))
         company = TOGETHER.join(sorted(others))
