@@ -77,8 +77,8 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Pool → the devices' time that counts as the job's, in seconds times devices: of its own
     operations, and of those of other jobs that read its weights by their names."""
     slower: list[str] = []
-    """What is surely slower on the job's devices than the table of slowdowns says, in words: one
-    line for each pair of kinds of sub-stages."""
+    """Lines for people, one for each pair of kinds of sub-stages that is surely slower on the job's
+    devices than the table of slowdowns says."""
 
     @property
     def has_ended(self) -> bool:

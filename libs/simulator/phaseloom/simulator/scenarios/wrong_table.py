@@ -1,4 +1,4 @@
-"""What a wrong table of slowdowns costs, and what it costs where the scheduler corrects it.
+"""The cost of a wrong table of slowdowns, as it is and where the scheduler corrects it.
 
 Two jobs always have work on one device of two units, under `greedy`. The scheduler decides by the
 table of two cores, and operations are slower by another one, the truth. The ways: in turns; by the

@@ -148,7 +148,8 @@ def note(step: Step, deployment: Deployment, event: OperationFinished) -> None:
 
 
 def _told(step: Step, slot: Slot) -> dict[Pair, str]:
-    """What is surely slower on a device than the table says, by more than tables err, in words."""
+    """A line for each pair that is surely slower on a device than the table says, by more than tables
+    err."""
     told = {}
     findings = _findings(step, slot)
     for (stage, other), factor in _factors(step, slot).items():
@@ -162,7 +163,7 @@ def _told(step: Step, slot: Slot) -> dict[Pair, str]:
 
 
 def describe(step: Step, job: Job) -> list[str]:
-    """What is slower on the devices of a job than the table of slowdowns says, in words."""
+    """Lines that say what is slower on the devices of a job than the table of slowdowns says."""
     if not step.state.observed:
         return []
     slots = {
