@@ -420,7 +420,8 @@ def test_an_slo_is_protected_by_what_is_seen() -> None:
 @given(st.data(), st.integers(1, 4))
 @settings(deadline=None, max_examples=100)
 def test_a_regression_finds_what_was_put_in(data: st.DataObject, companies: int) -> None:
-    """Without noise, whatever the mixture; the table counts for a tenth of an operation."""
+    """Without noise, whatever the mixture, but for what the table counts: where all of four
+    companies are as slow as can be, that is a twentieth of what was put in."""
     names = [f"kind{i}" for i in range(companies)]
     truth = {name: data.draw(st.floats(-1.0, 1.0)) for name in names}
     rng = random.Random(data.draw(st.integers(0, 1000)))
@@ -431,4 +432,4 @@ def test_a_regression_finds_what_was_put_in(data: st.DataObject, companies: int)
         beside = {name: part / whole for name, part in drawn.items()}
         found.take(math.exp(1.0 + sum(truth[n] * beside[n] for n in names)), beside)
     for name in names:
-        assert found.findings[name].excess == pytest.approx(truth[name], abs=0.05)
+        assert found.findings[name].excess == pytest.approx(truth[name], abs=0.08)

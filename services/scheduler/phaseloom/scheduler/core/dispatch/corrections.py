@@ -148,7 +148,7 @@ def note(step: Step, deployment: Deployment, event: OperationFinished) -> None:
 
 
 def _told(step: Step, slot: Slot) -> dict[Pair, str]:
-    """A line for each pair that is surely slower on a device than the table says, by more than tables
+    """A line for each pair that is slower on a device than the table says, by more than tables
     err."""
     told = {}
     findings = _findings(step, slot)
