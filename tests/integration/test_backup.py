@@ -227,6 +227,22 @@ def test_what_is_restored_is_what_the_run_had(run_dir: Path, tmp_path: Path) -> 
     asyncio.run(served(target, look))
 
 
+def test_processes_that_have_the_ids_of_an_ended_run_are_left_alone(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """As after a restart of the machine: they would have been stopped for the copy."""
+    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        state = {"pid": os.getpid(), "pids": {"router-0": stranger.pid}}
+        (run_dir / "mesh.json").write_text(json.dumps(state))
+        backup(tmp_path / "copy", run=run_dir)
+        moved = os.waitid(os.P_PID, stranger.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        assert moved is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
 def test_damaged_backup_is_refused_with_the_names_of_its_files(
     run_dir: Path, tmp_path: Path
 ) -> None:

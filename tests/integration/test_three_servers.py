@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -414,8 +414,10 @@ class Disk:
         subprocess.run(["umount", "--lazy", self.directory], check=True)
 
     def fill(self) -> None:
-        used = shutil.disk_usage(self.directory).used
-        self._mount(f"remount,size={used}")
+        while True:
+            used = shutil.disk_usage(self.directory).used
+            with suppress(subprocess.CalledProcessError):  # more was written meanwhile
+                return self._mount(f"remount,size={used}")
 
     def make_room(self) -> None:
         self._mount(f"remount,size={self.ROOM}")
@@ -522,3 +524,32 @@ async def test_jobs_stop_with_a_reason_when_all_disks_are_full_and_go_on_with_ro
         ended = {e.key.seq for e in log.events if isinstance(e, OperationFinished)}
         missing = set(range(1, finished[-1] + 1)) - ended
         assert missing <= {unanswered}, "all that was acknowledged is there"
+
+
+@needs_mount
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("noop_nodes")
+async def test_mesh_outlives_a_disk_that_is_full_of_its_whole_run(
+    short_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where it is the machine's only disk: its own small files ended the mesh."""
+    with Disk(short_dir / "run") as disk:
+        config = MeshConfig(fsync=False)
+        async with Mesh(config, disk.directory) as mesh, following(mesh) as log:
+            await mesh.ready()
+            async with tenant(mesh) as connected:
+                job = await connected.submit_job("job", NOOP)
+                await steps(job.deployment("policy"), [], 5)
+            disk.fill()
+            before = mesh.kill("nats")
+            async with asyncio.timeout(60):
+                while "nats does not start" not in caplog.text:
+                    await asyncio.sleep(0.1)
+            disk.make_room()
+            await restarted(mesh, "nats", before)
+            await mesh.ready(120)
+            async with tenant(mesh) as connected:
+                job = await connected.attach("job")
+                await steps(job.deployment("policy"), [], 5)
+            await log.until_finished("job.policy.10")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from phaseloom.cli.rundir import bus_config, find_run, new_run_dir
-from phaseloom.common.contract.errors import CallerError
+from phaseloom.cli.rundir import bus_config, find_run, held, new_run_dir, run_to_resume
+from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.transport.connection import BusConfig
 from phaseloom.common.transport.natsserver import Credentials
 
@@ -86,3 +87,18 @@ def test_folder_in_which_no_run_can_be_made_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CallerError, match="no directory of a run can be made") as refused:
         new_run_dir(tmp_path / "runs")
     assert refused.value.info.field == "--runs"
+
+
+def test_run_goes_on_where_the_id_of_its_process_is_somebody_elses(tmp_path: Path) -> None:
+    """As after a restart of the machine, or of a container whose first process the mesh was."""
+    run = make_run(tmp_path / "run")
+    (run / "mesh.json").write_text(json.dumps({"pid": os.getpid(), "pids": {}}))
+    assert run_to_resume(str(run), tmp_path) == run
+
+
+def test_run_that_has_not_ended_is_not_resumed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with held(run), pytest.raises(CallerError, match="still runs") as refused:
+        run_to_resume(str(run), tmp_path)
+    assert refused.value.info.code is Code.FAILED_PRECONDITION
+    assert run_to_resume(str(run), tmp_path) == run

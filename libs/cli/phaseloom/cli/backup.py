@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import uvloop
 from rich.console import Console
 
 from phaseloom.cli.meshconfig import MeshConfig, servers_of, settings_of
-from phaseloom.cli.rundir import find_run, open_bus
+from phaseloom.cli.rundir import LOCK, find_run, held, open_bus
 from phaseloom.cli.storecheck import MARKS, StoreMarks, check_when_up, end_sessions, newest_mark
 from phaseloom.cli.supervisor import NATS
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
@@ -39,7 +39,7 @@ from phaseloom.common.transport.decisionlog import LogExtent
 MANIFEST = "backup.json"
 _FILES = "run"
 _FORMAT = 1
-_LEFT_OUT = frozenset({"logs", "spans", "s", "mesh.json"})
+_LEFT_OUT = frozenset({"logs", "spans", "s", "mesh.json", LOCK})
 """Entries of a run's directory that describe its processes, and nothing of its jobs."""
 _MOST_PASSES = 5
 _FEW_BYTES = 8 * 2**20
@@ -111,8 +111,13 @@ def backup(directory: Path, *, run: Path | None = None, console: Console | None 
             field="directory",
             remedy="name one elsewhere, best on another disk",
         )
-    with _whole_or_not_at_all(target) as draft:
-        pause_s = _copied(found, draft / _FILES)
+    with ExitStack() as stack, _whole_or_not_at_all(target) as draft:
+        try:
+            stack.enter_context(held(found))
+            runs = False
+        except CallerError:
+            runs = True
+        pause_s = _copied(found, draft / _FILES, runs=runs)
         made_s = time.time()
         extent = uvloop.run(_checked(draft / _FILES))
         settings = settings_of(draft / _FILES)
@@ -199,12 +204,17 @@ def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
 # --- the copy of a run that runs -----------------------------------------------------------------
 
 
-def _copied(run_dir: Path, target: Path) -> float:
+def _copied(run_dir: Path, target: Path, *, runs: bool) -> float:
     """Copy a run's directory as it is at one moment. Returns: how long it stood still, seconds.
 
+    Args:   runs: whether its mesh runs. Otherwise the processes that the directory names have
+                ended, and whatever has their ids by now is left alone.
     Raises: ResourceError: UNAVAILABLE: its processes end and start too often.
     """
     mirror = Mirror(run_dir, target)
+    if not runs:
+        mirror.update(is_still=True)
+        return 0.0
     for _ in range(_MOST_PASSES):
         if mirror.update(is_still=False) <= _FEW_BYTES:
             break
@@ -214,7 +224,7 @@ def _copied(run_dir: Path, target: Path) -> float:
             mirror.update(is_still=True)
             is_one_moment = _processes(run_dir) == pids
         if is_one_moment:
-            return time.monotonic() - began_s if pids else 0.0
+            return time.monotonic() - began_s
     raise ResourceError(
         f"the processes of {run_dir} end and start too often for a backup",
         remedy="see the run's logs, and try again",
@@ -314,13 +324,11 @@ def _below(root: Path, place: Path) -> Iterator[Path]:
 
 
 def _processes(run_dir: Path) -> set[int]:
-    """The leaders of the process groups of a run; empty: the run has ended."""
+    """The leaders of the process groups of a run that runs; empty: none has been started yet."""
     file = run_dir / "mesh.json"
     if not file.is_file():
         return set()
     state = msgspec.json.decode(file.read_bytes())
-    if not Path(f"/proc/{state['pid']}").exists():
-        return set()
     return {pid for pid in state["pids"].values() if Path(f"/proc/{pid}").exists()}
 
 

@@ -3,10 +3,12 @@ mesh."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,7 +19,11 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.connection import SERVICE_CREDENTIALS, BusConfig, connect
 from phaseloom.common.transport.natsserver import Credentials
 
+log = logging.getLogger(__name__)
+
 RUNS = Path("runs")
+LOCK = "lock"
+"""The file of a run's directory that is locked while its mesh runs."""
 _BUS_URL = f"{config.PREFIX}BUS_URL"
 
 
@@ -64,16 +70,33 @@ def run_to_resume(run: str, runs: Path) -> Path:
     Raises: CallerError: NOT_FOUND: there is none. FAILED_PRECONDITION: the run has not ended.
     """
     found = find_run(Path(run) if run else None, runs).resolve()
-    file = found / "mesh.json"
-    pid = msgspec.json.decode(file.read_bytes())["pid"] if file.is_file() else 0
-    if pid and Path(f"/proc/{pid}").exists():
-        raise CallerError(
-            f"the mesh in {found} still runs: process {pid}",
-            code=Code.FAILED_PRECONDITION,
-            field="--resume",
-            remedy="stop it first",
-        )
-    return found
+    with held(found):
+        return found
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Keep every other mesh out of a run's directory within the block.
+
+    The kernel lets go of the directory when this process ends, however it ends. On a file system
+    without locks, or with a directory that nobody may write to, nobody is kept out.
+
+    Raises: CallerError: FAILED_PRECONDITION: somebody else has the directory.
+    """
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context((run_dir / LOCK).open("wb"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CallerError(
+                f"the mesh in {run_dir} still runs, or a backup of it is being made",
+                code=Code.FAILED_PRECONDITION,
+                field="--run",
+                remedy="stop it first",
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked: %s", run_dir, error.strerror)
+        yield
 
 
 def find_run(run: Path | None, runs: Path = RUNS) -> Path:

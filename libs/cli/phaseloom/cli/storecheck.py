@@ -10,6 +10,7 @@ every stream.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,8 @@ from phaseloom.common.transport.keys import Conflict
 from phaseloom.common.transport.logmark import read_mark
 from phaseloom.common.transport.retry import until_done
 from phaseloom.scheduler.snapshots import Snapshots
+
+log = logging.getLogger(__name__)
 
 MARKS = "store-marks.json"
 """The name of the file in a run's directory that has the newest sequence of each stream."""
@@ -100,12 +103,19 @@ class StoreMarks:
 
         Raises: ResourceError: DATA_LOSS: a stream has lost its newest messages meanwhile.
         """
+        is_told = False
         while True:
             await asyncio.sleep(_KEEP_EVERY_S)
             try:
                 await self.check(bus)
             except (NatsError, NatsTimeoutError):
                 continue  # the server is away
+            except OSError as error:  # the disk is full: the marks lag behind until there is room
+                level = logging.DEBUG if is_told else logging.WARNING
+                log.log(level, "%s cannot be written: %s", self._file, error.strerror)
+                is_told = True
+            else:
+                is_told = False
 
 
 def _went_back(stream: str, known: int, end: int) -> ResourceError:

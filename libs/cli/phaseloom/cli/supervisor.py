@@ -38,6 +38,7 @@ from phaseloom.cli.meshconfig import SETTINGS, MeshConfig, servers_of
 from phaseloom.cli.models import register
 from phaseloom.cli.processes import child_specs, console_key, with_metrics
 from phaseloom.cli.readiness import Readiness
+from phaseloom.cli.rundir import held
 from phaseloom.cli.storecheck import (
     MARKS,
     StoreMarks,
@@ -133,6 +134,7 @@ class Mesh:
         async with AsyncExitStack() as stack:
             for name in ("logs", "spans", "nodes"):
                 (self.run_dir / name).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(self.run_dir))
             settings = msgspec.json.format(msgspec.json.encode(self.config))
             replace_file(self.run_dir / SETTINGS, settings)
             sockets = socket_directory(self.run_dir, [node.name for node in self.config.nodes])
@@ -284,7 +286,7 @@ class Mesh:
                 try:
                     await server.start()
                     break
-                except ResourceError as error:
+                except (ResourceError, OSError) as error:
                     failures += 1
                     log.warning("%s does not start: %s", name, error)
             self._write_state()
@@ -326,7 +328,7 @@ class Mesh:
             if not self._supervising.done():
                 await asyncio.gather(*(child.stop(_STOP_TIMEOUT_S) for child in stage))
         if self._bus is not None and self._marks is not None:
-            with suppress(NatsError, NatsTimeoutError):
+            with suppress(NatsError, NatsTimeoutError, OSError):
                 await self._marks.check(self._bus)
         await self._supervising
 
@@ -363,7 +365,10 @@ class Mesh:
             },
         }
         content = msgspec.json.format(msgspec.json.encode(state)) + b"\n"
-        replace_file(self.run_dir / "mesh.json", content, 0o644)
+        try:
+            replace_file(self.run_dir / "mesh.json", content, 0o644)
+        except OSError as error:  # the disk is full: what runs goes on
+            log.warning("mesh.json of %s is not up to date: %s", self.run_dir, error.strerror)
 
 
 def socket_directory(run_dir: Path, nodes: Iterable[str]) -> Path:
