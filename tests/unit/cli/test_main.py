@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from phaseloom.cli.main import _CHECKPOINT_COMMANDS, _COMMANDS, _MODEL_COMMANDS, application
+from tests.support.processes import descendant_pids
 
 _HEAVY = {
     "aiofiles",
@@ -109,3 +113,37 @@ def test_error_of_phaseloom_ends_with_code_1_in_one_line(tmp_path: Path) -> None
     done = _run("jobs", "--run", str(tmp_path / "none"))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("accounts", "/proc/x", "t", "--url", "nats://h:1"), "No such file or directory"),
+        (("simulate", "plexrl-hrrs", "--out", "/proc/x"), "No such file or directory"),
+        (("model", "convert", "/proc/x"), "/proc/x cannot be made"),
+        (("demo", "--steps", "0"), "0 steps train nothing"),
+    ],
+)
+def test_what_cannot_be_written_or_run_is_said_in_one_line(
+    arguments: tuple[str, ...], what: str
+) -> None:
+    """Each was a traceback, or came after minutes."""
+    done = _run(*arguments)
+    assert done.returncode == 1
+    assert what in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_simulation_at_once(tmp_path: Path) -> None:
+    """It went on until the runs under way had ended, which take up to minutes."""
+    words = ["simulate", "weave-fig15", "--bound", "none", "--processes", "2"]
+    command = [sys.executable, "-m", "phaseloom.cli.main", *words, "--out", str(tmp_path)]
+    pipe = subprocess.PIPE
+    running = subprocess.Popen(command, stderr=pipe, text=True, start_new_session=True)
+    while len(descendant_pids(running.pid)) < 2:
+        assert running.poll() is None
+        time.sleep(0.01)
+    os.killpg(running.pid, signal.SIGINT)
+    _, said = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert "Traceback" not in said

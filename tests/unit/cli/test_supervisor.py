@@ -9,10 +9,13 @@ import pytest
 from phaseloom.cli.child import Ended, last_words, pause_s
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.processes import ChildSpec, child_specs, with_metrics
-from phaseloom.cli.supervisor import socket_directory
+from phaseloom.cli.rundir import held
+from phaseloom.cli.supervisor import Mesh, socket_directory
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.process import config
 from phaseloom.common.transport.natsserver import Credentials
+from phaseloom.router.core.limits import Limits
+from phaseloom.router.main import RouterConfig
 
 CREDENTIALS = Credentials("nats://127.0.0.1:1", "mesh", "word", {"demo": "other"})
 
@@ -43,6 +46,12 @@ def test_child_specs_give_each_service_its_own_settings() -> None:
     for environment in by_name.values():
         assert environment["PHASELOOM_BUS_PASSWORD"] == "word"
         assert environment["OMP_NUM_THREADS"] == "1"
+
+
+async def test_second_mesh_in_a_directory_is_refused(tmp_path: Path) -> None:
+    with held(tmp_path), pytest.raises(CallerError, match="still runs"):
+        async with Mesh(MeshConfig(), tmp_path):
+            raise AssertionError("two meshes on one store")
 
 
 def test_metrics_give_each_child_a_port_of_its_own() -> None:
@@ -85,6 +94,26 @@ def test_child_specs_keep_the_nodes_secret_from_services_that_need_it_not() -> N
         (MeshConfig(schedulers=0), "mesh.schedulers"),
         (MeshConfig(nats_servers=2), "mesh.nats_servers"),
         (MeshConfig(nats_servers=5), "mesh.nats_servers"),
+        (MeshConfig(nodes=[NodeConfig("a", "tr.ain", [1])]), "mesh.nodes.pool"),
+        (MeshConfig(nodes=[NodeConfig("a", "train", [])]), "mesh.nodes.devices"),
+        (MeshConfig(nodes=[NodeConfig("a", "train", [1, -5])]), "mesh.nodes.devices"),
+        (
+            MeshConfig(nodes=[NodeConfig("a", "train", [1], host_memory_bytes=-1)]),
+            "mesh.nodes.host_memory_bytes",
+        ),
+        (MeshConfig(max_group_jobs=-2), "mesh.max_group_jobs"),
+        (MeshConfig(idle_grace_s=float("nan")), "mesh.idle_grace_s"),
+        (MeshConfig(ops_max_bytes=0), "mesh.ops_max_bytes"),
+        (MeshConfig(tenant_limits={"nobody": {}}), "mesh.tenant_limits.nobody"),
+        (
+            MeshConfig(tenant_limits={"demo": {"max_operation": 5.0}}),
+            "mesh.tenant_limits.demo.max_operation",
+        ),
+        (MeshConfig(tenant_limits={"demo": {"burst": 0.0}}), "mesh.tenant_limits.demo.burst"),
+        (
+            MeshConfig(tenant_limits={"demo": {"max_operations": 5.5}}),
+            "mesh.tenant_limits.demo.max_operations",
+        ),
     ],
 )
 def test_check_refuses_what_cannot_run(settings: MeshConfig, field: str) -> None:
@@ -108,6 +137,16 @@ def test_mesh_config_is_read_from_toml(tmp_path: Path) -> None:
     assert of_big["worker-big"]["PHASELOOM_WORKER_DEVICE_KIND"] == "cuda"
     assert of_big["statemgr-big"]["PHASELOOM_STATEMGR_SITE"] == "oslo"
     assert msgspec.structs.replace(settings, nodes=[], routers=2) == MeshConfig(nodes=[])
+
+
+def test_bounds_of_a_tenant_reach_the_routers(tmp_path: Path) -> None:
+    """They came there as 5.0, which is no number of operations, and no router started."""
+    file = tmp_path / "mesh.toml"
+    file.write_text("[mesh.tenant_limits.demo]\nmax_operations = 5\nrate = 10\n")
+    settings = config.load(MeshConfig, "mesh", environ={}, file=file)
+    settings.check()
+    router = config.load(RouterConfig, "router", environments(settings)["router-0"])
+    assert router.limits("demo") == Limits(max_operations=5, rate=10)
 
 
 def test_pause_doubles_up_to_a_limit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -98,3 +99,14 @@ def test_sample_that_fits_in_no_message_is_named() -> None:
     with pytest.raises(CallerError) as error:
         split_prompts([Prompt([1])], SamplingParams(1000), num_samples=1, limit_bytes=500)
     assert error.value.info.field == "prompts[0]"
+
+
+def test_what_is_no_prompt_and_no_sample_is_refused_and_the_place_named() -> None:
+    """A list of tokens where a `Prompt` is due is what one tries first."""
+    wrong: Any = [[1, 2]]
+    with pytest.raises(CallerError, match="Prompt") as refused:
+        split_prompts(wrong, SamplingParams(4), num_samples=1)
+    assert refused.value.info.field == "prompts[0]"
+    with pytest.raises(CallerError, match="Datum") as refused:
+        split_batch(wrong)
+    assert refused.value.info.field == "batch[0]"

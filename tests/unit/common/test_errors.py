@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 from phaseloom.common.contract.errors import (
     MAX_MESSAGE_CHARS,
     CallerError,
@@ -18,6 +20,15 @@ def test_message_is_bounded_and_says_how_much_is_left_out() -> None:
     assert error.info.message.startswith("x" * MAX_MESSAGE_CHARS)
     assert error.info.message.endswith(f"… and {rest} characters")
     assert len(str(error)) < MAX_MESSAGE_CHARS + 100
+
+
+def test_error_of_another_process_is_the_same_error() -> None:
+    """Its text was taken for the message: `INVALID_ARGUMENT: INVALID_ARGUMENT: …`."""
+    error = CallerError("too much", field="a", remedy="give less", details={"limit": 3})
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is CallerError
+    assert again.info == error.info
+    assert str(again) == str(error)
 
 
 def test_message_that_fits_is_left_alone() -> None:

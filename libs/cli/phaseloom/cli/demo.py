@@ -147,7 +147,7 @@ async def demo(
         decides_by = one_device.chosen(setting, multiplexing, rounds, slowdowns).table
         settings = replace(settings, slowdowns=str(slowdowns or decides_by))
     settings.check()
-    _check_tasks(jobs)
+    _check_tasks(jobs, steps)
     run_dir = (run_dir or new_run_dir(Path("runs"))).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     if is_spatial:
@@ -196,7 +196,9 @@ def _check_spatial(*, is_other: bool) -> None:
         )
 
 
-def _check_tasks(jobs: tuple[str, ...]) -> None:
+def _check_tasks(jobs: tuple[str, ...], steps: int | None) -> None:
+    if steps is not None and steps < 1:
+        raise CallerError(f"{steps} steps train nothing", field="--steps", remedy="give 1 or more")
     if not jobs or len(set(jobs)) != len(jobs) or not set(jobs) <= set(TASKS):
         raise CallerError(
             f"{', '.join(jobs) or 'nothing'} is not what the demo can train",

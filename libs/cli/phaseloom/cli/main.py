@@ -77,8 +77,8 @@ def application() -> App:
 def main() -> None:
     """Run the command that the command line names.
 
-    The exit code is 1 after an error of Phaseloom's own, which is printed in one line, and 2 after
-    a wrong command line.
+    The exit code is 1 after an error of Phaseloom's own or of a file, which is printed in one line,
+    2 after a wrong command line, and 130 after Ctrl-C.
     """
     try:
         application()(exit_on_error=False)
@@ -88,6 +88,14 @@ def main() -> None:
         for line in _lines(errors):
             print(f"phaseloom: {line}", file=sys.stderr)
         sys.exit(1)
+    except* BrokenPipeError:  # whoever reads has enough
+        sys.exit(1)
+    except* OSError as errors:
+        for line in _lines(errors):
+            print(f"phaseloom: {line}", file=sys.stderr)
+        sys.exit(1)
+    except* KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _version() -> str:

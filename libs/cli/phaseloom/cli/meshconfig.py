@@ -10,6 +10,7 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import DeviceKind, Residency
+from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 from phaseloom.common.process import slowdowns
 from phaseloom.common.tensors.modelfiles import check_directory
 from phaseloom.common.transport.natsserver import ENSEMBLE_SIZE, EmbeddedEnsemble, EmbeddedServer
@@ -45,7 +46,21 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to each other site once. Empty: the node belongs to no site."""
 
     def check(self) -> None:
-        """Raises: CallerError: it has no such cores, or no such interpreter."""
+        """Raises: CallerError: it has no such pool, devices, memory or cores, or no such
+        interpreter."""
+        check_name(self.pool, "mesh.nodes.pool")
+        if not self.devices or min(self.devices) < 1:
+            raise CallerError(
+                f"{self.name} has devices of {self.devices} bytes",
+                field="mesh.nodes.devices",
+                remedy="name the bytes of one device or more, each 1 or more",
+            )
+        if self.host_memory_bytes < 1:
+            raise CallerError(
+                f"{self.name} has {self.host_memory_bytes} bytes of host memory",
+                field="mesh.nodes.host_memory_bytes",
+                remedy="give room for the states of all jobs on its devices",
+            )
         is_divided = self.cores_per_device > 1
         if self.cores_per_device < 1 or (is_divided and self.device_kind is DeviceKind.CUDA):
             raise CallerError(
@@ -61,6 +76,23 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     field="mesh.nodes.interpreters",
                     remedy="name the Python of an environment that has the backend",
                 )
+
+
+_LEAST = {
+    "max_group_jobs": 1,
+    "duty_limit": 0,
+    "switch_s": 0,
+    "idle_grace_s": 0,
+    "seal_every": 0,
+    "max_losses": 0,
+    "node_grace_s": 0,
+    "node_gone_s": 0,
+    "ops_max_bytes": MAX_PAYLOAD_BYTES,
+    "gateway_session_s": 0,
+}
+"""The least value of each setting that has one."""
+_BOUNDS = ("max_operations", "max_bytes", "rate", "burst")
+"""The bounds that a tenant may have of its own."""
 
 
 def _demo_nodes() -> list[NodeConfig]:
@@ -127,7 +159,7 @@ class MeshConfig(msgspec.Struct, frozen=True):
     acknowledged survives a killed process, but not a power cut."""
     ops_max_bytes: int = 2**30
     """The most bytes in a tenant's operation stream; publishing into a full one is refused."""
-    tenant_limits: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    tenant_limits: dict[str, dict[str, int | float]] = msgspec.field(default_factory=dict)
     """The bounds that routers set to a tenant: `max_operations`, `max_bytes`, `rate`, `burst`."""
     checkpoint_root: str = ""
     """The directory of checkpoints, which later runs can load too. Empty: one in the run's own
@@ -167,6 +199,14 @@ class MeshConfig(msgspec.Struct, frozen=True):
         for name, directory in self.models.items():
             check_name(name, "mesh.models")
             check_directory(Path(directory), f"mesh.models.{name}")
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:  # neither is what is no number
+                raise CallerError(
+                    f"{name} is {getattr(self, name)}",
+                    field=f"mesh.{name}",
+                    remedy=f"use {least} or more",
+                )
+        self._check_limits()
         if self.slowdowns:
             slowdowns.read(Path(self.slowdowns), needed=slowdowns.SUB_STAGES)
         if self.schedulers < 1:
@@ -192,6 +232,26 @@ class MeshConfig(msgspec.Struct, frozen=True):
             raise CallerError(
                 "a mesh without a router answers nobody", field="mesh.routers", remedy="use 1 or 2"
             )
+
+    def _check_limits(self) -> None:
+        """Raises: CallerError: a bound is of no tenant, or none that there is."""
+        for tenant, bounds in self.tenant_limits.items():
+            field = f"mesh.tenant_limits.{tenant}"
+            if tenant not in self.tenants:
+                raise CallerError(
+                    f"there is no tenant {tenant!r} to set bounds to",
+                    field=field,
+                    remedy=f"name one of {', '.join(self.tenants)}, or add it to `tenants`",
+                )
+            for name, bound in bounds.items():
+                is_whole = isinstance(bound, int) or name == "rate"
+                if name not in _BOUNDS or not is_whole or not bound >= (name == "burst"):
+                    raise CallerError(
+                        f"{name} = {bound} is no bound",
+                        field=f"{field}.{name}",
+                        remedy=f"use {', '.join(_BOUNDS)}: whole numbers but for the rate, 0 "
+                        "for no bound, and a burst of 1 or more",
+                    )
 
     def check_resumes(self, run_dir: Path) -> None:
         """Check that the settings still have all that the run in a directory depends on.

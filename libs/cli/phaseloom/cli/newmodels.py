@@ -17,7 +17,8 @@ def new_directory(directory: Path) -> Iterator[Path]:
     So the directory appears whole, and one that is there need not be made again. A block that
     fails leaves nothing.
 
-    Raises: CallerError: ALREADY_EXISTS: the directory is there.
+    Raises: CallerError: ALREADY_EXISTS: the directory is there; FAILED_PRECONDITION: it cannot be
+            made.
     """
     if directory.exists():
         raise CallerError(
@@ -28,6 +29,16 @@ def new_directory(directory: Path) -> Iterator[Path]:
         )
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        partial.rmdir()
+    except OSError as error:
+        raise CallerError(
+            f"{directory} cannot be made: {error.strerror}",
+            code=Code.FAILED_PRECONDITION,
+            field="directory",
+            remedy="name one in a directory that is there and that you may write to",
+        ) from None
     try:
         yield partial
     except BaseException:

@@ -79,6 +79,7 @@ def simulate(
         policy, seed, workload, virtual_cluster, start_h, slowdowns, Bound(bound), processes
     )
     chosen.check(scenario, options)
+    out.mkdir(parents=True, exist_ok=True)  # before the minutes that some take
     with _bar(console) as progress:
         task = progress.add_task(scenario, total=None, what="")
 

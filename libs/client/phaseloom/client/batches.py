@@ -35,16 +35,18 @@ Item = TypeVar("Item", Prompt, Datum)
 def pack_prompt(prompt: Prompt, field: str) -> Prompt:
     """The prompt with its arrays packed.
 
-    Raises: CallerError: an element is not a token id.
+    Raises: CallerError: it is no prompt, or an element is not a token id.
     """
+    _check_is(Prompt, prompt, field)
     return replace(prompt, tokens=_int32s(prompt.tokens, f"{field}.tokens"))
 
 
 def pack_datum(datum: Datum, field: str) -> Datum:
     """The sample with its arrays packed.
 
-    Raises: CallerError: an element is not a token id, or not a number.
+    Raises: CallerError: it is no sample, or an element is not a token id, or not a number.
     """
+    _check_is(Datum, datum, field)
     floats = {name: _float32s(getattr(datum, name), f"{field}.{name}") for name in _FLOATS}
     return replace(
         datum,
@@ -108,6 +110,15 @@ def _split(
         parts[-1].append(item)
         room -= num_bytes
     return parts
+
+
+def _check_is(kind: type[Prompt | Datum], value: object, field: str) -> None:
+    if not isinstance(value, kind):
+        raise CallerError(
+            f"a {type(value).__name__} is no {kind.__name__}",
+            field=field,
+            remedy=f"give {kind.__name__}(tokens, …)",
+        )
 
 
 def _datum_bytes(datum: Datum) -> int:

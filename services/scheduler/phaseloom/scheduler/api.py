@@ -38,6 +38,17 @@ OutcomeOf = Callable[[OperationKey], Awaitable[Completion | None]]
 """The stored outcome of an operation, or None where there is none."""
 
 MAX_CONFIG_DEPTH = 32
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""The keys of a model's config that are 1 or more wherever they are."""
 _ROUNDING = 1e-9
 MAX_SPEC_BYTES = 2**20
 """Largest spec of a job, as MessagePack. Every command that starts a WPG carries a part of it."""
@@ -205,6 +216,23 @@ def _check_deployment(spec: DeploymentSpec, field: str) -> None:
             remedy="give a number from 0, for never, to below 1",
         )
     _check_depth(spec.model.config, f"{field}.model.config")
+    _check_sizes(spec.model.config, f"{field}.model.config")
+
+
+def _check_sizes(config: dict[str, Any], field: str) -> None:
+    """Refuse a model of no layers, no heads and the like; runtimes fail on it in ways of their
+    own."""
+    for name in _SIZES:
+        value = config.get(name)
+        if isinstance(value, int) and value < 1:
+            raise CallerError(f"{name} is {value}", field=f"{field}.{name}", remedy="use 1 or more")
+    heads, shared = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        raise CallerError(
+            f"{heads} attention heads cannot share {shared} key-value heads",
+            field=f"{field}.num_key_value_heads",
+            remedy="use a number that divides num_attention_heads",
+        )
 
 
 def _check_depth(config: dict[str, Any], field: str) -> None:

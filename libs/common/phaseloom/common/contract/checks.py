@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from typing import SupportsFloat
 
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
@@ -75,12 +76,16 @@ def check_report(job: str, step: int, values: Mapping[str, float]) -> None:
                 remedy=f"use 1 to {MAX_METRIC_CHARS} letters, digits, '_', '-', '.', '/' or ':', "
                 "starting with a letter or digit",
             )
-        if not math.isfinite(value):
+        if not _is_finite(value):
             raise CallerError(
-                f"{name} is {value}",
+                f"{name} is {value!r}",
                 field=f"values.{name}",
                 remedy="report finite numbers, and leave out what is not",
             )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, SupportsFloat) and math.isfinite(value)
 
 
 # --- Kinds ---------------------------------------------------------------------------------------

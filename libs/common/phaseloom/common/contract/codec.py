@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -25,8 +26,21 @@ class Message(msgspec.Struct, frozen=True, tag=snake, tag_field="type", omit_def
     """Base of everything that is part of a union on the wire."""
 
 
-_json_encoder = msgspec.json.Encoder()
-_msgpack_encoder = msgspec.msgpack.Encoder()
+def _number(value: Any) -> int | float:
+    """A number of another library, as numpy's, or a tensor of one number.
+
+    Raises: TypeError: it is none.
+    """
+    if getattr(value, "ndim", 0):
+        raise TypeError(f"a {type(value).__name__} is no number")
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value)
+
+
+_json_encoder = msgspec.json.Encoder(enc_hook=_number)
+_msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=_number)
 
 
 @lru_cache(maxsize=256)
@@ -46,13 +60,21 @@ def content_type_of(headers: Mapping[str, str] | None) -> str:
 
 
 def encode(message: object, content_type: str = MSGPACK) -> bytes:
-    """Encode a message. Raises: CallerError: a number has more than 64 bits."""
+    """Encode a message.
+
+    Raises: CallerError: a number has more than 64 bits, or something in it is no part of a message.
+    """
     encoder = _json_encoder if content_type == JSON else _msgpack_encoder
     try:
         return encoder.encode(message)
     except OverflowError as error:
         raise CallerError(
             f"a number has more than 64 bits: {error}", remedy="use smaller numbers"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise CallerError(
+            f"a message cannot hold this: {error}",
+            remedy="use numbers, text, bytes, lists and dicts, and the messages of the contract",
         ) from None
 
 

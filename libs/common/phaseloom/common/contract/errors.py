@@ -74,6 +74,10 @@ class PhaseloomError(Exception):
         hint = f"; {remedy}" if remedy else ""
         super().__init__(f"{self.info.code}: {message}{where}{hint}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled, as between processes of the simulator, it is the same error."""
+        return to_exception, (self.info,)
+
     @property
     def retry_after_s(self) -> float | None:
         """Seconds after which the same request may succeed; None: not known."""

@@ -148,7 +148,7 @@ def parse_operation_key(suffix: str) -> OperationKey:
         raise CallerError(
             f"{suffix!r} is not <tenant>.<job>.<deployment>.<seq>",
             field="subject",
-            remedy="publish on pl.v1.op.<tenant>.<job>.<deployment>.<seq>",
+            remedy="name it so; it is published on pl.v1.op. and that name",
         )
     tenant, job, deployment, slot = tokens
     check_name(tenant, "subject.tenant")

@@ -164,7 +164,9 @@ def _results(
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():  # a run takes up to minutes
+                process.terminate()
             raise
 
 
@@ -185,8 +187,7 @@ def _heard(queue: Any, told: Callable[[str], None]) -> Iterator[Callable[[str], 
 
     hearing = Thread(target=hear, daemon=True)
     hearing.start()
-    try:
-        yield queue.put
-    finally:
-        queue.put(None)
-        hearing.join()
+    yield queue.put
+    # After a failure the thread is left waiting: a process that was ended may hold the queue.
+    queue.put(None)
+    hearing.join()
