@@ -7,25 +7,39 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.supervisor import Mesh
-from phaseloom.client import AdamParams, Deployment, DeploymentSpec, ModelSpec
+from phaseloom.client import (
+    AdamParams,
+    Deployment,
+    DeploymentSpec,
+    ModelSpec,
+    OperationHandle,
+    Prompt,
+    PublishWeightsResult,
+    SamplingParams,
+)
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.events import KindEstimate, PhaseTrace
-from phaseloom.common.contract.ids import JobKey, NodeId
+from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
+from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import state_subject
 from phaseloom.common.transport.bus import Bus
 from tests.support.jobs import TENANT, Log, running_mesh, tenant
+from tests.support.node import policy_spec, sampler_spec
 from tests.support.warm import signal_programs
 
 MiB = 2**20
 NODE = NodeId("train-0")
 LARGE = ModelSpec({"num_floats": MiB // 4})
 FAR_S = 3600.0
+LONG = 20_000
+"""New tokens: a rollout of so many is stopped long before it ends."""
 
 
 def spec(name: str) -> DeploymentSpec:
@@ -47,6 +61,13 @@ async def on_nvme(bus: Bus) -> set[str]:
     report: StatusReport = decode(answer.data, StatusReport)
     demoted = [d.deployment for d in report.deployments if not (d.host_bytes or d.device_bytes)]
     return {f"{key.job}.{key.deployment}" for key in demoted}
+
+
+async def versions_at(bus: Bus, node: str) -> list[VersionKey]:
+    """The versions in a node's host memory, and their parts and slices."""
+    answer = await bus.client.request(state_subject(NodeId(node)), timeout=30)
+    report: StatusReport = decode(answer.data, StatusReport)
+    return report.versions
 
 
 async def predict(bus: Bus, log: Log, job: str, *deployments: str) -> None:
@@ -93,3 +114,46 @@ async def test_state_is_up_from_nvme_before_the_operation_that_is_predicted(
             assert log.failures() == []
         finally:
             signal_programs(mesh.pids("profiler"), signal.SIGCONT)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_version_is_on_the_node_before_the_sync_that_brings_it(
+    num_ranks: int, short_dir: Path
+) -> None:
+    """While the sampler samples. Of a policy on two ranks, the sampler's rank takes slices."""
+    train = NodeConfig(NODE, "train", [8 * MiB] * 2)
+    config = MeshConfig(nodes=[NodeConfig("rollout-0", "rollout", [8 * MiB]), train])
+    async with (
+        running_mesh(config, short_dir) as (mesh, log),
+        tenant(mesh) as t,
+        operator(mesh) as bus,
+    ):
+        specs = [policy_spec(layout=Layout(dp=num_ranks)), sampler_spec(positions=LONG + 10)]
+        job = await t.submit_job("job", specs)
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+
+        async def is_here(published: OperationHandle[PublishWeightsResult]) -> bool:
+            keys = await versions_at(bus, "rollout-0")
+            return len([key for key in keys if key.seq == published.ref.seq]) >= num_ranks
+
+        async def sync_behind_a_rollout() -> tuple[Any, ...]:
+            rollout = sampler.generate([Prompt([1, 2])], SamplingParams(LONG, ignore_eos=True))
+            published = policy.publish_weights()
+            sync = sampler.sync_weights(published)
+            while not await is_here(published):
+                pass
+            assert not rollout.done()
+            return rollout, published, sync
+
+        async with asyncio.timeout(120):
+            rollout, _, sync = await sync_behind_a_rollout()
+            await rollout.stop()
+            await sync
+            rollout, published, sync = await sync_behind_a_rollout()
+            await sync.cancel()
+            await policy.publish_weights()
+            while await is_here(published):
+                pass
+            await rollout.stop()
+        await job.finish()
+        assert log.failures() == []

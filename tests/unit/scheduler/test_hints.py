@@ -1,4 +1,4 @@
-"""Hints to the state managers, in virtual time; the world asserts that they come in pairs."""
+"""Hints to nodes, in virtual time; the world asserts that those to state managers come in pairs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phaseloom.common.contract.commands import PrefetchState
+from phaseloom.common.contract.commands import PrefetchState, PrefetchVersion
 from phaseloom.common.contract.events import CancelRequested, JobFinished, KindEstimate, PhaseTrace
-from phaseloom.common.contract.ids import JobKey, OperationKey
+from phaseloom.common.contract.ids import JobKey, OperationKey, VersionKey
 from phaseloom.common.contract.specs import Residency
-from tests.support.world import CONFIG, World, node_up
+from tests.support.world import CONFIG, World, deployment, node_up
 from tests.unit.scheduler.test_dispatch import advance, play, run_of, workloads
 
 SMALL = 40
@@ -159,3 +159,79 @@ def test_hints_change_nothing_else(
     small, large = (play(workload, [], residency, size) for size in (30, 1000))
     assert hints(large) == []
     assert (small.runs, small.done) == (large.runs, large.done)
+
+
+# --- versions that a waiting sync brings ----------------------------------------------------------
+
+
+def prefetches(world: World) -> list[PrefetchVersion]:
+    return [c for c in world.commands if isinstance(c, PrefetchVersion)]
+
+
+def publish_and_sync(world: World, job: str) -> VersionKey:
+    world.queue(job, "policy", 1, "publish_weights")
+    world.queue(job, "sampler", 1, "sync_weights", after=(("policy", 1),), version=1)
+    return VersionKey(deployment(job, "policy"), 1)
+
+
+def test_version_is_fetched_while_its_sync_waits_for_the_device() -> None:
+    world = World(duration_s=5.0)
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    version = publish_and_sync(world, "a")
+    world.queue("b", "sampler", 1, "generate", delay_s=4.0)
+    advance(world, 8.0)
+    assert "t.a.policy.1" in world.done
+    (asked,) = prefetches(world)
+    sampler, policy = (world.core.state.deployments[f"t.a.{d}"] for d in ("sampler", "policy"))
+    assert asked.deployment == sampler.key
+    assert asked.incarnation == sampler.wpg.incarnation
+    assert [asked.node] == sampler.nodes
+    assert asked.ticket.version == version
+    assert asked.sources == [world.core.state.nodes[policy.nodes[0]].state_endpoint]
+    assert "t.b.sampler.1" not in world.done, "the device is another's still"
+    world.run()
+    assert len(prefetches(world)) == 1
+    world.check_replay()
+
+
+def test_version_is_fetched_while_its_deployment_samples() -> None:
+    world = World(duration_s=5.0)
+    world.submit("a")
+    world.run()
+    publish_and_sync(world, "a")
+    world.queue("a", "sampler", "rlong", "generate", delay_s=4.0)
+    advance(world, 8.0)
+    assert "t.a.sampler.rlong" not in world.done
+    assert len(prefetches(world)) == 1
+    world.run()
+    assert len(world.done) == 3
+
+
+def test_version_of_a_sync_that_runs_at_once_is_not_fetched_before() -> None:
+    world = World()
+    world.submit("a")
+    world.run()
+    publish_and_sync(world, "a")
+    world.run()
+    assert len(world.done) == 2
+    assert prefetches(world) == []
+
+
+@pytest.mark.parametrize("what", ["cancelled", "crowded"])
+def test_version_is_not_fetched_for(what: str) -> None:
+    """A sync that is cancelled, or one whose node may lack the memory."""
+    world = World(duration_s=5.0)
+    for job in ("a", "b"):
+        world.submit(job)
+    world.run()
+    if what == "crowded":
+        world.core.state.crowd(world.core.state.deployments["t.a.sampler"].nodes[0])
+    publish_and_sync(world, "a")
+    world.queue("b", "sampler", 1, "generate", delay_s=4.0)
+    if what == "cancelled":
+        advance(world, 3.0)
+        world.cancel("a", "sampler", 1)
+    advance(world, 20.0)
+    assert prefetches(world) == []

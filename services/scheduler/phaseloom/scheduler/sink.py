@@ -105,7 +105,10 @@ class BusSink:
             )
             command = msgspec.structs.replace(command, holds=holds, keeps=keeps)
         match command:
-            case commands.Permit(ticket=commands.Ticket() as ticket):
+            case (
+                commands.Permit(ticket=commands.Ticket() as ticket)
+                | commands.PrefetchVersion(ticket=ticket)
+            ):
                 return msgspec.structs.replace(command, ticket=tickets.signed(ticket, self._secret))
             case commands.Permits(permits=permits):
                 ours: list[Any] = [self._signed(permit) for permit in permits]

@@ -241,6 +241,18 @@ class PrefetchState(NodeCommand, frozen=True):
     """Seconds until the predicted use; None: the hint before is withdrawn."""
 
 
+class PrefetchVersion(NodeCommand, frozen=True):
+    """A hint: fetch a weights version to host memory, for a `sync_weights` that waits."""
+
+    deployment: DeploymentKey
+    """The deployment that will sync the version: its ranks know which parts of it they need."""
+    incarnation: int
+    sources: list[str]
+    """Endpoints of the state managers that have the version."""
+    ticket: Ticket
+    """The permission to fetch it from them."""
+
+
 Command = (
     StartWpg
     | StopWpg
@@ -254,4 +266,5 @@ Command = (
     | MirrorState
     | ReleaseVersions
     | PrefetchState
+    | PrefetchVersion
 )

@@ -86,6 +86,7 @@ The second time is for follow-ups that were asked for by one further down. Where
 turn, a later event uses it: no event costs more than two looks at what waits.
 """
 AT_THE_END: tuple[tuple[FollowUp, Do], ...] = (
+    (FollowUp.PREFETCH, _each(hints.prefetch_version)),
     (FollowUp.HINT, _each(hints.tell)),
     (FollowUp.SHOW_JOB, _each(jobs.show)),
 )

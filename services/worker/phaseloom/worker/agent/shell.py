@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,6 +42,7 @@ from phaseloom.common.contract.commands import (
     Permit,
     Permits,
     PrefetchState,
+    PrefetchVersion,
     ReleaseVersions,
     SealState,
     StartWpg,
@@ -62,7 +63,7 @@ from phaseloom.common.contract.events import (
     WpgLost,
     WpgStarted,
 )
-from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.kinds import MUTATING_KINDS
 from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.common.contract.state_rank import Done
@@ -85,6 +86,7 @@ from phaseloom.worker.rank.wire import (
     DevicesFreed,
     HostUp,
     MeetRanks,
+    PrefetchWeights,
     RankFailed,
     RankMessage,
     RankUp,
@@ -147,6 +149,10 @@ class Agent:
         self._in_hand: dict[int, Msg] = {}
         self._stops: list[StopWpg] = []
         """The stop commands that are under way."""
+        self._prefetching: Counter[VersionKey] = Counter()
+        """The weights versions that ranks are fetching on a hint, each with how many hints."""
+        self._gone: set[VersionKey] = set()
+        """Those of them that were to be dropped since."""
         self._is_stopping = False
 
     def register_metrics(self) -> None:
@@ -293,9 +299,12 @@ class Agent:
                 case MirrorState():
                     await self._seals.mirror(command)
                 case ReleaseVersions():
+                    self._gone.update(v for v in command.versions if v in self._prefetching)
                     await self._seals.release(command.versions)
                 case PrefetchState():
                     await self._prefetch(command)
+                case PrefetchVersion():
+                    await self._prefetch_version(command)
         await message.ack()
 
     async def _prefetch(self, command: PrefetchState) -> None:
@@ -304,6 +313,24 @@ class Agent:
         except PhaseloomError as error:
             # Only a hint, which may come after the incarnation has ended.
             log.info("no prefetch of %s: %s", command.deployment, error)
+
+    async def _prefetch_version(self, command: PrefetchVersion) -> None:
+        wpg, version = self._wpgs.get(command.deployment), command.ticket.version
+        if wpg is None or wpg.incarnation != command.incarnation:
+            return
+        self._prefetching[version] += 1
+        try:
+            await wpg.prefetch_version(PrefetchWeights(command.sources, command.ticket, command.id))
+        except PhaseloomError as error:
+            # Only a hint: the operation finds out itself what is wrong.
+            log.info("no prefetch of version %s: %s", version, error)
+        self._prefetching[version] -= 1
+        if not self._prefetching[version]:
+            del self._prefetching[version]
+            if version in self._gone:
+                # It may have come after it was dropped.
+                self._gone.remove(version)
+                await self._seals.release([version])
 
     async def _start(self, command: StartWpg) -> None:
         key = command.deployment

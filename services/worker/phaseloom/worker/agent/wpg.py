@@ -41,6 +41,7 @@ from phaseloom.worker.rank.wire import (
     AdjustShare,
     CancelRun,
     MeetAt,
+    PrefetchWeights,
     RankConfig,
     RankFailed,
     RankMessage,
@@ -362,6 +363,14 @@ class Wpg:
         if peer is None:
             raise ResourceError("its leader is not up")
         await peer.call(AdjustShare(units, command))
+
+    async def prefetch_version(self, asked: PrefetchWeights) -> None:
+        """Have each rank on this node fetch what it needs of a weights version.
+
+        Raises: PhaseloomError: a rank cannot have it, or is gone.
+        """
+        peers = [rank.peer for rank in self._ranks if rank.peer is not None]
+        await asyncio.gather(*(peer.call(asked) for peer in peers))
 
     async def cancel_here(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on this node. Raises: PhaseloomError: a rank is gone."""

@@ -78,6 +78,7 @@ from phaseloom.worker.rank.wire import (
     CancelRun,
     DevicesFreed,
     Payload,
+    PrefetchWeights,
     RankConfig,
     RunPermits,
 )
@@ -229,6 +230,10 @@ class Leader:
 
     def cancel(self, cancel: CancelRun) -> None:
         self.queue.cancel(cancel.operation, keeps_partial=cancel.keeps_partial)
+
+    async def prefetch(self, asked: PrefetchWeights) -> None:
+        """Have this rank's share of a version fetched. Raises: PhaseloomError: it cannot be had."""
+        await self._moving.weights.prefetch(asked)
 
     async def adjust(self, adjust: AdjustShare) -> None:
         """Return once the rank uses these compute units: at the next boundary of its work or,

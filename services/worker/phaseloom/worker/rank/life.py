@@ -48,6 +48,7 @@ from phaseloom.worker.rank.wire import (
     CancelRun,
     MeetAt,
     MeetRanks,
+    PrefetchWeights,
     RankConfig,
     RankFailed,
     RankMessage,
@@ -343,6 +344,8 @@ def _leader_answers(leader: Leader) -> Answer:
                 leader.cancel(body)
             case AdjustShare():
                 await leader.adjust(body)
+            case PrefetchWeights():
+                await leader.prefetch(body)
             case TailReached():
                 leader.queue.tail_reached(body)
             case TokensDrawn():
@@ -362,6 +365,8 @@ def _follower_answers(follower: Follower) -> Answer:
                     return await follower.run(body)
             case CancelRun():
                 follower.cancel(body)
+            case PrefetchWeights():
+                await follower.weights.prefetch(body)
             case StopShare():
                 follower.stop(body)
             case RollCall():

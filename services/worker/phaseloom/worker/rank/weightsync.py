@@ -31,7 +31,7 @@ from phaseloom.worker.core.reading import (
     of_another_model,
 )
 from phaseloom.worker.rank.executor import Executor
-from phaseloom.worker.rank.wire import RankConfig
+from phaseloom.worker.rank.wire import PrefetchWeights, RankConfig
 from phaseloom.worker.state.layouts import packed, paired
 from phaseloom.worker.state.versions import Opened, RankVersions
 
@@ -39,6 +39,8 @@ _PARTS_AT_ONCE = 4
 """The number of parts fetched at a time; each comes over several streams."""
 
 T = TypeVar("T")
+Asked = Permit | PrefetchWeights
+"""What a version is fetched for: an operation, or one that is to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class PartsReader:
     """The plan for the last version, by the tables of its parts, which are the same for every
     version of one policy."""
 
-    async def fetch(self, version: VersionKey, opened: Opened, permit: Permit) -> FetchedVersion:
+    async def fetch(self, version: VersionKey, opened: Opened, asked: Asked) -> FetchedVersion:
         """Fetch the bytes of a version that the rank needs. Args: opened: the version's
         manifest."""
         manifest = decode_manifest(opened.memory, version)
@@ -100,14 +102,14 @@ class PartsReader:
         # Who else has the parts that are here is not known: should one be bad, all are asked.
 
         async def fetch_part(part: str, runs: Runs) -> tuple[memoryview, Runs]:
-            endpoints = sources.get(part, permit.sources)
-            return (await self._part(version, known[part], endpoints, permit)).memory, runs
+            endpoints = sources.get(part, asked.sources)
+            return (await self._part(version, known[part], endpoints, asked)).memory, runs
 
         pieces = await _some_at_once([fetch_part(*each) for each in plan.whole_parts.items()])
         if plan.slices:
-            held = [PartSources(part, sources.get(part, permit.sources)) for part in known]
+            held = [PartSources(part, sources.get(part, asked.sources)) for part in known]
             memory, _ = await self.versions.open_slices(
-                version, plan.slices, held, permit.ticket, permit.id
+                version, plan.slices, held, asked.ticket, asked.id
             )
             pieces.append((memory, plan.of_slices))
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
@@ -119,14 +121,12 @@ class PartsReader:
         return self._planned[key]
 
     async def _part(
-        self, version: VersionKey, part: VersionPart, sources: list[str], permit: Permit
+        self, version: VersionKey, part: VersionPart, sources: list[str], asked: Asked
     ) -> Opened:
         """Open a part, and check that it is the one of the manifest. Raises: PhaseloomError: it is
         not."""
         key = part_of(version, part.part)
-        opened = await self.versions.open(
-            key, sources, permit.ticket, part.digest, permit=permit.id
-        )
+        opened = await self.versions.open(key, sources, asked.ticket, part.digest, permit=asked.id)
         described = opened.described
         if (described.digest, bytes(described.tensors)) != (part.digest, part.table):
             raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
@@ -209,14 +209,21 @@ class RankWeights:
         await self.versions.load(opened, self.executor.weight_slots)
         return FetchedVersion(version, opened.described.digest, [], is_whole=True)
 
-    async def fetch(self, version: VersionKey, permit: Permit) -> FetchedVersion:
+    async def prefetch(self, asked: PrefetchWeights) -> None:
+        """Have the bytes that this rank needs of a version fetched; a sync verifies them again.
+
+        Raises: PhaseloomError: they cannot be had.
+        """
+        await self.fetch(asked.ticket.version, asked)
+
+    async def fetch(self, version: VersionKey, asked: Asked) -> FetchedVersion:
         """Fetch the bytes of a version that this rank needs, to be copied later.
 
         Raises: PhaseloomError: they cannot be had.
         """
-        opened = await self.versions.open(version, permit.sources, permit.ticket, permit=permit.id)
+        opened = await self.versions.open(version, asked.sources, asked.ticket, permit=asked.id)
         if opened.is_manifest:
-            return await self._parts_reader.fetch(version, opened, permit)
+            return await self._parts_reader.fetch(version, opened, asked)
         pieces = [(opened.memory, self._runs_of_whole(opened.table))]
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from phaseloom.common.contract.codec import Message
-from phaseloom.common.contract.commands import Permit
+from phaseloom.common.contract.commands import Permit, Ticket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.events import StepRun
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
@@ -174,6 +174,17 @@ class AdjustShare(Message, frozen=True):
     """The command that sets the units; a command that is older than the newest has no effect."""
 
 
+class PrefetchWeights(Message, frozen=True):
+    """agent → every rank: have what the rank needs of a weights version fetched to host memory; a
+    `sync_weights` will ask for it. Answer: Done, once it is there."""
+
+    sources: list[str]
+    """Endpoints of the state managers that have the version."""
+    ticket: Ticket
+    id: CommandId
+    """The command that asks for it: the ranks of a node share one fetch and one verification."""
+
+
 class Payload(msgspec.Struct, frozen=True):
     """An operation, in the bytes in which its controller sent it."""
 
@@ -294,6 +305,7 @@ RankMessage = (
     | DevicesFreed
     | CancelRun
     | AdjustShare
+    | PrefetchWeights
     | RunShare
     | ShareDone
     | SharesDone

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit, Ticket
+from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import ActivationOpened, ActivationRefused, PermitReturned
-from phaseloom.common.contract.ids import VersionKey
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import (
     choice,
@@ -270,9 +269,9 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
         epoch=deployment.activation.epoch,
         prev=deployment.durability.applied,
         replay=replay or (op.uncertain and op.is_mutating),
-        sources=[] if op.version is None else _sources(step, op.version),
+        sources=[] if op.version is None else retention.sources_of(step, op.version),
         partial=gradients.is_partial(deployment, op),
-        ticket=None if op.version is None else _ticket(step, deployment, op.version),
+        ticket=None if op.version is None else retention.ticket(step, deployment, op.version),
         sealing=deployment.durability.sealing if len(deployment.wpg.assignments) > 1 else 0,
         ranks=tails.ranks_of(deployment),
         tail_on=tails.gathers_on(step, deployment, op),
@@ -280,18 +279,6 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
         units=shares.units_for(step, deployment),
     )
     step.post(node, permit)
-
-
-def _sources(step: Step, version: VersionKey) -> list[str]:
-    """Endpoints of the nodes that have a weights version, nodes that are up first."""
-    nodes = [step.node(node) for node in retention.nodes_of(step, version)]
-    return [node.state_endpoint for node in sorted(nodes, key=lambda node: not node.is_up)]
-
-
-def _ticket(step: Step, deployment: Deployment, version: VersionKey) -> Ticket:
-    """The ticket for a weights version, not signed yet: the shell knows the secret."""
-    nodes = [str(node.node) for node in step.nodes_of(deployment)]
-    return Ticket(version, deployment.key, deployment.wpg.incarnation, nodes)
 
 
 def _seal_idle(step: Step, slot: Slot) -> None:

@@ -1,4 +1,4 @@
-"""Hints to the state managers: what a node will need soon that is not on its devices.
+"""Hints to nodes: what they will need soon that is not on their devices, or not on the node.
 
 Where host memory may not hold all states of a node, some of them lie on its NVMe. A state manager
 that knows what is needed next promotes that while the device is busy with others, and demotes what
@@ -8,20 +8,27 @@ another operation came, when it is overdue, or when what waited is cancelled. A 
 switched in needs no hint any more. On nodes that hold everything, and of jobs of which nothing is
 known and nothing waits, nobody is told anything.
 
+A `sync_weights` often waits while its version is there already: for a device that other jobs use,
+or for a rollout of its own deployment. Its nodes are told to fetch the version meanwhile, so that
+the device does not wait for the network. On crowded nodes a version comes with its operation only:
+it would displace what is used sooner.
+
 Results do not depend on hints, and neither does any other command.
 Cost: O(deployments of the touched jobs), where a node is crowded; else nothing.
 """
 
 from __future__ import annotations
 
-from phaseloom.common.contract.commands import PrefetchState
+from phaseloom.common.contract.commands import PrefetchState, PrefetchVersion
+from phaseloom.common.contract.ids import parse_operation_key
 from phaseloom.scheduler.core.devices import devices
 from phaseloom.scheduler.core.dispatch import speculative
+from phaseloom.scheduler.core.durability import retention
 from phaseloom.scheduler.core.state.activation import NOT_TOLD_S
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Expected
 from phaseloom.scheduler.core.state.step import Step
-from phaseloom.scheduler.core.state.transitions import WpgState
+from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
 
 def tell(step: Step, name: str) -> None:
@@ -29,6 +36,27 @@ def tell(step: Step, name: str) -> None:
     job = step.state.jobs.get(name)
     for deployment in step.deployments_of(job) if job is not None else []:
         _tell(step, deployment)
+
+
+def prefetch_version(step: Step, name: str) -> None:
+    """Have the version of a `sync_weights` fetched that did not run at once when it could."""
+    key = parse_operation_key(name)
+    deployment = step.deployment_of(key)
+    op = deployment.queue.find(key) if deployment is not None else None
+    if deployment is None or op is None or op.version is None or op.state is not OpState.QUEUED:
+        return
+    if deployment.wpg.state is not WpgState.READY:
+        return
+    holders = retention.nodes_of(step, op.version)
+    for node in step.nodes_of(deployment):
+        if node.node not in step.state.crowded and holders != [node.node]:
+            step.order(
+                PrefetchVersion,
+                node,
+                deployment,
+                sources=retention.sources_of(step, op.version),
+                ticket=retention.ticket(step, deployment, op.version),
+            )
 
 
 def _tell(step: Step, deployment: Deployment) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from phaseloom.common.contract.commands import ReleaseVersions, StopWpg
+from phaseloom.common.contract.commands import ReleaseVersions, StopWpg, Ticket
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.scheduler.core.durability import holders
 from phaseloom.scheduler.core.operations import reads
@@ -84,6 +84,18 @@ def nodes_of(step: Step, version: VersionKey) -> list[NodeId]:
         holders = [node for part in policy.durability.replicas for node in part]
         return list(dict.fromkeys([*policy.nodes, *policy.move.stale_holders, *holders]))
     return step.job(version.policy.job_key).versions.retained.get(str(version), [])
+
+
+def sources_of(step: Step, version: VersionKey) -> list[str]:
+    """Endpoints of the nodes that have a weights version, nodes that are up first."""
+    nodes = [step.node(node) for node in nodes_of(step, version)]
+    return [node.state_endpoint for node in sorted(nodes, key=lambda node: not node.is_up)]
+
+
+def ticket(step: Step, reader: Deployment, version: VersionKey) -> Ticket:
+    """The ticket for a weights version, not signed yet: the shell knows the secret."""
+    nodes = [str(node.node) for node in step.nodes_of(reader)]
+    return Ticket(version, reader.key, reader.wpg.incarnation, nodes)
 
 
 def own_needed(step: Step, deployment: Deployment) -> set[int]:

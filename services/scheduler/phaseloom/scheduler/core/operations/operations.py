@@ -215,6 +215,8 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             end_unrun(step, deployment, op, unreadable)
             return
     op.eligible_s = step.now_s
+    if op.version is not None and op.is_mutating:
+        step.follow(FollowUp.PREFETCH, str(op.key))
 
 
 def end_unrun(

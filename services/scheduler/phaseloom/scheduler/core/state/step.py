@@ -59,6 +59,8 @@ class FollowUp(StrEnum):
     """The cluster: a job has come or left, or the last plan was answered."""
     MOVE = "move"
     """Deployments on their way: every event may let them go on."""
+    PREFETCH = "prefetch"
+    """Operations that bring a weights version which exists by now."""
     HINT = "hint"
     """Jobs of which something else may be needed next on crowded nodes."""
     SHOW_JOB = "show_job"
