@@ -80,14 +80,14 @@ class Server:
         payload: bytes | None
         async with asyncio.timeout(self._timeout_s):
             payload = await stream.receive(MAX_REQUEST_BYTES)
-        while payload is not None and await self._is_described(stream, payload):
+        while payload is not None and await self._answer_first(stream, payload):
             # The client makes room for what was described, then opens it.
             payload = await _asked_next(stream)
 
-    async def _is_described(self, stream: Stream, payload: bytes) -> bool:
+    async def _answer_first(self, stream: Stream, payload: bytes) -> bool:
         """Answer a first request, and those that follow where it opens something.
 
-        Returns: whether it was a version that is described now.
+        Returns: whether it had a version described, after which the stream begins again.
         """
         first: wire.First = msgspec.msgpack.decode(payload, type=wire.First)
         try:
