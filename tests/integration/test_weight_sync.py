@@ -26,7 +26,7 @@ from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.fetching import ask
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, Served
-from phaseloom.statemgr.transfer.tensorslices import all_of, batch_bytes, batches
+from phaseloom.statemgr.transfer.tensorslices import all_of, batches, chunk_bytes
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.readversions import load_version
@@ -43,7 +43,9 @@ from tests.support.statedaemon import (
 
 KEY = VersionKey(POLICY, 2)
 SIZE = 4 * MiB
-BATCH = batch_bytes(SIZE)
+CHUNK = chunk_bytes(SIZE)
+"""What nodes of a site share a version in."""
+BATCH = 8 * CHUNK
 _CONTROL = SIZE // 25
 """More than the control messages of a fetch take."""
 
@@ -104,6 +106,20 @@ async def test_without_sites_every_node_fetches_its_own(short_dir: Path) -> None
             await _sync(sampler, slow)
             assert sampler.digest() == policy.digest()
         assert 3 * SIZE <= slow.passed_bytes < 3 * (SIZE + _CONTROL)
+
+
+async def test_a_small_version_takes_one_connection(short_dir: Path) -> None:
+    """It is fetched on the stream on which it was described."""
+    async with (
+        daemon(short_dir / "a") as train,
+        daemon(short_dir / "b") as rollout,
+        link(await train.endpoint()) as slow,
+    ):
+        policy = await _published(train)
+        sampler = await _sampler(rollout)
+        await _sync(sampler, slow)
+        assert sampler.digest() == policy.digest()
+        assert slow.num_connections == 1
 
 
 async def test_batches_of_a_peer_that_died_cross_again_and_no_others(short_dir: Path) -> None:
@@ -203,8 +219,8 @@ async def test_a_receiver_that_is_killed_begins_afresh_and_leaks_nothing(short_d
         assert (status.versions, status.host_used_bytes) == ([KEY], 2 * SIZE)
 
 
-async def test_a_peer_that_cannot_be_reached_costs_its_batches_only(short_dir: Path) -> None:
-    """It took three batches and is gone: they cross twice, once for each that brought them."""
+async def test_a_peer_that_cannot_be_reached_costs_its_chunks_only(short_dir: Path) -> None:
+    """It took three chunks and is gone: they cross twice, once for each that brought them."""
     async with (
         daemon(short_dir / "east", SITE="east") as train,
         _nodes(short_dir, 2, "west") as far,
@@ -215,18 +231,19 @@ async def test_a_peer_that_cannot_be_reached_costs_its_batches_only(short_dir: P
         stream = await tls.connect(slow.endpoint, identity(), 10.0)
         opening = wire.OpenVersion(KEY, ticket(KEY), [""], "west", gone)
         assert (await ask(stream, opening, wire.Opened, 10.0)).is_far
-        for batch in batches(all_of("", policy.slots, SIZE))[:3]:
-            assert batch.num_bytes == BATCH
-            await ask(stream, wire.Give("", batch.boxes, BATCH), wire.Given, 10.0)
-            await stream.receive_into(memoryview(bytearray(BATCH)), 10.0)
+        (first,) = batches(all_of("", policy.slots, SIZE))[0].pieces
+        for chunk in list(first.cut(CHUNK))[:3]:
+            assert chunk.num_bytes == CHUNK
+            await ask(stream, wire.Give("", [chunk.box], CHUNK), wire.Given, 10.0)
+            await stream.receive_into(memoryview(bytearray(CHUNK)), 10.0)
         stream.close()
         samplers = [await _sampler(d) for d in far]
         await asyncio.gather(*(_sync(sampler, slow) for sampler in samplers))
         assert [sampler.digest() for sampler in samplers] == [policy.digest()] * 2
-        assert SIZE + 3 * BATCH <= slow.passed_bytes < SIZE + 3 * BATCH + _CONTROL
+        assert SIZE + 3 * CHUNK <= slow.passed_bytes < SIZE + 3 * CHUNK + _CONTROL
 
 
-async def test_a_cut_link_costs_the_batches_that_were_under_way(short_dir: Path) -> None:
+async def test_a_cut_link_costs_the_batch_that_was_under_way(short_dir: Path) -> None:
     async with (
         daemon(short_dir / "a") as train,
         daemon(short_dir / "b") as rollout,
@@ -241,7 +258,7 @@ async def test_a_cut_link_costs_the_batches_that_were_under_way(short_dir: Path)
         slow.release()
         await syncing
         assert sampler.digest() == policy.digest()
-        assert slow.passed_bytes < SIZE + 8 * BATCH + _CONTROL
+        assert slow.passed_bytes < SIZE + BATCH + _CONTROL
 
 
 async def test_a_source_that_is_killed_goes_on_where_it_was(short_dir: Path) -> None:
@@ -296,7 +313,7 @@ async def test_what_one_source_fetched_no_other_brings_again(short_dir: Path) ->
         await syncing
         assert sampler.digest() == policy.digest()
         crossed = first.passed_bytes + second.passed_bytes
-        assert SIZE <= crossed < SIZE + 8 * BATCH + 2 * _CONTROL
+        assert SIZE <= crossed < SIZE + BATCH + 2 * _CONTROL
 
 
 async def test_a_spoiled_batch_is_fetched_again(short_dir: Path) -> None:
@@ -311,4 +328,4 @@ async def test_a_spoiled_batch_is_fetched_again(short_dir: Path) -> None:
         await _sync(sampler, slow)
         assert sampler.digest() == policy.digest()
         await rollout.logged(f"version {KEY} from {slow.endpoint}")
-        assert SIZE < slow.passed_bytes < SIZE + 5 * BATCH + _CONTROL
+        assert SIZE < slow.passed_bytes < SIZE + BATCH + _CONTROL

@@ -21,6 +21,8 @@ class Link:
     source: str
     """Where it ends; may be changed, for connections to come."""
     endpoint: str = ""
+    num_connections: int = 0
+    """Those that were ever made."""
     passed_bytes: int = 0
     hold_after_bytes: int = 1 << 60
     """Nothing passes beyond; `held` is set then, and `release` lets the rest pass."""
@@ -71,6 +73,7 @@ async def link(source: str) -> AsyncIterator[Link]:
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = [writer]
+        running.num_connections += 1
         asking: asyncio.Task[None] | None = None
         try:
             host, port = running.source.rsplit(":", 1)

@@ -126,3 +126,11 @@ def test_a_sample_tells_what_no_delta_is_worth_and_lets_the_others_pass() -> Non
     delta = encode(memoryview(base), memoryview(few), limit_bytes)
     assert delta is not None
     assert apply(memoryview(base), memoryview(delta)) == few
+
+
+def test_a_sample_meets_all_columns_of_a_matrix() -> None:
+    """One column in 64 has changed, in every row."""
+    base = random.Random(1).randbytes(2**20)
+    content = bytearray(base)
+    content[::128] = bytes(byte ^ 1 for byte in base[::128])
+    assert encode(memoryview(base), memoryview(content), len(base) // 4) is not None

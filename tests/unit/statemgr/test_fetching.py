@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import threading
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ import xxhash
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Slice
-from phaseloom.common.tensors.blockhash import digest_of
+from phaseloom.common.tensors.blockhash import digest_of, num_threads
 from phaseloom.statemgr.mesh import tls
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.delta import apply
@@ -38,6 +40,59 @@ async def _gives_all(stream: tls.Stream) -> None:
     await stream.send(wire.Given(xxhash.xxh3_128_hexdigest(CONTENT)))
     await stream.send_bytes(memoryview(CONTENT), 10.0)
     await stream.receive(tls.MAX_REQUEST_BYTES)
+
+
+@dataclass
+class _Source:
+    """A source of one part, the bytes of one tensor."""
+
+    content: bytes
+    breaks_at: int = -1
+    """The number of the request in the middle of whose answer it breaks off, once."""
+    asked: list[wire.Give] = field(default_factory=list)
+    num_streams: int = 0
+
+    async def session(self, stream: tls.Stream) -> None:
+        self.num_streams += 1
+        await stream.receive(tls.MAX_REQUEST_BYTES)
+        await stream.send(wire.Opened({"0of1": ""}))
+        while True:
+            payload = await stream.receive(tls.MAX_REQUEST_BYTES)
+            give = msgspec.msgpack.decode(payload, type=wire.Give)
+            self.asked.append(give)
+            sent = b"".join(self.content[b.start[0] : b.start[0] + b.size[0]] for b in give.boxes)
+            await stream.send(wire.Given(xxhash.xxh3_128_hexdigest(sent)))
+            if len(self.asked) - 1 == self.breaks_at:
+                await stream.send_bytes(memoryview(sent[: len(sent) // 2]), 10.0)
+                return
+            await stream.send_bytes(memoryview(sent), 10.0)
+
+
+async def test_a_small_version_takes_few_requests_of_which_a_break_costs_one() -> None:
+    source = _Source(random.Random(1).randbytes(3 * 2**20 + 5), breaks_at=3)
+    size = len(source.content)
+    slices = [Slice("0of1", "w", "uint8", [0], [size], 0, size)]
+    memory = memoryview(bytearray(size))
+    fetch = fetch_of(KEY, slices, memory, home())
+    async with _serving(source.session) as endpoint:
+        await fetch.fetch_all(batches(slices), {"0of1": [endpoint]})
+    assert bytes(memory) == source.content
+    assert source.num_streams == 2
+    asked = [give.num_bytes for give in source.asked]
+    assert max(asked) <= 2**19
+    assert sum(asked) == size + asked[3]
+    assert len(asked) <= size // 2**19 + 2
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2**22, 2**22 + 1, 2**25])
+async def test_streams_are_opened_for_as_many_bytes_as_they_are_worth(num_bytes: int) -> None:
+    source = _Source(bytes(num_bytes))
+    slices = [Slice("0of1", "w", "uint8", [0], [num_bytes], 0, num_bytes)]
+    memory = memoryview(bytearray(num_bytes))
+    fetch = fetch_of(KEY, slices, memory, home())
+    async with _serving(source.session) as endpoint:
+        await fetch.fetch_all(batches(slices), {"0of1": [endpoint]})
+    assert source.num_streams == min(-(-num_bytes // 2**22), num_threads(), 4)
 
 
 @asynccontextmanager

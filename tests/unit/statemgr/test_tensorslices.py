@@ -19,9 +19,9 @@ from phaseloom.statemgr.transfer.tensorslices import (
     Box,
     Piece,
     all_of,
-    batch_bytes,
     batches,
     box_of,
+    chunk_bytes,
     contains,
     overlap,
     raw_slot,
@@ -184,7 +184,7 @@ def test_all_of_a_part_is_its_tensors_and_what_lies_between(
 
 
 @given(st.integers(0, 10**10))
-def test_batches_are_of_a_size_that_gives_several_streams_something_to_do(num_bytes: int) -> None:
-    size = batch_bytes(num_bytes)
+def test_chunks_are_of_a_size_that_gives_several_nodes_something_to_do(num_bytes: int) -> None:
+    size = chunk_bytes(num_bytes)
     assert size in range(65536, 4 * 2**20 + 1, 65536)
     assert size == 65536 or size == 4 * 2**20 or num_bytes / size >= 32

@@ -41,6 +41,8 @@ from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights
 
 _MAX_PARTS = 4096
+_FEW_BYTES = 64 * 1024
+"""The average length of the memories of an answer below which they are sent in one piece."""
 _WORDS_PER_TIMEOUT = 3
 """The number of times within its timeout that a client hears that the server is still at work."""
 
@@ -75,8 +77,18 @@ class Server:
 
     async def session(self, stream: Stream) -> None:
         """Serve one stream, until the client closes it or has its only answer."""
+        payload: bytes | None
         async with asyncio.timeout(self._timeout_s):
             payload = await stream.receive(MAX_REQUEST_BYTES)
+        while payload is not None and await self._answer_first(stream, payload):
+            # The client makes room for what was described, then opens it.
+            payload = await _asked_next(stream)
+
+    async def _answer_first(self, stream: Stream, payload: bytes) -> bool:
+        """Answer a first request, and those that follow where it opens something.
+
+        Returns: whether it had a version described, after which the stream begins again.
+        """
         first: wire.First = msgspec.msgpack.decode(payload, type=wire.First)
         try:
             match first:
@@ -87,6 +99,7 @@ class Server:
                     self._gate.check(first.ticket, first.version.whole, stream.node)
                     async with self._weights.open_part(first.version) as part:
                         await self._send(stream, _described(part.version))
+                    return True
                 case wire.DescribeFile() | wire.OpenFile():
                     self._gate.check_files(first.ticket, first.name.deployment, stream.node)
                     await self._node.until_settled(self._timeout_s)
@@ -100,6 +113,7 @@ class Server:
                     await self._send(stream, wire.FilesKept())
         except PhaseloomError as error:
             await self._send(stream, wire.Refusal(error.info))
+        return False
 
     async def _serve_version(self, stream: Stream, asked: wire.OpenVersion) -> None:
         if asked.relay is not None:
@@ -158,16 +172,11 @@ class Server:
         assignments: Mapping[str, Assignment],
         peer: Peer,
     ) -> None:
-        """Answer requests until the client closes the stream. A client may be silent as long as it
-        lives.
+        """Answer requests until the client closes the stream.
 
         Args: assignments: the chunk assignments by part, where the client is on another site.
         """
-        while True:
-            try:
-                payload = await stream.receive(MAX_REQUEST_BYTES)
-            except ConnectionError:
-                return
+        while (payload := await _asked_next(stream)) is not None:
             asked: wire.Ask = msgspec.msgpack.decode(payload, type=wire.Ask)
             memories: list[memoryview] = []
             reply: wire.Reply
@@ -201,14 +210,10 @@ class Server:
         if assignment is not None:
             boxes = [(box, each.num_bytes) for box, each in zip(asked.boxes, found, strict=True)]
             shares = assignment.ask(boxes, asked.num_bytes, asked.failed, peer)
-        memories, given = await asyncio.to_thread(_read, asked, found, shares)
         base = content.bases.get(asked.part) if isinstance(content, OpenParts) else None
-        if base is None or not asked.takes_delta:
-            return memories, given
-        sent = asked.boxes
-        if shares is not None:
-            sent = [box for _, box in shares.here]
-        return await asyncio.to_thread(_as_delta, memories, given, base, sent, self._delta_share)
+        if not asked.takes_delta:
+            base = None
+        return await asyncio.to_thread(_read, asked, found, shares, base, self._delta_share)
 
     async def _confirm(self, stream: Stream, content: Served, name: str) -> None:
         """Check that a part still is what was committed, after its bytes were sent.
@@ -263,6 +268,15 @@ class Server:
             await stream.send(message)
 
 
+async def _asked_next(stream: Stream) -> bytes | None:
+    """The next request of a client, which may be silent as long as it lives; None: the client has
+    closed the stream."""
+    try:
+        return await stream.receive(MAX_REQUEST_BYTES)
+    except ConnectionError:
+        return None
+
+
 def _described(version: Version) -> wire.VersionDescription:
     return wire.VersionDescription(version.num_bytes, version.tensors, version.digest)
 
@@ -281,9 +295,29 @@ def _found(content: Served, asked: wire.Give, *, is_assigned: bool) -> list[Foun
 
 
 def _read(
+    asked: wire.Give,
+    found: Sequence[Found],
+    shares: Shares | None,
+    base: OpenPart | None,
+    delta_share: float,
+) -> tuple[list[memoryview], wire.Given]:
+    """The bytes to send, and the reply before them. This takes long: run it in a thread.
+
+    Args: base: the earlier part that a delta may be of; None: the bytes go whole.
+          delta_share: the largest share of the bytes that a delta may have.
+    """
+    memories, given = _read_whole(asked, found, shares)
+    if len(memories) * _FEW_BYTES > sum(map(len, memories)):
+        memories = [delta.joined(memories)]
+    if base is None:
+        return memories, given
+    sent = asked.boxes if shares is None else [box for _, box in shares.here]
+    return _as_delta(memories, given, base, sent, delta_share)
+
+
+def _read_whole(
     asked: wire.Give, found: Sequence[Found], shares: Shares | None
 ) -> tuple[list[memoryview], wire.Given]:
-    """The bytes to send, and the reply before them. This takes long: run it in a thread."""
     if shares is None:
         memories = [memory for each in found for memory in each.read()]
         return memories, wire.Given(_digest(memories))
@@ -309,10 +343,7 @@ def _as_delta(
     boxes: Sequence[Box],
     share: float,
 ) -> tuple[list[memoryview], wire.Given]:
-    """The same bytes as a delta of those of the base, where that has at most this share of them.
-
-    This takes long: run it in a thread.
-    """
+    """The same bytes as a delta of those of the base, where that has at most this share of them."""
     earlier = [memory for box in boxes for memory in base.find(box).read()]
     if not earlier:
         return memories, given

@@ -114,9 +114,10 @@ class Core:
             TAKE[type(part)](step, part)
             _follow_up(step)
         dispatch.dispatch(step)
-        for what, do in AT_THE_END:
-            if what in step.asked:
-                do(step, step.asked.pop(what))
+        if step.asked:
+            for what, do in AT_THE_END:
+                if what in step.asked:
+                    do(step, step.asked.pop(what))
         return step.outputs
 
     def snapshot(self) -> bytes:

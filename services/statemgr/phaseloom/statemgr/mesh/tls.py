@@ -45,7 +45,10 @@ MAX_REQUEST_BYTES = 64 * 1024
 """The largest message from a client."""
 _CHUNK_BYTES = 1024 * 1024
 _INLINE_BYTES = 64 * 1024
-"""Bytes that are encrypted or decrypted at once on the event loop; more go to a thread."""
+"""Bytes of a large chunk that are encrypted or decrypted at once on the event loop; the others go
+to a thread, beside those of other streams."""
+_SMALL_BYTES = 512 * 1024
+"""The most bytes that are all moved on the event loop: to wake a thread takes as long."""
 _RECORD_BYTES = 16 * 1024
 """The largest record of TLS."""
 _MAX_STREAMS = 320
@@ -200,9 +203,10 @@ class Stream:
         Returns: the number of bytes; fewer than all where a step moved none.
         """
         done = 0
+        most = _SMALL_BYTES if len(memory) <= _SMALL_BYTES else _INLINE_BYTES
         while done < len(memory):
-            count = self._move_now(step, memory[done : done + _INLINE_BYTES])
-            if count == _INLINE_BYTES:
+            count = self._move_now(step, memory[done : done + most])
+            if count == most and done + count < len(memory):
                 count += await in_thread(partial(self._move_now, step), memory[done + count :])
             done += count
             if not count and self._awaits_writing is None:

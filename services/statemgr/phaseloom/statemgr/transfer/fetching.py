@@ -46,7 +46,13 @@ from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.delta import DeltaError, apply, joined
 from phaseloom.statemgr.transfer.served import Incoming
-from phaseloom.statemgr.transfer.tensorslices import MAX_BATCH_BYTES, Batch, Piece, Room, grouped
+from phaseloom.statemgr.transfer.tensorslices import (
+    MAX_BATCH_BYTES,
+    Batch,
+    Piece,
+    chunk_bytes,
+    grouped,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +62,20 @@ PEER_TIMEOUTS = 6.0
 """The number of timeouts that a peer may take for one request, while it says that it is at work."""
 _STREAMS = 4
 """The most streams to one source: no more than there are threads to decrypt them."""
+_STREAM_BYTES = 4 * 1024 * 1024
+"""A fetch has one stream to each near source for so many bytes: to open another one takes as long
+as to move one of these megabytes."""
 _MAX_STREAMS = 16
 """The most streams of one fetch, unless it has more sources: each source has one at least."""
 _AHEAD = 16
-"""Batches in one request to a source that assigns chunks: the source gives about one of them, and
-says which of the others peers have."""
+"""Chunks in one request to a source that assigns them: the source gives about one of them, and says
+which of the others peers have."""
 _MAX_FAILURES = 3
 """The most failures of a source in a row, without a batch in between."""
 _BACKOFF_S = 0.05
 _FAILURES = (OSError, TimeoutError, msgspec.DecodeError, PhaseloomError)
+_FEW_SPANS = 256
+"""Spans that are found in less time than it takes to wake a thread."""
 _FEW_BYTES = 4096
 """The average length in bytes of a batch's runs below which the batch is received in one piece, and
 then put where the runs belong."""
@@ -125,8 +136,11 @@ class Memory:
         self, stream: Stream, batch: Batch, timeout_s: float, delta_bytes: int = 0
     ) -> str:
         digest = xxhash.xxh3_128()
-        # Narrow slices have hundreds of thousands of spans: others are served meanwhile.
-        spans = await asyncio.to_thread(lambda: batch.spans)
+        if batch.most_spans <= _FEW_SPANS:
+            spans = batch.spans
+        else:
+            # Narrow slices have hundreds of thousands of spans: others are served meanwhile.
+            spans = await asyncio.to_thread(lambda: batch.spans)
         if delta_bytes:
             delta = memoryview(bytearray(delta_bytes))
             await stream.receive_into(delta, timeout_s)
@@ -172,6 +186,9 @@ class Fetch:
     home: Home
     incoming: Incoming
     sink: Sink
+    connected: dict[str, Stream] = field(default_factory=dict)
+    """Streams that nothing was opened on yet, by endpoint: they are used before others are made.
+    The caller closes those that are left."""
     errors: dict[str, PhaseloomError] = field(default_factory=dict, init=False)
     """The last error of each source that is given up, by endpoint."""
     fetched_bytes: int = field(default=0, init=False)
@@ -186,6 +203,10 @@ class Fetch:
     """The batches that are still to be asked of a source, by part."""
     _batch_bytes: int = field(default=0, init=False)
     """The size of the largest batch."""
+    _chunk_bytes: int = field(default=0, init=False)
+    """The size of the chunks that a far source assigns."""
+    _num_near: int = field(default=1, init=False)
+    """The number of streams to each near source."""
     _sources: list[_Source] = field(default_factory=list, init=False)
     _peers: dict[Peer, deque[tuple[Batch, str]]] = field(default_factory=dict, init=False)
     """The batches that each peer is to deliver, each with its checksum."""
@@ -221,12 +242,15 @@ class Fetch:
         if self.incoming.is_whole:
             self._over.set()
         each = min(_STREAMS, num_threads(), _MAX_STREAMS // max(1, len(self._sources)))
-        num = max(1, min(each, len(batches)))
+        num_bytes = sum(batch.num_bytes for batch in batches)
+        self._chunk_bytes = chunk_bytes(num_bytes)
+        self._num_near = max(1, min(each, -(-num_bytes // _STREAM_BYTES)))
+        num = max(1, min(each, -(-num_bytes // self._chunk_bytes)))
         async with asyncio.TaskGroup() as group:
             self._group = group
             for source in self._sources:
-                for number in range(num):
-                    group.create_task(self._pull(source, is_first=number == 0))
+                for number in range(num if self.home.site else self._num_near):
+                    group.create_task(self._pull(source, number))
             await self._over.wait()
             for relay in self._relaying:
                 relay.cancel()
@@ -281,12 +305,17 @@ class Fetch:
 
     # --- Sources ---------------------------------------------------------------------------------
 
-    async def _pull(self, source: _Source, *, is_first: bool) -> None:
-        """Work through one stream to a source, which is opened again as often as it breaks."""
+    async def _pull(self, source: _Source, number: int) -> None:
+        """Work through one stream to a source, which is opened again as often as it breaks.
+
+        Args: number: the stream's, from 0 on; the first one finds out whether the source is far.
+        """
         stream: Stream | None = None
+        is_first = number == 0
         try:
             while not self._over.is_set() and not source.is_given_up:
-                batch = self._take(source)
+                is_used = source.is_far or number < self._num_near
+                batch = self._take(source) if is_used else None
                 if batch is None and not (is_first and source.is_far is None):
                     await self._changed.wait()
                     continue
@@ -317,19 +346,21 @@ class Fetch:
     def _take(self, source: _Source) -> Batch | None:
         for part in source.parts:
             if self._queues[part] and self._is_due(source, part):
-                return self._next(part, _AHEAD if source.is_far else 1)
+                return self._chunks(part) if source.is_far else self._queues[part].popleft()
         return None
 
-    def _next(self, part: str, limit: int) -> Batch:
-        """The next batches of a part, as one."""
-        queue = self._queues[part]
+    def _chunks(self, part: str) -> Batch:
+        """The next chunks of a part."""
+        queue, limit = self._queues[part], _AHEAD * self._chunk_bytes
         pieces: list[Piece] = []
-        room = Room(limit * self._batch_bytes)
-        for _ in range(limit):
-            if not queue or not room.take(queue[0].boxes, queue[0].num_bytes):
-                break
-            pieces += queue.popleft().pieces
-        return Batch(part, pieces)
+        num_bytes = 0
+        while queue and num_bytes < limit:
+            batch = queue.popleft()
+            pieces += (chunk for each in batch.pieces for chunk in each.cut(self._chunk_bytes))
+            num_bytes += batch.num_bytes
+        first, *others = grouped(pieces, limit)
+        self._put_back(Batch(part, [piece for some in others for piece in some]))
+        return Batch(part, first)
 
     def _is_due(self, source: _Source, part: str) -> bool:
         """Whether the part, or the rest of it, is to be fetched from this source now."""
@@ -356,7 +387,7 @@ class Fetch:
     async def _fetch(self, stream: Stream, source: _Source, batch: Batch) -> None:
         """Fetch a batch; from a source that assigns chunks, only this node's share of the batch."""
         try:
-            most = self._batch_bytes if source.is_far else MAX_BATCH_BYTES
+            most = self._chunk_bytes if source.is_far else MAX_BATCH_BYTES
             num_bytes = min(batch.num_bytes, most)
             takes_delta = self.sink.base is not None
             failed = sorted(self._broken)
@@ -494,7 +525,9 @@ class Fetch:
     async def _opened(
         self, endpoint: str, parts: list[str], session: str | None = None
     ) -> tuple[Stream, wire.Opened]:
-        stream = await connect(endpoint, self.home.identity, self.home.timeout_s)
+        stream = self.connected.pop(endpoint, None)
+        if stream is None:
+            stream = await connect(endpoint, self.home.identity, self.home.timeout_s)
         with closed_on_failure(stream):
             return stream, await self._ask(stream, self.open_with(parts, session), wire.Opened)
 
@@ -581,18 +614,26 @@ async def ask(
 
 
 async def ask_once(endpoint: str, message: wire.First, answer: type[T], home: Home) -> T:
-    """Send one message on a stream of its own and return the answer.
+    """Send one message on a stream of its own and return the answer. Raises: as `ask_first`."""
+    stream, answered = await ask_first(endpoint, message, answer, home)
+    stream.close()
+    return answered
+
+
+async def ask_first(
+    endpoint: str, message: wire.First, answer: type[T], home: Home
+) -> tuple[Stream, T]:
+    """Connect, and send a first message. Returns: the stream, for the caller to close; the answer.
 
     Raises: ResourceError: the endpoint is out of reach, or the stream broke. CallerError: the
             message was refused there; a bad endpoint.
     """
     stream = await connect(endpoint, home.identity, home.timeout_s)
-    try:
-        return await ask(stream, message, answer, home.timeout_s)
-    except (OSError, TimeoutError, msgspec.DecodeError) as error:
-        raise explained(error, endpoint, home.timeout_s) from error
-    finally:
-        stream.close()
+    with closed_on_failure(stream):
+        try:
+            return stream, await ask(stream, message, answer, home.timeout_s)
+        except (OSError, TimeoutError, msgspec.DecodeError) as error:
+            raise explained(error, endpoint, home.timeout_s) from error
 
 
 def undelivered(what: str, errors: Iterable[PhaseloomError]) -> ResourceError:

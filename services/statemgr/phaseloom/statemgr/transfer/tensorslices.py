@@ -28,11 +28,13 @@ MAX_BATCH_BYTES = 8 * 1024 * 1024
 _BATCH_BYTES = 4 * 1024 * 1024
 """The largest size of a batch of tensor slices."""
 MAX_BATCH_BOXES = 256
-_MIN_BATCHES = 64
-"""The least number of batches of a transfer that is large enough, so that several streams and nodes
-have something to do."""
+_SMALL_BATCH_BYTES = 512 * 1024
+"""The size of the batches of a small transfer: a request takes as long as these bytes do."""
+_MIN_CHUNKS = 64
+"""The least number of chunks of a transfer that is large enough, so that all nodes of a site have
+something to do."""
 _STEP_BYTES = 64 * 1024
-"""The unit of batch sizes: each size is a multiple of these bytes."""
+"""The unit of chunk sizes: each size is a multiple of these bytes."""
 _MAX_TOLD_BYTES = 48 * 1024
 """The most bytes that the boxes of a batch of several boxes take in the message that asks for them;
 all else in that message is a few KiB."""
@@ -60,6 +62,12 @@ class Piece(NamedTuple):
     def num_bytes(self) -> int:
         return math.prod(self.box.size) * item_bytes(self.slice.dtype)
 
+    def cut(self, limit_bytes: int) -> Iterator[Piece]:
+        """The piece in smaller ones, in order, each of at most so many adjacent bytes."""
+        item = item_bytes(self.slice.dtype)
+        for start, size in _split(self.box.start, self.box.size, item, limit_bytes):
+            yield Piece(self.slice, Box(self.box.name, start, size))
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -75,6 +83,14 @@ class Batch:
     @cached_property
     def num_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
+
+    @property
+    def most_spans(self) -> int:
+        """At least the number of `spans`, which take long to find where they are many."""
+        return sum(
+            1 if piece.box.size[1:] == piece.slice.size[1:] else math.prod(piece.box.size[:-1])
+            for piece in self.pieces
+        )
 
     @cached_property
     def spans(self) -> list[slice]:
@@ -208,22 +224,24 @@ def inside(of: Slice, box: Box) -> Box:
     return Box(of.name, start, box.size)
 
 
-def batch_bytes(num_bytes: int) -> int:
-    """The size in bytes of each batch of a transfer of `num_bytes` bytes."""
-    wanted = -(-num_bytes // _MIN_BATCHES)
+def chunk_bytes(num_bytes: int) -> int:
+    """The size of the chunks in which nodes of a site share a transfer of `num_bytes` bytes."""
+    wanted = -(-num_bytes // _MIN_CHUNKS)
     steps = -(-wanted // _STEP_BYTES)
     return min(_BATCH_BYTES, max(1, steps) * _STEP_BYTES)
 
 
 def batches(slices: Sequence[Slice]) -> list[Batch]:
-    """All slices, split and grouped into batches of about the same size, part by part."""
-    limit = batch_bytes(sum(each.num_bytes for each in slices))
+    """All slices, split and grouped into batches of about the same size, part by part: a batch is
+    a chunk, or several where chunks are small."""
+    limit = max(_SMALL_BATCH_BYTES, chunk_bytes(sum(each.num_bytes for each in slices)))
     found: list[Batch] = []
     by_part: dict[str, list[Slice]] = {}
     for each in slices:
         by_part.setdefault(each.part, []).append(each)
     for part, mine in by_part.items():
-        pieces = (Piece(each, box) for each in mine for box in _boxes(each, limit))
+        whole = (Piece(each, box_of(each)) for each in mine)
+        pieces = (piece for each in whole for piece in each.cut(limit))
         found += [Batch(part, group) for group in grouped(pieces, limit)]
     return found
 
@@ -351,12 +369,6 @@ def runs(tensor: TensorSlot, box: Box) -> tuple[list[int], int]:
     """The runs of adjacent bytes of a box, in order: (offsets in the tensor, length)."""
     bytes_of(tensor, box)
     return box_runs(box.size, item_bytes(tensor.dtype), box.start, tensor.shape)
-
-
-def _boxes(whole: Slice, limit: int) -> Iterator[Box]:
-    item = item_bytes(whole.dtype)
-    for start, size in _split(whole.start, whole.size, item, limit):
-        yield Box(whole.name, start, size)
 
 
 def _split(

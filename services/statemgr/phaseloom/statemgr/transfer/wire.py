@@ -6,7 +6,8 @@ requests for its bytes follow:
     client → OpenVersion | OpenFile → server → Opened | Refusal
     then, as often as the client needs: client → Give | Confirm
                                         server → Given and the bytes | Confirmed | Refusal
-    client → DescribeVersion → server → VersionDescription | Refusal
+    client → DescribeVersion → server → VersionDescription | Refusal; after a description the
+                                        stream begins again: the client may open the version on it
     client → DescribeFile → server → FileDescription | Refusal
     client → KeepFiles → server → FilesKept | Refusal
 

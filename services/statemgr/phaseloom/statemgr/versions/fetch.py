@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -21,13 +21,14 @@ from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import find_parts
 from phaseloom.statemgr.memory.layouts import check_layout
+from phaseloom.statemgr.mesh.tls import Stream, closed_on_failure
 from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.delta import is_available
-from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_once, undelivered
+from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_first, undelivered
 from phaseloom.statemgr.transfer.served import Incoming
 from phaseloom.statemgr.transfer.tensorslices import all_of, batches
 from phaseloom.statemgr.versions.versions import Version, not_here
@@ -171,7 +172,15 @@ class VersionFetcher:
 
     async def _fetch(self, wanted: Wanted) -> Version:
         """Fetch a version from other nodes, as the slices that cover all of it."""
-        key, described = wanted.key, await self._described(wanted)
+        endpoint, stream, described = await self._described(wanted)
+        with closing(stream):
+            return await self._fetch_from(wanted, {endpoint: stream}, described)
+
+    async def _fetch_from(
+        self, wanted: Wanted, connected: dict[str, Stream], described: wire.VersionDescription
+    ) -> Version:
+        """Fetch a described version. Args: connected: as that of `Fetch`."""
+        key = wanted.key
         size, digest = described.num_bytes, described.digest
         table = TensorTable.of(described.tensors)
         check_layout(table, size)
@@ -181,6 +190,7 @@ class VersionFetcher:
         async with self.coming(key, table, size, incoming, what) as version:
             everything = await asyncio.to_thread(batches, slices)
             with self.fetch(version, incoming, wanted.ticket, what, digest) as first:
+                first.connected = connected
                 fetch = await first.fetch_sound(everything, {key.part: list(wanted.sources)})
             self.node.versions.commit(version, digest)
         log.info(
@@ -263,23 +273,26 @@ class VersionFetcher:
                 if not version.is_committed and not version.is_dropped:
                     node.drop_version(version)
 
-    async def _described(self, wanted: Wanted) -> wire.VersionDescription:
+    async def _described(self, wanted: Wanted) -> tuple[str, Stream, wire.VersionDescription]:
         """The description of a version by the first source that has it with the wanted digest.
 
-        Raises: ResourceError: no source has it.
+        Returns: the source; a stream to it, on which the version may be opened; the description.
+        Raises:  ResourceError: no source has it.
         """
         key, digest, errors = wanted.key, wanted.digest, list[PhaseloomError]()
         asked = wire.DescribeVersion(key, wanted.ticket)
         for endpoint in wanted.sources:
             try:
-                described = await ask_once(endpoint, asked, wire.VersionDescription, self.home)
-                if digest not in {"", described.digest}:
-                    raise CallerError(
-                        f"it has digest {described.digest}, not {digest}",
-                        code=Code.FAILED_PRECONDITION,
-                        field="sources",
-                    )
-                return described
+                answer = wire.VersionDescription
+                stream, described = await ask_first(endpoint, asked, answer, self.home)
+                with closed_on_failure(stream):
+                    if digest not in {"", described.digest}:
+                        raise CallerError(
+                            f"it has digest {described.digest}, not {digest}",
+                            code=Code.FAILED_PRECONDITION,
+                            field="sources",
+                        )
+                return endpoint, stream, described
             except PhaseloomError as error:
                 log.warning("version %s from %s: %s", key, endpoint, error)
                 errors.append(error)

@@ -42,8 +42,11 @@ class Cache(Protocol):
         """The keys and values of each layer, (B, K, S, D), of the columns in use, as views."""
         ...
 
-    def rows(self, index_R: torch.Tensor) -> Self:
-        """A cache of these rows, copied; an index may occur several times."""
+    def keep_rows(self, index_R: torch.Tensor) -> None:
+        """Keep these rows, in this order; an index may occur several times.
+
+        Each layer's memory goes before the next one is copied, so that it can be used again.
+        """
         ...
 
     def joined(self, other: Self, room: int) -> Self:
@@ -120,21 +123,26 @@ class LlamaCache:
         pairs = zip(self.keys, self.values, strict=True)
         return [(k[:, :, : self.columns], v[:, :, : self.columns]) for k, v in pairs]
 
-    def rows(self, index_R: torch.Tensor) -> LlamaCache:
+    def keep_rows(self, index_R: torch.Tensor) -> None:
+        _, num_heads, capacity, size = self.keys[0].shape
+        heads_K = torch.arange(num_heads, device=index_R.device)
+        index_Z = (index_R[:, None] * num_heads + heads_K).flatten()
+
         def pick(cached_BKSD: torch.Tensor) -> torch.Tensor:
-            _, num_heads, capacity, size = cached_BKSD.shape
+            # A head's used columns follow one another, so that each is copied at once.
             picked = cached_BKSD.new_empty((index_R.numel(), num_heads, capacity, size))
-            used = cached_BKSD[:, :, : self.columns]
-            picked[:, :, : self.columns] = used.index_select(0, index_R)
+            source, target = (
+                each.view(-1, capacity * size)[:, : self.columns * size]
+                for each in (cached_BKSD, picked)
+            )
+            torch.index_select(source, 0, index_Z, out=target)
             return picked
 
-        return LlamaCache(
-            [pick(keys) for keys in self.keys],
-            [pick(values) for values in self.values],
-            self.mask_BS.index_select(0, index_R),
-            self.padding_B.index_select(0, index_R),
-            self.columns,
-        )
+        for i in range(len(self.keys)):
+            self.keys[i] = pick(self.keys[i])
+            self.values[i] = pick(self.values[i])
+        self.mask_BS = self.mask_BS.index_select(0, index_R)
+        self.padding_B = self.padding_B.index_select(0, index_R)
 
     def joined(self, other: LlamaCache, room: int) -> LlamaCache:
         alignment = _Alignment.of(self, other)
@@ -277,11 +285,13 @@ class BodyCache:
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [_tensors(layer) for layer in self.held.layers]
 
-    def rows(self, index_R: torch.Tensor) -> BodyCache:
-        picked = DynamicCache()
-        for i, (keys, values) in enumerate(self.layers()):
-            picked.update(keys.index_select(0, index_R), values.index_select(0, index_R), i)
-        return BodyCache(picked, self.padding_B.index_select(0, index_R), self.columns)
+    def keep_rows(self, index_R: torch.Tensor) -> None:
+        for layer in self.held.layers:
+            assert isinstance(layer, DynamicLayer)
+            keys, values = _tensors(layer)
+            layer.keys = keys.index_select(0, index_R)
+            layer.values = values.index_select(0, index_R)
+        self.padding_B = self.padding_B.index_select(0, index_R)
 
     def joined(self, other: BodyCache, room: int) -> BodyCache:
         alignment = _Alignment.of(self, other)

@@ -119,7 +119,7 @@ class Rows:
         self._top_tokens_RIK = np.zeros((num_rows, limit, num_top), dtype="<i4")
         self._top_logprobs_RIK = np.zeros((num_rows, limit, num_top), dtype="<f4")
         self._length_R = self._limit_R.numpy().copy()
-        self._stop_reason_R = ["length"] * num_rows
+        self._stop_reason_R = np.full(num_rows, "length", dtype=object)
         self._rows_B = torch.arange(num_rows)
         self._is_taken_R = torch.zeros(num_rows, dtype=torch.bool)
         """Whether `take_ended_rows` has given the row, or must not give it."""
@@ -184,7 +184,7 @@ class Rows:
         for k in range(each.num_rows):
             stop = min(int(self._length_R[first + k]), self._position)
             if start < stop:
-                new = self._sequence(first + k, start, stop)
+                new = self._sequence(each, first + k, start, stop)
                 prompt, sample = divmod(k, each.num_samples)
                 drawn.append(
                     DrawnTokens(
@@ -234,7 +234,7 @@ class Rows:
         tokens = self.last_B.numpy()[live]
         self._tokens_RI[rows, self._position] = tokens
         self._logprobs_RI[rows, self._position] = logprobs_B.numpy()[live]
-        self._keep_top(rows, logits_BV[self._live_B])
+        self._keep_top(rows, logits_BV)
         self._position += 1
         ends_B = self._is_stop_QV[self._of_R[self._rows_B], self.last_B]
         if self._texts:
@@ -244,9 +244,9 @@ class Rows:
         self._live_B &= self._limit_R[self._rows_B] > self._position
 
     def _end(self, ends_B: torch.Tensor, reason: str) -> None:
-        for row in self._rows_B[ends_B].tolist():
-            self._length_R[row] = self._position
-            self._stop_reason_R[row] = reason
+        rows = self._rows_B[ends_B].numpy()
+        self._length_R[rows] = self._position
+        self._stop_reason_R[rows] = reason
         self._live_B &= ~ends_B
 
     def _index(self, request: int) -> int:
@@ -265,17 +265,22 @@ class Rows:
         each = self._asked[i]
         first = self._first_row(i)
         rows = iter(range(first, first + each.num_rows))
-        return [[self._sequence(next(rows)) for _ in range(each.num_samples)] for _ in each.starts]
+        return [
+            [self._sequence(each, next(rows)) for _ in range(each.num_samples)] for _ in each.starts
+        ]
 
-    def _sequence(self, row: int, start: int = 0, stop: int | None = None) -> Sequence:
-        """The tokens of a row from `start` up to `stop`; without `stop`, up to its end."""
+    def _sequence(
+        self, each: Sampling, row: int, start: int = 0, stop: int | None = None
+    ) -> Sequence:
+        """The tokens of a request's row from `start` up to `stop`; without `stop`, up to its
+        end."""
         new = slice(start, self._length_R[row] if stop is None else stop)
         sequence = Sequence(
             tokens=self._tokens_RI[row, new].tobytes(),
             logprobs=self._logprobs_RI[row, new].tobytes(),
             stop_reason=self._stop_reason_R[row],
         )
-        num_top = self._asked[int(self._of_R[row])].params.top_logprobs
+        num_top = each.params.top_logprobs
         if not num_top:
             return sequence
         return replace(
@@ -284,10 +289,11 @@ class Rows:
             top_logprobs=self._top_logprobs_RIK[row, new, :num_top].tobytes(),
         )
 
-    def _keep_top(self, rows: npt.NDArray[np.int64], logits_LV: torch.Tensor) -> None:
+    def _keep_top(self, rows: npt.NDArray[np.int64], logits_BV: torch.Tensor) -> None:
         """Keep the likeliest tokens of the live rows at this position."""
         num_top = self._top_tokens_RIK.shape[-1]
         if num_top:
+            logits_LV = logits_BV[self._live_B]
             top = torch.log_softmax(logits_LV.float(), dim=-1).topk(num_top, dim=-1)
             self._top_tokens_RIK[rows, self._position] = top.indices.numpy()
             self._top_logprobs_RIK[rows, self._position] = top.values.numpy()

@@ -10,11 +10,11 @@ holds the whole weights and generates for its own prompts: no collectives.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -214,7 +214,8 @@ class SamplerBackend(InferenceBackend):
         call.accept(rows, prefill.logits_BV.index_select(0, expand_B).cpu())
         origins = [prefixes[i].origin for i in expand_B.tolist()]
         adapters = [wave[i].adapter for i in expand_B.tolist()]
-        batch.add(rows, prefill.cache.rows(expand_B), origins, adapters)
+        prefill.cache.keep_rows(expand_B)
+        batch.add(rows, prefill.cache, origins, adapters)
         self._keep_ended(batch)
 
     def _found(self, call: _Call, wave: list[_Prompt]) -> list[Prefix]:
@@ -255,20 +256,22 @@ class SamplerBackend(InferenceBackend):
         order_P = torch.tensor([i for group in groups.values() for i in group]).argsort()
         order_P = order_P.to(self._device)
         logits_PV = torch.cat([part.logits_BV for part in parts])
-        return Prefill(logits_PV.index_select(0, order_P), cache.rows(order_P))
+        cache.keep_rows(order_P)
+        return Prefill(logits_PV.index_select(0, order_P), cache)
 
     def _prefill_alike(
         self, wave: list[_Prompt], prefixes: list[Prefix], room: int
     ) -> Prefill[Any]:
         """Run prompts of which nothing is kept, or of which equally many tokens are new."""
-        with self._with([prompt.adapter for prompt in wave]):
+        with self._with(prompt.adapter for prompt in wave):
             return self._prefill_with(wave, prefixes, room)
 
-    def _with(self, adapters: Seq[AdapterVersion | None]) -> AbstractContextManager[None]:
+    def _with(self, adapters: Iterable[AdapterVersion | None]) -> AbstractContextManager[None]:
         """Run passes, within the block, with the adapters of their rows."""
-        if self._adapters is None or not any(adapters):
+        if self._adapters is None:
             return nullcontext()
-        return self._adapters.rows(adapters)
+        versions = [*adapters]
+        return self._adapters.rows(versions) if any(versions) else nullcontext()
 
     def _prefill_with(self, wave: list[_Prompt], prefixes: list[Prefix], room: int) -> Prefill[Any]:
         rest = [
@@ -303,7 +306,7 @@ class SamplerBackend(InferenceBackend):
         if not batch.waves:
             return
         last_B = torch.cat([rows.last_B for rows in batch.waves]).to(self._device)
-        with self._with([each for wave in batch.adapters for each in wave]):
+        with self._with(chain.from_iterable(batch.adapters)):
             logits_BV = self._decoder.step(last_B, batch.cache).cpu()
         call.stepped(len(logits_BV))
         logits = torch.split(logits_BV, batch.num_rows_by_wave)
@@ -441,8 +444,7 @@ class _Batch:
         self.origins = [*compress(self.origins, is_left)]
         self.adapters = [*compress(self.adapters, is_left)]
         if self.waves:
-            cache = self.cache
-            self._cache = cache.rows(torch.cat(kept).to(cache.padding_B.device))
+            self.cache.keep_rows(torch.cat(kept).to(self.cache.padding_B.device))
 
 
 @dataclass
@@ -516,6 +518,8 @@ class _Call:
         that joins others costs a copy of the cache.
         """
         self._end_unwanted()
+        if not self._waiting:
+            return []
         num_rows, longest, room = sum(batch.num_rows_by_wave), batch.columns, batch.room
         is_half_free = num_rows * (longest + room) <= WAVE_TOKENS / 2
         wave: list[_Prompt] = []

@@ -123,10 +123,11 @@ def unclaim(step: Step, deployment: Deployment) -> None:
             claims.remove(deployment.name)
 
 
-def use(step: Step, deployment: Deployment) -> None:
-    """Let a deployment hold its slots: its state is the newest there."""
+def use(step: Step, deployment: Deployment, slots: list[Slot]) -> None:
+    """Let a deployment hold its slots: its state is the newest there. Args: slots: those of all of
+    its ranks."""
     name, idle = deployment.name, deployment.activation.idle_ranks
-    for rank, slot in enumerate(slots_of(step, deployment)):
+    for rank, slot in enumerate(slots):
         if rank in idle:
             continue
         if slot.running in ("", name):

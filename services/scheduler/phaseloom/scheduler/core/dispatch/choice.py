@@ -106,7 +106,11 @@ def contenders_on(step: Step, slot: Slot) -> Contenders:
 
 def _after_quantum(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
     """The options without the deployment whose quantum is over, if its job has others."""
-    if step.config.quantum_s and idle_hold.is_quantum_over(step, slot.used_since_s):
+    if (
+        len(options) > 1
+        and step.config.quantum_s
+        and idle_hold.is_quantum_over(step, slot.used_since_s)
+    ):
         return [o for o in options if o[0].name != slot.used_by] or options
     return options
 

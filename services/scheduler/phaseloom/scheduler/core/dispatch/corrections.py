@@ -44,6 +44,7 @@ from phaseloom.scheduler.core.state.observed import (
     perhaps,
     surely,
 )
+from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
 LEAST_PART = 0.5
@@ -114,7 +115,7 @@ def _findings(step: Step, slot: Slot) -> dict[Pair, list[Finding]]:
     return found
 
 
-def note(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+def note(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
     """Take in an operation that has ended, and whose device is still the deployment's.
 
     Nothing is learnt of what failed or was run again, of the first operation of a kind, which finds
@@ -123,7 +124,6 @@ def note(step: Step, deployment: Deployment, event: OperationFinished) -> None:
     """
     slots = devices.slots_of(step, deployment)
     share = slots[0].share_of(deployment.name) if len(slots) == 1 else None
-    op = deployment.queue.find(event.key)
     if share is None or share.pace is None or op is None or not share.pace.stage:
         return
     pace = share.pace

@@ -67,9 +67,10 @@ def dispatch(step: Step) -> None:
         if node.is_up and index < len(node.devices):
             slot = devices.slot(step.state, name, index)
             _dispatch(step, slot)
-            while (newcomer := shares.beside(step, slot)) is not None:
-                _begin_beside(step, newcomer)
-            shares.note_paces(step, slot)
+            if slot.shares:
+                while (newcomer := shares.beside(step, slot)) is not None:
+                    _begin_beside(step, newcomer)
+                shares.note_paces(step, slot)
 
 
 def _dispatch(step: Step, slot: Slot) -> None:
@@ -104,11 +105,8 @@ def _claimant(step: Step, slot: Slot) -> Deployment | None:
 def _begin(step: Step, deployment: Deployment) -> None:
     """Run what a deployment has, or claim its devices where not all that it needs are free."""
     slots = devices.slots_of(step, deployment)
-    taken = [
-        rank
-        for rank, slot in enumerate(slots)
-        if slot.running or devices.claimant(step, slot) not in (None, deployment)
-    ]
+    # A lone rank's device is the one on which the deployment was chosen: it is free.
+    taken = _taken(step, deployment, slots) if len(slots) > 1 else []
     ops = _batch(step, deployment)
     if taken:
         ops = tails.in_part(step, deployment, ops, taken)
@@ -124,9 +122,18 @@ def _begin(step: Step, deployment: Deployment) -> None:
         # It is never displaced and never idle: its log must not grow for ever.
         seals.seal(step, deployment)
     if deployment.activation.opening_on:
-        devices.use(step, deployment)
+        devices.use(step, deployment, slots)
         return
     _permit(step, deployment, ops, slots)
+
+
+def _taken(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int]:
+    """The ranks whose devices run something, or are claimed by others."""
+    return [
+        rank
+        for rank, slot in enumerate(slots)
+        if slot.running or devices.claimant(step, slot) not in (None, deployment)
+    ]
 
 
 def _begin_beside(step: Step, deployment: Deployment) -> None:
@@ -255,8 +262,10 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
     phases.began(step, deployment, op, slots)
     reads.permitted(step, deployment, op)
     deployment.activation.began(op.key)
-    devices.use(step, deployment)
+    devices.use(step, deployment, slots)
     node = step.node_of(deployment)
+    # A lone rank runs everything itself: there is no other to gather its tail on.
+    is_lone = len(slots) == 1
     # Built here, since one by the names in a dict, as `send` does it, takes twice as long.
     permit = Permit(
         id=step.command_id,
@@ -273,10 +282,10 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
         partial=gradients.is_partial(deployment, op),
         ticket=None if op.version is None else retention.ticket(step, deployment, op.version),
         sealing=deployment.durability.sealing if len(deployment.wpg.assignments) > 1 else 0,
-        ranks=tails.ranks_of(deployment),
-        tail_on=tails.gathers_on(step, deployment, op),
+        ranks=[] if is_lone else tails.ranks_of(deployment),
+        tail_on=[] if is_lone else tails.gathers_on(step, deployment, op),
         adapter=op.adapter,
-        units=shares.units_for(step, deployment),
+        units=shares.units_for(step, deployment, slots),
     )
     step.post(node, permit)
 

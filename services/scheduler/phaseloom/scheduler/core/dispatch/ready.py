@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.scheduler.core.devices import devices
@@ -33,7 +33,7 @@ def note(step: Step) -> None:
         if deployment is None:
             continue
         step.foresee(deployment)
-        is_ready = next(operations(step, deployment), None) is not None
+        is_ready = next(iter(operations(step, deployment)), None) is not None
         devices.note_ready(step, deployment, is_ready=is_ready)
 
 
@@ -56,18 +56,20 @@ def is_any_on(step: Step, slot: Slot, *, of_job: str | None = None, but_job: str
     return next(on(step, slot, of_job=of_job, but_job=but_job), None) is not None
 
 
-def operations(step: Step, deployment: Deployment) -> Iterator[Op]:
+def operations(step: Step, deployment: Deployment) -> Iterable[Op]:
     """Ready ones by arrival, whether or not their weights version can be had."""
-    if deployment.activation.retry_at_s > step.now_s or deployment.activation.idle_ranks:
-        return iter(())
+    activation, queue = deployment.activation, deployment.queue
+    if activation.retry_at_s > step.now_s or activation.idle_ranks:
+        return ()
     if deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
-        return iter(() if deployment.activation.running else (_replay_op(step, deployment),))
-    if deployment.wpg.state is not WpgState.READY or moves.is_held(deployment):
-        return iter(())
-    if not deployment.queue.unordered:
+        return () if activation.running else (_replay_op(step, deployment),)
+    is_moving = deployment.move.relocation is not None
+    if deployment.wpg.state is not WpgState.READY or (is_moving and moves.is_held(deployment)):
+        return ()
+    if not queue.unordered:
         return _ordered(deployment)
-    unordered = (op for op in deployment.queue.unordered.values() if _may_begin(deployment, op))
-    if deployment.queue.head_seq not in deployment.queue.operations:
+    unordered = (op for op in queue.unordered.values() if _may_begin(deployment, op))
+    if queue.head_seq not in queue.operations:
         return unordered
     return heapq.merge(_ordered(deployment), unordered, key=lambda op: op.arrival)
 
@@ -97,7 +99,7 @@ def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
         if not is_reachable(step, deployment, op):
             continue
         if op.is_mutating or op.uncertain:
-            return _in_turns(deployment, found, room) or [op]
+            return _in_turns(deployment, found, room) if found else [op]
         found.append(op)
     return _in_turns(deployment, found, room)
 
@@ -138,15 +140,24 @@ def waits_for_device(op: Op) -> bool:
     return op.state is OpState.QUEUED and op.eligible_s >= 0 and is_wanted
 
 
-def _ordered(deployment: Deployment) -> Iterator[Op]:
+def _ordered(deployment: Deployment) -> Iterable[Op]:
+    """Ready operations that have a place in the order: mostly the head alone."""
+    queue = deployment.queue
+    head = queue.operations.get(queue.head_seq)
+    if head is None:
+        return ()
+    if head.is_mutating or queue.head_seq + 1 not in queue.operations:
+        return (head,) if _may_begin(deployment, head) else ()
+    return _reading(deployment)
+
+
+def _reading(deployment: Deployment) -> Iterator[Op]:
+    """Ready operations from the head, which is a reading one, up to the first mutating one or
+    gap."""
     head = deployment.queue.head_seq
     for seq in range(head, head + READ_AHEAD):
         op = deployment.queue.operations.get(seq)
-        if op is None:
-            return
-        if op.is_mutating and not op.has_ended:
-            if seq == head and waits_for_device(op):
-                yield op
+        if op is None or (op.is_mutating and not op.has_ended):
             return
         if _may_begin(deployment, op):
             yield op

@@ -88,26 +88,28 @@ def give(step: Step, deployment: Deployment) -> None:
         devices.give_share(slot, deployment, free)
 
 
-def units_for(step: Step, deployment: Deployment) -> list[int]:
+def units_for(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int]:
     """The units that a deployment's permits name; none: all of its devices.
 
     One that joins others while its rank is asked for units must not name these: the rank goes by
     what it was told last.
+
+    Args: slots: those of all of its ranks.
     """
-    slots = devices.slots_of(step, deployment)
-    share = slots[0].share_of(deployment.name)
-    if share is None or len(slots) > 1:
+    share = slots[0].share_of(deployment.name) if len(slots) == 1 else None
+    if share is None:
         return []
     units = share.asked or share.units
     return [] if len(units) == devices.units_of(step.state, slots[0]) else units
 
 
 def beside(step: Step, slot: Slot) -> Deployment | None:
-    """Bring the shares of a slot in which something runs nearer to what the policy wants.
+    """Bring the shares of a slot nearer to what the policy wants.
 
+    Args:    slot: one in which something runs with a share.
     Returns: a deployment that begins beside the others now; it has its share.
     """
-    if not slot.shares or not is_on(step, slot):
+    if not is_on(step, slot):
         return None
     running = [_claim_of(step, step.state.deployments[name]) for name in slot.runs]
     found = _next(step, slot, running)
@@ -128,7 +130,7 @@ def beside(step: Step, slot: Slot) -> Deployment | None:
 def note_paces(step: Step, slot: Slot) -> None:
     """Note how fast all that run in a slot are from now on, by the table as it was measured."""
     table = step.config.slowdowns
-    if not slot.shares or table is None or not corrections.are_on(step) or not is_on(step, slot):
+    if table is None or not corrections.are_on(step) or not is_on(step, slot):
         return
     claims = [_running(step, step.state.deployments[name]) for name in slot.runs]
     units, counts = devices.units_of(step.state, slot), [len(share.units) for share in slot.shares]

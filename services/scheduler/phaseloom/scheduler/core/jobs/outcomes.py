@@ -13,7 +13,7 @@ from phaseloom.scheduler.core.operations import gradients, operations
 from phaseloom.scheduler.core.placement import assignment, repack
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
-from phaseloom.scheduler.core.state.operation import Mutation
+from phaseloom.scheduler.core.state.operation import Mutation, Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, WpgState
 from phaseloom.scheduler.core.wpgs import wpgs
@@ -28,14 +28,15 @@ def finish(step: Step, event: OperationFinished) -> None:
     if event.incarnation == 0:
         _settle(step, deployment, event)
         return
-    _charge(step, deployment, event)
+    op = deployment.queue.find(event.key)
+    _charge(step, deployment, op, event)
     is_current = event.incarnation == deployment.wpg.incarnation and bool(
         deployment.wpg.assignments
     )
     if is_current:
         if event.key in deployment.activation.running:
-            _note_latency(step, deployment, event)
-            corrections.note(step, deployment, event)
+            _note_latency(step, deployment, op, event)
+            corrections.note(step, deployment, op, event)
             _note_duration(deployment, event)
             devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)
@@ -44,14 +45,14 @@ def finish(step: Step, event: OperationFinished) -> None:
         # This is late word of a dead incarnation: the operation is being run again and will tell.
         return
     if event.dirty and is_current:
-        _record(step, deployment, event)
+        _record(step, deployment, op, event)
         wpgs.rebuild(step, deployment, event.error)
     elif deployment.durability.replay and event.key.seq == deployment.durability.replay[0]:
         if event.key.seq in deployment.queue.snapshots:
-            _record(step, deployment, event)
+            _record(step, deployment, op, event)
         wpgs.replayed(step, deployment, deployment.durability.replay[0])
     else:
-        _record(step, deployment, event)
+        _record(step, deployment, op, event)
 
 
 def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
@@ -70,9 +71,10 @@ def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
     step.touch(deployment)
 
 
-def _note_latency(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+def _note_latency(
+    step: Step, deployment: Deployment, op: Op | None, event: OperationFinished
+) -> None:
     """Measure how much later than its duration says an operation has ended that ran alone."""
-    op = deployment.queue.find(event.key)
     if op is None or len(deployment.activation.running) > 1 or event.replay:
         return
     ended_s = estimates.began_s(step.state, deployment, op) + event.duration_s
@@ -84,22 +86,20 @@ def _note_duration(deployment: Deployment, event: OperationFinished) -> None:
         deployment.note_duration(event.kind, event.duration_s)
 
 
-def _charge(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+def _charge(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
     """Count the devices' time of an operation as that of the job whose weights it has read.
 
     A job that is gone cannot be charged: its reader's job is. A save that has its snapshot is
     written without the devices.
     """
-    op = deployment.queue.find(event.key)
     if op is not None and op.has_snapshot:
         return
     device_s = event.duration_s * event.share * len(deployment.places)
     step.payer_of(deployment, op).charge(deployment.spec.pool, device_s)
 
 
-def _record(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+def _record(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
     seq = event.key.seq
-    op = deployment.queue.find(event.key)
     if op is None or op.has_ended:
         return
     if op.state is OpState.QUEUED:
@@ -135,7 +135,7 @@ def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> Non
     if op is None:
         return
     applied, history = deployment.durability.applied, list(deployment.durability.history)
-    _record(step, deployment, event)
+    _record(step, deployment, op, event)
     if op.is_mutating and op.state is OpState.COMPLETED:
         deployment.durability.start_from(applied)
     is_up = deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.tree import State
@@ -88,7 +87,7 @@ def _below(deployment: Deployment, op: Op, seq: int, seqs: list[int]) -> list[in
 
 
 def _name(op: Op, deployment: str) -> str:
-    return str(DeploymentKey(op.key.tenant, op.key.job, deployment))
+    return f"{op.key.tenant}.{op.key.job}.{deployment}"
 
 
 def _path(came_from: dict[_Place, _Place], last: _Place, start: _Place) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from phaseloom.common.contract.errors import Code, ErrorInfo, session_over
 from phaseloom.common.contract.events import QueuedOperation
-from phaseloom.common.contract.ids import DeploymentKey, JobKey, OperationKey, parse_operation_key
+from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_key
 from phaseloom.common.contract.operations import Completion, Outcome
 from phaseloom.scheduler.core.operations import after_cycles, gradients, reads
 from phaseloom.scheduler.core.state import outputs
@@ -183,8 +183,8 @@ def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
 def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
     """Find out whether anything that `op` names is still open; wait for the first that is."""
     for after in op.after:
-        key = DeploymentKey(op.key.tenant, op.key.job, after.deployment)
-        other = step.deployment(key)
+        name = f"{deployment.job_name}.{after.deployment}"
+        other = step.state.deployments.get(name)
         if other is None:
             error = ErrorInfo(
                 Code.NOT_FOUND,
@@ -203,7 +203,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             end_unrun(step, deployment, op, error)
             return
         if not other.queue.is_done(after.seq):
-            step.state.wait_for(f"{key}.{after.seq}", str(op.key))
+            step.state.wait_for(f"{name}.{after.seq}", str(op.key))
             return
     if op.version is not None:
         publish = reads.running_publish(step, op)

@@ -181,7 +181,9 @@ class Step:
     def touch(self, deployment: Deployment) -> None:
         """Have the devices of a deployment looked at again before this step ends."""
         self.touched.add(deployment.name)
-        self.dirty.update(deployment.places)
+        for assigned in deployment.wpg.assignments:
+            for device in assigned.devices:
+                self.dirty.add((assigned.node, device))
 
     def foresee(self, deployment: Deployment) -> None:
         """Ask for hints: what the deployment's job needs next may have changed."""
