@@ -554,6 +554,7 @@ def test_copy_on_a_node_that_was_gone_is_forgotten_when_that_is_back() -> None:
         max_size=12,
     ),
 )
+@example(0, 2, 3, Durability.REMOTE, [("drain", 0, 2.0), ("drain", 1, 0.0), ("lose", 1, 0.0)])
 def test_nothing_is_lost_and_nothing_hangs_whatever_nodes_do(
     seed: int,
     num_nodes: int,

@@ -97,6 +97,9 @@ def seal(step: Step, deployment: Deployment) -> None:
         step.tell("not sealed", "no other node is there to keep a copy of it", deployment.name)
         deployment.durability.skip_seal()
         return
+    # Should the seal come to nothing, they may have a part of it all the same.
+    asked = [name for copies in replicas.values() for name in copies]
+    deployment.move.keep([*deployment.move.stale_holders, *asked])
     deployment.durability.seal()
     applied = deployment.durability.applied
     versions = [seq for seq in retention.own_needed(step, deployment) if seq <= applied]

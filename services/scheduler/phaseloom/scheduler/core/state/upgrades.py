@@ -61,6 +61,7 @@ UPGRADES: Mapping[int, Upgrade] = {
     15: unchanged,
     16: with_exclusive,
     17: unchanged,
+    18: unchanged,
 }
 """Core version → the upgrade of its tree to the next version."""
 
