@@ -160,7 +160,7 @@ def _ready(*descriptors: int) -> list[int]:
 
 
 @dataclass
-class _Forked:
+class Forked:
     """A program that runs here for the process that was started."""
 
     pid: int
@@ -171,7 +171,8 @@ class _Forked:
 
     def end(self) -> None:
         """It has ended: what it has started ends too, and whoever started it is told its code."""
-        os.killpg(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it died before it had a group of its own
+            os.killpg(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         with suppress(OSError):
             self.asking.send(bytes([os.waitstatus_to_exitcode(status) & 0xFF]))
@@ -209,7 +210,7 @@ def main(listener: socket.socket, name: str) -> NoReturn:
     _import(name)
     # Who imports these modules sets variables, such as those that vLLM reads later.
     handed_down = {key: value for key, value in os.environ.items() if before.get(key) != value}
-    running: list[_Forked] = []
+    running: list[Forked] = []
     while True:
         fds = [fd for each in running for fd in (each.death, each.asking.fileno())]
         ready = _ready(listener.fileno(), *fds)
@@ -238,7 +239,7 @@ def main(listener: socket.socket, name: str) -> NoReturn:
                     for each in running:
                         each.close()
                     _run(words, options, directory, {**environment, **handed_down}, files)
-                running.append(_Forked(pid, os.pidfd_open(pid), asking))
+                running.append(Forked(pid, os.pidfd_open(pid), asking))
                 with suppress(OSError):
                     asking.send(_PID.pack(pid))
             for fd in files:
