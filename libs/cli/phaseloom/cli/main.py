@@ -84,13 +84,9 @@ def main() -> None:
         application()(exit_on_error=False)
     except* CycloptsError:  # it has been printed
         sys.exit(2)
-    except* PhaseloomError as errors:
-        for line in _lines(errors):
-            print(f"phaseloom: {line}", file=sys.stderr)
-        sys.exit(1)
     except* BrokenPipeError:  # whoever reads has enough
         sys.exit(1)
-    except* OSError as errors:
+    except* (PhaseloomError, OSError) as errors:
         for line in _lines(errors):
             print(f"phaseloom: {line}", file=sys.stderr)
         sys.exit(1)

@@ -40,7 +40,7 @@ _PARTS_AT_ONCE = 4
 
 T = TypeVar("T")
 Asked = Permit | PrefetchWeights
-"""What a version is fetched for: an operation, or one that is to come."""
+"""The permit of an operation that reads a version, or the hint that one will."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,7 @@ class Step:
     def touch(self, deployment: Deployment) -> None:
         """Have the devices of a deployment looked at again before this step ends."""
         self.touched.add(deployment.name)
+        # Without the list that `places` makes: this is called several times a step.
         for assigned in deployment.wpg.assignments:
             for device in assigned.devices:
                 self.dirty.add((assigned.node, device))
