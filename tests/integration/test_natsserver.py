@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -339,3 +340,13 @@ async def test_publish_without_a_stream_is_refused_for_a_tenant_unknown_to_the_m
     async with tenant(nats_server, "globex") as (client, _):
         with pytest.raises((NoStreamResponseError, nats.errors.TimeoutError)):
             await client.jetstream().publish("pl.v1.op.globex.a.b.1", b"", timeout=0.5)
+
+
+async def test_streams_may_be_promised_more_than_the_disk_has(
+    nats_server: EmbeddedServer, bus: Bus
+) -> None:
+    more = 4 * shutil.disk_usage(nats_server.store).total
+    for name in ("initech", "umbrella"):
+        await bus.provision_tenant(name, more)
+        made = await bus.js.stream_info(streams.ops_stream(name))
+        assert made.config.max_bytes == more
