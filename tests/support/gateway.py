@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from msgspec.structs import replace
 
@@ -81,7 +82,8 @@ class Served:
 
 def check_whole(said: dict[str, Any]) -> None:
     """Check what the part `whole` of `sdk_child.py`, or `full`, tells of any backends."""
-    assert said["losses"][0] == said["before"]
+    # Without gradients a processor may have other kernels, which round otherwise: AVX-512 has them.
+    assert said["losses"][0] == pytest.approx(said["before"], rel=1e-6)
     assert said["losses"][-1] < 0.01 * said["before"]
     assert said["shapes"] == [[7]]
     assert said["sampled"] == said["named"] == said["earlier"] == [9, 2, 7, 3, 11, 4]
