@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar, NamedTuple
@@ -88,6 +89,23 @@ class Options:
             results[index] = result
             told(cases[index].name)
         return [results[index] for index in range(len(cases))]
+
+    def run_each(
+        self,
+        run: Callable[[str, str, int], Any],
+        workloads: Iterable[str],
+        ways: Iterable[str],
+        seeds: Iterable[int],
+    ) -> list[Any]:
+        """Run every workload in every way with every seed; results are in that order.
+
+        Args: run: gets the three; a function at module level.
+              seeds: the scenario's own, for where none was asked for.
+        """
+        every = product(workloads, ways, self.seeds or seeds)
+        return self.run_cases(
+            [Case(f"{one}, {way}, seed {seed}", run, (one, way, seed)) for one, way, seed in every]
+        )
 
 
 _FLAGS = {"virtual_clusters": "virtual-cluster", "start_h": "start-h"}

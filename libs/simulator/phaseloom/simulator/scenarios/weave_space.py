@@ -16,7 +16,7 @@ from phaseloom.simulator.optimum import Terms, cheapest_partition
 from phaseloom.simulator.scenarios.common import HOST_BYTES
 from phaseloom.simulator.scenarios.pictures import bars, canvas
 from phaseloom.simulator.scenarios.report import Record, Report
-from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
+from phaseloom.simulator.scenarios.scenario import Options, Scenario
 from phaseloom.simulator.scenarios.weaving import SWITCHING, planned
 from phaseloom.simulator.workloads.weave import generate
 
@@ -52,14 +52,8 @@ def _case(profile: str, setting: str, seed: int) -> Record:
 
 
 def _run(options: Options) -> Report:
-    asked = options.policies_of(_GAINS)
-    cases = [
-        Case(f"{profile}, {setting}, seed {seed}", _case, (profile, setting, seed))
-        for profile in _PROFILES
-        for setting in dict.fromkeys((_IN_TURNS, *asked))
-        for seed in options.seeds or _SEEDS
-    ]
-    records: list[Record] = options.run_cases(cases)
+    settings = dict.fromkeys((_IN_TURNS, *options.policies_of(_GAINS)))
+    records: list[Record] = options.run_each(_case, _PROFILES, settings, _SEEDS)
     prices = {(r.workload, r.policy, r.seed): r.cost_per_hour or 0.0 for r in records}
     return Report(
         scenario="weave-space",

@@ -21,7 +21,7 @@ from phaseloom.simulator.scenarios.common import config, only, record_of, run
 from phaseloom.simulator.scenarios.jigsaw import HOMOGENEOUS
 from phaseloom.simulator.scenarios.pictures import bars, canvas
 from phaseloom.simulator.scenarios.report import Record, Report, Target, at_least, mean_of
-from phaseloom.simulator.scenarios.scenario import Case, Options, Scenario
+from phaseloom.simulator.scenarios.scenario import Options, Scenario
 from phaseloom.simulator.spatial.tables import TWO_CORES_TABLE
 
 ITERATIONS = 100
@@ -84,13 +84,7 @@ def _case(truth: str, way: str, seed: int) -> Record:
 
 def _run(options: Options) -> Report:
     ways = dict.fromkeys((IN_TURNS, *options.policies_of(WAYS)))
-    cases = [
-        Case(f"{truth}, {way}, seed {seed}", _case, (truth, way, seed))
-        for truth in TRUTHS
-        for way in ways
-        for seed in options.seeds or _SEEDS
-    ]
-    records: list[Record] = options.run_cases(cases)
+    records: list[Record] = options.run_each(_case, TRUTHS, ways, _SEEDS)
     turns_s = {(r.workload, r.seed): r.makespan_s for r in records if r.policy == IN_TURNS}
     records = [
         replace(r, more={"over_in_turns": (turns_s[r.workload, r.seed] or 0.0) / r.makespan_s})
