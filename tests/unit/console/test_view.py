@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 
+import phaseloom.scheduler.core.core
 from phaseloom.common.contract import events
 from phaseloom.common.contract.api import DeploymentStatus, JobReport, JobStatus
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, OperationKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import DeviceSpec, Segment
+from phaseloom.console.core.decisions import ROUTINE, of_notice
 from phaseloom.console.core.view import Listener, View
 from phaseloom.console.core.wire import TICK_S, Update
 
@@ -220,16 +225,37 @@ def test_decisions_are_told_with_their_reasons_and_trouble_as_such() -> None:
     view = mesh()
     view.step(T0 + 1, events.SessionOpened(JobKey("acme", "a"), 3))
     view.step(T0 + 2, events.NodeLost(NODE, 1, "its lease ran out"))
-    lost = events.WpgLost(POLICY, 1, NODE, ErrorInfo(Code.ABORTED, "killed"))
+    lost = events.WpgLost(POLICY, 1, NODE, ErrorInfo(Code.UNAVAILABLE, "killed"))
     view.step(T0 + 3, lost)
+    on_order = ErrorInfo(Code.ABORTED, "stopped by the scheduler")
+    view.step(T0 + 3.5, events.WpgLost(OTHER, 1, NODE, on_order))
     told = {one.what: one for one in view.update(T0 + 4).decisions}
     attached = told["controller attached"]
     assert (attached.job, attached.why) == ("acme.a", "session 3")
     assert not attached.is_trouble
     assert told["node train-0 lost"].why == "its lease ran out"
     assert told["policy lost on train-0"].is_trouble
+    stopped = told["policy stopped on train-0"]
+    assert (stopped.job, stopped.why) == ("globex.b", "stopped by the scheduler")
+    assert not stopped.is_trouble, "as at the end of every job"
     (row,) = view.update(T0 + 4).nodes or []
     assert not row.is_up
+
+
+def test_notices_are_trouble_unless_they_tell_of_what_is_as_it_should_be() -> None:
+    done = of_notice(
+        T0, events.Notice("scheduler", "job done", "the controller finished", "acme.a")
+    )
+    assert (done.what, done.is_trouble) == ("job done acme.a", False)
+    full = of_notice(T0, events.Notice("supervisor", "disk_full", "0 bytes are left", "nats"))
+    assert (full.what, full.is_trouble) == ("disk full nats", True)
+
+
+def test_routine_notices_are_those_that_the_scheduler_has() -> None:
+    core = Path(phaseloom.scheduler.core.core.__file__).parent
+    sources = "".join(path.read_text() for path in core.rglob("*.py"))
+    told = {*re.findall(r'\.tell\(\s*"([^"]+)"', sources), "job done"}
+    assert told >= ROUTINE
 
 
 def test_activations_are_told_also_where_nothing_moved_and_are_no_decisions() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from phaseloom.common.contract import api
 from phaseloom.common.contract.codec import JSON, decode
 from phaseloom.common.contract.errors import CallerError, InternalError, PhaseloomError
-from phaseloom.common.contract.events import Notice, PhaseTrace
+from phaseloom.common.contract.events import PhaseTrace
 from phaseloom.common.contract.ids import JobKey, OperationKey
 from phaseloom.common.contract.state_agent import StatusReport
 from phaseloom.common.contract.streams import Bucket
@@ -26,8 +26,9 @@ from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.keys import KeyChange
 from phaseloom.common.transport.leases import nodes_up
 from phaseloom.common.transport.services import node_report
+from phaseloom.console.core.decisions import of_notice
 from phaseloom.console.core.view import View
-from phaseloom.console.core.wire import TICK_S, Decision, Leg
+from phaseloom.console.core.wire import TICK_S, Leg
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Shell:
     async def _follow_notices(self) -> None:
         async with aclosing(self.bus.read_notices(_NUM_NOTICES)) as notices:
             async for notice in notices:
-                self.view.decided(_told(notice))
+                self.view.decided(of_notice(time.time(), notice))
 
     async def _follow_reports(self) -> None:
         async with aclosing(self.bus.read_reports()) as reports:
@@ -125,10 +126,3 @@ class Shell:
             return await node_report(self.bus.client, node, timeout_s=_REPORT_TIMEOUT_S)
         except PhaseloomError as error:
             return str(error)
-
-
-def _told(notice: Notice) -> Decision:
-    about = f" {notice.subject}" if notice.subject else ""
-    what = f"{notice.what.replace('_', ' ')}{about}"
-    why = f"{notice.source}: {notice.reason}"
-    return Decision(time.time(), what, why, is_trouble=True)

@@ -6,10 +6,27 @@ Context switches are not among them: a page shows those in its timeline, with al
 from __future__ import annotations
 
 from phaseloom.common.contract import events
-from phaseloom.common.contract.errors import ErrorInfo
+from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.console.core.wire import Decision
+
+ROUTINE = frozenset(
+    {
+        "copied again",
+        "deployment deleted",
+        "deployment moved",
+        "job done",
+        "job draining",
+        "job moved",
+        "job profiled",
+        "node draining",
+        "node is empty",
+        "node not drained any more",
+        "recovered",
+    }
+)
+"""The notices of the scheduler that tell of nothing that went wrong."""
 
 
 def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
@@ -40,6 +57,9 @@ def decision_of(  # noqa: PLR0911, PLR0912 - one arm an event
         case events.WpgStarted(deployment=key):
             why = f"incarnation {event.incarnation}, as of operation {event.applied}"
             return _of(time_s, key, f"started on {event.node}", why)
+        case events.WpgLost(deployment=key) if event.error.code is Code.ABORTED:
+            # On the scheduler's order: what it was for, a loss too, is a decision of its own.
+            return _of(time_s, key, f"stopped on {event.node}", event.error.message)
         case events.WpgLost(deployment=key):
             return _trouble(time_s, key, f"lost on {event.node}", event.error)
         case events.ActivationRefused(deployment=key):
@@ -71,6 +91,14 @@ def moves_of(time_s: float, event: events.ReplanComputed) -> list[Decision]:
         Decision(time_s, f"moves to {move.group or 'a new group'}", move.why, str(move.job))
         for move in event.moves
     ]
+
+
+def of_notice(time_s: float, notice: events.Notice) -> Decision:
+    """The decision that a notice stands for. All but the routine ones are trouble."""
+    about = f" {notice.subject}" if notice.subject else ""
+    what = f"{notice.what.replace('_', ' ')}{about}"
+    why = f"{notice.source}: {notice.reason}"
+    return Decision(time_s, what, why, is_trouble=notice.what not in ROUTINE)
 
 
 def _of_mesh(time_s: float, event: events.Event) -> Decision | None:
