@@ -36,17 +36,3 @@ def test_stop_names_what_is_there(shown: str, link: str, names: str) -> None:
     }
     for name in re.findall(r"`([^`]+)`", names):
         assert name.removeprefix("Core.") in defined, name
-
-
-def test_tests_that_the_documentation_names_are_there() -> None:
-    """A promise that names its proof names one that can be run."""
-    files: dict[str, str] = {}
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        files[path.name] = files.get(path.name, "") + path.read_text()
-    missing = []
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/*/README.md")]:
-        for file, name in re.findall(r"(test_\w+\.py)(?:::(test_\w+))?", page.read_text()):
-            where = files.get(file)
-            if where is None or (name and f"def {name}" not in where):
-                missing.append(f"{page.name}: {file}::{name}")
-    assert missing == []
