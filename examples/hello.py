@@ -12,6 +12,7 @@ it is a whole GRPO trainer.
 from __future__ import annotations
 
 import asyncio
+import sys
 from statistics import fmean
 
 from phaseloom.client import (
@@ -19,6 +20,7 @@ from phaseloom.client import (
     Datum,
     DeploymentSpec,
     ModelSpec,
+    PhaseloomError,
     Prompt,
     SamplingParams,
     Sequence,
@@ -91,4 +93,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except PhaseloomError as error:
+        sys.exit(f"hello.py: {error}")

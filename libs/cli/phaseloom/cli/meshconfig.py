@@ -172,7 +172,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
     gateway_session_s: float = 600.0
     """How long a session of the Tinker SDK may be silent before its models are ended."""
     console_port: int = 0
-    """The port of this machine at which the console, a web page, shows the mesh; 0: none."""
+    """The port of this machine at which the console, a web page, shows the mesh. 0: `phaseloom up`
+    chooses one, and leaves the page out with `--console-port 0` alone."""
     metrics: bool = False
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 

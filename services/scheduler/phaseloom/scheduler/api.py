@@ -435,7 +435,7 @@ def _check_phase(job: Job, request: api.PhaseRequest) -> None:
             f"job {job.key} is {job.state}",
             code=Code.FAILED_PRECONDITION,
             field="job",
-            remedy="submit a job under another name",
+            remedy="submit it again, or a job under another name",
         )
     # A session that is not in the log yet is newer: the log's order decides then.
     if request.session < job.controller.session:

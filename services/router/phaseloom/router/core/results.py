@@ -36,7 +36,7 @@ def check_attachable(status: JobStatus) -> None:
             f"job {status.job} is {status.state}{reason}",
             code=Code.FAILED_PRECONDITION,
             field="job",
-            remedy="submit a job under another name",
+            remedy="submit it again, or a job under another name",
         )
 
 

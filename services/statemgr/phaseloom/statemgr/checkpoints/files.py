@@ -297,7 +297,7 @@ def not_found(name: str) -> CallerError:
         f"checkpoint {name!r} does not exist",
         code=Code.NOT_FOUND,
         field="args.name",
-        remedy="name one that save_state has written",
+        remedy="name one that `phaseloom checkpoint list` shows",
     )
 
 
