@@ -22,8 +22,8 @@ QUIET = Console(file=io.StringIO())
 TARGETS = ["q_proj", "down_proj"]
 
 
-def save_adapter(base: Path, directory: Path, **changes: Any) -> Path:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, **changes)
+def save_adapter(base: Path, directory: Path, targets: list[str] = TARGETS) -> Path:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     model: Any = get_peft_model(loaded(base), config)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -50,6 +50,41 @@ def test_it_is_what_peft_makes(
     for name, tensor in expected.items():
         assert torch.equal(made[name], tensor), name
         assert torch.equal(made[name], before[name]) != (name.split(".")[-2] in TARGETS)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("files", ["shards", "one", "head alone", "both", "untied"])
+def test_adapter_on_a_tied_head_gives_the_model_a_head_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str
+) -> None:
+    """peft adds what the head's adapter says to the embedding, too."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base = save_model(tmp_path / "base", torch.float32, tie_word_embeddings=files != "untied")
+    if files not in ("shards", "untied"):
+        tensors = {k: v for f in base.glob("*.safetensors") for k, v in load_file(f).items()}
+        head = tensors["model.embed_tokens.weight"].clone()
+        if files == "head alone":
+            del tensors["model.embed_tokens.weight"]
+        if files != "one":
+            tensors["lm_head.weight"] = head
+        for shard in base.glob("model*"):
+            shard.unlink()
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    adapter = save_adapter(base, tmp_path / "adapter", [*TARGETS, "lm_head"])
+    merge(base, adapter, tmp_path / "merged", console=QUIET)
+    assert read_model("merged", tmp_path / "merged").config["tie_word_embeddings"] is False
+    before, made = loaded(base), loaded(tmp_path / "merged")
+    embeddings = (each.get_input_embeddings().weight for each in (before, made))
+    assert torch.equal(*embeddings)
+    tokens = torch.arange(12).view(2, 6)
+    plain: Any = PeftModel.from_pretrained(before, str(adapter))
+    with torch.no_grad():
+        expected, said = plain(tokens).logits, made(tokens).logits
+    assert torch.allclose(said, expected, rtol=0.0, atol=1e-4)
+    if files in ("shards", "untied"):
+        index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+        sizes = [t.nbytes for t in made.state_dict().values()]
+        assert index["metadata"]["total_size"] == sum(sizes)
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """`phaseloom model merge` adds an adapter to the weights of its base: a whole model's directory.
 
 The adapter is a checkpoint of a job, or a directory of `peft`. Every file but those with adapted
-weights is the base's own. The result is what `merge_and_unload()` of `peft` makes.
+weights is the base's own. The result is what `merge_and_unload()` of `peft` makes, but where the
+adapter is on an output head that is the embedding: `peft` adds to the embedding, too, and the model
+says something else than base and adapter do. Here the head becomes a weight of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from rich.console import Console
 from phaseloom.cli.extras import check_installed
 from phaseloom.cli.newmodels import new_directory
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.tensors.modelfiles import check_directory
+from phaseloom.common.tensors.modelfiles import CONFIG_FILE, check_directory
+from phaseloom.common.tensors.safetensors import Index, index_name
 
 _PACKAGES = ("torch", "safetensors")
 _PREFIX = "base_model.model."
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_FORMAT = {"format": "pt"}
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -95,13 +100,15 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
         ) from error
     try:
         shutil.copytree(base, directory)
+        if _HEAD in left:
+            _untie(directory)
         for file in sorted(directory.glob("*.safetensors")):
             tensors = load_file(file)
             mine = [name for name in tensors if name in left]
             for name in mine:
                 tensors[name] = _added(name, tensors[name], *left.pop(name), config)
             if mine:
-                save_file(tensors, file, {"format": "pt"})
+                save_file(tensors, file, _FORMAT)
     except (OSError, SafetensorError) as error:
         raise CallerError(
             f"the merged weights cannot be written: {error}",
@@ -114,9 +121,45 @@ def _merge(base: Path, adapter: Path, config: _Config, directory: Path) -> None:
             f"the base has no weights {min(left)!r}",
             code=Code.FAILED_PRECONDITION,
             field="base",
-            remedy="name the directory of the model that the adapter was trained on; an adapter "
-            "on lm_head needs one whose embeddings are not tied",
+            remedy="name the directory of the model that the adapter was trained on",
         )
+
+
+def _untie(directory: Path) -> None:
+    """Give a model whose output head is its embedding a head of its own, with the same weights.
+
+    A model with a head of its own stays as it is. A config that does not say whether the two are
+    tied is of a model where they are, unless the files have both.
+    """
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    files: dict[str, Path] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            files |= dict.fromkeys({*opened.keys()} & {_HEAD, _EMBEDDING}, file)
+    path = directory / CONFIG_FILE
+    config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    if not files or not config.get("tie_word_embeddings", len(files) == 1):
+        return
+    source, other = (_EMBEDDING, _HEAD) if _EMBEDDING in files else (_HEAD, _EMBEDDING)
+    file = files.get(other, files[source])
+    tensors, weight = load_file(file), load_file(files[source])[source]
+    tensors[other] = weight.clone()  # two tensors of one memory cannot be saved
+    save_file(tensors, file, _FORMAT)
+    _write_json(path, {**config, "tie_word_embeddings": False})
+    index = directory / index_name("model")
+    if index.exists() and other not in files:
+        told = msgspec.json.decode(index.read_bytes(), type=Index)
+        told.weight_map[other] = file.name
+        for name, more in (("total_size", weight.nbytes), ("total_parameters", weight.numel())):
+            if name in told.metadata:
+                told.metadata[name] += more
+        _write_json(index, told)
+
+
+def _write_json(path: Path, content: Index | dict[str, Any]) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2))
 
 
 def _by_weight(matrices: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
