@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -15,6 +20,8 @@ from phaseloom.common.contract.errors import CallerError, Code
 
 _CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+"""The names of a model's chat templates, where it has several."""
 
 
 class ModelTokenizer:
@@ -32,20 +39,21 @@ class ModelTokenizer:
                 remedy="give tokens, or register the model with its tokenizer.json",
             ) from error
         config = _json(directory / _CONFIG)
-        template = config.get("chat_template")
+        given = config.get("chat_template") or []
         if (directory / _TEMPLATE).is_file():
-            template = (directory / _TEMPLATE).read_text()
+            given = (directory / _TEMPLATE).read_text()
+        several = [{"name": _DEFAULT, "template": given}] if isinstance(given, str) else given
+        self._templates: dict[str, str] = {each["name"]: each["template"] for each in several}
         self._special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in config.items()
             if name.endswith("_token") and value
         }
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise
-        self._template = environment.from_string(template) if isinstance(template, str) else None
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """The tokens of a text. Args: special: with those that the tokenizer puts around a text,
+        as the one that begins it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, tokens: list[int]) -> str:
@@ -60,18 +68,31 @@ class ModelTokenizer:
         """The tokens of a conversation, up to where the assistant speaks.
 
         Args:   values: further values for the template.
-        Raises: CallerError: the model has no chat template, or it refuses the messages.
+        Raises: CallerError: the model has no chat template, or one that knows no tools where there
+                are some, or the template refuses the messages.
         """
-        if self._template is None:
+        tools = values.get("tools")
+        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
+        if name not in self._templates:
             raise CallerError(
                 "the model has no chat template",
                 code=Code.FAILED_PRECONDITION,
                 field="messages",
                 remedy="use /v1/completions, or register the model with one",
             )
+        told = [_told(each, f"messages[{index}]") for index, each in enumerate(messages)]
         try:
-            text = self._template.render(
-                {"add_generation_prompt": True, **self._special, **values, "messages": messages}
+            template, variables = _compiled(self._templates[name])
+            if tools and "tools" not in variables:
+                raise CallerError(
+                    "the model's chat template does not tell it of tools",
+                    code=Code.FAILED_PRECONDITION,
+                    field="tools",
+                    remedy="tell of them in a message, or register the model with a template that "
+                    "does",
+                )
+            text = template.render(
+                {"add_generation_prompt": True, **self._special, **values, "messages": told}
             )
         except (TemplateError, TypeError) as error:
             raise CallerError(
@@ -93,3 +114,82 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
+
+
+def _told(message: dict[str, Any], field: str) -> dict[str, Any]:
+    """A message as chat templates take it: its content as one text, and the arguments of its tool
+    calls as objects; OpenAI's clients may send parts, and send JSON.
+
+    Raises: CallerError: a part of the content is no text, or arguments are no JSON.
+    """
+    message = dict(message)
+    if isinstance(message.get("content"), list):
+        parts = [each.get("text") for each in message["content"] if isinstance(each, dict)]
+        texts = [each for each in parts if isinstance(each, str)]
+        if len(texts) < len(message["content"]):
+            raise CallerError(
+                "only text can be given",
+                field=f"{field}.content",
+                remedy="leave out images, sound and files",
+            )
+        message["content"] = "\n".join(texts)
+    if isinstance(message.get("tool_calls"), list):
+        where = f"{field}.tool_calls"
+        message["tool_calls"] = [_call(each, where) for each in message["tool_calls"]]
+    return message
+
+
+def _call(call: Any, field: str) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise CallerError(
+            f"the arguments of a call are no JSON: {error}",
+            field=field,
+            remedy="send them as the model gave them, or leave the call out",
+        ) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+class _Generation(Extension):
+    """Lets templates mark what the assistant has said, by `{% generation %}`."""
+
+    tags = frozenset({"generation"})  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> tuple[Template, set[str]]:
+    """A chat template, as `transformers` compiles it, and the variables that it reads.
+
+    Raises: TemplateError: it is none.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _json_text  # Jinja's own writes for HTML
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source), find_undeclared_variables(environment.parse(source))
+
+
+def _json_text(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

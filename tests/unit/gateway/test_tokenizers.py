@@ -1,0 +1,115 @@
+"""Chat templates, rendered as `transformers` renders them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from phaseloom.common.contract.errors import CallerError
+from phaseloom.gateway.tokenizers import ModelTokenizer
+
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "é"]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "It's <b> & 'é'",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+        },
+    }
+]
+CALL = {"name": "look", "arguments": {"at": "it's"}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be <short>."},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+]
+TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{{ tools | tojson(indent=2) }}{% endif %}
+{% for message in messages %}
+{% if loop.index > 3 %}{% break %}{% endif %}
+{{ message.role + ':' + message.content }}
+{% if message.tool_calls %}
+{% generation %}
+{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}
+{% endgeneration %}
+{% endif %}
+{% endfor %}
+{{ strftime_now('%Y')[:2] }}{% if add_generation_prompt %}assistant:{% endif %}"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    vocabulary = {each: number for number, each in enumerate(["<s>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    fast: Any = PreTrainedTokenizerFast
+    saved = fast(tokenizer_object=tokenizer, bos_token="<s>")
+    saved.chat_template = TEMPLATE
+    saved.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_template_is_rendered_as_transformers_does(directory: Path) -> None:
+    factory: Any = PreTrainedTokenizerFast
+    expected = factory.from_pretrained(directory).apply_chat_template(
+        MESSAGES, tools=TOOLS, add_generation_prompt=True, return_dict=False
+    )
+    tokenizer = ModelTokenizer(directory)
+    assert tokenizer.chat(MESSAGES, {"tools": TOOLS}) == expected
+    # OpenAI's clients send parts of text, and the arguments of calls as JSON.
+    as_sent: Any = [
+        MESSAGES[0],
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {
+            **MESSAGES[2],
+            "tool_calls": [
+                {"type": "function", "function": {**CALL, "arguments": '{"at": "it\'s"}'}}
+            ],
+        },
+    ]
+    assert tokenizer.chat(as_sent, {"tools": TOOLS}) == expected
+
+
+def test_what_a_template_cannot_tell_is_refused(directory: Path) -> None:
+    def refused(messages: list[dict[str, Any]], values: dict[str, Any], field: str) -> None:
+        with pytest.raises(CallerError) as caught:
+            ModelTokenizer(directory).chat(messages, values)
+        assert caught.value.info.field == field
+        assert caught.value.info.remedy
+
+    image = [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
+    refused([{"role": "user", "content": image}], {}, "messages[0].content")
+    call = {"function": {"name": "look", "arguments": "{"}}
+    refused([*MESSAGES, {"tool_calls": [call]}], {}, "messages[3].tool_calls")
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    refused(MESSAGES, {"tools": TOOLS}, "tools")
+    (directory / "chat_template.jinja").write_text("{% if %}")
+    refused(MESSAGES, {}, "messages")
+    (directory / "chat_template.jinja").unlink()
+    refused(MESSAGES, {}, "messages")
+
+
+def test_tools_have_a_template_of_their_own_where_a_model_has_one(directory: Path) -> None:
+    (directory / "chat_template.jinja").unlink()
+    two = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b{{ tools }}"}]
+    factory: Any = PreTrainedTokenizerFast
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": two}))
+    expected = factory.from_pretrained(directory).apply_chat_template
+    tokenizer = ModelTokenizer(directory)
+    for tools in (None, TOOLS):
+        told = expected(MESSAGES, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert tokenizer.chat(MESSAGES, {"tools": tools} if tools else {}) == told
+
+
+def test_text_has_the_tokens_that_begin_one_where_asked_for(directory: Path) -> None:
+    tokenizer = ModelTokenizer(directory)
+    assert tokenizer.encode("a", special=True) == [0, *tokenizer.encode("a")]
