@@ -80,7 +80,7 @@ def whole(rank: int = 8) -> dict[str, Any]:
         "models": [m.model_name for m in service.get_server_capabilities().supported_models]
     }
     rest = service.create_rest_client()
-    earlier = len(rest.list_training_runs().result().training_runs)
+    earlier = rest.list_training_runs().result().cursor.total_count
     client = service.create_lora_training_client(base_model="tiny", rank=rank)
     info = client.get_info()
     said["info"] = [info.model_data.model_name, info.is_lora, info.lora_rank]
@@ -136,7 +136,7 @@ def whole(rank: int = 8) -> dict[str, Any]:
     said["refused"] = failure(lambda: client.forward_backward([rl], "kto").result())
     said["partial"] = failure(lambda: client.optim_step(STEP).result())
     said["after"] = step(client)
-    said["runs"] = len(rest.list_training_runs().result().training_runs) - earlier
+    said["runs"] = rest.list_training_runs().result().cursor.total_count - earlier
     said["listed"] = [
         each.tinker_path for each in rest.list_checkpoints(client.model_id).result().checkpoints
     ]
@@ -321,6 +321,82 @@ def distilled() -> dict[str, Any]:
     return said
 
 
+def refused() -> dict[str, Any]:
+    """What is not served is told, and the program goes on: each refusal keeps its place."""
+    service = tinker.ServiceClient(user_metadata={"note": "mine"}, display_name="a name")
+    rest = tinker.RestClient()
+    client = service.create_lora_training_client(base_model="tiny", rank=4).result()
+    path = client.save_state("kept").result().path
+    sampler = client.save_weights_and_get_sampling_client()
+    count = len(TOKENS) - 1
+    rl = datum(logprobs=[-1.0] * count, advantages=[0.5] * count)
+    other: Any = types.DimuonOptimizerConfig()
+    recorded = service.create_sampling_client(path, record_stability_info=True)
+
+    def drawn(**params: Any) -> Any:
+        prompt, given = types.ModelInput.from_ints([1]), types.SamplingParams(**params)
+        return sampler.sample(prompt=prompt, num_samples=1, sampling_params=given).result()
+
+    calls: dict[str, Any] = {
+        "optimizer_config": lambda: service.create_lora_training_client(
+            base_model="tiny", rank=4, optimizer=other
+        ).result(),
+        "optimizer_config of a load": lambda: service.create_training_client_from_state(
+            path, optimizer=other
+        ).result(),
+        "base_model": lambda: service.create_training_client_from_state(path, "other").result(),
+        "weights_access_token": lambda: client.load_state(path, weights_access_token="x").result(),
+        "checkpoint": lambda: client.load_state(path + "x").result(),
+        "optimizer_params": lambda: client.optim_step(
+            types.DimuonParams(learning_rate=0.1)
+        ).result(),
+        "save_weights_external": lambda: client.save_weights_external("elsewhere").result(),
+        "kind": lambda: client.save_weights_and_get_sampling_client(kind="inflight").result(),
+        "loss_fn_config": lambda: client.forward_backward([rl], "ppo", {"beta": 0.1}).result(),
+        "loss_fn": lambda: client.forward([LESSON], "gspo").result(),
+        "record_stability_info": lambda: sampled(recorded),
+        "max_tokens": lambda: drawn(max_tokens=0),
+        "top_p": lambda: drawn(max_tokens=2, top_p=0.0),
+        "project_id": lambda: rest.list_training_runs(project_id="some").result(),
+    }
+    said: dict[str, Any] = {name: failure(call) for name, call in calls.items()}
+    said["dropped"] = failure(lambda: client.optim_step(STEP).result())
+    said["after"] = step(client)
+
+    def squared(logprobs: Any, weights: Any) -> Any:
+        total = (logprobs * logprobs * weights).sum()
+        return total, {"custom/squared:sum": total}
+
+    own = service.create_custom_loss(squared, {"logprobs": 1, "weights": 1}).result()
+    metrics = client.forward_backward_custom([LESSON], own).result().metrics
+    said["custom"] = [metrics["loss:sum"], metrics["custom/squared:sum"]]
+    session = rest.get_session(client.model_id.partition(":")[0]).result()
+    said["session"] = [session.user_metadata, session.display_name]
+    run = rest.get_training_run(client.model_id).result()
+    last = run.last_checkpoint
+    said["last"] = [last is not None and last.tinker_path == path, run.last_sampler_checkpoint]
+    page = rest.list_training_runs(limit=1).result()
+    said["page"] = [[each.training_run_id == client.model_id for each in page.training_runs]]
+    said["page"] += [len(rest.list_sessions(limit=1).result().sessions)]
+    said["page"] += [len(rest.list_sessions(limit=1, offset=1000).result().sessions)]
+    service.close("success").result()
+    return said
+
+
+def defaults() -> dict[str, Any]:
+    """An adapter as the SDK makes one where nothing is said of it: on the output head, too."""
+    with tinker.ServiceClient() as service:
+        client = service.create_lora_training_client(base_model="tiny")
+        for _ in range(10):
+            step(client)
+        scored = client.forward([LESSON], "cross_entropy").result().loss_fn_outputs[0]
+        return {
+            "path": client.save_weights_for_sampler("mine").result().path,
+            "sampled": sampled(client.save_weights_and_get_sampling_client()),
+            "logprobs": scored["logprobs"].tolist(),
+        }
+
+
 def reward(rank: int) -> dict[str, Any]:
     """Policy gradients on a reward: how often a sample has the token 3.
 
@@ -360,6 +436,8 @@ PARTS = {
     "reward": lambda: reward(int(sys.argv[2])),
     "saved": saved,
     "distilled": distilled,
+    "refused": refused,
+    "defaults": defaults,
 }
 
 if __name__ == "__main__":

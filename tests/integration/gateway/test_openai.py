@@ -161,11 +161,103 @@ async def test_mistakes_are_told_as_openai_tells_them(served: Served) -> None:
                 await api.completions.create(model="tiny", **fields)
             assert isinstance(refused.value.body, dict)
             assert refused.value.body["message"], fields
+        again: list[tuple[dict[str, Any], str]] = [
+            ({"n": 0}, "n"),
+            ({"max_tokens": 0}, "args.sampling.max_tokens"),
+        ]
+        for fields, name in again:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await api.completions.create(model="tiny", prompt=PROMPT, **fields)
+            assert refused.value.param == name
         with pytest.raises(openai.BadRequestError, match="messages"):
             await api.chat.completions.create(model="tiny", messages=5)  # type: ignore[call-overload]
         good = await api.completions.create(model="tiny", prompt=PROMPT, max_tokens=2)
         assert good.usage is not None
         assert good.usage.completion_tokens == 2
+
+
+async def test_what_is_not_served_is_refused_by_its_name(served: Served) -> None:
+    """It was passed over: who asked for JSON, or for a token never to be said, was answered as if
+    that had been done."""
+    shared: dict[str, Any] = {
+        "logit_bias": {"5": -100},
+        "frequency": 1.0,
+        "min_tokens": 2,
+        "skip_special_tokens": False,
+        "prompt_logprobs": 1,
+        "stream_options": {"continuous_usage_stats": True},
+        "structured_outputs": {"choice": ["w1", "w2"]},
+    }
+    chats: dict[str, Any] = {
+        "response_format": {"type": "json_object"},
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "functions": [{"name": "look"}],
+        "modalities": ["audio"],
+        "reasoning_effort": "high",
+        "top_logprobs": 2,
+        "web_search_options": {},
+        "store": True,
+        "continue_final_message": True,
+    }
+    texts: dict[str, Any] = {"suffix": "w1", "best_of": 3, "echo": True, "max_completion_tokens": 2}
+    nothing: dict[str, Any] = {
+        "logit_bias": {},
+        "user": "me",
+        "n": None,
+        "stream": None,
+        "seed": None,
+        "stop": None,
+        "min_tokens": 0,
+        "skip_special_tokens": True,
+        "response_format": {"type": "text"},
+        "service_tier": "auto",
+        "metadata": {"a": "b"},
+        "stream_options": {"include_usage": False, "include_obfuscation": False},
+    }
+    async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key(), max_retries=0) as api:
+
+        async def completed(**more: Any) -> Any:
+            asked: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
+            return await api.completions.create(**asked, extra_body=more)
+
+        async def chatted(**more: Any) -> Any:
+            asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
+            return await api.chat.completions.create(**asked, extra_body=more)
+
+        for call, fields in ((completed, shared | texts), (chatted, shared | chats)):
+            for name, value in fields.items():
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await call(**{name: value})
+                param = refused.value.param or ""
+                assert param.partition(".")[0] == name
+                assert isinstance(refused.value.body, dict)
+                assert f"(field {param})" in refused.value.body["message"]
+            assert (await call(**nothing)).usage.completion_tokens == 2
+        unused = {"tools": chats["tools"], "tool_choice": "none", "parallel_tool_calls": True}
+        assert (await chatted(**unused)).usage.completion_tokens == 2
+        parts = [{"role": "user", "content": [{"type": "text", "text": "w1 w5"}]}]
+        in_parts: Any = await chatted(messages=[*parts, MESSAGES[1]], **IDS)
+        assert in_parts.prompt_token_ids == PROMPT
+        assert (await api.models.retrieve("tiny")).id == "tiny"
+        with pytest.raises(openai.NotFoundError):
+            await api.models.retrieve("none")
+
+    headers = {"Authorization": f"Bearer {served.key()}"}
+    asked: dict[str, Any] = {"model": "tiny", "token_ids": PROMPT}
+    async with aiohttp.ClientSession(served.url, headers=headers) as http:
+
+        async def generated(**params: Any) -> tuple[int, Any]:
+            body = {**asked, "sampling_params": {"max_tokens": 2, **params}}
+            async with http.post("/inference/v1/generate", json=body) as answer:
+                return answer.status, await answer.json()
+
+        status, told = await generated(prompt_logprobs=1)
+        assert (status, told["error"]["param"]) == (400, "sampling_params.prompt_logprobs")
+        status, told = await generated(logprobs=3, min_tokens=0)
+        [choice] = told["choices"]
+        assert [len(each["top_logprobs"]) for each in choice["logprobs"]["content"]] == [3, 3]
 
 
 async def test_models_of_a_program_that_is_gone_are_ended(served: Served) -> None:

@@ -212,6 +212,7 @@ async def test_every_call_that_names_something_knows_only_its_own_tenants(served
             "optim_step": {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1.0}},
             "save_weights": {**save, "seq_id": 2},
             "save_weights_for_sampler": {**save, "seq_id": 2},
+            "save_weights_external": {**save, "seq_id": 2},
             "load_weights": {"model_id": model, "seq_id": 2, "path": path},
             "create_sampling_session": {**sampling, "base_model": None, "model_path": path},
             "asample": drawn,
@@ -219,11 +220,11 @@ async def test_every_call_that_names_something_knows_only_its_own_tenants(served
         }
         named = [("POST", post + each, body) for each, body in bodies.items()]
         for each in (path, sampler["sampling_session_id"]):
-            some: dict[str, Any] = {"model": each, "prompt": [1], "token_ids": [1], "messages": []}
-            named += [("POST", "/v1/completions", some), ("POST", "/v1/chat/completions", some)]
-            named += [("POST", "/inference/v1/generate", some)]
+            named.append(("POST", "/v1/completions", {"model": each, "prompt": [1]}))
+            named.append(("POST", "/v1/chat/completions", {"model": each, "messages": []}))
+            named.append(("POST", "/inference/v1/generate", {"model": each, "token_ids": [1]}))
         values = {"session": name, "run": model, "checkpoint": "weights/kept"}
-        values |= {"sampler": sampler["sampling_session_id"]}
+        values |= dict.fromkeys(("sampler", "model"), sampler["sampling_session_id"])
         for method, route in calls():
             if "{" in route:
                 named.append((method, route.replace(":.+", "").format(**values), {}))

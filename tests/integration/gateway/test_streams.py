@@ -185,6 +185,47 @@ async def test_who_hangs_up_cancels_and_a_refusal_has_its_status(served: Served)
         )
 
 
+async def test_sample_that_the_sdk_cancels_is_ended(served: Served) -> None:
+    """The SDK says so when nobody waits for a sample any more, and was told that there is no such
+    call."""
+    headers = {"X-API-Key": served.key()}
+    async with (
+        following(served.mesh) as log,
+        aiohttp.ClientSession(served.url, headers=headers) as http,
+    ):
+
+        async def post(call: str, **body: Any) -> Any:
+            async with http.post(f"/api/v1/{call}", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                return await answer.json()
+
+        session = await post("create_session")
+        asked = {**session, "sampling_session_seq_id": 0, "base_model": "long"}
+        sampler = await post("create_sampling_session", **asked)
+        await log.caught_up()
+        earlier = {each.key for each in log.events if isinstance(each, QueuedOperation)}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+        endless = {"max_tokens": 19_000, "stop": []}
+        promise = await post("asample", **sampler, seq_id=0, prompt=prompt, sampling_params=endless)
+        queued = await log.until(
+            lambda event: (
+                isinstance(event, QueuedOperation)
+                and event.kind == "generate"
+                and event.key not in earlier
+            )
+        )
+        assert isinstance(queued, QueuedOperation)
+        await post("cancel_future", request_id=promise["request_id"])
+        await post("cancel_future", request_id="nothing")
+        ended = await log.until(
+            lambda event: isinstance(event, OperationFinished) and event.key == queued.key
+        )
+        assert isinstance(ended, OperationFinished)
+        assert ended.outcome is Outcome.CANCELLED
+        told = await post("retrieve_future", request_id=promise["request_id"])
+        assert "error" in told
+
+
 async def test_who_hangs_up_is_no_error_of_the_gateway(served: Served) -> None:
     """Each one left an exception in its log that nobody had looked at."""
     async with aiohttp.ClientSession(served.url) as http:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import io
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import torch
+from rich.console import Console
 
+from phaseloom.cli import models
+from phaseloom.cli.merging import merge
 from phaseloom.common.contract.events import JobSubmitted
 from tests.support.gateway import OTHER, Served, check_whole
-from tests.support.jobs import following
+from tests.support.jobs import TENANT, following
+from tests.support.pretrained import loaded
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+TOKENS = [1, 5, 9, 2, 7, 3, 11, 4]
+"""Those of `sdk_child.py`."""
 
 
 @pytest.mark.parametrize(("part", "rank"), [("whole", 8), ("full", 0)])
@@ -46,6 +56,50 @@ async def test_teachers_likeliest_tokens_are_told_and_distilled(served: Served) 
         assert said[name], name
     assert "columns" in said["mixed"]
     assert "ppo" in said["ppo"]
+
+
+async def test_what_is_not_served_is_refused_and_the_program_goes_on(served: Served) -> None:
+    """Another optimizer, weights that change under a sampling client, another base and the settings
+    of another loss were passed over; a load that was refused left all later calls waiting."""
+    said = await served.sdk("refused")
+    for name in [*said][: [*said].index("dropped")]:
+        assert name.partition(" ")[0] in said[name], (name, said[name])
+    assert "are dropped" in said["dropped"]
+    assert said["after"] > 0.0
+    assert said["custom"][0] == said["custom"][1] > 0.0
+    assert said["session"] == [{"note": "mine"}, "a name"]
+    assert said["last"] == [True, None]
+    assert said["page"] == [[True], 1, 0]
+
+
+async def test_adapter_with_the_sdks_defaults_is_merged_and_served(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is on the output head, too, which is the embedding; merging was refused."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = await served.sdk("defaults")
+    run, _, name = said["path"].removeprefix("tinker://").split("/")
+    job = f"tinker-{run.replace(':train:', '-')}"
+    checkpoints = served.mesh.run_dir / "checkpoints" / TENANT / job / "policy"
+    (adapter,) = await asyncio.to_thread(lambda: [*checkpoints.glob(f"*-{name}")])
+    base = served.mesh.run_dir.parent / "model"
+    quiet = Console(file=io.StringIO())
+    await asyncio.to_thread(merge, base, adapter, tmp_path / "merged", console=quiet)
+    model = loaded(tmp_path / "merged")
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS[:-1]])).logits.log_softmax(-1)
+    own = logits[0].gather(1, torch.tensor(TOKENS[1:]).unsqueeze(1)).squeeze(1).tolist()
+    assert max(abs(a - b) for a, b in zip(own, said["logprobs"], strict=True)) < 1e-4
+
+    add = partial(models.add, run=served.mesh.run_dir, console=quiet)
+    await asyncio.to_thread(add, "merged", tmp_path / "merged")
+    headers = {"Authorization": f"Bearer {served.key()}"}
+    asked = {"model": "merged", "prompt": TOKENS[:2], "max_tokens": 6, "temperature": 0.0}
+    async with (
+        aiohttp.ClientSession(served.url, headers=headers) as http,
+        http.post("/v1/completions", json={**asked, "return_token_ids": True}) as answer,
+    ):
+        assert (await answer.json())["choices"][0]["token_ids"] == said["sampled"]
 
 
 @pytest.mark.parametrize("rank", [8, pytest.param(0, marks=pytest.mark.slow)])
@@ -85,20 +139,24 @@ async def test_nothing_of_a_tenant_is_another_tenants(served: Served) -> None:
         # What makes no sense is the caller's mistake, told with the field, and takes no harm.
         status, refused = await post("optim_step", own, **model, seq_id="one", adam_params={})
         assert (status, refused["field"]) == (400, "seq_id")
-        status, refused = await post("optim_step", own, **model, seq_id=1, adam_params={"lr": 1})
-        assert (status, refused["field"]) == (400, "adam_params")
-        # A save that is refused keeps its number, or those behind it would wait for ever.
-        for seq, path in enumerate(("/", "a/b"), start=1):
-            status, promise = await post("save_weights", own, **model, seq_id=seq, path=path)
+        # A call that is refused keeps its number, or those behind it would wait for ever.
+        calls: list[tuple[str, dict[str, Any], str]] = [
+            ("save_weights", {"path": "/"}, "without /"),
+            ("optim_step", {"adam_params": {"lr": 1}}, "AdamW has no 'lr' (field adam_params)"),
+            ("optim_step", {}, "(field adam_params)"),
+            ("load_weights", {"path": "tinker://a/weights/b"}, "there is no checkpoint"),
+        ]
+        for seq, (call, asked, why) in enumerate(calls, start=1):
+            status, promise = await post(call, own, **model, seq_id=seq, **asked)
             status, refused = await post("retrieve_future", own, **promise)
-            assert (status, refused["category"]) == (200, "user")
-            assert "without /" in refused["error"]
+            assert (status, refused["category"]) == (200, "user"), call
+            assert why in refused["error"]
         async with http.post(
             "/api/v1/forward_backward", data=b"\xff\xfe", headers={"X-API-Key": own}
         ) as answer:
             assert answer.status == 400
         status, promise = await post(
-            "optim_step", own, **model, seq_id=3, adam_params={"learning_rate": 1e-3}
+            "optim_step", own, **model, seq_id=5, adam_params={"learning_rate": 1e-3}
         )
         status, stepped = await post("retrieve_future", own, **promise)
         assert (status, stepped["metrics"]["grad_norm:mean"]) == (200, 0.0)

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from yarl import URL
 
 from phaseloom.client import CallerError, Code, PhaseloomError
-from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.gateway.http import PREFIX, body_of, page_of, tenant_of
 from phaseloom.gateway.records import CheckpointRecord, ModelRecord
 from phaseloom.gateway.replicas import ARCHIVE_TYPE, REPLICA
 from phaseloom.gateway.tenants import Tenant
@@ -31,7 +31,6 @@ routes = web.RouteTableDef()
 _OF_RUN = PREFIX + "/training_runs/{run}/checkpoints/{checkpoint:.+}"
 _SIGNED_S = 15 * 60.0
 """How long the address of an archive can be used to begin a download."""
-_PAGE = 100
 
 
 class SetTtl(msgspec.Struct, frozen=True):
@@ -44,19 +43,18 @@ async def list_of_run(request: web.Request) -> web.Response:
     model = tenant.book.get(ModelRecord, tenant.name, run)
     sizes = await tenant.models.sizes(model.job)
     saved = tenant.book.all(CheckpointRecord, tenant.name)
-    told = [_told(each, sizes) for each in saved if each.model == run]
+    told = [told_checkpoint(each, sizes) for each in saved if each.model == run]
     return web.json_response({"checkpoints": told})
 
 
 @routes.get(PREFIX + "/checkpoints")
 async def list_of_user(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
-    limit, offset = _number(request, "limit", _PAGE), _number(request, "offset", 0)
-    sizes = await tenant.models.sizes()
     saved = tenant.book.all(CheckpointRecord, tenant.name)
     newest = sorted(saved, key=lambda each: each.saved_s, reverse=True)
-    told = [_told(each, sizes) for each in newest[offset : offset + limit]]
-    cursor = {"offset": offset, "limit": limit, "total_count": len(saved)}
+    page, cursor = page_of(request, newest)
+    sizes = await tenant.models.sizes()
+    told = [told_checkpoint(each, sizes) for each in page]
     return web.json_response({"checkpoints": told, "cursor": cursor})
 
 
@@ -175,14 +173,7 @@ def _asked(request: web.Request) -> tuple[Tenant, CheckpointRecord]:
     return tenant, tenant.book.get(CheckpointRecord, tenant.name, path)
 
 
-def _number(request: web.Request, name: str, default: int) -> int:
-    text = request.query.get(name, str(default))
-    if not (text.isdecimal() and text.isascii() and len(text) < 10):
-        raise CallerError(f"{text!r} is no number", field=name, remedy="use 0 or more")
-    return int(text)
-
-
-def _told(saved: CheckpointRecord, sizes: dict[tuple[str, str], int]) -> dict[str, Any]:
+def told_checkpoint(saved: CheckpointRecord, sizes: dict[tuple[str, str], int]) -> dict[str, Any]:
     kind = "sampler" if "/sampler_weights/" in saved.id else "training"
     return {
         "checkpoint_id": "/".join(saved.id.split("/")[3:]),

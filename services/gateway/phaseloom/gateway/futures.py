@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,21 @@ class Promise:
     handle: OperationHandle[Any] | None = None
     """The operation that the answer comes from, which the mesh can explain; None: there is none
     yet."""
+    is_cancelled: bool = False
+    """Whether nobody wants the answer any more."""
+
+    async def comes_from(self, handle: OperationHandle[Any]) -> None:
+        """Note the operation that the answer comes from, once there is one."""
+        self.handle = handle
+        if self.is_cancelled:
+            await handle.cancel()
+
+    async def cancel(self) -> None:
+        """Cancel the operation that the answer comes from, now or once there is one."""
+        self.is_cancelled = True
+        if self.handle is not None and not self.handle.done():
+            with suppress(CallerError):  # it has ended meanwhile
+                await self.handle.cancel()
 
     async def stored(self) -> None:
         """Wait until the mesh has the operation: from then on the promise is kept, whichever

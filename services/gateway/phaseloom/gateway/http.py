@@ -33,6 +33,8 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 """OpenAI's names for errors."""
 MAX_BODY_BYTES = 64 * 2**20
 _MAX_MESSAGE_CHARS = 2000
+_PAGE = 100
+"""The number of items that are listed where a request does not say how many."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -61,13 +63,35 @@ async def content_of(request: web.Request) -> bytes:
 
 
 async def body_of(request: web.Request, kind: type[T]) -> T:
-    """The JSON body of a request. Raises: CallerError: it is not valid; names the field at
+    """The JSON body of a request. Raises: CallerError: as `decoded`."""
+    return decoded(await content_of(request) or b"{}", kind)
+
+
+def decoded(content: bytes, kind: type[T]) -> T:
+    """An object that came as JSON. Raises: CallerError: it is not valid; names the field at
     fault."""
     try:
-        return msgspec.json.decode(await content_of(request) or b"{}", type=kind)
+        return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what, _, where = str(error).partition(" - at `$")
         raise CallerError(what, field=where.strip("`.")) from error
+
+
+def page_of(request: web.Request, items: list[T]) -> tuple[list[T], dict[str, int]]:
+    """The items that a request's `limit` and `offset` ask for, and where they are among all.
+
+    Raises: CallerError: one of them is no number.
+    """
+    limit, offset = _number(request, "limit", _PAGE), _number(request, "offset", 0)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return items[offset : offset + limit], cursor
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, str(default))
+    if not (text.isdecimal() and text.isascii() and len(text) < 10):
+        raise CallerError(f"{text!r} is no number", field=name, remedy="use 0 or more")
+    return int(text)
 
 
 def status_of(error: PhaseloomError) -> int:

@@ -2,7 +2,8 @@
 
 `model` is a registered model, a checkpoint's path or a sampling session of the Tinker API. Beside
 OpenAI's fields, vLLM's are understood: `return_token_ids`, `stop_token_ids`, `top_k`, `min_p`,
-`ignore_eos`, `return_tokens_as_token_ids`.
+`ignore_eos`, `return_tokens_as_token_ids`. A field that is not served is refused by its name, so
+that nobody takes an answer for what they asked for; it may say what is done anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -33,7 +34,7 @@ from phaseloom.client import (
 )
 from phaseloom.common.process import lifecycle
 from phaseloom.gateway.core.text import TextParts
-from phaseloom.gateway.http import body_of, error_body, status_of, tenant_of
+from phaseloom.gateway.http import body_of, decoded, error_body, status_of, tenant_of
 from phaseloom.gateway.models import Draw
 from phaseloom.gateway.records import CheckpointRecord
 from phaseloom.gateway.replicas import HUNG_UP, LOOK_S
@@ -43,6 +44,39 @@ from phaseloom.gateway.tokenizers import ModelTokenizer, tokenizer_of
 
 PREFIX = "/v1"
 _DEFAULT_TOKENS = 16
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("metadata", "user", "safety_identifier", "cache_salt"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("include_obfuscation", "detokenize", "spaces_between_special_tokens"),
+    }
+)
+"""The fields that change nothing of an answer, whatever they say."""
+_NOTHING_ASKED: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "continuous_usage_stats": (False,),
+    "echo": (False,),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "priority": (0,),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+}
+"""The values, beside null, of fields that are not served, by which a caller asks for nothing."""
 
 routes = web.RouteTableDef()
 
@@ -57,7 +91,6 @@ class _Asked(msgspec.Struct, frozen=True):
     model: str
     n: int = 1
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -79,14 +112,17 @@ class Complete(_Asked, frozen=True, kw_only=True):
     prompt: Any
     """A text, tokens, or several of one of these."""
     logprobs: int | None = None
-    echo: bool = False
+    add_special_tokens: bool = True
+    """Whether a text has the tokens that the tokenizer puts around one, as the first of all."""
 
 
 class Chat(_Asked, frozen=True, kw_only=True):
     messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -104,6 +140,15 @@ class Tokens(msgspec.Struct, frozen=True):
     request_id: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+
+_INNER: dict[str, type[msgspec.Struct]] = {
+    "sampling_params": TokenSampling,
+    "stream_options": StreamOptions,
+}
+"""The types of the fields that are objects with fields of their own."""
+_Fields = dict[str, msgspec.Raw]
+_T = TypeVar("_T", Complete, Chat, Tokens)
 
 
 @dataclass(frozen=True)
@@ -135,7 +180,7 @@ class Call:
                 log-probabilities are answered.
         Raises: CallerError: the prompt leaves no room.
         """
-        check_samples(self.asked.n)
+        check_samples(self.asked.n, "n")
         room = self.source.context - len(tokens)
         if room < 1 or not tokens:
             raise CallerError(
@@ -163,6 +208,37 @@ class Form:
     once: dict[str, Any] = field(default_factory=dict)
     """Further fields of a whole answer, and of the first event of a stream."""
     has_text: bool = True
+
+
+async def _read(request: web.Request, kind: type[_T]) -> _T:
+    """The body of a request. Raises: CallerError: it is not valid, or asks for something that is
+    not served; names the field."""
+    given = await body_of(request, _Fields)
+    return decoded(msgspec.json.encode(_served(given, kind, "")), kind)
+
+
+def _served(given: _Fields, kind: type[msgspec.Struct], prefix: str) -> dict[str, Any]:
+    """The fields of an object that are served and are not null.
+
+    Args:   kind: the type of the object. prefix: of the names of its fields in errors.
+    Raises: CallerError: a field is not served, and its value asks for something.
+    """
+    fields: dict[str, Any] = {}
+    for name, value in given.items():
+        field = prefix + name
+        if bytes(value) == b"null" or name in _WITHOUT_EFFECT:
+            continue
+        if name in _INNER and name in kind.__struct_fields__:
+            fields[name] = _served(decoded(bytes(value), _Fields), _INNER[name], f"{field}.")
+        elif name in kind.__struct_fields__:
+            fields[name] = value
+        elif msgspec.json.decode(value) not in _NOTHING_ASKED.get(name, ()):
+            raise CallerError(
+                f"{field} is not served",
+                field=field,
+                remedy="leave it out; docs/gateway.md lists what is served",
+            )
+    return fields
 
 
 def _stops(asked: _Asked) -> list[str]:
@@ -195,20 +271,28 @@ async def models(request: web.Request) -> web.Response:
     saved = tenant.book.all(CheckpointRecord, tenant.name)
     names = [base.name for base in await tenant.bases()]
     names += [each.id for each in saved if "/sampler_weights/" in each.id]
-    listed = [
-        {"id": name, "object": "model", "created": 0, "owned_by": "phaseloom"} for name in names
-    ]
-    return web.json_response({"object": "list", "data": listed})
+    return web.json_response({"object": "list", "data": [*map(_model, names)]})
+
+
+@routes.get(PREFIX + "/models/{model:.+}")
+async def model(request: web.Request) -> web.Response:
+    tenant, name = tenant_of(request), request.match_info["model"]
+    await source_of(tenant, name)
+    return web.json_response(_model(name))
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "phaseloom"}
 
 
 @routes.post(PREFIX + "/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
-    tenant, asked = tenant_of(request), await body_of(request, Complete)
+    tenant, asked = tenant_of(request), await _read(request, Complete)
     call = Call(tenant, await source_of(tenant, asked.model), asked)
-    if asked.echo:
-        raise CallerError("a prompt is not answered again", field="echo", remedy="leave it out")
     prompts = [
-        call.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        call.tokenizer.encode(prompt, special=asked.add_special_tokens)
+        if isinstance(prompt, str)
+        else prompt
         for prompt in _prompts(asked.prompt)
     ]
 
@@ -226,16 +310,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return written
 
     form = Form(_envelope("cmpl", "text_completion", asked.model), choice, "text_completion")
-    limit = asked.max_tokens or _DEFAULT_TOKENS
+    limit = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     return await _answer(request, call, form, prompts, limit=limit, top=asked.logprobs or 0)
 
 
 @routes.post(PREFIX + "/chat/completions")
 async def chat(request: web.Request) -> web.StreamResponse:
-    tenant, asked = tenant_of(request), await body_of(request, Chat)
+    tenant, asked = tenant_of(request), await _read(request, Chat)
+    _check_chat(asked)
     call = Call(tenant, await source_of(tenant, asked.model), asked)
     values = {**(asked.chat_template_kwargs or {})}
-    if asked.tools:
+    if asked.tools and asked.tool_choice != "none":
         values["tools"] = asked.tools
     tokens = call.tokenizer.chat(asked.messages, values)
     message = "delta" if asked.stream else "message"
@@ -258,31 +343,50 @@ async def chat(request: web.Request) -> web.StreamResponse:
         "chat.completion.chunk",
         {"prompt_token_ids": tokens} if asked.return_token_ids else {},
     )
-    limit = asked.max_completion_tokens or asked.max_tokens or call.source.context
+    limits = (asked.max_completion_tokens, asked.max_tokens, call.source.context)
+    limit = next(each for each in limits if each is not None)
     return await _answer(request, call, form, [tokens], limit=limit, top=asked.top_logprobs or 0)
+
+
+def _check_chat(asked: Chat) -> None:
+    """Raises: CallerError: the request asks for a call of a tool, or for likeliest tokens where no
+    log-probabilities are answered."""
+    if asked.tool_choice not in (None, "auto", "none"):
+        raise CallerError(
+            "the model is not made to call a tool",
+            field="tool_choice",
+            remedy='use "auto", by which the model decides, or "none"',
+        )
+    if asked.top_logprobs and not asked.logprobs:
+        raise CallerError(
+            "the likeliest tokens are answered beside the tokens' own log-probabilities",
+            field="top_logprobs",
+            remedy="set logprobs, too, or leave it out",
+        )
 
 
 @routes.post("/inference/v1/generate")
 async def tokens(request: web.Request) -> web.StreamResponse:
     """Sample from tokens, and answer tokens, in the form of vLLM that agent frameworks use."""
-    tenant, asked = tenant_of(request), await body_of(request, Tokens)
+    tenant, asked = tenant_of(request), await _read(request, Tokens)
     params = msgspec.structs.replace(
-        asked.sampling_params, stream=asked.stream, stream_options=asked.stream_options
+        asked.sampling_params,
+        stream=asked.stream,
+        stream_options=asked.stream_options,
+        return_tokens_as_token_ids=True,
     )
     call = Call(tenant, await source_of(tenant, asked.model), params)
 
     def choice(index: int, piece: Piece, text: str) -> dict[str, Any]:
-        both = zip(piece.tokens, piece.logprobs, strict=True)
-        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in both]
         return {
             "index": index,
             "token_ids": piece.tokens,
             "finish_reason": piece.stop_reason or None,
-            "logprobs": {"content": content},
+            "logprobs": {"content": _chat_logprobs(call, piece)},
         }
 
     form = Form({"request_id": asked.request_id or uuid.uuid4().hex}, choice, has_text=False)
-    limit = params.max_tokens or _DEFAULT_TOKENS
+    limit = _DEFAULT_TOKENS if params.max_tokens is None else params.max_tokens
     return await _answer(
         request, call, form, [asked.token_ids], limit=limit, top=params.logprobs or 0
     )

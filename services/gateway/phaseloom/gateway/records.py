@@ -33,6 +33,11 @@ class SessionRecord(msgspec.Struct, frozen=True, tag="session"):
 
     tenant: str
     id: str
+    metadata: dict[str, Any] = {}
+    """The `user_metadata` of the call that made the session."""
+    display_name: str = ""
+    made_s: float = 0.0
+    """The time at which the session was made, in Unix seconds."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, tag="model"):
@@ -50,6 +55,8 @@ class ModelRecord(msgspec.Struct, frozen=True, tag="model"):
     """The `user_metadata` of the call that made the model."""
     adapter: Adapter | None = None
     """The adapter that is trained on the base; None: all weights are trained."""
+    made_s: float = 0.0
+    """The time at which the model was made, in Unix seconds."""
 
 
 class SamplerRecord(msgspec.Struct, frozen=True, tag="sampler"):

@@ -79,10 +79,10 @@ async def source_of(tenant: Tenant, name: str) -> Source:
     return Source(await tenant.base(session.base if session is not None else name), BASE)
 
 
-def check_samples(num_samples: int) -> None:
+def check_samples(num_samples: int, field: str) -> None:
     if not 1 <= num_samples <= MAX_SAMPLES:
         raise CallerError(
             f"{num_samples} samples are not drawn at once",
-            field="num_samples",
+            field=field,
             remedy=f"use 1 to {MAX_SAMPLES}",
         )

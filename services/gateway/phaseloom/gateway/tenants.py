@@ -30,6 +30,8 @@ class Tenant:
     bus: Bus
     beats: dict[str, float] = field(default_factory=dict)
     """The time of each session's last heartbeat, on the monotonic clock."""
+    asked_s: dict[str, float] = field(default_factory=dict)
+    """The time of each model's last call, in Unix seconds."""
     read: dict[str, tuple[float, RegisteredModel]] = field(default_factory=dict)
     """Registered models, each with the time at which it was read, on the monotonic clock."""
     loading: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -36,11 +36,9 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.gateway.core import wire
 
-_SETTINGS = {
-    "clip_low_threshold": "clip_low",
-    "clip_high_threshold": "clip_high",
-    "beta": "beta",
-}
+_CLIP = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
+_SETTINGS = {Loss.PPO: _CLIP, Loss.CISPO: _CLIP, Loss.DRO: {"beta": "beta"}}
+"""The settings of the losses that have some: the SDK's name → the mesh's."""
 _ARRAYS = {"weights", "logprobs", "advantages"}
 _OUTPUT = "ArrayRecord"
 _MASKED = -99_999.0
@@ -79,8 +77,6 @@ def trained(request: Any, context: int) -> Forward | ForwardBackward:
                 remedy="shorten it, or cut it in two",
             )
     _check_same_shape(batch)
-    if request.forward_only:
-        return Forward([Datum(d.tokens, d.targets, num_targets=d.num_targets) for d in batch])
     try:
         loss = Loss(request.loss_fn)
     except ValueError:
@@ -89,8 +85,9 @@ def trained(request: Any, context: int) -> Forward | ForwardBackward:
             field="loss_fn",
             remedy=f"use one of {', '.join(Loss)}, or forward_backward_custom",
         ) from None
-    settings = {_SETTINGS[name]: value for name, value in _config(request).items()}
-    return ForwardBackward(batch, loss, logprobs=True, **settings)
+    if request.forward_only:
+        return Forward([Datum(d.tokens, d.targets, num_targets=d.num_targets) for d in batch])
+    return ForwardBackward(batch, loss, logprobs=True, **_settings(request, loss))
 
 
 def _check_same_shape(batch: Sequence[Datum]) -> None:
@@ -107,16 +104,26 @@ def _check_same_shape(batch: Sequence[Datum]) -> None:
             )
 
 
-def _config(request: Any) -> Mapping[str, float]:
-    config = {name: value.number for name, value in request.loss_fn_config_values.items()}
-    config = config or dict(request.loss_fn_config)
-    if unknown := sorted(config.keys() - _SETTINGS):
-        raise CallerError(
-            f"the losses have no setting {unknown[0]!r}",
-            field="loss_fn_config",
-            remedy=f"use {', '.join(_SETTINGS)}",
-        )
-    return config
+def _settings(request: Any, loss: Loss) -> dict[str, float]:
+    """The settings of a loss. Raises: CallerError: the loss has no such setting, or it is no
+    number."""
+    values = request.loss_fn_config_values
+    given = {name: each.number for name, each in values.items()} or {**request.loss_fn_config}
+    known = _SETTINGS.get(loss, {})
+    settings: dict[str, float] = {}
+    for name, value in sorted(given.items()):
+        if name not in known:
+            raise CallerError(
+                f"the loss {loss} has no setting {name!r}",
+                field="loss_fn_config",
+                remedy=f"use {', '.join(known)}" if known else "leave it out",
+            )
+        if name in values and values[name].WhichOneof("kind") == "text":
+            raise CallerError(
+                f"{name} is {values[name].text!r}", field="loss_fn_config", remedy="use a number"
+            )
+        settings[known[name]] = value
+    return settings
 
 
 def _datum(request: Any, index: int) -> Datum:
@@ -133,8 +140,8 @@ def _datum(request: Any, index: int) -> Datum:
             field=f"{field}.loss_fn_inputs",
             remedy="give the token that each position predicts",
         )
-    if request.forward_only:
-        arrays = {}
+    if request.forward_only:  # the loss is the gateway's sum, by these
+        arrays = {name: array for name, array in arrays.items() if name == "weights"}
     elif request.loss_fn == Loss.CROSS_ENTROPY:
         arrays.setdefault("weights", np.ones(targets.shape))
     if unknown := sorted(arrays.keys() - _ARRAYS):
@@ -144,7 +151,7 @@ def _datum(request: Any, index: int) -> Datum:
             remedy=f"leave it out; losses use {', '.join(sorted(_ARRAYS))}",
         )
     for name, array in arrays.items():
-        if array.shape != targets.shape and (array.ndim > 1 or targets.ndim > 1):
+        if array.shape != targets.shape:
             raise CallerError(
                 f"it has the shape {list(array.shape)} and not that of target_tokens, "
                 f"{list(targets.shape)}",
@@ -303,11 +310,18 @@ def _topk(tokens: Int32s, logprobs: Float32s, num_top: int) -> Any:
     )
 
 
-def adam(params: Mapping[str, float | None]) -> AdamParams:
+def adam(params: Mapping[str, float | None] | None, other: Mapping[str, Any] | None) -> AdamParams:
     """The AdamW parameters of an `optim_step`, with the SDK's defaults for those that are left out.
 
-    Raises: CallerError: there is no such parameter.
+    Args:   other: the parameters of another optimizer.
+    Raises: CallerError: there is no such parameter, or the step is another optimizer's.
     """
+    if params is None or other is not None:
+        raise CallerError(
+            "the step has no parameters of AdamW",
+            field="adam_params" if other is None else "optimizer_params",
+            remedy="give AdamParams: models are trained by AdamW",
+        )
     given = {name: value for name, value in params.items() if value is not None}
     known = AdamParams.__struct_fields__
     if unknown := sorted(given.keys() - set(known)):
@@ -338,12 +352,14 @@ class SampleParams(msgspec.Struct, frozen=True):
     seed: int | None = None
     stop: str | int | list[str | int] | None = None
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
+    top_k: int = -1
+    top_p: float = 1.0
 
 
 def sampling(params: SampleParams, prompt_tokens: int, context: int) -> SamplingParams:
     """The mesh's sampling parameters, from the SDK's `SamplingParams`.
+
+    A `stop` that is an empty list lets a sample go on behind the end of a sequence.
 
     Args:   context: the most tokens of prompt and sample together.
     Raises: CallerError: the prompt leaves no room.
@@ -358,10 +374,11 @@ def sampling(params: SampleParams, prompt_tokens: int, context: int) -> Sampling
     stop = params.stop or []
     stops: Sequence[str | int] = [stop] if isinstance(stop, str | int) else stop
     return SamplingParams(
-        min(params.max_tokens or room, room),
+        room if params.max_tokens is None else min(params.max_tokens, room),
         temperature=params.temperature,
-        top_k=max(params.top_k or 0, 0),
-        top_p=params.top_p or 1.0,
+        top_k=0 if params.top_k == -1 else params.top_k,
+        top_p=params.top_p,
+        ignore_eos=params.stop == [],
         stop_token_ids=[each for each in stops if isinstance(each, int)],
         stop_strings=[each for each in stops if isinstance(each, str)],
     )

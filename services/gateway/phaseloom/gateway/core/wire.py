@@ -127,6 +127,8 @@ ForwardBackwardRequest = _class("ForwardBackwardRequest")
 ForwardBackwardOutput = _class("ForwardBackwardOutput")
 SampleResponse = _class("SampleResponse")
 TopkLogprobs = _class("TopkLogprobs")
+Datum = _class("Datum")
+Tensor = _class("Tensor")
 
 DTYPES = {0: "<f4", 1: "<f4", 2: "<i8", 3: "<i4"}
 """The tensor dtypes that are read, by their number; bfloat16 (4) is not."""

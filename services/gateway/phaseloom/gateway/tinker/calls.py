@@ -6,6 +6,7 @@ promise that it had before, also from a gateway that was restarted meanwhile.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,7 @@ class Opened:
 async def open_model(tenant: Tenant, name: str) -> Opened:
     """The model of this name. Raises: CallerError: NOT_FOUND: the tenant has none."""
     record = tenant.book.get(ModelRecord, tenant.name, name)
+    tenant.asked_s[name] = time.time()
     return Opened(tenant, record, await tenant.models.trained(record.job, record.adapter))
 
 

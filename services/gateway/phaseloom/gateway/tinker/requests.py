@@ -11,6 +11,9 @@ from phaseloom.common.contract.checks import MAX_TOP_LOGPROBS
 from phaseloom.gateway.core import convert
 from phaseloom.gateway.sampling import check_samples
 
+_MAX_NAME_CHARS = 256
+"""The most characters of a session's name."""
+
 
 class Loose(msgspec.Struct, frozen=True):
     """A request. Fields that it does not name are ignored."""
@@ -18,6 +21,16 @@ class Loose(msgspec.Struct, frozen=True):
 
 class CreateSession(Loose, frozen=True):
     user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+
+    def check(self) -> None:
+        """Raises: CallerError: the name is too long to be kept."""
+        if len(self.display_name or "") > _MAX_NAME_CHARS:
+            raise CallerError(
+                "the session's name is too long",
+                field="display_name",
+                remedy=f"use at most {_MAX_NAME_CHARS} characters",
+            )
 
 
 class OfSession(Loose, frozen=True):
@@ -58,11 +71,25 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 UNEMBED = ("lm_head",)
 
 
+class OptimizerConfig(Loose, frozen=True):
+    type: str = "adamw"
+
+    def check(self) -> None:
+        """Raises: CallerError: it is another optimizer than AdamW."""
+        if self.type != "adamw":
+            raise CallerError(
+                f"there is no optimizer {self.type!r}",
+                field="optimizer_config",
+                remedy="leave it out: models are trained by AdamW",
+            )
+
+
 class CreateModel(Loose, frozen=True):
     session_id: str
     model_seq_id: int
     base_model: str
     lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
     user_metadata: dict[str, Any] | None = None
 
 
@@ -73,7 +100,9 @@ class OfModel(Loose, frozen=True):
 class OptimStep(Loose, frozen=True):
     model_id: str
     seq_id: int
-    adam_params: dict[str, float | None]
+    adam_params: dict[str, float | None] | None = None
+    optimizer_params: dict[str, Any] | None = None
+    """Those of another optimizer."""
 
 
 class SaveWeights(Loose, frozen=True):
@@ -84,6 +113,16 @@ class SaveWeights(Loose, frozen=True):
     ttl_seconds: float | None = None
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
+    kind: str = "snapshot"
+
+    def check(self) -> None:
+        """Raises: CallerError: the weights of a sampling client are not to stay as they are."""
+        if self.kind != "snapshot":
+            raise CallerError(
+                f"there are no sampling clients of kind {self.kind!r}",
+                field="kind",
+                remedy="use snapshot, and make a new sampling client for newer weights",
+            )
 
 
 class LoadWeights(Loose, frozen=True):
@@ -94,6 +133,29 @@ class LoadWeights(Loose, frozen=True):
     session_id: str | None = None
     model_seq_id: int | None = None
     user_metadata: dict[str, Any] | None = None
+    base_model: str | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+
+    def check(self, base: str) -> None:
+        """Check that all that is asked for is done.
+
+        Args:   base: the base of the checkpoint.
+        Raises: CallerError: something is not; names the field.
+        """
+        if self.weights_access_token is not None:
+            raise CallerError(
+                "there are no access tokens here",
+                field="weights_access_token",
+                remedy="leave it out: a checkpoint is loaded with its own tenant's key",
+            )
+        if self.base_model not in (None, base):
+            raise CallerError(
+                f"the checkpoint is of {base!r} and not of {self.base_model!r}",
+                field="base_model",
+                remedy="leave it out: a checkpoint goes on with the base it was trained on",
+            )
+        (self.optimizer_config or OptimizerConfig()).check()
 
 
 class CreateSamplingSession(Loose, frozen=True):
@@ -115,13 +177,14 @@ class Sample(Loose, frozen=True):
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
 
     def check(self) -> None:
         """Check that all that is asked for can be answered.
 
         Raises: CallerError: something cannot; names the field.
         """
-        check_samples(self.num_samples)
+        check_samples(self.num_samples, "num_samples")
         for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
             if not 0 <= getattr(self, field) <= MAX_TOP_LOGPROBS:
                 raise CallerError(
@@ -129,6 +192,13 @@ class Sample(Loose, frozen=True):
                     field=field,
                     remedy=f"use 0 to {MAX_TOP_LOGPROBS}",
                 )
+        last_n = self.prompt_logprobs_last_n
+        if last_n is not None and last_n < 1:
+            raise CallerError(
+                f"the last {last_n} tokens are none",
+                field="prompt_logprobs_last_n",
+                remedy="use 1 or more, or leave it out for the whole prompt",
+            )
         for field in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
             if getattr(self, field):
                 raise CallerError(
@@ -136,6 +206,12 @@ class Sample(Loose, frozen=True):
                     field=field,
                     remedy="leave it out; topk_prompt_logprobs has the likeliest tokens",
                 )
+        if self.record_stability_info:
+            raise CallerError(
+                "nothing is recorded of samples",
+                field="record_stability_info",
+                remedy="leave it out: it is for the loss stable_reinforce, which there is not",
+            )
 
 
 class RetrieveFuture(Loose, frozen=True):

@@ -1,4 +1,5 @@
-"""The call by which the SDK asks for what was promised, also by an earlier gateway."""
+"""The calls by which the SDK asks for what was promised, also by an earlier gateway, and by which
+it says that nobody waits for it any more."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from phaseloom.gateway.core import convert
 from phaseloom.gateway.futures import Answer, Promise, failed
 from phaseloom.gateway.http import PREFIX, body_of, tenant_of
 from phaseloom.gateway.models import POLICY
-from phaseloom.gateway.records import CallRecord, ModelRecord
+from phaseloom.gateway.records import CallRecord, ModelRecord, SamplerRecord
 from phaseloom.gateway.tenants import Tenant
 from phaseloom.gateway.tinker.requests import LoadWeights, RetrieveFuture, SaveWeights
 from phaseloom.gateway.tinker.saving import load_promise, save_for_sampler_promise, save_promise
@@ -54,6 +55,17 @@ async def retrieve_future(request: web.Request) -> web.Response:
     if isinstance(answer, bytes):
         return web.Response(body=answer, content_type=_PROTOBUF)
     return web.json_response(answer)
+
+
+@routes.post(PREFIX + "/cancel_future")
+async def cancel_future(request: web.Request) -> web.Response:
+    """Cancel a sample. Nothing else is: the calls behind a step go on from it."""
+    tenant, asked = tenant_of(request), await body_of(request, RetrieveFuture)
+    sampler = asked.request_id.rpartition(":")[0]
+    promise = tenant.futures.find(asked.request_id)
+    if promise is not None and tenant.book.find(SamplerRecord, tenant.name, sampler) is not None:
+        await promise.cancel()
+    return web.json_response({})
 
 
 async def _earlier(tenant: Tenant, name: str) -> Promise | None:

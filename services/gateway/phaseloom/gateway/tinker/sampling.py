@@ -67,7 +67,7 @@ async def sample(request: web.Request) -> web.Response:
                     prompt_top_logprobs=num_prompt_top,
                 ),
             )
-            drawing.handle = handle
+            await drawing.comes_from(handle)
             last_n = asked.prompt_logprobs_last_n or len(tokens)
             return convert.sampled_output(await outcome_of(handle), num_top, num_prompt_top, last_n)
 

@@ -58,7 +58,7 @@ async def save_promise(tenant: Tenant, asked: SaveWeights) -> tuple[str, Promise
                 remedy="choose another name, or save with overwrite=True",
             )
     except CallerError as error:
-        return _refused_save(opened, asked.seq_id, error)
+        return _refused(opened, asked.seq_id, ops.SaveState(""), error)
     saved = _checkpoint(opened.record, path, POLICY, name, metadata)
 
     def begin() -> Begun:
@@ -84,10 +84,11 @@ async def save_for_sampler_promise(tenant: Tenant, asked: SaveWeights) -> tuple[
     opened = await open_model(tenant, asked.model_id)
     record, sampler = opened.record, opened.model.sampler
     try:
+        asked.check()
         path = None if asked.path is None else _path(record, "sampler_weights", asked.path)
         ttl_s, metadata = ttl_of(asked.ttl_seconds), metadata_of(asked.user_metadata)
     except CallerError as error:
-        return _refused_save(opened, asked.seq_id, error)
+        return _refused(opened, asked.seq_id, ops.SaveState(""), error)
     version = _mesh_name(asked.path or "", asked.seq_id)
     keep, kept_s = (_KEPT_VERSIONS, 0.0) if path is None else (0, ttl_s)
 
@@ -116,6 +117,19 @@ async def save_for_sampler_promise(tenant: Tenant, asked: SaveWeights) -> tuple[
     return await kept_call(tenant, opened.name(asked.seq_id), "save_for_sampler", asked, begin)
 
 
+@routes.post(PREFIX + "/save_weights_external")
+async def save_weights_external(request: web.Request) -> web.Response:
+    """Refuse the call, which has a number as those that are served."""
+    tenant, asked = tenant_of(request), await body_of(request, SaveWeights)
+    opened = await open_model(tenant, asked.model_id)
+    error = CallerError(
+        "save_weights_external is not served",
+        field="type",
+        remedy="use save_weights_for_sampler, and download the checkpoint: it is as peft reads it",
+    )
+    return await answer_with(_refused(opened, asked.seq_id, ops.SaveState(""), error))
+
+
 @routes.post(PREFIX + "/load_weights")
 async def load_weights(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, LoadWeights)
@@ -124,7 +138,14 @@ async def load_weights(request: web.Request) -> web.Response:
 
 async def load_promise(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promise]:
     """The promise to load a checkpoint: into the model that is named, or into a new one."""
-    saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
+    try:
+        saved = tenant.book.get(CheckpointRecord, tenant.name, asked.path)
+        asked.check(saved.base)
+    except CallerError as error:
+        if asked.model_id is None or asked.seq_id is None:
+            raise
+        opened = await open_model(tenant, asked.model_id)
+        return _refused(opened, asked.seq_id, ops.LoadState(""), error)
     if asked.session_id is not None and asked.model_seq_id is not None:
         kept = metadata_of(asked.user_metadata)
         like = ModelRecord("", "", "", saved.base, 1, kept, saved.adapter)
@@ -149,17 +170,19 @@ async def load_promise(tenant: Tenant, asked: LoadWeights) -> tuple[str, Promise
     return await kept_call(tenant, f"{record.id}:{seq}", "load_weights", asked, begin)
 
 
-def _refused_save(opened: Opened, seq: int, error: CallerError) -> tuple[str, Promise]:
-    """The promise of a save that this gateway refuses.
+def _refused(
+    opened: Opened, seq: int, nameless: ops.Args, error: CallerError
+) -> tuple[str, Promise]:
+    """The promise of a save or a load that this gateway refuses.
 
-    A save without a name, which the mesh refuses, takes the call's number: otherwise all later
-    operations would wait for that number.
+    Args: nameless: a save or a load without a name, which the mesh refuses. It takes the call's
+          number: otherwise all later operations would wait for that number.
     """
 
     async def never(_: Any) -> Answer:
         raise error
 
-    return refused(opened.tenant, opened.promise(seq, ops.SaveState(""), never), error)
+    return refused(opened.tenant, opened.promise(seq, nameless, never), error)
 
 
 async def _keep_checkpoint(tenant: Tenant, saved: CheckpointRecord, ttl_s: float) -> None:

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 import nats.errors
 from aiohttp import web
 
-from phaseloom.client import PhaseloomError
-from phaseloom.gateway.checkpoints import clean_up_all, told_time
-from phaseloom.gateway.http import PREFIX, body_of, tenant_of
+from phaseloom.client import CallerError, PhaseloomError
+from phaseloom.gateway.checkpoints import clean_up_all, told_checkpoint, told_time
+from phaseloom.gateway.http import PREFIX, body_of, page_of, tenant_of
 from phaseloom.gateway.models import context_of
 from phaseloom.gateway.records import (
     CallRecord,
@@ -23,11 +23,13 @@ from phaseloom.gateway.records import (
     SessionRecord,
 )
 from phaseloom.gateway.tenants import Tenant
-from phaseloom.gateway.tinker.calls import lora_fields
+from phaseloom.gateway.tinker.calls import lora_fields, metadata_of
 from phaseloom.gateway.tinker.requests import CreateSession, OfPath, OfSession
 from phaseloom.gateway.tinker.training import finish
 
 log = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made", SessionRecord, ModelRecord)
 
 routes = web.RouteTableDef()
 
@@ -69,9 +71,15 @@ async def capabilities(request: web.Request) -> web.Response:
 
 @routes.post(PREFIX + "/create_session")
 async def create_session(request: web.Request) -> web.Response:
-    tenant = tenant_of(request)
-    await body_of(request, CreateSession)
-    session = SessionRecord(tenant.name, uuid.uuid4().hex)
+    tenant, asked = tenant_of(request), await body_of(request, CreateSession)
+    asked.check()
+    session = SessionRecord(
+        tenant.name,
+        uuid.uuid4().hex,
+        metadata_of(asked.user_metadata),
+        asked.display_name or "",
+        time.time(),
+    )
     await tenant.book.put(session)
     tenant.beats[session.id] = time.monotonic()
     return web.json_response({"type": "create_session", "session_id": session.id})
@@ -127,14 +135,14 @@ async def end_silent_sessions(tenant: Tenant, silent_s: float) -> None:
 @routes.get(PREFIX + "/sessions")
 async def list_sessions(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
-    sessions = [each.id for each in tenant.book.all(SessionRecord, tenant.name)]
-    return web.json_response({"sessions": sessions})
+    page, _ = page_of(request, _newest(tenant.book.all(SessionRecord, tenant.name)))
+    return web.json_response({"sessions": [each.id for each in page]})
 
 
 @routes.get(PREFIX + "/sessions/{session}")
 async def get_session(request: web.Request) -> web.Response:
     tenant, session = tenant_of(request), request.match_info["session"]
-    tenant.book.get(SessionRecord, tenant.name, session)
+    record = tenant.book.get(SessionRecord, tenant.name, session)
     of = f"{session}:"
     models = [each.id for each in tenant.book.all(ModelRecord, tenant.name)]
     samplers = [each.id for each in tenant.book.all(SamplerRecord, tenant.name)]
@@ -142,6 +150,8 @@ async def get_session(request: web.Request) -> web.Response:
         {
             "training_run_ids": [name for name in models if name.startswith(of)],
             "sampler_ids": [name for name in samplers if name.startswith(of)],
+            "user_metadata": record.metadata or None,
+            "display_name": record.display_name or None,
         }
     )
 
@@ -149,16 +159,20 @@ async def get_session(request: web.Request) -> web.Response:
 @routes.get(PREFIX + "/training_runs")
 async def list_runs(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
-    runs = [_run(model) for model in tenant.book.all(ModelRecord, tenant.name)]
-    return web.json_response({"training_runs": runs, "cursor": _cursor(runs)})
+    if "project_id" in request.query:
+        raise CallerError(
+            "there are no projects here", field="project_id", remedy="list all training runs"
+        )
+    page, cursor = page_of(request, _newest(tenant.book.all(ModelRecord, tenant.name)))
+    runs = [_run(tenant, model) for model in page]
+    return web.json_response({"training_runs": runs, "cursor": cursor})
 
 
 @routes.get(PREFIX + "/training_runs/{run}")
 async def get_run(request: web.Request) -> web.Response:
     tenant = tenant_of(request)
-    return web.json_response(
-        _run(tenant.book.get(ModelRecord, tenant.name, request.match_info["run"]))
-    )
+    model = tenant.book.get(ModelRecord, tenant.name, request.match_info["run"])
+    return web.json_response(_run(tenant, model))
 
 
 @routes.post(PREFIX + "/weights_info")
@@ -168,17 +182,27 @@ async def weights_info(request: web.Request) -> web.Response:
     return web.json_response({"base_model": saved.base, **lora_fields(saved.adapter)})
 
 
-def _run(model: ModelRecord) -> dict[str, Any]:
+def _run(tenant: Tenant, model: ModelRecord) -> dict[str, Any]:
+    saved = tenant.book.all(CheckpointRecord, tenant.name)
+    told = [
+        told_checkpoint(each, {})
+        for each in sorted(saved, key=lambda each: each.saved_s)
+        if each.model == model.id
+    ]
+    newest = {each["checkpoint_type"]: each for each in told}
     return {
         "training_run_id": model.id,
         "base_model": model.base,
         "model_owner": model.tenant,
         **lora_fields(model.adapter),
         "corrupted": False,
-        "last_request_time": told_time(time.time()),
+        "last_request_time": told_time(tenant.asked_s.get(model.id, model.made_s)),
+        "last_checkpoint": newest.get("training"),
+        "last_sampler_checkpoint": newest.get("sampler"),
         "user_metadata": model.metadata or None,
     }
 
 
-def _cursor(items: list[Any]) -> dict[str, int]:
-    return {"offset": 0, "limit": len(items), "total_count": len(items)}
+def _newest(made: list[_Made]) -> list[_Made]:
+    """Sessions or models, the newest first."""
+    return sorted(made, key=lambda each: each.made_s, reverse=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from aiohttp import web
 from msgspec.structs import replace
 
-from phaseloom.client import CallerError, Code, PhaseloomError
+from phaseloom.client import AdamParams, CallerError, Code, PhaseloomError
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.ids import check_name
 from phaseloom.gateway.core import convert
@@ -32,6 +33,7 @@ routes = web.RouteTableDef()
 async def create_model(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, CreateModel)
     await tenant.base(asked.base_model)
+    asked.optimizer_config.check()
     lora = asked.lora_config or LoraConfig(0)
     adapter = lora.adapter
     if adapter is not None and not tenant.models.has_adapters:
@@ -58,14 +60,14 @@ async def new_model(
 ) -> ModelRecord:
     """The record of a model of a session, made now unless there is one.
 
-    Args: number: the SDK's number of the model. like: the record without tenant, id and job.
+    Args: number: the SDK's number of the model. like: the record without tenant, id, job and time.
     """
     tenant.book.get(SessionRecord, tenant.name, session)
     name = f"{session}:train:{number}"
     record = tenant.book.find(ModelRecord, tenant.name, name)
     if record is None:
         job = check_name(f"tinker-{session}-{number}", "model_seq_id")
-        record = replace(like, tenant=tenant.name, id=name, job=job)
+        record = replace(like, tenant=tenant.name, id=name, job=job, made_s=time.time())
         await tenant.book.put(record)
     return record
 
@@ -153,9 +155,17 @@ async def forward_backward(request: web.Request) -> web.Response:
 async def optim_step(request: web.Request) -> web.Response:
     tenant, asked = tenant_of(request), await body_of(request, OptimStep)
     opened = await open_model(tenant, asked.model_id)
-    args = ops.OptimStep(convert.adam(asked.adam_params))
+    refusal: PhaseloomError | None = None
+    try:
+        args = ops.OptimStep(convert.adam(asked.adam_params, asked.optimizer_params))
+    except CallerError as error:
+        refusal = error  # it keeps its number, by a step that the mesh refuses
+        args = ops.OptimStep(AdamParams(learning_rate=-1.0))
 
     async def answer(result: ops.OptimStepResult) -> Answer:
         return {"type": "optim_step", "metrics": result.metrics}
 
-    return await answer_with(opened.promise(asked.seq_id, args, answer))
+    promised = opened.promise(asked.seq_id, args, answer)
+    if refusal is not None:
+        promised = refused(tenant, promised, refusal)
+    return await answer_with(promised)
