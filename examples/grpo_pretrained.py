@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from grpo import most_varied, normalised, report_line
@@ -193,13 +194,21 @@ def with_advantages(
     return batch
 
 
+def directory(text: str) -> str:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {text}")
+    return text
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--task", choices=TASKS, default="chain_sum")
     parser.add_argument("--job", help="the job's name; default: the task's")
     parser.add_argument("--wait", action="store_true", help="for a line on stdin at each barrier")
     parser.add_argument("--model", required=True, help="the registered model's name")
-    parser.add_argument("--tokenizer", required=True, help="a directory with its tokenizer")
+    parser.add_argument(
+        "--tokenizer", type=directory, required=True, help="a directory with its tokenizer"
+    )
     parser.add_argument("--adapter", type=int, metavar="RANK", help="train a LoRA adapter")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=Settings.seed)

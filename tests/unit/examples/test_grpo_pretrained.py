@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import islice
 from typing import Any
 
 import pytest
-from grpo_pretrained import NUM_SHOTS, TASKS, FewShotTask, Problem, with_advantages
+from grpo_pretrained import NUM_SHOTS, TASKS, FewShotTask, Problem, main, with_advantages
 
 from phaseloom.client import Sequence, float32s, int32s
 
@@ -53,3 +54,13 @@ def test_only_answers_are_trained_on_and_a_group_is_compared_with_itself() -> No
     assert bad == pytest.approx([0.0, 0.0, -1 / 5, -1 / 5], rel=1e-4)
     assert even == [[0.0, 0.0], [0.0, 0.0]]
     assert float32s(batch[1].logprobs or []) == [0.0, 0.0, -0.5, -0.5]
+
+
+async def test_directory_of_the_tokenizer_that_is_none_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What transformers says of it is about names of the Hub."""
+    monkeypatch.setattr(sys, "argv", ["grpo_pretrained.py", "--model", "m", "--tokenizer", "/gone"])
+    with pytest.raises(SystemExit):
+        await main()
+    assert "argument --tokenizer: there is no directory /gone" in capsys.readouterr().err
