@@ -233,6 +233,7 @@ def test_decisions_are_told_with_their_reasons_and_trouble_as_such() -> None:
     attached = told["controller attached"]
     assert (attached.job, attached.why) == ("acme.a", "session 3")
     assert not attached.is_trouble
+    assert told["node train-0 is up"].why == "1 device in pool train"
     assert told["node train-0 lost"].why == "its lease ran out"
     assert told["policy lost on train-0"].is_trouble
     stopped = told["policy stopped on train-0"]

@@ -107,7 +107,8 @@ def _of_mesh(time_s: float, event: events.Event) -> Decision | None:
             why = f"placement {config.placement}, ordering {config.ordering}"
             return Decision(time_s, "scheduler configured", why)
         case events.NodeUp():
-            why = f"{len(event.devices)} devices in pool {event.pool}"
+            several = "" if len(event.devices) == 1 else "s"
+            why = f"{len(event.devices)} device{several} in pool {event.pool}"
             return Decision(time_s, f"node {event.node} is up", why)
         case events.NodeLost():
             return Decision(time_s, f"node {event.node} lost", event.reason, is_trouble=True)
