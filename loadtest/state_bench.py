@@ -32,6 +32,7 @@ from loadtest.records import Record
 from phaseloom.cli.certs import make_certificates
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
+from phaseloom.common.process.lifecycle import DIE_WITH_PARENT
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, digest_of
 from phaseloom.common.tensors.hugepages import make_huge, map_file
 from phaseloom.common.transport.certificates import directory_of
@@ -418,7 +419,11 @@ async def daemon(
         "DEVICES": json.dumps([num_deployments * num_bytes]),
         "HOST_MEMORY_BYTES": str((num_deployments + 2) * num_bytes),
     }
-    environment = os.environ | {f"PHASELOOM_STATEMGR_{n}": v for n, v in settings.items()}
+    environment = {
+        **os.environ,
+        **{f"PHASELOOM_STATEMGR_{name}": value for name, value in settings.items()},
+        DIE_WITH_PARENT: str(os.getpid()),
+    }
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

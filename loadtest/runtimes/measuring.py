@@ -10,6 +10,7 @@ import msgspec
 
 from loadtest.records import Record, Records, describe, record
 from loadtest.runtimes import models
+from phaseloom.common.process import diewithparent
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -100,10 +101,12 @@ async def _measure_vllm(settings: Settings, python: Path, directory: Path) -> li
     """Run `measure_here` in that interpreter. Raises: RuntimeError: it failed."""
     results = directory / "figures.json"
     process = await asyncio.create_subprocess_exec(
-        python,
-        *("-W", "ignore", "-m", "loadtest.runtimes"),
-        msgspec.json.encode(settings).decode(),
-        str(results),
+        *diewithparent.launcher(
+            [
+                *(str(python), "-W", "ignore", "-m", "loadtest.runtimes"),
+                *(msgspec.json.encode(settings).decode(), str(results)),
+            ]
+        ),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if await process.wait():
