@@ -158,3 +158,39 @@ async def test_version_is_on_the_node_before_the_sync_that_brings_it(
             await rollout.stop()
         await job.finish()
         assert log.failures() == []
+
+
+@pytest.mark.parametrize(
+    "victim", ["scheduler", "worker-rollout-0", "statemgr-rollout-0", "statemgr-train-0"]
+)
+async def test_whoever_dies_while_a_version_is_fetched_ahead_its_sync_brings_it(
+    victim: str, short_dir: Path
+) -> None:
+    """Its source says nothing meanwhile; and nothing of it is left once the job has ended."""
+    train = NodeConfig(NODE, "train", [8 * MiB])
+    config = MeshConfig(nodes=[NodeConfig("rollout-0", "rollout", [8 * MiB]), train])
+    async with (
+        running_mesh(config, short_dir) as (mesh, log),
+        tenant(mesh) as t,
+        operator(mesh) as bus,
+    ):
+        job = await t.submit_job("job", [policy_spec(), sampler_spec(positions=LONG + 10)])
+        policy, sampler = job.deployment("policy"), job.deployment("sampler")
+        rollout = sampler.generate([Prompt([1, 2])], SamplingParams(LONG, ignore_eos=True))
+        published = policy.publish_weights()
+        digest = (await published).digest
+        source = mesh.pids(f"statemgr-{NODE}")
+        signal_programs(source, signal.SIGSTOP)
+        sync = sampler.sync_weights(published)
+        await log.until_queued(f"job.sampler.{sync.ref.seq}")
+        if victim != f"statemgr-{NODE}":
+            mesh.kill(victim)
+            signal_programs(source, signal.SIGCONT)
+        else:
+            signal_programs(source, signal.SIGKILL)
+        await rollout.stop()
+        assert (await sync).digest == digest
+        await job.finish()
+        async with asyncio.timeout(60):
+            while await versions_at(bus, "rollout-0") or await versions_at(bus, NODE):
+                pass

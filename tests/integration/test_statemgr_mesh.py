@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.codec import decode
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.common.contract.events import NodeUp, SealCommitted, SealFailed, WpgLost
+from phaseloom.common.contract.events import Event, NodeUp, SealCommitted, SealFailed, WpgLost
 from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.specs import Layout
 from phaseloom.common.contract.state_agent import StatusReport
@@ -32,8 +33,8 @@ from tests.support.jobs import (
     tenant,
 )
 from tests.support.processes import until_gone
-from tests.support.statedaemon import flip_in_memory
-from tests.support.warm import program_pid
+from tests.support.statedaemon import flip_in_memory, is_empty
+from tests.support.warm import program_pid, signal_programs
 
 STEPS = 5
 A, B = TASKS
@@ -77,6 +78,33 @@ async def test_version_that_only_memory_holds_survives_the_state_manager(short_d
         await policy.optim_step(client.AdamParams(1e-3))
         assert log.failures() == []
         assert len(log.starts("noop.policy")) == 1
+
+
+@pytest.mark.usefixtures("noop_nodes")
+async def test_versions_of_a_job_that_ends_while_an_agent_is_away_leave_its_node(
+    short_dir: Path,
+) -> None:
+    """The agent was told to drop them, and had no time for it; its state manager lives on."""
+    async with running_mesh(MeshConfig(), short_dir) as (mesh, log), tenant(mesh) as t:
+        job = await t.submit_job("noop", NOOP)
+        await job.deployment("sampler").sync_weights(job.deployment("policy").publish_weights())
+        agents = mesh.pids("worker-rollout-0")
+        signal_programs(agents, signal.SIGSTOP)
+        await job.finish()
+        signal_programs(agents, signal.SIGKILL)
+        bus = await Bus.open(mesh.credentials.bus, "operator")
+        num_ups = 0
+
+        def is_back(event: Event) -> bool:
+            nonlocal num_ups
+            num_ups += isinstance(event, NodeUp) and event.node == "rollout-0"
+            return num_ups == 2
+
+        await log.until(is_back)
+        async with asyncio.timeout(60):
+            while not is_empty(await _report(bus, "rollout-0")):
+                pass
+        await bus.close()
 
 
 @pytest.mark.usefixtures("noop_nodes")

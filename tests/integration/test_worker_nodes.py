@@ -4,6 +4,7 @@ all where one is gone."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from phaseloom.common.contract.agents import (
     StoreFound,
     TakePart,
 )
-from phaseloom.common.contract.commands import Permit, StartWpg
+from phaseloom.common.contract.commands import Permit, StartWpg, Ticket
 from phaseloom.common.contract.errors import (
     CallerError,
     Code,
@@ -33,7 +34,7 @@ from phaseloom.common.contract.errors import (
     PhaseloomError,
     ResourceError,
 )
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey
+from phaseloom.common.contract.ids import DeploymentKey, NodeId, OperationKey, VersionKey
 from phaseloom.common.contract.operations import (
     Generate,
     GenerateResult,
@@ -42,8 +43,10 @@ from phaseloom.common.contract.operations import (
     Sequence,
 )
 from phaseloom.common.contract.specs import CommandId
+from phaseloom.common.contract.state_rank import Done
 from phaseloom.common.process import lifecycle
 from phaseloom.common.transport.bus import Bus
+from phaseloom.common.transport.framing import Peer
 from phaseloom.worker.agent.interpreters import Interpreters
 from phaseloom.worker.agent.nodes import (
     MAX_CHUNK_BYTES,
@@ -56,7 +59,14 @@ from phaseloom.worker.agent.nodes import (
 from phaseloom.worker.agent.processes import Processes
 from phaseloom.worker.agent.wpg import Wpg
 from phaseloom.worker.config import WorkerConfig
-from phaseloom.worker.rank.wire import Payload, RunShare, SharesDone
+from phaseloom.worker.rank.wire import (
+    Payload,
+    PrefetchWeights,
+    RankMessage,
+    RankUp,
+    RunShare,
+    SharesDone,
+)
 from tests.support.node import policy_spec
 
 KEY = DeploymentKey("acme", "sums", "sampler")
@@ -231,7 +241,9 @@ async def test_payloads_are_read_where_they_are_needed(bus: Bus) -> None:
     assert msgspec.msgpack.decode(payload.payload, type=Operation) == operation
 
 
-def part_of(settings: WorkerConfig, bus: Bus, tasks: asyncio.TaskGroup) -> Wpg:
+def part_of(
+    settings: WorkerConfig, bus: Bus, tasks: asyncio.TaskGroup, num_devices: int = 1
+) -> Wpg:
     """The leader's node's part of a WPG, not started."""
     command = StartWpg(
         id=CommandId(1, 0),
@@ -240,7 +252,7 @@ def part_of(settings: WorkerConfig, bus: Bus, tasks: asyncio.TaskGroup) -> Wpg:
         deployment=KEY,
         incarnation=1,
         spec=policy_spec(),
-        devices=[0],
+        devices=list(range(num_devices)),
         seal_seq=0,
         nodes=[HERE, THERE],
     )
@@ -295,3 +307,37 @@ async def test_share_waits_for_the_seal_that_was_asked_for_before_it(
         wpg.note_sealed(4)
         await waiting
         await wpg.until_sealed(4)
+
+
+async def test_fetch_ahead_has_ended_once_no_rank_is_at_it(bus: Bus, tmp_path: Path) -> None:
+    """One rank cannot have its part. A version that is dropped meanwhile is dropped again once the
+    others have theirs."""
+    go_on = asyncio.Event()
+
+    async def refuses(_: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+        raise ResourceError("nobody has it")
+
+    async def is_slow(_: RankMessage, fds: list[int]) -> tuple[RankMessage, list[int]]:
+        await go_on.wait()
+        return Done(), []
+
+    async with asyncio.TaskGroup() as tasks:
+        wpg = part_of(settings(tmp_path, "127.0.0.1"), bus, tasks, num_devices=2)
+        peers: list[Peer[RankMessage]] = []
+        for token, answer in zip(wpg.tokens, (refuses, is_slow), strict=True):
+            agents, ranks = socket.socketpair()
+            ours: Peer[RankMessage] = Peer(agents, RankMessage)
+            peers += [ours, Peer(ranks, RankMessage, answer)]
+            wpg.connected(ours, RankUp(token, 0, 0))
+        for peer in peers:
+            peer.start()
+        version = VersionKey(KEY, 1)
+        asked = PrefetchWeights([], Ticket(version, KEY, 1, []), CommandId(1, 1))
+        fetching = asyncio.create_task(wpg.prefetch_version(asked))
+        await asyncio.wait([fetching], timeout=0.3)
+        assert not fetching.done()
+        go_on.set()
+        with pytest.raises(ResourceError, match="nobody has it"):
+            await fetching
+        for peer in peers:
+            await peer.close()

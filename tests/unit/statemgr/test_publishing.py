@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
-from phaseloom.common.contract.state_rank import CommitParts
+from phaseloom.common.contract.state_rank import CommitParts, CreateVersion
 from phaseloom.common.tensors.tensortable import EMPTY
 from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.disk.files import StateDirectory
@@ -95,6 +95,26 @@ async def test_what_came_here_of_an_earlier_lifes_version_goes_with_that(
         await w.commit(w.incarnation(3), OTHER)
         assert w.has(KEY)
         assert not w.has(key)
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+async def test_a_version_that_its_policy_makes_here_goes_before_one_that_is_fetched_ahead(
+    tmp_path: Path, *, is_ahead: bool
+) -> None:
+    """As it does after a loss, when it runs the publish again."""
+    async with world(tmp_path) as w:
+        policy = w.incarnation(1)
+        w.have(KEY, "")
+        fetched = w.node.versions.find(KEY)
+        assert fetched is not None
+        fetched.is_ahead = is_ahead
+        made = CreateVersion(KEY, 64, EMPTY.packed)
+        if is_ahead:
+            await w.publishing.create(policy, made)
+            assert fetched.is_dropped
+        else:
+            with pytest.raises(ResourceError, match="is being fetched here"):
+                await w.publishing.create(policy, made)
 
 
 async def test_a_part_that_this_incarnation_wrote_otherwise_is_refused(tmp_path: Path) -> None:

@@ -379,7 +379,8 @@ class StateManager:
         return OnDevice(fd is not None), [] if fd is None else [fd]
 
     async def _open_slices(self, rank: Rank, body: OpenSlices) -> Answer:
-        await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank)
+        if not body.is_ahead:
+            await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank)
         return await self._parts.weights.open_slices(rank.wpg, body)
 
     async def _hold_version(self, rank: Rank, body: HoldVersion) -> None:
@@ -397,6 +398,8 @@ class StateManager:
 
     async def _open_version(self, rank: Rank, body: OpenVersion) -> Answer:
         answer = await self._parts.weights.open(rank.wpg, body)
+        if body.is_ahead:
+            return answer
         version = self._node.versions.find(body.version)
         assert version is not None
         # A part is never a host copy: a rank that reads one needs memory for its next copy.
@@ -431,11 +434,12 @@ class StateManager:
             await node.until(lambda: not node.residency.holds_memory(wpg))
             node.leave_job(key.job_key)
         if request.forget and node.residency.find(key) is None:
+            self._parts.replicator.forget(key)
             self._parts.weights.forget(key)
             await self._parts.exporter.forget(key)
             await self._parts.sealer.forget(key)
-            self._parts.replicator.forget(key)
             node.residency.forget(key)
+            await self._parts.weights.leave_job(key.job_key)
 
     async def _status(self, _: StatusRequest) -> StatusReport:
         node = self._node

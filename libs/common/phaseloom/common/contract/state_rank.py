@@ -144,6 +144,9 @@ class OpenVersion(Message, frozen=True):
     is_unverified: bool = False
     """Whether the state manager leaves the verification out, because the rank looks for the bytes
     on its device first (`OpenOnDevice`)."""
+    is_ahead: bool = False
+    """Whether no operation waits for the version yet. It then displaces nothing in host memory, and
+    is dropped again where that is short, until an operation opens it, which has it verified."""
 
 
 class OpenSlices(Message, frozen=True):
@@ -160,6 +163,8 @@ class OpenSlices(Message, frozen=True):
     """The sources of all parts; a part on this node has some too, in case its memory is bad."""
     ticket: Ticket | None = None
     permit: CommandId | None = None
+    """As in `OpenVersion`."""
+    is_ahead: bool = False
     """As in `OpenVersion`."""
 
 

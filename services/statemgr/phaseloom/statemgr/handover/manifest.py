@@ -88,6 +88,8 @@ class VersionEntry(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     extent: int
     incarnation: int | None
+    is_ahead: bool = False
+    is_kept: bool = True
 
 
 class CopyEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -378,20 +378,22 @@ class Node:
             return
         writer = next((r.wpg for r in self.ranks if _writes(r.wpg, version)), None)
         is_nobodys = version.incarnation is not None and writer is None
-        is_over = not self._has(version.key.policy.job_key)
+        is_over = not self.has(version.key.policy.job_key)
         if not version.is_committed or version.is_bad or is_nobodys or is_over:
             self.memory.free(extent)
         else:
             self.memory.park(extent, pool_of(writer) if writer else str(version.key.policy))
+        self.announce()
 
     def leave_job(self, job: JobKey) -> None:
         """Free the parked memory of a job's versions, once the job has no deployment here."""
-        if not self._has(job):
+        if not self.has(job):
             for pool in self.memory.pools():
                 if pool.startswith(f"{job}."):
                     self.memory.drop_pool(pool)
 
-    def _has(self, job: JobKey) -> bool:
+    def has(self, job: JobKey) -> bool:
+        """Whether a deployment of the job lives here."""
         return any(wpg.key.job_key == job for wpg in self.residency.alive())
 
     def validate(self) -> None:

@@ -68,7 +68,8 @@ class Tiering:
         Args:   what: the name of the memory in a refusal.
                 pool: an idle extent of this pool is reused where one of the size is there.
                 may_freeze: whether the extent can be made immutable later.
-                after_s: only copies whose predicted use is after this time are demoted for it.
+                after_s: only copies whose predicted use is after this time are demoted for it;
+                         infinite: nothing at all leaves memory for it.
         Returns: the number of the extent.
         Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers of both tiers.
         """
@@ -79,11 +80,17 @@ class Tiering:
 
     @asynccontextmanager
     async def reserved(
-        self, num_bytes: int, what: str, pool: str = "", *, may_freeze: bool = False
+        self,
+        num_bytes: int,
+        what: str,
+        pool: str = "",
+        *,
+        may_freeze: bool = False,
+        after_s: float = -math.inf,
     ) -> AsyncIterator[int]:
-        """Reserve an extent for a record that is made by the end of the block; where the block
-        fails, the extent is freed."""
-        extent = await self.reserve(num_bytes, what, pool, may_freeze=may_freeze)
+        """Reserve an extent, as `reserve` does, for a record that is made by the end of the block;
+        where the block fails, the extent is freed."""
+        extent = await self.reserve(num_bytes, what, pool, may_freeze=may_freeze, after_s=after_s)
         self.node.unrecorded.add(extent)
         try:
             yield extent
@@ -153,6 +160,8 @@ class Tiering:
             except ResourceError as error:
                 if error.info.code is not Code.RESOURCE_EXHAUSTED:
                     raise
+                if after_s == math.inf:
+                    raise self._with_numbers(error) from None
                 refusal = error
             below = [victim for victim in self._victims(after_s) if victim not in failed]
             going = self._going_down()
@@ -166,7 +175,7 @@ class Tiering:
             victim = below[0]
             try:
                 if isinstance(victim, Version):
-                    await self.versions.leave(victim)
+                    await self.versions.make_room(victim)
                 else:
                     await self._demote(victim)
             except PhaseloomError as error:
@@ -177,12 +186,16 @@ class Tiering:
         """The copies and versions that may leave host memory, in this order.
 
         1. Versions that can leave at once.
-        2. Host copies, the one that is needed last first.
-        3. Versions for which ranks or a disk must be waited for; left out for a hint (`after_s`).
+        2. Versions that were fetched ahead, or are being fetched; left out for a hint (`after_s`).
+        3. Host copies, the one that is needed last first.
+        4. Versions for which ranks or a disk must be waited for; left out for a hint.
         """
         copies = [copy for copy in self._demotable() if copy.next_use_s > after_s]
-        last = self.versions.unread(at_once=False) if after_s == -math.inf else []
-        return [*self.versions.unread(at_once=True), *copies, *last]
+        first = self.versions.unread(at_once=True)
+        if after_s != -math.inf:
+            return [*first, *copies]
+        ahead, last = self.versions.ahead(), self.versions.unread(at_once=False)
+        return [*first, *ahead, *copies, *last]
 
     def _going_down(self) -> dict[Victim, asyncio.Future[None]]:
         """The copies and versions that will make room by themselves, each with its move's end.

@@ -1,9 +1,12 @@
 """Weights versions that nobody reads give their host memory back when it is short.
 
 A version is written to disk, unless it is there already, and dropped from memory; it is read again
-when somebody asks for it. A rank that has a version mapped keeps its pages whatever is done here,
-so the ranks are asked to unmap it first. A version stays in memory where a rank uses it, or where
-its extent has another holder.
+when somebody asks for it. What was fetched ahead of the operation that is to read it is dropped
+altogether, also while it is being fetched: the operation fetches it again.
+
+A rank that has a version mapped keeps its pages whatever is done here, so the ranks are asked to
+unmap it first. A version stays in memory where a rank uses it, or where its extent has another
+holder.
 """
 
 from __future__ import annotations
@@ -44,16 +47,39 @@ class VersionMoves:
             version
             for version in self._node.versions.unused()
             if version not in self.under_way
+            and not version.is_ahead
             and version.extent is not None
             and self._node.memory[version.extent].num_holders == 1
             and at_once == (version.is_on_disk and not _alive(version))
         ]
 
-    async def leave(self, version: Version) -> None:
-        """Put a version on disk and free its memory.
+    def ahead(self) -> list[Version]:
+        """The versions, and copies of slices, that were fetched ahead of an operation, or are being
+        fetched; the oldest first."""
+        known = self._node.versions.ahead()
+        return [version for version in known if version not in self.under_way]
 
-        Raises: ResourceError: the version stays in memory.
-        """
+    async def make_room(self, version: Version) -> None:
+        """Free the memory of a version. Raises: ResourceError: the version stays in memory."""
+        await (self._give_up(version) if version.is_ahead else self._leave(version))
+
+    async def _give_up(self, version: Version) -> None:
+        """Drop what was fetched ahead, whether all of it has come or not."""
+        node = self._node
+        ended = self.under_way[version] = asyncio.get_running_loop().create_future()
+        try:
+            await self._until_unmapped(version)
+            if not version.is_ahead:
+                raise ResourceError(f"version {version.key} is asked for by now")
+            log.info("%s was fetched ahead, and is dropped: host memory is short", version)
+            node.drop_version(version)
+            await node.until(lambda: not version.users)
+        finally:
+            del self.under_way[version]
+            ended.set_result(None)
+
+    async def _leave(self, version: Version) -> None:
+        """Put a version on disk and free its memory. Raises: as `make_room`."""
         ended = self.under_way[version] = asyncio.get_running_loop().create_future()
         try:
             with self._node.using(version):

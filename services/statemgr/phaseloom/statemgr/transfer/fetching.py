@@ -210,10 +210,13 @@ class Fetch:
     _sources: list[_Source] = field(default_factory=list, init=False)
     _peers: dict[Peer, deque[tuple[Batch, str]]] = field(default_factory=dict, init=False)
     """The batches that each peer is to deliver, each with its checksum."""
+    _pulling: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _relaying: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _broken: set[Peer] = field(default_factory=set, init=False)
     """Peers that failed."""
     _failure: Exception | None = field(default=None, init=False)
+    _again: Fetch | None = field(default=None, init=False)
+    """The second try, where the bytes of the first were bad."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set once everything has come, or nothing more will."""
@@ -226,7 +229,8 @@ class Fetch:
 
         Args:   sources: the endpoints that have each part, by part.
         Raises: PhaseloomError: some batch can be had from no source. ResourceError: DATA_LOSS: the
-                fetched bytes are bad as a whole. LocalError: the sink cannot take them.
+                fetched bytes are bad as a whole; ABORTED: `end` was called. LocalError: the sink
+                cannot take them.
         """
         parts_of: dict[str, set[str]] = {}
         for batch in batches:
@@ -250,10 +254,12 @@ class Fetch:
             self._group = group
             for source in self._sources:
                 for number in range(num if self.home.site else self._num_near):
-                    group.create_task(self._pull(source, number))
+                    self._pulling.append(group.create_task(self._pull(source, number)))
             await self._over.wait()
-            for relay in self._relaying:
-                relay.cancel()
+            # After a failure the memory is wanted back, however long a source would take yet.
+            over = self._relaying if self._failure is None else self._relaying + self._pulling
+            for task in over:
+                task.cancel()
             is_sound = await self.sink.is_sound() if self._failure is None else True
             self._is_to_confirm = not is_sound
             self._judged.set()
@@ -280,13 +286,19 @@ class Fetch:
             self.sink.base = None
             for batch in batches:
                 self.incoming.forget(batch)
-            again = replace(self)
+            again = self._again = replace(self)
             try:
                 await again.fetch_all(batches, sources)
             except PhaseloomError as failed:
                 # It may come later.
                 raise failed if failed.info.code is Code.UNAVAILABLE else error from failed
             return again
+
+    def end(self) -> None:
+        """End the fetch at once: nobody needs any more what it fetches. `fetch_all` then raises
+        ABORTED."""
+        running = self._again or self
+        running._end(ResourceError(f"{self.what} was dropped", code=Code.ABORTED))
 
     def check(self, part: str, digest: str, where: str) -> None:
         """Check that the part at a source has the digest that this fetch expects.

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -50,6 +51,8 @@ class Wanted(NamedTuple):
     permit: CommandId | None = None
     """The permit of the operation that is to read the version. Its ranks copy the same memory, so
     requests with one permit share one verification."""
+    is_ahead: bool = False
+    """Whether no operation waits for the version yet: see `OpenVersion`."""
 
 
 class VersionFetcher:
@@ -61,6 +64,10 @@ class VersionFetcher:
         self.suspects = Suspects(node)
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
         """The slices of each version that is being fetched, and of each fetched copy of slices."""
+        self._asked: set[VersionKey] = set()
+        """The versions, parts and copies of slices that other nodes are asked for now."""
+        self._gone: set[VersionKey] = set()
+        """Those of them that were dropped since: they are not fetched any more."""
         self._verifying: WeakKeyDictionary[Version, asyncio.Lock] = WeakKeyDictionary()
         """Held by whoever verifies a version's memory for a reader."""
         self._locks: WeakValueDictionary[VersionKey, asyncio.Lock] = WeakValueDictionary()
@@ -77,6 +84,27 @@ class VersionFetcher:
         """The slices of a version and which bytes of them have come, where the version is being
         fetched or is a copy of slices; None: it is neither."""
         return self._incoming.get(version)
+
+    def drop(self, is_gone: Callable[[VersionKey], bool]) -> None:
+        """Give up what is asked of other nodes and is not needed any more, where its memory has not
+        been reserved yet; a fetch that has memory ends with it (`Version.end_fetch`)."""
+        self._gone.update(filter(is_gone, self._asked))
+
+    @contextmanager
+    def asking(self, key: VersionKey) -> Iterator[None]:
+        """Within the block other nodes are asked for a version, a part or slices of one."""
+        self._asked.add(key)
+        try:
+            yield
+        finally:
+            self._asked.discard(key)
+            self._gone.discard(key)
+
+    def wanted_now(self, key: VersionKey) -> None:
+        """Note that an operation waits for a version, or a copy of slices, whoever fetches it."""
+        version = self.node.versions.find(key)
+        if version is not None:
+            version.is_ahead = False
 
     async def get_verified(self, wanted: Wanted) -> Version:
         """The committed version, in memory, verified; read or fetched again where it was bad.
@@ -111,6 +139,8 @@ class VersionFetcher:
                 its policy makes it again.
         """
         key = wanted.key
+        if not wanted.is_ahead:
+            self.wanted_now(key)
         async with self.lock(key):
             version = self.node.versions.find(key)
             if version is not None and not version.is_committed:
@@ -138,7 +168,7 @@ class VersionFetcher:
         version = self.node.versions.find(wanted.key)
         if version is not None and version.extent is None:
             try:
-                await self._read(version)
+                await self._read(version, is_ahead=wanted.is_ahead)
                 version.verified_for = wanted.permit
             except PhaseloomError as error:
                 if not (version.is_dropped and wanted.sources):
@@ -153,12 +183,12 @@ class VersionFetcher:
         version.verified_for = wanted.permit
         return version
 
-    async def _read(self, version: Version) -> None:
+    async def _read(self, version: Version, *, is_ahead: bool) -> None:
         """Read a version from disk into an extent of its own."""
         node, key = self.node, version.key
         path = node.directory.version(key)
-        what, pool = f"version {key}", str(key.policy)
-        async with self.tiering.reserved(version.num_bytes, what, pool) as extent:
+        what, pool, after_s = f"version {key}", str(key.policy), _after_s(is_ahead=is_ahead)
+        async with self.tiering.reserved(version.num_bytes, what, pool, after_s=after_s) as extent:
             version.check_kept()
             version.extent = extent
         with node.using(version):
@@ -172,9 +202,10 @@ class VersionFetcher:
 
     async def _fetch(self, wanted: Wanted) -> Version:
         """Fetch a version from other nodes, as the slices that cover all of it."""
-        endpoint, stream, described = await self._described(wanted)
-        with closing(stream):
-            return await self._fetch_from(wanted, {endpoint: stream}, described)
+        with self.asking(wanted.key):
+            endpoint, stream, described = await self._described(wanted)
+            with closing(stream):
+                return await self._fetch_from(wanted, {endpoint: stream}, described)
 
     async def _fetch_from(
         self, wanted: Wanted, connected: dict[str, Stream], described: wire.VersionDescription
@@ -187,7 +218,8 @@ class VersionFetcher:
         slices = all_of(key.part, described.tensors, size)
         incoming = Incoming(slices, {key.part: digest})
         what = f"version {key}"
-        async with self.coming(key, table, size, incoming, what) as version:
+        coming = self.coming(key, table, size, incoming, what, is_ahead=wanted.is_ahead)
+        async with coming as version:
             everything = await asyncio.to_thread(batches, slices)
             with self.fetch(version, incoming, wanted.ticket, what, digest) as first:
                 first.connected = connected
@@ -227,10 +259,13 @@ class VersionFetcher:
                 named = base[1] if base is not None else None
                 return wire.OpenVersion(key.whole, ticket, parts, home.site, me, named, session)
 
+            fetch = Fetch(what, open_with, home, incoming, memory)
+            version.check_kept()
+            version.end_fetch = fetch.end
             try:
-                yield Fetch(what, open_with, home, incoming, memory)
+                yield fetch
             finally:
-                memory.base = None
+                version.end_fetch = memory.base = None
 
     def _base(self, version: Version) -> tuple[Version, wire.BaseVersion] | None:
         """The newest earlier version, or copy of the same slices, that deltas may be of."""
@@ -253,12 +288,20 @@ class VersionFetcher:
         num_bytes: int,
         incoming: Incoming,
         what: str,
+        *,
+        is_ahead: bool,
     ) -> AsyncIterator[Version]:
         """Reserve memory for a version, a part, or slices while they are fetched. If they are not
-        committed in the end, they are dropped."""
-        node = self.node
-        async with self.tiering.reserved(num_bytes, what, str(key.policy)) as extent:
+        committed in the end, they are dropped. Call it within `asking`.
+
+        Args: is_ahead: whether no operation waits for it: it then takes only memory that is free.
+        """
+        node, pool, after_s = self.node, str(key.policy), _after_s(is_ahead=is_ahead)
+        async with self.tiering.reserved(num_bytes, what, pool, after_s=after_s) as extent:
+            if key in self._gone:
+                raise ResourceError(f"{what} was dropped", code=Code.ABORTED)
             version = node.versions.begin(key, num_bytes, table, extent)
+            version.is_ahead, version.is_kept = is_ahead, False
         self._incoming[version] = incoming
         with node.using(version):
             try:
@@ -297,6 +340,11 @@ class VersionFetcher:
                 log.warning("version %s from %s: %s", key, endpoint, error)
                 errors.append(error)
         raise undelivered(f"version {key}", errors)
+
+
+def _after_s(*, is_ahead: bool) -> float:
+    """`after_s` of a reservation: what is fetched ahead displaces nothing."""
+    return math.inf if is_ahead else -math.inf
 
 
 def counted(fetch: Fetch) -> str:

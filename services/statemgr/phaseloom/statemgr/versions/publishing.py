@@ -54,8 +54,9 @@ class Publishing:
         await self._drop_stale(key, wpg)
         version = node.versions.find(key)
         if version is not None and not version.is_committed:
-            # A version that was begun and never committed, by this incarnation or by a fetch.
-            if version.incarnation != wpg.incarnation:
+            # A version that was begun and never committed, by this incarnation or by a fetch; no
+            # operation waits for one that is fetched ahead.
+            if version.incarnation != wpg.incarnation and not version.is_ahead:
                 raise ResourceError(f"version {key} is being fetched here", code=Code.ABORTED)
             node.drop_version(version)
             version = None

@@ -8,6 +8,7 @@ the version's key, and a part is readable only where the manifest is committed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
@@ -44,6 +45,13 @@ class Version:
     """The number of times that the memory was given to a reader."""
     verified_for: CommandId | None = None
     """The permit for which the memory was verified last."""
+    is_ahead: bool = False
+    """Whether the version was fetched ahead, and no operation has asked for it yet."""
+    is_kept: bool = True
+    """Whether the version stays until it is released; False: ranks here have it fetched, so that it
+    may go with the last of them."""
+    end_fetch: Callable[[], None] | None = field(default=None, repr=False)
+    """Ends the fetch that fills the memory; None: none does."""
 
     def __str__(self) -> str:
         return f"version {self.key}"
@@ -210,6 +218,19 @@ class Versions:
             and not version.is_manifest
         ]
 
+    def ahead(self) -> list[Version]:
+        """What was fetched ahead, or is being fetched, and no operation has asked for yet, the
+        oldest first. What other nodes read is left out; and so are manifests, which are small, and
+        without which no part can be read."""
+        return [
+            version
+            for version in self._versions.values()
+            if version.is_ahead
+            and version.extent is not None
+            and not version.is_manifest
+            and version.users <= (0 if version.is_committed else 1)  # the fetch itself
+        ]
+
     def leave_memory(self, version: Version) -> int:
         """Leave a version on disk only. Returns: its extent, to be freed."""
         assert version.is_on_disk
@@ -219,12 +240,15 @@ class Versions:
         return extent
 
     def drop(self, version: Version) -> None:
-        """Drop a version that nobody needs. Idempotent; `reap` then takes its memory from it."""
+        """Drop a version that nobody needs. Idempotent; `reap` then takes its memory from it. A
+        fetch that fills it ends."""
         if self._versions.get(version.key) is version:
             del self._versions[version.key]
             version.is_dropped = True
             if version.extent is not None:
                 self._leaving.add(version)
+            if version.end_fetch is not None:
+                version.end_fetch()
 
     def reap(self, version: Version) -> int | None:
         """Take the memory from a dropped version that has no user. Returns: the extent to park;

@@ -21,7 +21,13 @@ import msgspec
 
 from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, VersionKey, check_name
+from phaseloom.common.contract.ids import (
+    COPY_PREFIX,
+    DeploymentKey,
+    JobKey,
+    VersionKey,
+    check_name,
+)
 from phaseloom.common.contract.state_layout import PartSources
 from phaseloom.common.contract.state_rank import OpenSlices, OpenVersion, VersionExtent
 from phaseloom.common.tensors.blockhash import digest_in_threads
@@ -65,9 +71,11 @@ class Weights:
         key = request.version
         check_reader(wpg, key, request.ticket)
         self._check_readable(key)
-        get = self.fetcher.get if request.is_unverified else self.fetcher.get_verified
+        is_verified_later = request.is_unverified or request.is_ahead
+        get = self.fetcher.get if is_verified_later else self.fetcher.get_verified
+        permit, is_ahead = request.permit, request.is_ahead
         version = await get(
-            Wanted(key, request.sources, request.ticket, request.digest, request.permit)
+            Wanted(key, request.sources, request.ticket, request.digest, permit, is_ahead)
         )
         extent = version.extent
         assert extent is not None
@@ -194,10 +202,17 @@ class Weights:
     async def keep(self, ticket: Ticket, sources: list[str]) -> None:
         """Fetch a version and write it to this node's disk."""
         await self.get(ticket, sources)
+        self.note_kept(ticket.version)
         # The manifest last: where a manifest is on disk, the parts are, too.
         for piece in reversed(self._node.versions.pieces(ticket.version)):
             async with self.held(piece.key) as version:
                 await self.fetcher.tiering.versions.persist(version)
+
+    def note_kept(self, key: VersionKey) -> None:
+        """Note that what is here of a version stays, whether or not ranks here read it."""
+        whole = self._node.versions.find(key)
+        for piece in [*([whole] if whole else []), *self._node.versions.parts_of(key)]:
+            piece.is_kept, piece.is_ahead = True, False
 
     @asynccontextmanager
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
@@ -249,6 +264,7 @@ class Weights:
 
     async def drop(self, keys: list[VersionKey]) -> None:
         """Drop versions that nobody needs any more, with their parts, from memory and disk."""
+        self.fetcher.drop(lambda asked: asked.whole in keys)
         for key in keys:
             # The manifest first: without it no part can be read.
             version = self._node.versions.find(key)
@@ -269,6 +285,22 @@ class Weights:
                 self._node.drop_version(version)
         self._node.memory.drop_pool(str(policy))
 
+    async def leave_job(self, job: JobKey) -> None:
+        """Drop the versions that ranks of a job had fetched here, once none of its deployments
+        lives here. Those of a policy that was here stay until that is forgotten, or they are
+        released."""
+        node = self._node
+        if node.has(job):
+            return
+
+        def is_gone(key: VersionKey) -> bool:
+            return key.policy.job_key == job and not node.residency.newest(key.policy)
+
+        self.fetcher.drop(is_gone)
+        for version in node.versions.known():
+            if is_gone(version.key) and not version.is_kept:
+                await self.discard(version)
+
     # --- slices ---
 
     async def open_slices(self, wpg: Wpg, request: OpenSlices) -> tuple[VersionExtent, list[int]]:
@@ -285,13 +317,18 @@ class Weights:
         # Tens of thousands of slices: others are answered meanwhile.
         slots, name = await asyncio.to_thread(_slots_and_name, request)
         mine = part_of(key, name)
+        if not request.is_ahead:
+            self.fetcher.wanted_now(mine)
         async with self.fetcher.lock(mine):
             version = self._node.versions.find(mine)
-            if version is not None and not await self.fetcher.is_sound(version, request.permit):
+            if version is not None and not (
+                request.is_ahead or await self.fetcher.is_sound(version, request.permit)
+            ):
                 await self.fetcher.suspects.drop_if_bad(version)
                 version = self._node.versions.find(mine)
             if version is None:
-                version = await self._fetch_slices(mine, request, slots)
+                with self.fetcher.asking(mine):
+                    version = await self._fetch_slices(mine, request, slots)
         assert version.extent is not None
         return description_of(version), [self._node.memory[version.extent].read_only_fd]
 
@@ -302,7 +339,8 @@ class Weights:
         parts = sorted({each.part for each in request.slices} - {""})
         incoming = Incoming(request.slices, await self.committed_digests(key, parts))
         size, what = request.num_bytes, f"slices of version {key}"
-        async with self.fetcher.coming(mine, slots, size, incoming, what) as version:
+        coming = self.fetcher.coming(mine, slots, size, incoming, what, is_ahead=request.is_ahead)
+        async with coming as version:
             memory = self._node.memory_of(version)
             with self.fetcher.fetch(version, incoming, request.ticket, what) as fetch:
                 await self._fill(fetch, memory, request)

@@ -365,12 +365,16 @@ class Wpg:
         await peer.call(AdjustShare(units, command))
 
     async def prefetch_version(self, asked: PrefetchWeights) -> None:
-        """Have each rank on this node fetch what it needs of a weights version.
+        """Have each rank on this node fetch what it needs of a weights version. Returns once none
+        is at it any more.
 
         Raises: PhaseloomError: a rank cannot have it, or is gone.
         """
         peers = [rank.peer for rank in self._ranks if rank.peer is not None]
-        await asyncio.gather(*(peer.call(asked) for peer in peers))
+        calls = [peer.call(asked) for peer in peers]
+        for ended in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     async def cancel_here(self, operation: OperationKey, *, keeps_partial: bool) -> None:
         """Stop a reading operation on this node. Raises: PhaseloomError: a rank is gone."""

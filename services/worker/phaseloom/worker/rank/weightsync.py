@@ -109,7 +109,7 @@ class PartsReader:
         if plan.slices:
             held = [PartSources(part, sources.get(part, asked.sources)) for part in known]
             memory, _ = await self.versions.open_slices(
-                version, plan.slices, held, asked.ticket, asked.id
+                version, plan.slices, held, asked.ticket, asked.id, is_ahead=_is_ahead(asked)
             )
             pieces.append((memory, plan.of_slices))
         return FetchedVersion(version, opened.described.digest, pieces, is_whole=False)
@@ -126,7 +126,10 @@ class PartsReader:
         """Open a part, and check that it is the one of the manifest. Raises: PhaseloomError: it is
         not."""
         key = part_of(version, part.part)
-        opened = await self.versions.open(key, sources, asked.ticket, part.digest, permit=asked.id)
+        ticket, is_ahead = asked.ticket, _is_ahead(asked)
+        opened = await self.versions.open(
+            key, sources, ticket, part.digest, permit=asked.id, is_ahead=is_ahead
+        )
         described = opened.described
         if (described.digest, bytes(described.tensors)) != (part.digest, part.table):
             raise ResourceError(f"version {key} is not what its manifest says", code=Code.DATA_LOSS)
@@ -221,7 +224,10 @@ class RankWeights:
 
         Raises: PhaseloomError: they cannot be had.
         """
-        opened = await self.versions.open(version, asked.sources, asked.ticket, permit=asked.id)
+        sources, is_ahead = asked.sources, _is_ahead(asked)
+        opened = await self.versions.open(
+            version, sources, asked.ticket, permit=asked.id, is_ahead=is_ahead
+        )
         if opened.is_manifest:
             return await self._parts_reader.fetch(version, opened, asked)
         pieces = [(opened.memory, self._runs_of_whole(opened.table))]
@@ -252,6 +258,10 @@ class RankWeights:
     @cached_property
     def _parts_reader(self) -> PartsReader:
         return PartsReader(self.versions, self._model, self._reader)
+
+
+def _is_ahead(asked: Asked) -> bool:
+    return isinstance(asked, PrefetchWeights)
 
 
 async def or_failed(work: Awaitable[T]) -> T | Failed:

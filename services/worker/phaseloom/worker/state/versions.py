@@ -197,6 +197,7 @@ class RankVersions:
         *,
         permit: CommandId | None = None,
         is_unverified: bool = False,
+        is_ahead: bool = False,
     ) -> Opened:
         """Open a version, its manifest, or a part; the state manager has verified it.
 
@@ -206,10 +207,13 @@ class RankVersions:
                 permit: the permit of the operation that reads it; all ranks share one verification
                     for it.
                 is_unverified: whether only `load` reads it, which has it verified if need be.
+                is_ahead: whether no operation waits for it yet.
         Raises: CallerError: NOT_FOUND: it exists nowhere, or only some of it; FAILED_PRECONDITION:
                 a source has other bytes. ResourceError: no source could deliver it; DATA_LOSS.
         """
-        return await self._open(OpenVersion(key, sources, ticket, digest, permit, is_unverified))
+        return await self._open(
+            OpenVersion(key, sources, ticket, digest, permit, is_unverified, is_ahead)
+        )
 
     async def _open(self, asked: OpenVersion) -> Opened:
         answer, fds = await self._link.call(asked)
@@ -296,16 +300,19 @@ class RankVersions:
         sources: list[PartSources],
         ticket: Ticket | None = None,
         permit: CommandId | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> tuple[memoryview, VersionExtent]:
         """Fetch exactly these tensor slices of a version, verified, each at its offset.
 
         Args:   sources: the sources of each part; each of them is asked for different slices.
                 permit: the permit of the operation that reads them.
+                is_ahead: whether no operation waits for them yet.
         Raises: CallerError: a bad slice, or sources that hold different versions. ResourceError:
                 DATA_LOSS; or nobody could deliver some of them.
         """
         num_bytes = max((each.offset + each.num_bytes for each in slices), default=0)
-        asked = OpenSlices(key, num_bytes, slices, sources, ticket, permit)
+        asked = OpenSlices(key, num_bytes, slices, sources, ticket, permit, is_ahead)
         answer, fds = await self._link.call(asked)
         described = expect(answer, VersionExtent)
         mapping = self._mapped.map(key, fds, described.num_bytes, writable=False)
