@@ -16,7 +16,10 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.common.transport.tickets import signed
+from phaseloom.statemgr.transfer.fetching import ask_once
+from phaseloom.statemgr.transfer.wire import FilesKept, KeepFiles
 from tests.support.meshcerts import SECRET
+from tests.support.peerfetch import home
 from tests.support.readversions import load_version
 from tests.support.slowlink import GOODBYES_BYTES, link
 from tests.support.statedaemon import (
@@ -26,6 +29,8 @@ from tests.support.statedaemon import (
     MiB,
     Rank,
     daemon,
+    files_of,
+    is_empty,
     names,
     start,
 )
@@ -312,6 +317,48 @@ async def test_a_full_disk_is_told_and_leaves_nothing(short_dir: Path) -> None:
             await b.agent.fetch_state(asked(await a.endpoint(), node="b"))
         assert caught.value.info.code is Code.RESOURCE_EXHAUSTED
         assert names(b) == []
+
+
+@pytest.mark.parametrize("versions", [(), (2,)])
+async def test_a_replica_that_is_to_forget_a_seal_on_its_way_keeps_nothing_of_it(
+    versions: tuple[int, ...], short_dir: Path
+) -> None:
+    """Its job has ended, or the seal is given up: the node hears of that before the seal is there,
+    or between the seal and the version that comes with it."""
+    async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
+        await sealed(a)
+        wire.hold_after_bytes = SIZE + SIZE // 2 if versions else SIZE // 2
+        asked = KeepFiles(POLICY, 3, list(versions), 0, wire.endpoint, ticket("b"))
+        at = home(node="a", timeout_s=60.0)
+        keeping = asyncio.create_task(ask_once(await b.endpoint(), asked, FilesKept, at))
+        await wire.held.wait()
+        await b.agent.drop_wpg(POLICY, 1, forget=True)
+        wire.release()
+        with pytest.raises(ResourceError, match="was forgotten"):
+            await keeping
+        assert files_of(b) == []
+        assert is_empty(await b.agent.status())
+
+
+async def test_a_seal_that_comes_after_its_deployment_was_forgotten_is_kept(
+    short_dir: Path,
+) -> None:
+    """The deployment came back; the fetch of before takes nothing away."""
+    async with nodes(short_dir, "a", "b") as (a, b), link(await a.endpoint()) as wire:
+        await sealed(a)
+        wire.hold_after_bytes = SIZE // 2
+        at = home(node="a", timeout_s=60.0)
+        asked = KeepFiles(POLICY, 3, [], 0, wire.endpoint, ticket("b"))
+        endpoint = await b.endpoint()
+        first = asyncio.create_task(ask_once(endpoint, asked, FilesKept, at))
+        await wire.held.wait()
+        await b.agent.drop_wpg(POLICY, 1, forget=True)
+        second = asyncio.create_task(ask_once(endpoint, asked, FilesKept, at))
+        wire.release()
+        with pytest.raises(ResourceError, match="was forgotten"):
+            await first
+        await second
+        assert files(b)["seal-3.state"] == files(a)["seal-3.state"]
 
 
 def flip(d: Daemon, name: str, offset: int) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -40,10 +42,13 @@ class Replicator:
         self._fetching: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
         self._elsewhere: dict[DeploymentKey, FetchState] = {}
         """The last request for each deployment that named sources, which may have its files."""
+        self._under_way: dict[DeploymentKey, list[FetchState]] = {}
+        """The requests whose files are being fetched, by deployment."""
 
     async def fetch(self, request: FetchState) -> None:
         """Fetch the files that a request names, unless they are on this disk or in host memory."""
         check_key(request.deployment)
+        self._note_kept(request)
         await self._fetch_files(self._lacking(request))
         if request.keeps is not None:
             await self._weights.keep(request.keeps, request.sources)
@@ -53,6 +58,11 @@ class Replicator:
                 await self._weights.get(request.holds, request.sources)
             except PhaseloomError as error:
                 log.info("version %s is not fetched ahead: %s", request.holds.version, error)
+
+    def _note_kept(self, request: FetchState) -> None:
+        """Note that versions that ranks here had fetched stay, as the files that are fetched do."""
+        for seq in request.versions:
+            self._weights.note_kept(VersionKey(request.deployment, seq))
 
     def _lacking(self, request: FetchState) -> FetchState:
         """The request without the seal and the versions that are in host memory."""
@@ -69,16 +79,33 @@ class Replicator:
         key = request.deployment
         if request.ticket is not None and request.sources:
             self._elsewhere[key] = request
-        if request.seal_seq:
-            await self._have(FileName("seal", key, request.seal_seq), request)
-        for seq in request.versions:
-            try:
-                await self._have_version(FileName("version", key, seq), request)
-            except ResourceError as error:
-                if error.info.code is not Code.DATA_LOSS:
-                    raise
-                # No node has it: it may have been released everywhere by now.
-                log.warning("%s", error)
+        with self._working_for(request):
+            if request.seal_seq:
+                await self._have(FileName("seal", key, request.seal_seq), request)
+            for seq in request.versions:
+                try:
+                    await self._have_version(FileName("version", key, seq), request)
+                except ResourceError as error:
+                    if error.info.code is not Code.DATA_LOSS:
+                        raise
+                    # No node has it: it may have been released everywhere by now.
+                    log.warning("%s", error)
+
+    @contextmanager
+    def _working_for(self, request: FetchState) -> Iterator[None]:
+        requests = self._under_way.setdefault(request.deployment, [])
+        requests.append(request)
+        try:
+            yield
+        finally:
+            # By identity: another request may ask for the same files.
+            requests[:] = [each for each in requests if each is not request]
+            if not requests and self._under_way.get(request.deployment) is requests:
+                del self._under_way[request.deployment]
+
+    def _is_forgotten(self, request: FetchState) -> bool:
+        """Whether the deployment was forgotten since a request for its files came."""
+        return all(each is not request for each in self._under_way.get(request.deployment, ()))
 
     async def _have_version(self, name: FileName, request: FetchState) -> None:
         """Fetch a version: first the parts that a source has, then the manifest, so that where a
@@ -96,8 +123,10 @@ class Replicator:
         lock = self._fetching.setdefault(name, asyncio.Lock())
         async with lock:
             ranks = (request.rank_offset, request.num_ranks)
-            if not await self._is_here(name, ranks):
+            if not await self._is_here(name, ranks) and not self._is_forgotten(request):
                 await self._fetch_file(name, request)
+            if self._is_forgotten(request):
+                raise _forgotten(name)
 
     async def _is_here(self, name: FileName, ranks: tuple[int, int] = (0, 0)) -> bool:
         """Whether a file is here with a good header; its blocks are verified when they are read.
@@ -114,6 +143,9 @@ class Replicator:
         remote = RemoteFile(name, request.ticket, request.sources, self._weights.fetcher.home)
         ranks = (request.rank_offset, request.num_ranks)
         header = await remote.fetch(self._directory, ranks=ranks)
+        if self._is_forgotten(request):
+            await asyncio.to_thread(self._directory.discard, path_of(self._directory, name))
+            raise _forgotten(name)
         self._found(name, header)
 
     def _found(self, name: FileName, header: StateHeader) -> None:
@@ -125,11 +157,14 @@ class Replicator:
         if version is None:
             self._weights.found(header)
         elif version.digest == header.digest:
-            version.is_on_disk = True
+            version.is_on_disk = version.is_kept = True
+            version.is_ahead = False
 
     def forget(self, key: DeploymentKey) -> None:
-        """Forget a deployment whose job has ended."""
+        """Forget a deployment whose job has ended, or that needs no copy here any more: what is
+        being fetched of it is removed when it has come."""
         self._elsewhere.pop(key, None)
+        self._under_way.pop(key, None)
 
     async def restore(self, rank: Rank) -> None:
         """Fill the extent of a registered heap from the seal that its incarnation starts from.
@@ -146,8 +181,11 @@ class Replicator:
                 raise
             log.error("%s; fetching it from another node", error)
             try:
-                known = self._elsewhere.get(key, FetchState(key, seq, [], []))
-                await self._fetch_file(FileName("seal", key, seq), known)
+                known = msgspec.structs.replace(
+                    self._elsewhere.get(key, FetchState(key, seq, [], []))
+                )
+                with self._working_for(known):
+                    await self._fetch_file(FileName("seal", key, seq), known)
             except PhaseloomError as second:
                 log.error("%s", second)
                 raise error from second
@@ -169,6 +207,7 @@ class Replicator:
             rank_offset=asked.rank_offset,
             num_ranks=asked.num_ranks,
         )
+        self._note_kept(request)
         await self._fetch_files(request)
         await self._sealer.remove_superseded(key, asked.seal_seq, asked.committed)
 
@@ -197,3 +236,7 @@ class Replicator:
             wpg.num_ranks,
         )
         await ask_once(endpoint, asked, wire.FilesKept, self._weights.fetcher.home)
+
+
+def _forgotten(name: FileName) -> ResourceError:
+    return ResourceError(f"{name} is not kept: {name.deployment} was forgotten", code=Code.ABORTED)
