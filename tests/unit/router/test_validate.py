@@ -168,6 +168,7 @@ BAD: list[tuple[Args, str]] = [
     (ForwardBackward([DATUM], Loss.PPO, clip_high=math.inf), "args.clip_high"),
     (OptimStep(AdamParams(-1.0)), "args.adam.learning_rate"),
     (OptimStep(AdamParams(math.nan)), "args.adam.learning_rate"),
+    (OptimStep(AdamParams(1.0, eps=0.0)), "args.adam.eps"),
     (OptimStep(AdamParams(1.0, beta1=1.0)), "args.adam.beta1"),
     (OptimStep(AdamParams(1.0, beta2=-0.1)), "args.adam.beta2"),
     (OptimStep(AdamParams(1.0, grad_clip_norm=math.inf)), "args.adam.grad_clip_norm"),

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from phaseloom.common.contract.arrays import int32s, pack_float32s, pack_int32s
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import Datum, Forward, ForwardBackward, Loss
-from phaseloom.worker.backends.batch import check_some, forward_batch, loss_batch
+from phaseloom.worker.backends.batch import check_samples, forward_batch, loss_batch
 from phaseloom.worker.backends.packing import passes
 
 WEIGHTED = Datum([1, 2, 3], [2, 3, 4], weights=[1.0] * 3)
@@ -74,7 +74,7 @@ def test_loss_batch_names_the_field_at_fault(case: str) -> None:
 
 def test_only_an_operation_must_have_data_and_a_share_of_one_may_have_none() -> None:
     with pytest.raises(CallerError) as raised:
-        check_some([])
+        check_samples([], 9)
     assert raised.value.info.field == "args.batch"
     for batch in (loss_batch(ForwardBackward([], Loss.PPO), 9), forward_batch(Forward([]), 9)):
         assert batch.tokens_N.size == batch.lengths_S.size == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,23 @@ def test_check_forward_backward_names_the_field_and_touches_nothing(
     assert bytes(heap.buffer) == before
 
 
+def test_sample_longer_than_the_models_positions_is_refused(policy: tuple[Backend, Heap]) -> None:
+    """`generate` refused it; training computed with positions that the model has never seen."""
+    backend, _ = policy
+    longest = Datum([1] * 64, [2] * 64, weights=[1.0] * 64)
+    long = Datum([1] * 65, [2] * 65, weights=[1.0] * 65)
+    backend.check_forward(Forward([without_loss(longest)]))
+    backend.check_forward_backward(ForwardBackward([longest], Loss.CROSS_ENTROPY))
+    lesson = ForwardBackward([longest, long], Loss.CROSS_ENTROPY)
+    for check in (
+        partial(backend.check_forward, Forward([without_loss(longest), without_loss(long)])),
+        partial(backend.check_forward_backward, lesson),
+    ):
+        with pytest.raises(CallerError, match="65 tokens are more than the 64 positions") as raised:
+            check()
+        assert raised.value.info.field == "args.batch[1].tokens"
+
+
 def test_forward_backward_raises_when_the_loss_overflows(policy: tuple[Backend, Heap]) -> None:
     huge = Datum([1, 2], [2, 3], logprobs=[0.0, -1e4], advantages=[0.0, 1.0])
     with pytest.raises(CallerError, match="not finite"):
@@ -429,6 +447,8 @@ def test_forward_backward_raises_when_the_loss_overflows(policy: tuple[Backend, 
         (AdamParams(-1.0), "args.adam.learning_rate"),
         (AdamParams(1e-3, beta2=1.0), "args.adam.beta2"),
         (AdamParams(1e-3, grad_clip_norm=float("inf")), "args.adam.grad_clip_norm"),
+        # 0 / 0 where a gradient has always been 0, as those of an adapter's A in its first step.
+        (AdamParams(1e-3, eps=0.0), "args.adam.eps"),
     ],
 )
 def test_optim_step_refuses_and_touches_nothing_when_a_number_is_out_of_range(

@@ -276,6 +276,13 @@ def test_generate_names_the_field_at_fault(sampler: tuple[Backend, Heap], case: 
     assert raised.value.info.field == field
 
 
+def test_sample_longer_than_the_models_positions_is_refused(sampler: tuple[Backend, Heap]) -> None:
+    sampler[0].check_forward(Forward([Datum([1] * 64, [2] * 64)]))
+    with pytest.raises(CallerError, match="positions of the model") as raised:
+        sampler[0].check_forward(Forward([Datum([1] * 65, [2] * 65)]))
+    assert raised.value.info.field == "args.batch[0].tokens"
+
+
 def test_sampler_refuses_to_train(sampler: tuple[Backend, Heap]) -> None:
     args = ForwardBackward(batch(), Loss.PPO)
     for call in (

@@ -34,6 +34,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_TARGETS = 128
 MAX_REPETITION_PENALTY = 100.0
 MAX_VERSION_TTL_S = 30 * 86_400.0
+MIN_EPS = 1e-30
+"""The least `eps` of AdamW, well within float32: without any, a weight whose gradients were all 0
+becomes 0 / 0."""
 
 _INT32_END = 1 << 31
 _SEED_END = 1 << 63
@@ -69,9 +72,10 @@ def check_report(job: str, step: int, values: Mapping[str, float]) -> None:
             remedy=f"report 1 to {MAX_METRICS} at once",
         )
     for name, value in values.items():
-        if len(name) > MAX_METRIC_CHARS or not _METRIC.match(name):
+        is_text = isinstance(name, str)
+        if not is_text or len(name) > MAX_METRIC_CHARS or not _METRIC.match(name):
             raise CallerError(
-                f"{name[:MAX_METRIC_CHARS]!r} is no name of a value",
+                f"{str(name)[:MAX_METRIC_CHARS]!r} is no name of a value",
                 field="values",
                 remedy=f"use 1 to {MAX_METRIC_CHARS} letters, digits, '_', '-', '.', '/' or ':', "
                 "starting with a letter or digit",
@@ -126,7 +130,7 @@ def check_forward_backward(key: OperationKey, args: ops.ForwardBackward) -> None
 
 
 def check_optim_step(key: OperationKey, args: ops.OptimStep) -> None:
-    _check_adam(args.adam)
+    check_adam(args.adam)
 
 
 def check_save_state(key: OperationKey, args: ops.SaveState) -> None:
@@ -370,9 +374,16 @@ def _check_clip(args: ops.ForwardBackward) -> None:
         )
 
 
-def _check_adam(adam: ops.AdamParams) -> None:
+def check_adam(adam: ops.AdamParams) -> None:
+    """Check AdamW's hyperparameters. Raises: CallerError: one is out of range."""
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         check_finite(getattr(adam, name), f"args.adam.{name}")
+    if adam.eps < MIN_EPS:
+        raise CallerError(
+            f"an eps of {adam.eps} makes NaN of every weight whose gradients were all 0",
+            field="args.adam.eps",
+            remedy="use 1e-8, or any number from 1e-30 on",
+        )
     for name in ("beta1", "beta2"):
         value = getattr(adam, name)
         if not 0.0 <= value < 1.0:

@@ -66,6 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: Int32s
+    """With the new ones at most as many as the model has positions (`max_position_embeddings`)."""
     seed: int = 0
     """Sample k of this prompt draws its token i from (seed, k, i) and nothing else."""
     sample: int = 0
@@ -79,6 +80,7 @@ class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
     """One training sample; every array has the length T of `tokens`, or T · `num_targets`."""
 
     tokens: Int32s
+    """At most as many as the model has positions (`max_position_embeddings`)."""
     targets: Int32s
     """The tokens that each position predicts: (T · num_targets,), position after position."""
     weights: Float32s | None = None

@@ -90,13 +90,34 @@ def check_tokens(tokens_N: Ints, vocab_size: int, values: Sequence[Int32s], fiel
         )
 
 
-def check_some(data: Sequence[Datum]) -> None:
-    """Check that an operation has data; only a rank's share of an operation may be empty.
+def check_samples(data: Sequence[Datum], max_positions: int) -> None:
+    """Check that an operation has samples, and that the model has a position for each token of
+    them; only a rank's share of an operation may be empty.
 
-    Raises: CallerError: it has none.
+    Raises: CallerError: it has none, or one is too long.
     """
     if not data:
         raise CallerError("the batch is empty", field="args.batch", remedy="send at least 1 datum")
+    for i, datum in enumerate(data):
+        check_positions(length(datum.tokens), max_positions, f"args.batch[{i}].tokens")
+
+
+def check_positions(num_tokens: int, max_positions: int, field: str, *, num_new: int = 0) -> None:
+    """Check that the model has a position for each token of a sequence.
+
+    Past its positions a model with rotary ones computes what it was never trained for, and says
+    nothing.
+
+    Args:   num_new: the tokens that follow those of the request.
+    Raises: CallerError: the sequence is longer than the model's `max_position_embeddings`.
+    """
+    if num_tokens + num_new > max_positions:
+        new = f" and {num_new} new ones" if num_new else ""
+        raise CallerError(
+            f"{num_tokens} tokens{new} are more than the {max_positions} positions of the model",
+            field=field,
+            remedy="shorten it; new tokens (max_tokens) count, too",
+        )
 
 
 def forward_batch(args: Forward, vocab_size: int) -> Batch:

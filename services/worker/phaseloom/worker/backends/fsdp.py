@@ -43,7 +43,7 @@ from phaseloom.worker.backends.adapters import own_parameters
 from phaseloom.worker.backends.base import ALONE, Memory, RankGroup, nothing
 from phaseloom.worker.backends.batch import (
     Batch,
-    check_some,
+    check_samples,
     forward_batch,
     loss_batch,
 )
@@ -63,6 +63,7 @@ from phaseloom.worker.backends.model import (
     HeapTensors,
     build_model,
     config_dict,
+    max_positions,
     parameter_shapes,
     return_freed_memory,
     weights_dtype,
@@ -128,6 +129,7 @@ class FsdpBackend(TrainingBackend):
         for parameter in own_parameters(self._model).values():
             parameter.requires_grad_(spec.trainable)
         self.vocab_size = int(self._model.config.vocab_size)
+        self._max_positions = max_positions(self._model.config)
         self.config = config_dict(self._model, spec.model)
         dtype = TORCH_DTYPES[self._dtype]
         self._scorer = scoring.Scorer(self._model, dtype)
@@ -165,7 +167,7 @@ class FsdpBackend(TrainingBackend):
         return Memory(heap_bytes, base_scratch_bytes(spec.model, ranks))
 
     def check_forward(self, args: Forward) -> None:
-        check_some(args.batch)
+        check_samples(args.batch, self._max_positions)
         forward_batch(args, self.vocab_size)
 
     @collective
@@ -177,7 +179,7 @@ class FsdpBackend(TrainingBackend):
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
         self._trained()
-        check_some(args.batch)
+        check_samples(args.batch, self._max_positions)
         loss_batch(args, self.vocab_size)
 
     @collective

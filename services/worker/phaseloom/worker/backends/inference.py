@@ -23,10 +23,16 @@ from phaseloom.common.contract.operations import (
 )
 from phaseloom.common.contract.specs import DeploymentSpec
 from phaseloom.worker.backends.base import RankGroup
-from phaseloom.worker.backends.batch import check_some, check_tokens, forward_batch, joined_ints
+from phaseloom.worker.backends.batch import (
+    check_positions,
+    check_samples,
+    check_tokens,
+    forward_batch,
+    joined_ints,
+)
 from phaseloom.worker.backends.capabilities import kinds_of
 from phaseloom.worker.backends.layout import check_layout
-from phaseloom.worker.backends.model import model_config, weights_dtype
+from phaseloom.worker.backends.model import max_positions, model_config, weights_dtype
 from phaseloom.worker.backends.shaping import check_bad_words
 from phaseloom.worker.backends.stoptext import StopText, token_bytes
 
@@ -43,7 +49,7 @@ class InferenceBackend:
         self._name = spec.backend
         self._spec = spec.model
         self._ends = end_tokens(config, self.vocab_size)
-        self._max_positions = int(config.max_position_embeddings)
+        self._max_positions = max_positions(config)
 
     def use_host_memory(self, buffer: memoryview) -> None:
         """Do nothing: such a backend has no state in host memory."""
@@ -64,7 +70,7 @@ class InferenceBackend:
         self._check_lengths(args.prompts, args.sampling.max_tokens)
 
     def check_forward(self, args: Forward) -> None:
-        check_some(args.batch)
+        check_samples(args.batch, self._max_positions)
         forward_batch(args, self.vocab_size)
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
@@ -113,13 +119,7 @@ class InferenceBackend:
                     field=f"args.prompts[{i}].num_generated",
                     remedy="leave a token of the prompt and one to generate",
                 )
-            if num_tokens + num_new > self._max_positions:
-                raise CallerError(
-                    f"{num_tokens} tokens and {num_new} new ones are more than the "
-                    f"{self._max_positions} positions of the model",
-                    field=prompt_field(i),
-                    remedy="shorten the prompt or lower max_tokens",
-                )
+            check_positions(num_tokens, self._max_positions, prompt_field(i), num_new=num_new)
 
     def _does_not_train(self, kind: str) -> CallerError:
         return CallerError(

@@ -57,6 +57,11 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
     return config
 
 
+def max_positions(config: PreTrainedConfig) -> int:
+    """The most tokens of a sequence."""
+    return int(config.max_position_embeddings)
+
+
 def weights_dtype(spec: ModelSpec) -> str:
     """The dtype of the model's weights. Raises: CallerError: it is not supported."""
     dtype = spec.config.get("dtype", spec.config.get("torch_dtype")) or FLOAT32

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from phaseloom.common.contract.checks import check_adam
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.operations import (
     AdamParams,
@@ -101,19 +102,6 @@ class Training:
             take_step(self.weights, self.gradients, self.moments, hyperparameters)
             self.masters.round()
         self.gradients.zero_()
-
-
-def check_adam(adam: AdamParams) -> None:
-    """Check AdamW's hyperparameters. Raises: CallerError: one is out of range."""
-    limits = {"beta1": 1.0, "beta2": 1.0}
-    for name in adam.__struct_fields__:
-        value = getattr(adam, name)
-        if not 0 <= value < limits.get(name, math.inf):
-            raise CallerError(
-                f"{value} is out of range",
-                field=f"args.adam.{name}",
-                remedy="use a finite number from 0 on, below 1 for betas",
-            )
 
 
 class Base(Protocol):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from phaseloom.common.contract.specs import DeploymentSpec, Layout, OptimizerOn
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import GroupBroken, RankGroup
-from phaseloom.worker.backends.batch import loss_batch
+from phaseloom.worker.backends.batch import loss_batch, without_loss
 from phaseloom.worker.backends.experts import file_tensors
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.backends.packing import passes
@@ -413,6 +414,18 @@ def test_generate_is_refused() -> None:
             backend.check_generate(Generate([Prompt([1])], SamplingParams(4)))
         with pytest.raises(CallerError, match="not trainable"):
             backend.check_forward_backward(lessons()[0])
+
+
+def test_sample_longer_than_the_models_positions_is_refused() -> None:
+    long = Datum([1] * 65, [2] * 65, weights=[1.0] * 65)
+    with running(spec()) as (backend, _):
+        for check in (
+            partial(backend.check_forward, Forward([without_loss(long)])),
+            partial(backend.check_forward_backward, ForwardBackward([long], Loss.CROSS_ENTROPY)),
+        ):
+            with pytest.raises(CallerError, match="65 tokens are more than the 64") as raised:
+                check()
+            assert raised.value.info.field == "args.batch[0].tokens"
 
 
 @pytest.mark.parametrize("kind", [backends.MODEL, backends.EXPERTS], ids=["dense", "experts"])

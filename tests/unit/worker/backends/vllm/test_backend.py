@@ -275,6 +275,9 @@ def test_forward_scores_as_our_own_sampler_and_refuses_other_targets(
     with pytest.raises(CallerError) as raised:
         backend.check_forward(Forward([Datum([1, 2, 3], [2, 9, 4])]))
     assert raised.value.info.field == "args.batch[0].targets"
+    with pytest.raises(CallerError, match="positions of the model") as raised:
+        backend.check_forward(Forward([Datum([1] * (length + 1), [1] * (length + 1))]))
+    assert raised.value.info.field == "args.batch[0].tokens"
 
 
 def test_new_bytes_in_the_heap_are_the_model_and_the_old_ones_come_back_bit_equal(

@@ -44,7 +44,7 @@ from phaseloom.worker.backends.base import ALONE, Memory, RankGroup
 from phaseloom.worker.backends.batch import (
     Batch,
     check_one_target,
-    check_some,
+    check_samples,
     forward_batch,
     loss_batch,
 )
@@ -72,6 +72,7 @@ from phaseloom.worker.backends.model import (
     HeapTensors,
     build_model,
     config_dict,
+    max_positions,
     model_config,
     parameter_shapes,
     return_freed_memory,
@@ -123,6 +124,7 @@ class MegatronBackend(TrainingBackend):
         self._join_parallel_groups(spec)
         model = build_model(spec.model)
         self.vocab_size = sizes.vocab
+        self._max_positions = max_positions(model.config)
         self.config = config_dict(model, spec.model)
         self._stage = self._build_stage(spec, sizes, model)
         self._base = self._place_base(spec, sizes, heap) if spec.model.adapter else None
@@ -155,7 +157,7 @@ class MegatronBackend(TrainingBackend):
         return Memory(_layout(spec, sizes, ranks.rank).heap_bytes, base_bytes)
 
     def check_forward(self, args: Forward) -> None:
-        check_some(args.batch)
+        check_samples(args.batch, self._max_positions)
         check_one_target(args.batch)
         forward_batch(args, self.vocab_size)
 
@@ -177,7 +179,7 @@ class MegatronBackend(TrainingBackend):
 
     def check_forward_backward(self, args: ForwardBackward) -> None:
         self._trained()
-        check_some(args.batch)
+        check_samples(args.batch, self._max_positions)
         check_one_target(args.batch)
         loss_batch(args, self.vocab_size)
 
