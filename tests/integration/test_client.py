@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -651,3 +652,67 @@ async def test_connect_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
         async with connect():
             pass
     assert missing.value.info.remedy == "pass url= or set PHASELOOM_URL"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("URL", "http://127.0.0.1:4222", "NATS is not spoken over http"),
+        ("URL", "nats://127.0.0.1:port", "Port"),
+        ("URL", "nats://", "it names no host"),
+        ("URL", "nats:/127.0.0.1:4222", "it has a path|Port"),
+        ("URL", "", "PHASELOOM_URL is empty"),
+        ("TENANT", "", "PHASELOOM_TENANT is empty"),
+        ("TENANT", "a.b", "'a.b' is not a valid name"),
+    ],
+)
+async def test_connect_names_the_variable_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, why: str
+) -> None:
+    sound = {"URL": "nats://127.0.0.1:1", "TENANT": TENANT, "PASSWORD": "word"}
+    for name, text in (sound | {variable: value}).items():
+        monkeypatch.setenv(f"PHASELOOM_{name}", text)
+    with pytest.raises(CallerError, match=why) as refused:
+        async with connect():
+            pass
+    assert refused.value.info.field == f"PHASELOOM_{variable}"
+
+
+@pytest.mark.usefixtures("leader")
+async def test_wrong_types_are_refused_where_they_are_passed(nats_server: EmbeddedServer) -> None:
+    """Nothing of them gets a `seq`: the next operation is the first."""
+    async with connected(nats_server) as mesh:
+        policy = (await mesh.submit_job("sums", SPECS)).deployment("policy")
+        wrong: Any = {"learning_rate": 0.125}
+        with pytest.raises(CallerError, match="dict where AdamParams is due"):
+            policy.optim_step(wrong)
+        with pytest.raises(CallerError) as refused:
+            policy.optim_step(ADAM, after=[wrong])
+        assert refused.value.info.field == "after[0]"
+        with pytest.raises(CallerError) as refused:
+            await mesh.submit_job("more", [wrong])
+        assert refused.value.info.field == "deployments[0]"
+        assert policy.optim_step(ADAM).seq == 1
+
+
+@pytest.mark.usefixtures("leader")
+async def test_operation_of_another_job_or_kind_is_refused(nats_server: EmbeddedServer) -> None:
+    """By its name and number it was taken for one of this job, which might never come."""
+    async with connected(nats_server) as mesh:
+        mine = await mesh.submit_job("sums", SPECS)
+        others = (await mesh.submit_job("others", SPECS)).deployment("policy")
+        policy, sampler = mine.deployment("policy"), mine.deployment("sampler")
+        published, stepped = others.publish_weights(), others.optim_step(ADAM)
+        own: Any = policy.optim_step(ADAM)
+        for field, call in (
+            ("after[1]", lambda: policy.optim_step(ADAM, after=[own, stepped])),
+            ("published", lambda: sampler.sync_weights(published)),
+            ("published", lambda: sampler.sync_weights(own)),
+            ("weights", lambda: sampler.generate([Prompt([1])], SamplingParams(4), weights=own)),
+        ):
+            with pytest.raises(CallerError) as refused:
+                call()
+            assert refused.value.info.field == field
+            assert refused.value.info.remedy
+        assert policy.next_seq == 2
+        assert sampler.next_seq == 1

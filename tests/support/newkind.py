@@ -83,15 +83,19 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
     ],
     "libs/client/phaseloom/client/job.py": [
         (
-            "\n    def optim_step(\n",
+            "\n    @checked\n    def optim_step(\n",
             '''
-    def score(self, batch: Iterable[Datum], *, after: Awaited = (), timeout_s: float = 0.0) -> Any:
+    @checked
+    def score(
+        self, batch: Iterable[ops.Datum], *, after: Awaited = (), timeout_s: float = 0.0
+    ) -> Any:
         """The log-probability of each sample's targets together."""
         from phaseloom.common.contract.operations import Score, ScoreResult
 
         parts = [Score(part) for part in split_batch(batch)]
         return self._submit(parts, after, ScoreResult, timeout_s)
 
+    @checked
     def optim_step(
 ''',
         ),

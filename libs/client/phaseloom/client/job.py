@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from phaseloom.client.arguments import check_type, checked
 from phaseloom.client.batches import pack_prompt, split_batch, split_prompts
 from phaseloom.client.operations import OperationHandle, Outbox, Part
 from phaseloom.client.rollouts import Rollout, Rollouts
@@ -19,6 +20,7 @@ from phaseloom.common.contract.kinds import KINDS
 R = TypeVar("R", bound=ops.Result)
 Awaited = Iterable["OperationHandle[object] | ops.After"]
 Weights = OperationHandle[ops.PublishWeightsResult] | ops.NamedWeights
+_PUBLISH = ops.kind_of(ops.PublishWeights())
 
 
 class Deployment:
@@ -43,6 +45,7 @@ class Deployment:
         """The number that the next operation gets, unless the caller gives one of its own."""
         return self._next_seq
 
+    @checked
     def generate(
         self,
         prompts: Iterable[ops.Prompt],
@@ -94,6 +97,7 @@ class Deployment:
             self._outbox,
         )
 
+    @checked
     def rollout(
         self,
         prompts: Iterable[ops.Prompt],
@@ -109,6 +113,7 @@ class Deployment:
         packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
         return self._rollouts.begin(packed, sampling, num_samples)
 
+    @checked
     async def update_weights(
         self, published: OperationHandle[ops.PublishWeightsResult], *, keeps_kv: bool = False
     ) -> ops.SyncWeightsResult:
@@ -125,6 +130,7 @@ class Deployment:
         await self._rollouts.interrupt()
         return await synced
 
+    @checked
     def forward(
         self,
         batch: Iterable[ops.Datum],
@@ -149,11 +155,13 @@ class Deployment:
         """The name of the weights to read, and the operations that such a reading comes after."""
         if weights is None or isinstance(weights, ops.NamedWeights):
             return weights, after
+        _check_publishes(weights, "weights")
         named, job = weights.ref, weights.job
         if job == self._job.job:
             return ops.NamedWeights(named.deployment, named.seq), [named, *after]
         return ops.NamedWeights(named.deployment, named.seq, job), after
 
+    @checked
     def forward_backward(
         self,
         batch: Iterable[ops.Datum],
@@ -189,6 +197,7 @@ class Deployment:
             timeout_s,
         )
 
+    @checked
     def optim_step(
         self,
         adam: ops.AdamParams,
@@ -204,6 +213,7 @@ class Deployment:
         args = ops.OptimStep(adam, allow_partial)
         return self._submit([args], after, ops.OptimStepResult, timeout_s)
 
+    @checked
     def publish_weights(
         self, *, ttl_s: float = 0.0, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[ops.PublishWeightsResult]:
@@ -215,6 +225,7 @@ class Deployment:
         args = ops.PublishWeights(ttl_s)
         return self._submit([args], after, ops.PublishWeightsResult, timeout_s)
 
+    @checked
     def sync_weights(
         self,
         published: OperationHandle[ops.PublishWeightsResult],
@@ -229,11 +240,20 @@ class Deployment:
                   have, of the weights before, instead of computing them anew. Needs a deployment
                   with a `prefix_cache`.
         """
+        _check_publishes(published, "published")
+        if published.job != self._job.job:
+            raise CallerError(
+                f"{published.key} is of another job",
+                field="published",
+                remedy="sync versions of this job; a `generate` or `forward` reads those of others "
+                "by its `weights`",
+            )
         source = published.ref
         args = ops.SyncWeights(source.deployment, source.seq, keeps_kv)
         self._rollouts.version = source.seq
         return self._submit([args], [source, *after], ops.SyncWeightsResult, timeout_s)
 
+    @checked
     def save_state(
         self,
         name: str,
@@ -264,6 +284,7 @@ class Deployment:
         args = ops.SaveState(name, controller_blob, dict(checkpoints or {}), keep, ttl_s, overwrite)
         return self._submit([args], after, ops.SaveStateResult, timeout_s)
 
+    @checked
     def delete_checkpoint(
         self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[ops.DeleteCheckpointResult]:
@@ -277,6 +298,7 @@ class Deployment:
         args = ops.DeleteCheckpoint(name)
         return self._submit([args], after, ops.DeleteCheckpointResult, timeout_s)
 
+    @checked
     def load_state(
         self,
         name: str,
@@ -297,6 +319,7 @@ class Deployment:
         args = ops.LoadState(name, source, optimizer)
         return self._submit([args], after, ops.LoadStateResult, timeout_s)
 
+    @checked
     def submit(
         self, seq: int, id: str, args: ops.Args, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[Any]:
@@ -311,12 +334,29 @@ class Deployment:
         Raises: CallerError: the number is below 1, or has too many digits.
         """
         key = parse_operation_key(f"{self._job}.{self.name}.{seq}")
-        payload = encode(ops.Operation(id, self._session, args, _refs(after), timeout_s))
+        payload = encode(ops.Operation(id, self._session, args, self._refs(after), timeout_s))
         self._outbox.check_room(len(payload))
         self._next_seq = max(self._next_seq, seq + 1)
         part = Part(key, id, ops.kind_of(args), payload)
         self._outbox.submit(part)
         return OperationHandle([part], lambda results: results[0], self._outbox)
+
+    def _refs(self, after: Awaited) -> list[ops.After]:
+        refs: list[ops.After] = []
+        for i, other in enumerate(after):
+            check_type(other, OperationHandle | ops.After, f"after[{i}]")
+            if isinstance(other, ops.After):
+                refs.append(other)
+                continue
+            if other.job != self._job.job:
+                # Here its name and number are another operation's, or that of none ever.
+                raise CallerError(
+                    f"{other.key} is of another job",
+                    field=f"after[{i}]",
+                    remedy="await it before this call",
+                )
+            refs += other.refs
+        return refs
 
     def _submit(
         self,
@@ -329,7 +369,7 @@ class Deployment:
         return OperationHandle(submitted, lambda results: merged(results, result), self._outbox)
 
     def _submit_parts(self, parts: list[ops.Args], after: Awaited, timeout_s: float) -> list[Part]:
-        refs = _refs(after)
+        refs = self._refs(after)
         wires = []
         for args in parts:
             id = uuid.uuid4().hex
@@ -354,6 +394,7 @@ class Job:
         self.session = session
         self._deployments = deployments
 
+    @checked
     def deployment(self, name: str) -> Deployment:
         """The deployment of that name.
 
@@ -370,11 +411,14 @@ class Job:
             ) from None
 
 
-def _refs(after: Awaited) -> list[ops.After]:
-    refs: list[ops.After] = []
-    for other in after:
-        refs += [other] if isinstance(other, ops.After) else other.refs
-    return refs
+def _check_publishes(handle: OperationHandle[Any], field: str) -> None:
+    """Check that an operation publishes weights. Raises: CallerError: it does something else."""
+    if handle.kind != _PUBLISH:
+        raise CallerError(
+            f"{handle.key} is a {handle.kind}, and publishes no weights",
+            field=field,
+            remedy=f"give what `{_PUBLISH}` returned",
+        )
 
 
 def merged(parts: list[ops.Result], expected: type[R]) -> R:

@@ -26,6 +26,7 @@ import msgspec
 from opentelemetry import trace
 
 from phaseloom.client import hooks, phases
+from phaseloom.client.arguments import check_type, checked
 from phaseloom.client.hooks import Hooks, PhaseBegan, PhaseEnded
 from phaseloom.client.job import Deployment, Job
 from phaseloom.client.operations import OperationHandle, Outbox
@@ -116,6 +117,7 @@ class MeshJob(Job):
     async def status(self) -> api.JobStatus:
         return await self._mesh.status(self.name)
 
+    @checked
     def report(self, values: Mapping[str, float], *, step: int | None = None) -> None:
         """Report figures about the job: the console draws a curve for each name.
 
@@ -131,10 +133,12 @@ class MeshJob(Job):
         self._reported = step
         self._mesh.report(api.JobReport(self.name, step, {n: float(v) for n, v in values.items()}))
 
+    @checked
     async def explain(self, operation: OperationHandle[object]) -> api.Explanation:
         """Why an operation of this job waits, and when it is predicted to start."""
         return await operation.explain()
 
+    @checked
     async def outcome(self, deployment: str, seq: int) -> Completion:
         """Wait for the outcome of an operation of this job, which an earlier session may have
         submitted. The arrays of the completion are packed.
@@ -155,6 +159,7 @@ class MeshJob(Job):
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         return reply.completion
 
+    @checked
     async def finish(self, *, failed: bool = False) -> None:
         """End the job. Its models are dropped, checkpoints stay, open operations end as ABORTED."""
         self._outbox.expect_end()
@@ -170,6 +175,7 @@ class MeshJob(Job):
         await self._outbox.settle()
         self._outbox.end(ResourceError(f"job {self.name} is drained", code=Code.ABORTED))
 
+    @checked
     async def create_deployment(self, spec: DeploymentSpec) -> Deployment:
         """Add a deployment to this job, and wait until it is up.
 
@@ -184,6 +190,7 @@ class MeshJob(Job):
         self._deployments[spec.name] = created
         return created
 
+    @checked
     async def delete_deployment(self, name: str) -> None:
         """Drop a deployment of this job; its open operations end as ABORTED.
 
@@ -201,10 +208,12 @@ class MeshJob(Job):
 
     # --- phases ---------------------------------------------------------------------------------
 
+    @checked
     def phase(self, pool: str) -> Phase:
         """A phase of this job on a pool: a context manager, and a decorator of async functions."""
         return Phase(pool, self)
 
+    @checked
     async def begin_phase(self, pool: str) -> None:
         """Begin a phase on a pool. Phases on one pool may overlap; the mesh knows of their union.
 
@@ -220,6 +229,7 @@ class MeshJob(Job):
         if self._phases[pool] == 1:
             self._outbox.hooks.tell(PhaseBegan(self._key, pool))
 
+    @checked
     async def end_phase(self, pool: str) -> None:
         self._phases[pool] -= 1
         if not self._phases[pool]:
@@ -281,6 +291,7 @@ class Mesh:
         self._outboxes: list[Outbox] = []
         self._num_reports = 0
 
+    @checked
     async def submit_job(
         self,
         name: str,
@@ -310,7 +321,10 @@ class Mesh:
                 RESOURCE_EXHAUSTED: there is no place for the job; PhaseloomError: why it failed.
         """
         check_name(name, "name")
-        spec = JobSpec(slo, list(deployments), cycle, duration_s, may_wait, durability, exclusive)
+        specs = list(deployments)
+        for i, deployment in enumerate(specs):
+            check_type(deployment, DeploymentSpec, f"deployments[{i}]")
+        spec = JobSpec(slo, specs, cycle, duration_s, may_wait, durability, exclusive)
         await self._once("job.submit", api.SubmitJob(name, spec))
 
         next_word_s = time.monotonic() + _FIRST_WORD_AFTER_S
@@ -327,6 +341,7 @@ class Mesh:
         await self._until(name, is_active)
         return await self._attach(name, may_be_new=True)
 
+    @checked
     async def attach(self, name: str, *, numbered: Collection[str] = ()) -> MeshJob:
         """Open a new session of a job that runs; every older session of the job ends.
 
@@ -339,20 +354,25 @@ class Mesh:
         check_name(name, "name")
         return await self._attach(name, may_be_new=False, numbered=numbered)
 
+    @checked
     async def status(self, name: str) -> api.JobStatus:
         return await self._call("job.status", api.JobRequest(name), api.JobStatus)
 
+    @checked
     async def result(self, request: api.ResultRequest) -> api.ResultReply:
         return await self._call("result.get", request, api.ResultReply)
 
+    @checked
     async def finish(self, name: str, *, failed: bool = False) -> None:
         await self._call("job.finish", api.JobRequest(name, failed), api.JobStatus)
 
+    @checked
     async def drain(self, name: str) -> None:
         """Let a job end once its open operations have ended, and wait for that."""
         await self._call("job.drain", api.JobRequest(name), api.JobStatus)
         await self._until(name, lambda status: status.has_ended)
 
+    @checked
     def report(self, report: api.JobReport) -> None:
         """Send a report in the background, unless too many are under way."""
         if self._num_reports >= _MOST_REPORTS:
@@ -374,6 +394,7 @@ class Mesh:
         finally:
             self._num_reports -= 1
 
+    @checked
     async def create_deployment(self, request: api.CreateDeployment) -> api.DeploymentStatus:
         """Add a deployment to a job, and wait until it is up (`MeshJob.create_deployment`)."""
         await self._once("deployment.create", request)
@@ -388,6 +409,7 @@ class Mesh:
 
         return of(await self._until(request.job, lambda now: of(now).state == _READY))
 
+    @checked
     async def delete_deployment(self, request: api.DeploymentRequest) -> None:
         await self._call("deployment.delete", request, api.JobStatus)
 
@@ -401,6 +423,7 @@ class Mesh:
 
     # --- checkpoints ----------------------------------------------------------------------------
 
+    @checked
     async def list_checkpoints(self, job: str = "", deployment: str = "") -> api.CheckpointList:
         """This tenant's checkpoints, the newest last; jobs that have ended keep theirs.
 
@@ -409,11 +432,13 @@ class Mesh:
         request = api.ListCheckpoints(job, deployment)
         return await self._call("checkpoint.list", request, api.CheckpointList)
 
+    @checked
     async def show_checkpoint(self, job: str, deployment: str, name: str) -> api.SavedCheckpoint:
         """Describe a checkpoint, with its files. Raises: CallerError: NOT_FOUND."""
         request = api.CheckpointRequest(job, deployment, name)
         return await self._call("checkpoint.show", request, api.SavedCheckpoint)
 
+    @checked
     async def expire_checkpoint(
         self, job: str, deployment: str, name: str, ttl_s: float
     ) -> api.SavedCheckpoint:
@@ -424,6 +449,7 @@ class Mesh:
         request = api.ExpireCheckpoint(job, deployment, name, ttl_s)
         return await self._call("checkpoint.expire", request, api.SavedCheckpoint)
 
+    @checked
     async def delete_checkpoint(self, job: str, deployment: str, name: str) -> int:
         """Remove a checkpoint. Deployments that have loaded it keep its files until they need them
         no more.
@@ -451,6 +477,7 @@ class Mesh:
 
         return await self._retried(attempt)
 
+    @checked
     async def archive_checkpoint(self, job: str, deployment: str, name: str) -> CheckpointArchive:
         """Open a checkpoint as a tar file, which is the same whatever becomes of the checkpoint.
 
@@ -465,6 +492,7 @@ class Mesh:
 
         return CheckpointArchive(opened.num_bytes, read)
 
+    @checked
     async def declare_phase(self, request: api.PhaseRequest) -> None:
         """Tell the mesh of a phase. The call is not retried, since a late hint is worth nothing."""
         await call_api(self._client, self._tenant, "phase.declare", request, api.JobStatus)
@@ -580,6 +608,7 @@ class Mesh:
 
 
 @asynccontextmanager
+@checked
 async def connect(
     url: str | None = None,
     tenant: str | None = None,
@@ -594,7 +623,13 @@ async def connect(
     Raises: CallerError: an argument is missing; PERMISSION_DENIED: the server knows no such tenant
             with this password. ResourceError: there is no connection.
     """
-    settings = _settings(url, tenant, password)
+    settings, sources = _settings(url, tenant, password)
+    if not answer_timeout_s > 0:
+        raise CallerError(
+            f"nothing answers within {answer_timeout_s} s",
+            field="answer_timeout_s",
+            remedy="give the seconds after which silence is an error, as 60",
+        )
     stop_telemetry = _start_telemetry(settings.tenant)
     mesh: Mesh | None = None
 
@@ -610,6 +645,7 @@ async def connect(
         inbox_prefix=f"_INBOX_{settings.tenant}",
         on_reconnect=reconnected,
         credentials_from=_CREDENTIALS,
+        url_from=sources["url"],
     )
     failure: BaseException | None = None
     try:
@@ -632,20 +668,28 @@ async def connect(
         stop_telemetry()
 
 
-def _settings(url: str | None, tenant: str | None, password: str | None) -> ClientConfig:
-    given = {"url": url, "tenant": tenant, "password": password}
-    settings = msgspec.structs.replace(
-        config.load(ClientConfig, ""), **{k: v for k, v in given.items() if v is not None}
-    )
-    for name in given:
+def _settings(
+    url: str | None, tenant: str | None, password: str | None
+) -> tuple[ClientConfig, dict[str, str]]:
+    """The settings of a connection, and the argument or the variable that each comes from.
+
+    Raises: CallerError: one is missing or empty, or the tenant's name is not valid.
+    """
+    arguments = {"url": url, "tenant": tenant, "password": password}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    settings = msgspec.structs.replace(config.load(ClientConfig, ""), **given)
+    sources = {
+        name: name if name in given else f"{config.PREFIX}{name.upper()}" for name in arguments
+    }
+    for name, source in sources.items():
         if not getattr(settings, name):
             raise CallerError(
-                f"the mesh's {name} is not known",
-                field=name,
-                remedy=f"pass {name}= or set PHASELOOM_{name.upper()}",
+                f"{source} is empty, or not given",
+                field=source,
+                remedy=f"pass {name}= or set {config.PREFIX}{name.upper()}",
             )
-    check_name(settings.tenant, "tenant")
-    return settings
+    check_name(settings.tenant, sources["tenant"])
+    return settings, sources
 
 
 def _start_telemetry(tenant: str) -> Callable[[], None]:

@@ -124,6 +124,11 @@ class OperationHandle(Generic[R_co]):
         return self._parts[-1].key.job
 
     @property
+    def kind(self) -> str:
+        """The kind of the operation: `forward_backward`, …"""
+        return self._parts[-1].kind
+
+    @property
     def seq(self) -> int:
         return self.ref.seq
 

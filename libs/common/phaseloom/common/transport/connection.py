@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 import nats
@@ -30,6 +31,8 @@ SERVICE_CONNECT_S = 60.0
 """How long a service waits for its first connection: the server or the machine may be slow."""
 SERVICE_CREDENTIALS = "PHASELOOM_BUS_USER and PHASELOOM_BUS_PASSWORD"
 """Where a service has its user and its password from."""
+SERVICE_URL = "PHASELOOM_BUS_URL"
+"""Where a service has the server's address from."""
 DRAIN_TIMEOUT_S = 3
 _NEXT_AFTER_S = 2
 _PING_S = 1
@@ -37,6 +40,7 @@ _PING_S = 1
 _DENIALS = 3
 """How often each server denies a client that was connected before that counts."""
 _DENIED = "authorization violation"
+_SCHEMES = ("nats", "tls", "ws", "wss")
 
 
 class BusConfig(msgspec.Struct, frozen=True):
@@ -55,6 +59,40 @@ class BusConfig(msgspec.Struct, frozen=True):
 def addresses(url: str) -> list[str]:
     """The addresses of a server or, with commas between them, of a cluster's servers."""
     return [each.strip() for each in url.split(",") if each.strip()]
+
+
+def checked_addresses(url: str, url_from: str) -> list[str]:
+    """The addresses in `url`, each with its scheme and its port.
+
+    Args:   url_from: the variable or the argument that the text comes from.
+    Raises: CallerError: one is no address of a NATS server. nats-py takes `http://host:1` for a
+            host called `http`.
+    """
+    found = []
+    for each in addresses(url) or [url]:
+        text = each if "://" in each else f"nats://{each}"
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise _no_address(each, str(error), url_from) from None
+        if parts.scheme not in _SCHEMES:
+            raise _no_address(each, f"NATS is not spoken over {parts.scheme}", url_from)
+        if not host or parts.path.strip("/"):
+            why = "it has a path" if host else "it names no host"
+            raise _no_address(each, why, url_from)
+        has_port = port is not None or parts.scheme.startswith("ws")
+        found.append(text if has_port else parts._replace(netloc=f"{parts.netloc}:4222").geturl())
+    return found
+
+
+def _no_address(address: str, why: str, url_from: str) -> CallerError:
+    return CallerError(
+        f"{address!r} is no address of a NATS server: {why}",
+        field=url_from,
+        remedy="give it as nats://HOST:PORT, as `phaseloom up` prints it; of several servers with "
+        "commas between them",
+    )
 
 
 def _in_order_for(name: str, urls: list[str]) -> list[str]:
@@ -123,6 +161,7 @@ async def connect(
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
     timeout_s: float = CONNECT_TIMEOUT_S,
     credentials_from: str = SERVICE_CREDENTIALS,
+    url_from: str = SERVICE_URL,
 ) -> MeshClient:
     """Connect to NATS. The connection is made again, without limit, whenever it is lost.
 
@@ -133,13 +172,17 @@ async def connect(
                 again, `client.denial` says so, and the client goes on trying.
             credentials_from: the variables or the file that user and password come from, for the
                 error that says that they are wrong.
-    Raises: CallerError: PERMISSION_DENIED, at once: no server knows the user with this password.
+            url_from: the variable or the argument that `url` comes from, likewise.
+    Raises: CallerError: `url` is no address of a server. PERMISSION_DENIED, at once: no server
+            knows the user with this password.
             ResourceError: no connection, or a server before 2.12, which lacks features that we rely
             on.
     """
 
+    servers = checked_addresses(url, url_from)
+    url = ",".join(servers)
+    servers = _in_order_for(name, servers)
     client = MeshClient()
-    servers = _in_order_for(name, addresses(url) or [url])
     has_others = len(servers) > 1
     denied = CallerError(
         f"NATS at {url} knows no user {user!r} with this password",
@@ -187,7 +230,8 @@ async def connect(
             raise denied from error
         raise ResourceError(
             f"no connection to NATS at {url} as {user}: {errors.refusal or errors.last or error!r}",
-            remedy="is the mesh up (`phaseloom up`, with --resume for an earlier run)?",
+            remedy="is the mesh up (`phaseloom up`, with --resume for an earlier run), and "
+            f"is {url_from} its address?",
         ) from error
     errors.connected()
     version = client.connected_server_version
