@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -75,10 +76,12 @@ async def test_a_later_run_loads_what_an_earlier_one_saved(short_dir: Path) -> N
 
 
 async def test_root_that_is_no_directory_is_told_so_and_training_goes_on(short_dir: Path) -> None:
+    """One that was none before is refused when the mesh starts."""
     root = short_dir / "taken"
-    root.touch()
     config = MeshConfig(nodes=NODES, checkpoint_root=str(root))
     async with running_mesh(config, short_dir / "run") as (mesh, _), tenant(mesh) as connection:
+        shutil.rmtree(root, ignore_errors=True)
+        root.touch()
         for save in await begin(connection, "calm"):
             with pytest.raises(ResourceError, match=r"taken/.*Not a directory; .* may write"):
                 await save

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from phaseloom.cli import doctor
 from phaseloom.cli.doctor import Finding, InterpreterProbe, Verdict
+from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 from phaseloom.common.transport import connection as transport
 from phaseloom.common.transport.natsserver import EmbeddedServer
@@ -22,6 +23,7 @@ BAD = {
     "memlock": doctor.check_memlock(2**16, has_gpu=True),
     "disk": doctor.check_disk(2**20, Path("/")),
     "fsync": doctor.check_fsync(0.02),
+    "mesh": doctor.check_mesh(MeshConfig(nodes=[NodeConfig("a", "train", [2**50])])),
     "durability": doctor.check_durability(fsync=False),
     "clock": doctor.check_clock(5),
     "GPU": doctor.check_gpu(2, True, False),
@@ -39,6 +41,7 @@ GOOD = {
     "memlock": doctor.check_memlock(2**16, has_gpu=False),
     "disk": doctor.check_disk(2**40, Path("/")),
     "fsync": doctor.check_fsync(0.002),
+    "mesh": doctor.check_mesh(MeshConfig()),
     "durability": doctor.check_durability(fsync=True),
     "clock": doctor.check_clock(0),
     "GPU": doctor.check_gpu(2, True, True),

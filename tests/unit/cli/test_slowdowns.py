@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,12 @@ def test_a_device_that_cannot_be_shared_is_refused() -> None:
 def test_what_cannot_be_measured_is_refused_before_it_is_tried(tmp_path: Path, field: str) -> None:
     config = tmp_path / "config.json"
     config.write_text("{")
-    bad = {"rounds": 0, "seconds": 0.0, "config": config, "out": tmp_path / "none" / "mine.json"}
+    bad = {
+        "rounds": 0,
+        "seconds": math.nan,
+        "config": config,
+        "out": tmp_path / "none" / "mine.json",
+    }
     given: dict[str, Any] = {"out": tmp_path / "mine.json", field: bad[field]}
     with pytest.raises(CallerError) as caught:
         measure_slowdown(**given)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def test_child_specs_keep_the_nodes_secret_from_services_that_need_it_not() -> N
         (MeshConfig(tenants=[]), "mesh.tenants"),
         (MeshConfig(tenants=["a", "a"]), "mesh.tenants"),
         (MeshConfig(tenants=["*"]), "mesh.tenants"),
+        (MeshConfig(tenants=["mesh"]), "mesh.tenants"),
         (MeshConfig(routers=0), "mesh.routers"),
         (MeshConfig(schedulers=0), "mesh.schedulers"),
         (MeshConfig(nats_servers=2), "mesh.nats_servers"),
@@ -99,8 +101,33 @@ def test_child_specs_keep_the_nodes_secret_from_services_that_need_it_not() -> N
         (MeshConfig(nodes=[NodeConfig("a", "train", [1, -5])]), "mesh.nodes.devices"),
         (
             MeshConfig(nodes=[NodeConfig("a", "train", [1], host_memory_bytes=-1)]),
-            "mesh.nodes.host_memory_bytes",
+            "mesh.nodes.a.host_memory_bytes",
         ),
+        (MeshConfig(nodes=[NodeConfig("a", "train", [1, 2**50])]), "mesh.nodes.a.devices"),
+        (
+            MeshConfig(nodes=[NodeConfig("a", "train", [1], host_memory_bytes=2**50)]),
+            "mesh.nodes.a.host_memory_bytes",
+        ),
+        (
+            MeshConfig(nodes=[NodeConfig("a", "train", [1], price_per_hour=-1.0)]),
+            "mesh.nodes.a.price_per_hour",
+        ),
+        (
+            MeshConfig(nodes=[NodeConfig("a", "train", [1], interpreters={"vlm": "/bin/sh"})]),
+            "mesh.nodes.interpreters",
+        ),
+        (
+            MeshConfig(nodes=[NodeConfig("a", "train", [1], interpreters={"vllm": "/bin"})]),
+            "mesh.nodes.interpreters",
+        ),
+        (MeshConfig(duty_limit=1.5), "mesh.duty_limit"),
+        (MeshConfig(switch_s=float("inf")), "mesh.switch_s"),
+        (MeshConfig(checkpoint_root="/dev/null/checkpoints"), "mesh.checkpoint_root"),
+        (MeshConfig(checkpoint_root="/dev/null"), "mesh.checkpoint_root"),
+        (MeshConfig(frozen_bases={"base": ["ab" * 31]}), "mesh.frozen_bases.base"),
+        (MeshConfig(gateway_port=70_000), "mesh.gateway_port"),
+        (MeshConfig(gateway_port=8_000, console_port=8_000), "mesh.console_port"),
+        (MeshConfig(tenant_limits={"demo": {"rate": math.inf}}), "mesh.tenant_limits.demo.rate"),
         (MeshConfig(max_group_jobs=-2), "mesh.max_group_jobs"),
         (MeshConfig(idle_grace_s=float("nan")), "mesh.idle_grace_s"),
         (MeshConfig(ops_max_bytes=0), "mesh.ops_max_bytes"),

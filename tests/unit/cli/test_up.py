@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
-from phaseloom.cli.up import given_settings, up, with_policies
+from phaseloom.cli.up import CONSOLE_PORT, given_settings, up, with_policies
 from phaseloom.common.contract.errors import CallerError, Code
 from tests.support.processes import free_port
 
@@ -96,6 +96,12 @@ def test_run_goes_on_with_its_own_settings_where_none_are_given(
     assert replace(resumed(0), console_port=0) == plain
 
 
+def test_console_takes_another_port_than_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert given_settings(None, None, gateway=CONSOLE_PORT).console_port != CONSOLE_PORT
+    monkeypatch.setenv("PHASELOOM_MESH_GATEWAY_PORT", str(CONSOLE_PORT))
+    assert given_settings(None, None).console_port != CONSOLE_PORT
+
+
 def test_run_is_resumed_with_more_than_it_has(tmp_path: Path) -> None:
     MeshConfig().check_resumes(tmp_path)
     (tmp_path / "settings.json").write_bytes(msgspec.json.encode(MeshConfig()))
@@ -111,7 +117,7 @@ def test_port_that_somebody_has_is_refused_before_anything_starts(tmp_path: Path
                 up(runs=tmp_path / "runs", **given)
             assert refused.value.info.field == f"mesh.{field}_port"
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(CallerError, match="no port 99999"):
+    with pytest.raises(CallerError, match="gateway_port is 99999"):
         up(runs=tmp_path / "runs", gateway=99999)
 
 

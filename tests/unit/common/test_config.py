@@ -102,6 +102,27 @@ def test_load_names_source_and_place_when_a_value_does_not_fit(
     assert where in refused.value.info.message
 
 
+@pytest.mark.parametrize("setting", ["limit_s = inf", "limit_s = nan", "sizes = [1, -inf]"])
+def test_load_refuses_numbers_that_are_not_finite(file: Path, setting: str) -> None:
+    """Handed to a child in JSON, an infinity became null, upon which the child never started."""
+    file.write_text(f'[example]\nurl = "x"\n{setting}\n')
+    with pytest.raises(CallerError, match="finite") as refused:
+        config.load(Example, "example", {}, file=file)
+    assert refused.value.info.field == f"[example] {setting.split(maxsplit=1)[0]}"
+
+
+def test_check_bounds_names_the_setting_and_its_bounds() -> None:
+    bounds = {"limit_s": (0, 1)}
+    config.check_bounds(Example("x", limit_s=1.0), "example", bounds)
+    for value in (-0.5, 1.5, float("nan")):
+        with pytest.raises(CallerError, match="use 0 to 1") as refused:
+            config.check_bounds(Example("x", limit_s=value), "example", bounds)
+        assert refused.value.info.field == "example.limit_s"
+    endless = {"limit_s": (0, float("inf"))}
+    with pytest.raises(CallerError, match="use 0 or more"):
+        config.check_bounds(Example("x", limit_s=float("inf")), "example", endless)
+
+
 @pytest.mark.parametrize("content", ["not toml", "example = 1"])
 def test_load_refuses_a_file_that_is_not_what_it_should_be(file: Path, content: str) -> None:
     file.write_text(content)

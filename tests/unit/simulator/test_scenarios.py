@@ -72,6 +72,12 @@ def test_an_option_that_has_no_effect_is_refused(tmp_path: Path) -> None:
     assert refused.value.info.field == "workload"
 
 
+def test_fewer_processes_than_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CallerError) as refused:
+        simulate("weave-micro", processes=-1, out=tmp_path)
+    assert refused.value.info.field == "processes"
+
+
 def test_a_workload_of_ones_own(tmp_path: Path) -> None:
     table = tmp_path / "mine.csv"
     table.write_text(

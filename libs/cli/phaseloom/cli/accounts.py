@@ -24,7 +24,6 @@ import msgspec
 
 from phaseloom.cli.processes import api_key
 from phaseloom.common.contract.errors import CallerError, Code
-from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 from phaseloom.common.process.config import PREFIX
 from phaseloom.common.process.files import replace_file
@@ -32,6 +31,7 @@ from phaseloom.common.transport.natsserver import (
     MESH_USER,
     SYNCED,
     Credentials,
+    check_tenant,
 )
 from phaseloom.common.transport.natsserver import (
     accounts as nats_accounts,
@@ -73,7 +73,7 @@ def make_accounts(directory: Path, tenants: tuple[str, ...], url: str) -> Creden
     if not tenants:
         raise CallerError("no tenant is named", field="tenants", remedy="name one or more tenants")
     for tenant in tenants:
-        check_name(tenant, "tenants")
+        check_tenant(tenant, "tenants")
     port = _port_of(url)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     earlier = _earlier(directory / _CREDENTIALS)

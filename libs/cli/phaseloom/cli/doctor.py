@@ -92,14 +92,15 @@ def doctor(
     runs
         Where runs keep their logs, the server's store and the nodes' disks.
     mesh_file
-        TOML with a table [mesh], as `phaseloom up` takes it: the interpreters that its nodes name
-        are checked, and those of PHASELOOM_WORKER_INTERPRETERS.
+        TOML with a table [mesh], as `phaseloom up` takes it: whether this machine has the devices,
+        memory and directories that it names, and the interpreters of its nodes and of
+        PHASELOOM_WORKER_INTERPRETERS.
     json
         Print one JSON object for each finding instead of a table.
     """
     findings = [
         *local_findings(runs),
-        *_durability(mesh_file),
+        *_mesh(config.load(MeshConfig, "mesh", file=mesh_file)),
         *interpreter_findings(_interpreters(mesh_file)),
         *asyncio.run(server_findings()),
     ]
@@ -120,9 +121,19 @@ def _table(findings: list[Finding]) -> Table:
     return table
 
 
-def _durability(mesh_file: Path | None) -> list[Finding]:
-    """The finding about power cuts, for a mesh that `phaseloom up` would start."""
-    return [check_durability(fsync=config.load(MeshConfig, "mesh", file=mesh_file).fsync)]
+def _mesh(settings: MeshConfig) -> list[Finding]:
+    """The findings about a mesh that `phaseloom up` would start: its settings, and power cuts."""
+    return [check_mesh(settings), check_durability(fsync=settings.fsync)]
+
+
+def check_mesh(settings: MeshConfig) -> Finding:
+    """The finding about whether a mesh of these settings can run on this machine."""
+    try:
+        settings.check()
+    except PhaseloomError as error:
+        found = f"{error.info.field}: {error.info.message}"
+        return Finding("mesh", Verdict.FAILED, found, error.info.remedy)
+    return Finding("mesh", Verdict.OK, f"{len(settings.nodes)} nodes")
 
 
 def check_durability(*, fsync: bool) -> Finding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +13,16 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.specs import DeviceKind, Residency
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
-from phaseloom.common.process import slowdowns
+from phaseloom.common.process import config, machine, slowdowns
 from phaseloom.common.tensors.modelfiles import check_directory
-from phaseloom.common.transport.natsserver import ENSEMBLE_SIZE, EmbeddedEnsemble, EmbeddedServer
+from phaseloom.common.transport.natsserver import (
+    ENSEMBLE_SIZE,
+    EmbeddedEnsemble,
+    EmbeddedServer,
+    check_tenant,
+)
+from phaseloom.statemgr.residency.hostcopies import bases_of
+from phaseloom.worker.backends import BACKENDS
 
 SETTINGS = "settings.json"
 """The file of a run directory that holds the settings of its mesh."""
@@ -46,8 +55,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to each other site once. Empty: the node belongs to no site."""
 
     def check(self) -> None:
-        """Raises: CallerError: it has no such pool, devices, memory or cores, or no such
-        interpreter."""
+        """Raises: CallerError: it has no such pool, devices, memory or cores, more of them than
+        this machine, or no such interpreter."""
         check_name(self.pool, "mesh.nodes.pool")
         if not self.devices or min(self.devices) < 1:
             raise CallerError(
@@ -55,12 +64,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 field="mesh.nodes.devices",
                 remedy="name the bytes of one device or more, each 1 or more",
             )
-        if self.host_memory_bytes < 1:
-            raise CallerError(
-                f"{self.name} has {self.host_memory_bytes} bytes of host memory",
-                field="mesh.nodes.host_memory_bytes",
-                remedy="give room for the states of all jobs on its devices",
-            )
+        section = f"mesh.nodes.{self.name}"
+        config.check_bounds(self, section, _NODE_BOUNDS)
+        machine.check_memory(self.host_memory_bytes, f"{section}.host_memory_bytes")
         is_divided = self.cores_per_device > 1
         if self.cores_per_device < 1 or (is_divided and self.device_kind is DeviceKind.CUDA):
             raise CallerError(
@@ -68,8 +74,16 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 field="mesh.nodes.cores_per_device",
                 remedy="use 1 or more on emulated devices, and leave it out on GPUs",
             )
+        machine.check_devices(self.device_kind, self.devices, section)
         for backend, python in self.interpreters.items():
-            if not Path(python).expanduser().exists():
+            if backend not in BACKENDS:
+                raise CallerError(
+                    f"{self.name} has a Python for {backend!r}, which is no backend",
+                    field="mesh.nodes.interpreters",
+                    remedy=f"name one of {', '.join(sorted(BACKENDS))}",
+                )
+            file = Path(python).expanduser()
+            if not (file.is_file() and os.access(file, os.X_OK)):
                 raise CallerError(
                     f"{self.name} has no {python} for {backend}",
                     code=Code.NOT_FOUND,
@@ -78,20 +92,26 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
 
-_LEAST = {
-    "max_group_jobs": 1,
-    "duty_limit": 0,
-    "switch_s": 0,
-    "idle_grace_s": 0,
-    "seal_every": 0,
-    "max_losses": 0,
-    "node_grace_s": 0,
-    "node_gone_s": 0,
-    "ops_max_bytes": MAX_PAYLOAD_BYTES,
-    "gateway_session_s": 0,
+_BOUNDS = {
+    "schedulers": (1, math.inf),
+    "routers": (1, math.inf),
+    "gateways": (1, math.inf),
+    "max_group_jobs": (1, math.inf),
+    "duty_limit": (0, 1),
+    "switch_s": (0, math.inf),
+    "idle_grace_s": (0, math.inf),
+    "seal_every": (0, math.inf),
+    "max_losses": (0, math.inf),
+    "node_grace_s": (0, math.inf),
+    "node_gone_s": (0, math.inf),
+    "ops_max_bytes": (MAX_PAYLOAD_BYTES, math.inf),
+    "gateway_session_s": (0, math.inf),
+    "gateway_port": (0, config.LAST_PORT),
+    "console_port": (0, config.LAST_PORT),
 }
-"""The least value of each setting that has one."""
-_BOUNDS = ("max_operations", "max_bytes", "rate", "burst")
+"""The least and the greatest value of each setting that is a number."""
+_NODE_BOUNDS = {"host_memory_bytes": (1, math.inf), "price_per_hour": (0, math.inf)}
+_TENANT_BOUNDS = ("max_operations", "max_bytes", "rate", "burst")
 """The bounds that a tenant may have of its own."""
 
 
@@ -180,8 +200,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Refuse settings that cannot be run.
 
-        Raises: CallerError: a name is not valid or not unique, a directory is no model's, or there
-                is nothing to run.
+        Raises: CallerError: a name is not valid or not unique, a directory is no model's or cannot
+                be written, a number is out of its bounds, this machine has no such devices, or
+                there is nothing to run.
         """
         for node in self.nodes:
             node.check()
@@ -197,41 +218,30 @@ class MeshConfig(msgspec.Struct, frozen=True):
                     field=where,
                     remedy="name at least one, each once",
                 )
+        for tenant in self.tenants:
+            check_tenant(tenant, "mesh.tenants")
         for name, directory in self.models.items():
             check_name(name, "mesh.models")
             check_directory(Path(directory), f"mesh.models.{name}")
-        for name, least in _LEAST.items():
-            if not getattr(self, name) >= least:  # neither is what is no number
-                raise CallerError(
-                    f"{name} is {getattr(self, name)}",
-                    field=f"mesh.{name}",
-                    remedy=f"use {least} or more",
-                )
+        config.check_bounds(self, "mesh", _BOUNDS)
+        if self.gateway_port and self.gateway_port == self.console_port:
+            raise CallerError(
+                f"gateway and console cannot both have port {self.gateway_port}",
+                field="mesh.console_port",
+                remedy="give each a port of its own, or 0 for none",
+            )
+        bases_of(self.frozen_bases, "mesh.")
+        if self.checkpoint_root:
+            machine.check_writable(Path(self.checkpoint_root), "mesh.checkpoint_root")
         self._check_limits()
         if self.slowdowns:
             slowdowns.read(Path(self.slowdowns), needed=slowdowns.SUB_STAGES)
-        if self.schedulers < 1:
-            raise CallerError(
-                "a mesh without a scheduler runs nothing",
-                field="mesh.schedulers",
-                remedy="use 1, or 2 for a standby",
-            )
         if self.nats_servers not in (1, ENSEMBLE_SIZE):
             raise CallerError(
                 f"{self.nats_servers} NATS servers are neither 1 nor 3",
                 field="mesh.nats_servers",
                 remedy="use 1, or 3 to lose any one of them: with an even number no more may be "
                 "lost than with one less",
-            )
-        if self.gateways < 1:
-            raise CallerError(
-                "a gateway without a replica answers nobody",
-                field="mesh.gateways",
-                remedy="use 1 or more, and gateway_port=0 for no gateway",
-            )
-        if self.routers < 1:
-            raise CallerError(
-                "a mesh without a router answers nobody", field="mesh.routers", remedy="use 1 or 2"
             )
 
     def _check_limits(self) -> None:
@@ -246,12 +256,13 @@ class MeshConfig(msgspec.Struct, frozen=True):
                 )
             for name, bound in bounds.items():
                 is_whole = isinstance(bound, int) or name == "rate"
-                if name not in _BOUNDS or not is_whole or not bound >= (name == "burst"):
+                is_bound = (name == "burst") <= bound < math.inf
+                if name not in _TENANT_BOUNDS or not is_whole or not is_bound:
                     raise CallerError(
                         f"{name} = {bound} is no bound",
                         field=f"{field}.{name}",
-                        remedy=f"use {', '.join(_BOUNDS)}: whole numbers but for the rate, 0 "
-                        "for no bound, and a burst of 1 or more",
+                        remedy=f"use {', '.join(_TENANT_BOUNDS)}: whole numbers but for the rate, "
+                        "0 for no bound, and a burst of 1 or more",
                     )
 
     def check_resumes(self, run_dir: Path) -> None:

@@ -8,6 +8,7 @@ as fast, and the table has their medians.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
@@ -126,8 +127,10 @@ def _check(cores: int, rounds: int, seconds: float, config: Path | None, out: Pa
         raise CallerError(
             f"{rounds} rounds measure nothing", field="rounds", remedy="give 1 or more"
         )
-    if seconds <= 0:
-        raise CallerError("no time measures nothing", field="seconds", remedy="give 0.1 or more")
+    if not 0 < seconds < math.inf:
+        raise CallerError(
+            f"nothing is measured in {seconds} s", field="seconds", remedy="give 0.1 or more"
+        )
     if config is not None:
         try:
             msgspec.json.decode(config.read_bytes(), type=dict[str, object])

@@ -23,7 +23,6 @@ from phaseloom.common.process import config
 from phaseloom.scheduler.core.policies.registry import check_policies
 
 CONSOLE_PORT = 8900
-_LAST_PORT = 65_535
 _GATEWAY_PACKAGES = ("aiohttp", "tokenizers", "jinja2", "numpy")
 _CONSOLE_PACKAGES = ("aiohttp",)
 _WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "psutil")
@@ -98,7 +97,7 @@ def up(
             remedy="add --resume, or leave --run out",
         )
     earlier = run_to_resume(run, runs) if resume else None
-    settings = given_settings(mesh_file, earlier)
+    settings = given_settings(mesh_file, earlier, gateway)
     settings.check()
     settings = with_policies(settings, placement, ordering, multiplexing, slo_percentile)
     settings = replace(
@@ -117,22 +116,24 @@ def up(
     uvloop.run(_up(settings, run_dir, accepts_loss=accept_loss))
 
 
-def given_settings(mesh_file: Path | None, earlier: Path | None) -> MeshConfig:
+def given_settings(mesh_file: Path | None, earlier: Path | None, gateway: int = 0) -> MeshConfig:
     """The settings of a file or the environment; without either those of the run to go on with.
 
     Where they name no port for the console, it gets one that is free.
 
     Args: earlier: the directory of the run to go on with; None: a new one begins.
+          gateway: the port that the command line gives the gateway; 0: none.
     """
     own = None
     if earlier is not None and mesh_file is None and not config.is_given("mesh"):
         own = settings_of(earlier)
     if own is None:
         settings = config.load(MeshConfig, "mesh", file=mesh_file)
-        port = settings.console_port or _free_port(CONSOLE_PORT)
+        port = settings.console_port or _free_port(CONSOLE_PORT, gateway or settings.gateway_port)
         return replace(settings, console_port=port)
     # Somebody else may have its port by now; without one it was to have no console.
-    return replace(own, console_port=own.console_port and _free_port(own.console_port))
+    taken = gateway or own.gateway_port
+    return replace(own, console_port=own.console_port and _free_port(own.console_port, taken))
 
 
 async def _up(settings: MeshConfig, run_dir: Path, *, accepts_loss: bool) -> None:
@@ -209,11 +210,12 @@ def _console(mesh: Mesh) -> list[str]:
     ]
 
 
-def _free_port(wanted: int) -> int:
-    """A port for the console: this one, or any; 0 where the console is not installed."""
+def _free_port(wanted: int, taken: int) -> int:
+    """A port for the console: this one, or any but `taken`; 0 where the console is not
+    installed."""
     if missing(_CONSOLE_PACKAGES):
         return 0
-    for port in (wanted, 0):
+    for port in (0,) if wanted == taken else (wanted, 0):
         # Without `reuse_port` a port that another mesh's console has is refused.
         with suppress(OSError), create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
@@ -233,8 +235,6 @@ def _check_ports(settings: MeshConfig) -> None:
         if port:
             extra = field.removeprefix("mesh.").removesuffix("_port")
             check_installed(f"a {extra}", packages, extra)
-        if not 0 <= port <= _LAST_PORT:
-            raise CallerError(f"there is no port {port}", field=field, remedy="use 0 to 65535")
         try:
             if port:
                 create_server(("127.0.0.1", port)).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,9 +36,17 @@ class ConsoleConfig(msgspec.Struct, frozen=True):
     """The number of operations, and of context switches, that are kept for pages that are opened
     later."""
 
+    def check(self) -> None:
+        """Raises: CallerError: a number is out of its bounds."""
+        config.check_bounds(self, "console", _BOUNDS)
+
+
+_BOUNDS = {"port": (1, config.LAST_PORT), "history": (1, math.inf)}
+
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(ConsoleConfig, "console")
+    settings.check()
     # The objects that the imports made stay: no collection needs to go through them again.
     gc.freeze()
     async with service_bus("console", stop) as bus:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 
 import msgspec
@@ -77,7 +78,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         )
 
     def check(self) -> None:
-        """Raises: CallerError: a key belongs to a tenant that has no password."""
+        """Raises: CallerError: a number is out of its bounds, or a key belongs to a tenant that has
+        no password."""
+        config.check_bounds(self, "gateway", _BOUNDS)
         for tenant in self.keys.values():
             if tenant not in self.passwords:
                 raise CallerError(
@@ -85,6 +88,14 @@ class GatewayConfig(msgspec.Struct, frozen=True):
                     field="gateway.passwords",
                     remedy="give the password of each tenant that a key is of",
                 )
+
+
+_BOUNDS = {
+    "port": (1, config.LAST_PORT),
+    "scratch_bytes": (0, math.inf),
+    "max_adapters": (0, math.inf),
+    "session_s": (0, math.inf),
+}
 
 
 async def serve(stop: asyncio.Event) -> None:

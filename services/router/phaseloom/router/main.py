@@ -6,12 +6,14 @@ import phaseloom.common.process.tcponly  # noqa: F401
 
 # isort: split
 import asyncio
+import math
 
 import msgspec
 from nats.js.errors import NotFoundError
 
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.ids import check_name
 from phaseloom.common.observability import metrics
 from phaseloom.common.process import config, lifecycle
 from phaseloom.common.transport.bus import Bus
@@ -56,6 +58,19 @@ class RouterConfig(msgspec.Struct, frozen=True):
     session_ttl_s: float = DEFAULT_SESSION_TTL_S
     """How long a controller that has sent a heartbeat counts as alive; whole seconds."""
 
+    def check(self) -> None:
+        """Raises: CallerError: a number is out of its bounds, or the tenants are not one or more
+        different names."""
+        config.check_bounds(self, "router", _BOUNDS)
+        for tenant in self.tenants:
+            check_name(tenant, "router.tenants")
+        if len(set(self.tenants)) != len(self.tenants) or not self.tenants:
+            raise CallerError(
+                f"{self.tenants} are not one or more different names",
+                field="router.tenants",
+                remedy="name each tenant once",
+            )
+
     def limits(self, tenant: str) -> Limits:
         """The bounds of one tenant.
 
@@ -74,6 +89,9 @@ class RouterConfig(msgspec.Struct, frozen=True):
                     remedy=f"use {least} or more",
                 )
         return Limits(**merged)
+
+
+_BOUNDS = {"ops_max_bytes": (streams.MAX_PAYLOAD_BYTES, math.inf), "session_ttl_s": (1, math.inf)}
 
 
 class Lag:
@@ -105,6 +123,7 @@ class Lag:
 async def serve(stop: asyncio.Event) -> None:
     """Route until told to stop; operations in hand are finished first."""
     settings = config.load(RouterConfig, "router")
+    settings.check()
     limits = {tenant: settings.limits(tenant) for tenant in settings.tenants}
     async with service_bus(settings.name, stop) as bus:
         for tenant in settings.tenants:

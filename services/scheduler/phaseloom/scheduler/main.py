@@ -12,6 +12,7 @@ import phaseloom.common.process.tcponly  # noqa: F401
 # isort: split
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -80,6 +81,39 @@ class Config(SchedulerConfig, frozen=True):
     name: str = "scheduler"
     """This process's name, for people: in the lease, and in NATS's list of connections."""
 
+    def check(self) -> None:
+        """Raises: CallerError: a number is out of its bounds, or there is no such policy."""
+        config.check_bounds(self, "scheduler", _BOUNDS)
+        check_policies(
+            self.placement,
+            self.ordering,
+            "scheduler.",
+            multiplexing=self.multiplexing,
+            slo_percentile=self.slo_percentile,
+        )
+
+
+_BOUNDS = {
+    "idle_grace_s": (0, math.inf),
+    "quantum_s": (0, math.inf),
+    "seal_every": (0, math.inf),
+    "seal_bytes": (1, math.inf),
+    "seal_age_s": (0, math.inf),
+    "max_losses": (0, math.inf),
+    "max_reading": (1, math.inf),
+    "phase_hold_s": (0, math.inf),
+    "max_open_operations": (1, math.inf),
+    "outcome_retention_s": (0, math.inf),
+    "max_group_jobs": (1, math.inf),
+    "duty_limit": (0, 1),
+    "switch_s": (0, math.inf),
+    "node_grace_s": (0, math.inf),
+    "node_gone_s": (0, math.inf),
+    "snapshot_every": (1, math.inf),
+    "lease_margin_s": (0, math.inf),
+    "lease_ttl_s": (1, math.inf),
+}
+
 
 async def serve(stop: asyncio.Event) -> None:
     """Stand by until the leader is gone, then lead; after losing the lease, stand by again.
@@ -90,13 +124,7 @@ async def serve(stop: asyncio.Event) -> None:
     # A step waits for each collection.
     collector.collect_rarely()
     settings = config.load(Config, "scheduler")
-    check_policies(
-        settings.placement,
-        settings.ordering,
-        "scheduler.",
-        multiplexing=settings.multiplexing,
-        slo_percentile=settings.slo_percentile,
-    )
+    settings.check()
     if settings.slowdowns_file:
         table = slowdowns.read(Path(settings.slowdowns_file), needed=slowdowns.SUB_STAGES)
         settings = replace(settings, slowdowns=table)

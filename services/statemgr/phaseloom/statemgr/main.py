@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
+import math
 import resource
 import shutil
 import socket
@@ -19,8 +19,8 @@ from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Reading
-from phaseloom.common.process import lifecycle
-from phaseloom.common.process.config import load
+from phaseloom.common.process import lifecycle, machine
+from phaseloom.common.process.config import LAST_PORT, check_bounds, load
 from phaseloom.common.transport import framing
 from phaseloom.statemgr.checkpoints.archives import Archives
 from phaseloom.statemgr.checkpoints.catalogue import Catalogue
@@ -106,6 +106,21 @@ class StateManagerConfig(msgspec.Struct, frozen=True):
     peer_timeout_s: float = 10.0
     """Seconds of silence of another node's daemon after which the next source is tried."""
 
+    def check(self) -> None:
+        """Raises: CallerError: a number is out of its bounds, or the machine has less memory."""
+        check_bounds(self, "statemgr", _BOUNDS)
+        machine.check_memory(self.host_memory_bytes, "statemgr.host_memory_bytes")
+
+
+_BOUNDS = {
+    "host_memory_bytes": (1, math.inf),
+    "checkpoint_file_bytes": (1, math.inf),
+    "port": (0, LAST_PORT),
+    "transfer_timeout_s": (0.001, math.inf),
+    "resume_timeout_s": (0, math.inf),
+    "peer_timeout_s": (0.001, math.inf),
+}
+
 
 async def serve(stop: asyncio.Event) -> None:
     await run(load(StateManagerConfig, "statemgr"), stop)
@@ -118,7 +133,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     # An extent has up to two descriptors, and a node that fetches four streams.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    _check_host(config.host_memory_bytes)
+    config.check()
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
     node = Node(
         config.node,
@@ -271,16 +286,6 @@ def _checkpoints(
     return exporter, loader, Catalogue(checkpoints), Archives(checkpoints)
 
 
-def _check_host(budget_bytes: int) -> None:
-    """Check the budget of host memory.
-
-    Raises: CallerError: RESOURCE_EXHAUSTED: it is more than the machine's memory.
-    """
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if budget_bytes > there:
-        raise _too_much("host_memory_bytes", budget_bytes, there, "bytes of memory")
-
-
 def _nvme_budget(directory: Path, budget_bytes: int | None) -> int:
     """The budget of host copies on NVMe in bytes; the size of the disk where none is configured.
 
@@ -296,18 +301,14 @@ def _nvme_budget(directory: Path, budget_bytes: int | None) -> int:
     if budget_bytes is None:
         return disk.total
     if budget_bytes > disk.total:
-        raise _too_much("nvme_bytes", budget_bytes, disk.total, f"bytes at {directory}")
+        raise CallerError(
+            f"nvme_bytes is {budget_bytes}: this machine has {disk.total} bytes at {directory}",
+            code=Code.RESOURCE_EXHAUSTED,
+            field="statemgr.nvme_bytes",
+            remedy=f"set it to {disk.total} or less",
+            details={"configured_bytes": budget_bytes, "there_bytes": disk.total},
+        )
     return budget_bytes
-
-
-def _too_much(field: str, configured: int, there: int, what: str) -> CallerError:
-    return CallerError(
-        f"{field} is {configured}: this machine has {there} {what}",
-        code=Code.RESOURCE_EXHAUSTED,
-        field=field,
-        remedy=f"set it to {there} or less",
-        details={"configured_bytes": configured, "there_bytes": there},
-    )
 
 
 def main() -> None:

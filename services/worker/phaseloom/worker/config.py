@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
+from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.specs import DeviceKind, Residency
+from phaseloom.common.process import machine
+from phaseloom.common.process.config import check_bounds
 
 EXACT_MATH = {"MKL_CBWR": "AVX2,STRICT"}
 """Variables with which MKL gives the same bits for any number of threads. Ranks get them where that
@@ -60,6 +65,25 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     def price(self) -> float:
         return self.price_per_hour or _USUAL_PRICES.get(self.pool, 1.0)
 
+    def check(self) -> None:
+        """Raises: CallerError: a number is out of its bounds, or this machine has no such
+        devices."""
+        check_bounds(self, "worker", _BOUNDS)
+        if not self.devices or min(self.devices) < 1:
+            raise CallerError(
+                f"the node has devices of {self.devices} bytes",
+                field="worker.devices",
+                remedy="name the bytes of one device or more, each 1 or more",
+            )
+        machine.check_devices(self.device_kind, self.devices, "worker")
 
+
+_BOUNDS = {
+    "host_memory_bytes": (1, math.inf),
+    "cores_per_device": (1, math.inf),
+    "price_per_hour": (0, math.inf),
+    "lease_ttl_s": (1, math.inf),
+    "start_timeout_s": (1, math.inf),
+}
 _USUAL_PRICES = {"rollout": 8 * 1.85, "train": 8 * 5.28}
 """Dollars an hour of a node with eight H20 or eight H800 (WEAVE §6.1)."""

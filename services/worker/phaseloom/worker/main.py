@@ -41,6 +41,7 @@ _CONNECT_TRIES = 600
 
 async def serve(stop: asyncio.Event) -> None:
     settings = config.load(WorkerConfig, "worker")
+    settings.check()
     # Ranks are forked from a child and must not have the secret of agents.
     config.keep_from_children("worker", "state_secret")
     if settings.cores_per_device > 1:

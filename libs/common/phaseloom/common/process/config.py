@@ -8,6 +8,7 @@ never goes unseen.
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from phaseloom.common.contract.errors import CallerError
 
 PREFIX = "PHASELOOM_"
 FILE_VARIABLE = "PHASELOOM_CONFIG"
+LAST_PORT = 65_535
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -68,7 +70,28 @@ def load(
                 field=f"{prefix}{name.upper()}",
                 remedy=f"set {prefix}{name.upper()}, or {name} in [{section}] of {FILE_VARIABLE}",
             )
+    for name, value in values.items():
+        _check_finite(value, sources[name])
     return _converted(kind, values, sources)
+
+
+def check_bounds(
+    settings: msgspec.Struct, section: str, bounds: Mapping[str, tuple[float, float]]
+) -> None:
+    """Check numbers of a section.
+
+    Args:   bounds: field → the least and the greatest value; the greatest may be infinite, which a
+                value may not.
+    Raises: CallerError: a number is out of its bounds, or is none.
+    """
+    for name, (least, most) in bounds.items():
+        value = getattr(settings, name)
+        if not (least <= value <= most and value != math.inf):  # NaN is not, either
+            raise CallerError(
+                f"{name} is {value}",
+                field=f"{section}.{name}",
+                remedy=f"use {least} or more" if most == math.inf else f"use {least} to {most}",
+            )
 
 
 def is_given(section: str, environ: Mapping[str, str] | None = None) -> bool:
@@ -144,6 +167,21 @@ def _tables(file: Path, field: str) -> dict[str, Any]:
         raise CallerError(
             f"{file} is not TOML: {error}", field=field, remedy="correct the file"
         ) from None
+
+
+def _check_finite(value: Any, source: str) -> None:
+    """Refuse infinities and what is no number, which TOML has: no setting means anything by them,
+    and JSON, in which services are given theirs, has none.
+
+    Raises: CallerError: the value is or has one.
+    """
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_finite(inner, source)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise CallerError(
+            f"{source} is or has {value}", field=source, remedy="give a finite number"
+        )
 
 
 def _converted(kind: type[T], values: dict[str, Any], sources: dict[str, str]) -> T:

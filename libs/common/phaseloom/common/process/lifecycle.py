@@ -219,7 +219,9 @@ async def _serve(service: str, serve: Serve) -> int:
     started = time.monotonic()
     log.info("%s starts, pid %d", service, os.getpid())
     try:
-        async with metrics.endpoint(service, config.load(metrics.MetricsConfig, "metrics")):
+        measuring = config.load(metrics.MetricsConfig, "metrics")
+        config.check_bounds(measuring, "metrics", {"port": (0, config.LAST_PORT)})
+        async with metrics.endpoint(service, measuring):
             with suppress(Stopped):
                 await serve(stop)
         if not stop.is_set():

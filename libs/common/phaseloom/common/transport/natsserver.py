@@ -26,7 +26,7 @@ from socket import create_server
 
 import msgspec
 
-from phaseloom.common.contract.errors import Code, ResourceError
+from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import check_name
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES, PREFIX
 from phaseloom.common.process import diewithparent
@@ -348,8 +348,23 @@ def _passwords(earlier: Credentials | None, tenants: Sequence[str]) -> tuple[str
     """
     mesh = secrets.token_urlsafe(24) if earlier is None else earlier.password
     known = {} if earlier is None else earlier.tenants
-    named = [check_name(tenant, "tenants") for tenant in tenants]
+    named = [check_tenant(tenant, "tenants") for tenant in tenants]
     return mesh, {name: known.get(name) or secrets.token_urlsafe(24) for name in named}
+
+
+def check_tenant(name: str, field: str) -> str:
+    """Check that a tenant can have an account of this name. Returns: the name.
+
+    Raises: CallerError: it is no valid name, or the mesh's own user has it.
+    """
+    check_name(name, field)
+    if name == MESH_USER:
+        raise CallerError(
+            f"a tenant cannot be called {MESH_USER!r}: the mesh's own user is",
+            field=field,
+            remedy="choose another name",
+        )
+    return name
 
 
 def accounts(mesh_password: str, tenants: dict[str, str]) -> dict[str, object]:

@@ -125,8 +125,14 @@ class Scenario(NamedTuple):
     def check(self, name: str, options: Options) -> None:
         """Refuse an option that the scenario would ignore.
 
-        Raises: CallerError: the scenario does not take this option.
+        Raises: CallerError: the scenario does not take this option, or no run could.
         """
+        if options.processes < 0:
+            raise CallerError(
+                f"{options.processes} processes run nothing",
+                field="processes",
+                remedy="give 1 or more, or 0 for one on each core",
+            )
         for field in ("workload", "virtual_clusters", "start_h", "slowdowns", "bound"):
             is_chosen = getattr(options, field) not in (None, (), Bound.REGROUPING)
             if is_chosen and field not in self.accepts:

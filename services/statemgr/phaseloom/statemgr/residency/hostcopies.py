@@ -32,16 +32,16 @@ from phaseloom.statemgr.residency.incarnations import (
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-def bases_of(configured: Mapping[str, list[str]]) -> dict[str, str]:
+def bases_of(configured: Mapping[str, list[str]], section: str = "") -> dict[str, str]:
     """The registered frozen bases, which tenants may share, as BLAKE3 → name.
 
-    Args:   configured: name → hashes.
+    Args:   configured: name → hashes. section: the beginning of the fields that an error names.
     Raises: CallerError: an entry is no hash, or a hash has two names.
     """
     names: dict[str, str] = {}
     for name, hashes in configured.items():
         for each in hashes:
-            field = f"frozen_bases.{name}"
+            field = f"{section}frozen_bases.{name}"
             if not _HASH.fullmatch(each):
                 raise CallerError(
                     f"{each!r} is no BLAKE3 in hex",

@@ -1,0 +1,134 @@
+"""What this machine has, against what a configuration says of it: memory, GPUs, directories.
+
+`python -m phaseloom.common.process.machine` prints the bytes of each GPU, as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import DeviceKind
+
+_DRIVER = "libcuda.so.1"
+_PROBE_TIMEOUT_S = 60.0
+
+
+def memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@functools.cache
+def gpus() -> tuple[int, ...]:
+    """The bytes of each GPU that the CUDA driver shows to a process started here; none without a
+    driver.
+
+    A process of its own asks: one that loads the driver cannot fork afterwards.
+    """
+    command = [sys.executable, "-m", "phaseloom.common.process.machine"]
+    try:
+        ran = subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(json.loads(ran.stdout.splitlines()[-1]))
+
+
+def check_devices(
+    kind: DeviceKind,
+    devices: Sequence[int],
+    section: str,
+    gpus: Callable[[], Sequence[int]] = gpus,
+) -> None:
+    """Check that this machine has the devices of a node.
+
+    Args:   devices: the bytes of each. section: the beginning of the fields that an error names.
+            gpus: gives the bytes of each GPU.
+    Raises: CallerError: FAILED_PRECONDITION: there are fewer GPUs. RESOURCE_EXHAUSTED: a device
+            has more bytes than the machine, or than its GPU.
+    """
+    there: Sequence[int] = [memory_bytes()] * len(devices)
+    if kind is DeviceKind.CUDA:
+        there = gpus()
+        if len(there) < len(devices):
+            raise CallerError(
+                f"device_kind is cuda, and the CUDA driver shows {len(there)} GPUs for "
+                f"{len(devices)} devices",
+                code=Code.FAILED_PRECONDITION,
+                field=f"{section}.device_kind",
+                remedy="name as many devices as nvidia-smi lists, see to the driver "
+                "(`phaseloom doctor`), or leave device_kind out to emulate them",
+            )
+    for number, (wanted, most) in enumerate(zip(devices, there, strict=False)):
+        if wanted > most:
+            raise CallerError(
+                f"device {number} is to have {wanted} bytes, and there are {most}",
+                code=Code.RESOURCE_EXHAUSTED,
+                field=f"{section}.devices",
+                remedy=f"set it to {most} or less",
+            )
+
+
+def check_memory(num_bytes: int, field: str) -> None:
+    """Check that this machine has so much memory. Raises: CallerError: RESOURCE_EXHAUSTED."""
+    there = memory_bytes()
+    if num_bytes > there:
+        raise CallerError(
+            f"{field.rpartition('.')[2]} is {num_bytes}: this machine has {there} bytes of memory",
+            code=Code.RESOURCE_EXHAUSTED,
+            field=field,
+            remedy=f"set it to {there} or less",
+            details={"configured_bytes": num_bytes, "there_bytes": there},
+        )
+
+
+def check_writable(directory: Path, field: str) -> None:
+    """Check that a directory can be written, or made where there is none. Changes nothing.
+
+    Raises: CallerError: FAILED_PRECONDITION: it cannot.
+    """
+    path = directory.absolute()
+    # One in a directory that may not be searched counts as not there, and that one is named.
+    nearest = next(each for each in (path, *path.parents) if os.path.exists(each))
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return
+    why = "is not writable" if nearest.is_dir() else "is no directory"
+    raise CallerError(
+        f"{directory} cannot be {'written' if nearest == path else 'made'}: {nearest} {why}",
+        code=Code.FAILED_PRECONDITION,
+        field=field,
+        remedy="name a directory that this user can write, or make",
+    )
+
+
+def _ask_driver() -> list[int]:
+    """The bytes of each GPU. Loads the driver."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return []
+    sizes = []
+    for number in range(count.value):
+        device, size = ctypes.c_int(), ctypes.c_size_t()
+        if driver.cuDeviceGet(ctypes.byref(device), number):
+            break
+        if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+            break
+        sizes.append(size.value)
+    return sizes
+
+
+if __name__ == "__main__":
+    print(json.dumps(_ask_driver()))
