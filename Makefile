@@ -38,7 +38,7 @@ TESTS_scheduler := tests/unit/scheduler $(wildcard $(ON)scheduler_*.py) $(addpre
 	live_policies.py recorder.py)
 TESTS_simulator := tests/unit/simulator
 TESTS_statemgr := tests/unit/statemgr $(wildcard $(ON)statemgr*.py)
-TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)suspect_versions.py $(ON)slices_*.py) \
+TESTS_weights := $(wildcard $(ON)weight_*.py $(ON)weights_*.py $(ON)suspect_versions.py $(ON)slices_*.py) \
 	$(addprefix $(ON),long_tensor_names.py sources_that_differ.py)
 TESTS_backends := tests/unit/worker/backends
 TESTS_worker := $(filter-out $(TESTS_backends) %/__init__.py %/__pycache__,$(wildcard tests/unit/worker/*)) \
