@@ -30,14 +30,14 @@ def new_directory(directory: Path) -> Iterator[Path]:
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir()
+        partial.mkdir(parents=True)
         partial.rmdir()
     except OSError as error:
         raise CallerError(
             f"{directory} cannot be made: {error.strerror}",
             code=Code.FAILED_PRECONDITION,
             field="directory",
-            remedy="name one in a directory that is there and that you may write to",
+            remedy="name one where you may write",
         ) from None
     try:
         yield partial
