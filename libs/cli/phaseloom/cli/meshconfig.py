@@ -11,7 +11,7 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
-from phaseloom.common.contract.specs import DeviceKind, Residency
+from phaseloom.common.contract.specs import SCHEDULER_BOUNDS, DeviceKind, Residency
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 from phaseloom.common.process import config, machine, slowdowns
 from phaseloom.common.tensors.modelfiles import check_directory
@@ -96,20 +96,12 @@ _BOUNDS = {
     "schedulers": (1, math.inf),
     "routers": (1, math.inf),
     "gateways": (1, math.inf),
-    "max_group_jobs": (1, math.inf),
-    "duty_limit": (0, 1),
-    "switch_s": (0, math.inf),
-    "idle_grace_s": (0, math.inf),
-    "seal_every": (0, math.inf),
-    "max_losses": (0, math.inf),
-    "node_grace_s": (0, math.inf),
-    "node_gone_s": (0, math.inf),
     "ops_max_bytes": (MAX_PAYLOAD_BYTES, math.inf),
     "gateway_session_s": (0, math.inf),
     "gateway_port": (0, config.LAST_PORT),
     "console_port": (0, config.LAST_PORT),
 }
-"""The least and the greatest value of each setting that is a number."""
+"""The least and the greatest value of each number that is not the scheduler's."""
 _NODE_BOUNDS = {"host_memory_bytes": (1, math.inf), "price_per_hour": (0, math.inf)}
 _TENANT_BOUNDS = ("max_operations", "max_bytes", "rate", "burst")
 """The bounds that a tenant may have of its own."""
@@ -223,7 +215,9 @@ class MeshConfig(msgspec.Struct, frozen=True):
         for name, directory in self.models.items():
             check_name(name, "mesh.models")
             check_directory(Path(directory), f"mesh.models.{name}")
-        config.check_bounds(self, "mesh", _BOUNDS)
+        shared = SCHEDULER_BOUNDS.keys() & set(self.__struct_fields__)
+        bounds = {name: SCHEDULER_BOUNDS[name] for name in shared}
+        config.check_bounds(self, "mesh", {**_BOUNDS, **bounds})
         if self.gateway_port and self.gateway_port == self.console_port:
             raise CallerError(
                 f"gateway and console cannot both have port {self.gateway_port}",

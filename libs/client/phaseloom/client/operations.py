@@ -125,7 +125,7 @@ class OperationHandle(Generic[R_co]):
 
     @property
     def kind(self) -> str:
-        """The kind of the operation: `forward_backward`, …"""
+        """The operation's kind, such as `forward_backward`."""
         return self._parts[-1].kind
 
     @property

@@ -28,7 +28,7 @@ from phaseloom.common.contract.codec import content_type_of, decode
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
-from phaseloom.common.contract.specs import SchedulerConfig
+from phaseloom.common.contract.specs import SCHEDULER_BOUNDS, SchedulerConfig
 from phaseloom.common.process import collector, config, lifecycle, slowdowns
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.decisionlog import log_went_back
@@ -94,21 +94,7 @@ class Config(SchedulerConfig, frozen=True):
 
 
 _BOUNDS = {
-    "idle_grace_s": (0, math.inf),
-    "quantum_s": (0, math.inf),
-    "seal_every": (0, math.inf),
-    "seal_bytes": (1, math.inf),
-    "seal_age_s": (0, math.inf),
-    "max_losses": (0, math.inf),
-    "max_reading": (1, math.inf),
-    "phase_hold_s": (0, math.inf),
-    "max_open_operations": (1, math.inf),
-    "outcome_retention_s": (0, math.inf),
-    "max_group_jobs": (1, math.inf),
-    "duty_limit": (0, 1),
-    "switch_s": (0, math.inf),
-    "node_grace_s": (0, math.inf),
-    "node_gone_s": (0, math.inf),
+    **SCHEDULER_BOUNDS,
     "snapshot_every": (1, math.inf),
     "lease_margin_s": (0, math.inf),
     "lease_ttl_s": (1, math.inf),

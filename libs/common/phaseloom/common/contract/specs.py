@@ -7,6 +7,8 @@ scheduler's shell → decision log (`SchedulerConfig`); profiler → scheduler (
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -312,6 +314,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     measured. Policies decide by it what is worth running side by side. None: nothing is known."""
     corrects_slowdowns: bool = True
     """Whether what is seen to be slower side by side than the table says is believed."""
+
+
+SCHEDULER_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "idle_grace_s": (0, math.inf),
+    "quantum_s": (0, math.inf),
+    "seal_every": (0, math.inf),
+    "seal_bytes": (1, math.inf),
+    "seal_age_s": (0, math.inf),
+    "max_losses": (0, math.inf),
+    "max_reading": (1, math.inf),
+    "phase_hold_s": (0, math.inf),
+    "max_open_operations": (1, math.inf),
+    "outcome_retention_s": (0, math.inf),
+    "max_group_jobs": (1, math.inf),
+    "duty_limit": (0, 1),
+    "switch_s": (0, math.inf),
+    "node_grace_s": (0, math.inf),
+    "node_gone_s": (0, math.inf),
+}
+"""The least and the greatest value of the numbers of `SchedulerConfig`."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):

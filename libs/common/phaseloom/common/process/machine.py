@@ -1,4 +1,4 @@
-"""What this machine has, against what a configuration says of it: memory, GPUs, directories.
+"""Checks that this machine has the memory, GPUs and directories that a configuration names.
 
 `python -m phaseloom.common.process.machine` prints the bytes of each GPU, as JSON.
 """

@@ -219,9 +219,10 @@ class Versions:
         ]
 
     def ahead(self) -> list[Version]:
-        """What was fetched ahead, or is being fetched, and no operation has asked for yet, the
-        oldest first. What other nodes read is left out; and so are manifests, which are small, and
-        without which no part can be read."""
+        """The versions, parts and copies of slices that were fetched ahead of an operation, or are
+        being fetched, and that no operation has asked for yet; the oldest first. Those that other
+        nodes read are left out, and so are manifests, which are small, and without which no part
+        can be read."""
         return [
             version
             for version in self._versions.values()
