@@ -38,8 +38,9 @@ from phaseloom.common.tensors.hugepages import make_huge, map_file
 from phaseloom.common.transport.certificates import directory_of
 from phaseloom.statemgr.disk.disk import DEPTH
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts
-from phaseloom.statemgr.disk.statefile import Section, seal_header
-from phaseloom.statemgr.memory.extents import Extent
+from phaseloom.statemgr.node.extents import Extent
+from phaseloom.statemgr.records.seals import seal_header
+from phaseloom.statemgr.records.stateheader import Section
 from phaseloom.worker.agent.stateclient import AgentStateClient
 from phaseloom.worker.state.client import RankStateClient
 from phaseloom.worker.state.heap import Heap

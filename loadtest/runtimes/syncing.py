@@ -33,7 +33,7 @@ from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.operations import AdamParams, Datum, Loss
 from phaseloom.common.contract.specs import DeploymentSpec, Layout
-from phaseloom.statemgr.memory.extents import Extent
+from phaseloom.statemgr.node.extents import Extent
 from phaseloom.worker.backends.model import TORCH_DTYPES, parameter_shapes, weights_dtype
 
 _TENANT = "demo"

@@ -21,8 +21,7 @@ from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import PartSources, Slice
 from phaseloom.common.tensors.resharding import item_bytes
-from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.transfer import fetching, wire
+from phaseloom.statemgr.transfer import fetching, tls, wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.tensorslices import Box, batches
 from phaseloom.worker.state.client import RankStateClient

@@ -40,8 +40,7 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.common.transport.certificates import directory_of
 from phaseloom.common.transport.framing import Frame, Peer, close_fds
-from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer import tls, wire
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.tensorslices import Box
 from tests.support.meshcerts import SECRET, identity, ticket

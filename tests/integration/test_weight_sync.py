@@ -17,14 +17,13 @@ import xxhash
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.serving import Server
-from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer import tls, wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.fetching import ask
+from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, Served
 from phaseloom.statemgr.transfer.tensorslices import all_of, batches, chunk_bytes
 from phaseloom.statemgr.versions.weights import Weights

@@ -34,7 +34,7 @@ from phaseloom.common.contract.operations import (
 from phaseloom.common.contract.specs import DeploymentSpec, JobSpec, ModelSpec
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.statemgr.checkpoints.marker import MARKER_FILE
-from phaseloom.statemgr.memory.layouts import rounded
+from phaseloom.statemgr.records.layouts import rounded
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.digest import weights_sha256
 from phaseloom.worker.backends.model import as_little_endian

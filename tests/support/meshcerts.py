@@ -13,7 +13,7 @@ from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.transport.certificates import directory_of
 from phaseloom.common.transport.tickets import signed
-from phaseloom.statemgr.mesh.tls import Identity
+from phaseloom.statemgr.transfer.tls import Identity
 
 SECRET = "the mesh's secret"
 NODE = "node0"

@@ -6,7 +6,7 @@ python -m tests.support.unsealed <command of the state manager>
 from __future__ import annotations
 
 from phaseloom.statemgr import main
-from phaseloom.statemgr.memory.extents import Extent
+from phaseloom.statemgr.node.extents import Extent
 
 
 def _freeze(self: Extent) -> bool:

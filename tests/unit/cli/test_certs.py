@@ -10,7 +10,7 @@ import pytest
 from phaseloom.cli.certs import certs, make_certificates
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.transport.certificates import directory_of
-from phaseloom.statemgr.mesh.tls import Identity
+from phaseloom.statemgr.transfer.tls import Identity
 
 
 def _handshake(server: Identity, client: Identity) -> None:

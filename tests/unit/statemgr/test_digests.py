@@ -17,11 +17,11 @@ from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined, digest_of, each_part
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.digests import Digests
-from phaseloom.statemgr.residency.incarnations import Rank, State, Step
-from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.records.incarnations import Rank, State, Step
+from phaseloom.statemgr.records.residency import Residency
 
 SIZE = BLOCK_BYTES + 4096
 KEY = DeploymentKey("acme", "sums", "policy")

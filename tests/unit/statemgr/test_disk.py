@@ -30,13 +30,9 @@ from phaseloom.statemgr.disk.disk import (
     write_state,
 )
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
-from phaseloom.statemgr.disk.statefile import (
-    Section,
-    StateHeader,
-    encode_header,
-    parts_in,
-    seal_header,
-)
+from phaseloom.statemgr.disk.statefile import encode_header, parts_in
+from phaseloom.statemgr.records.seals import seal_header
+from phaseloom.statemgr.records.stateheader import Section, StateHeader
 
 KEY = DeploymentKey("acme", "sums", "policy")
 MiB = 1024 * 1024

@@ -23,7 +23,7 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Rank
+from phaseloom.statemgr.records.incarnations import Rank
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 SIZE = 64 * 1024

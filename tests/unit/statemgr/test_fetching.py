@@ -19,8 +19,7 @@ from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.tensors.blockhash import digest_of, num_threads
-from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.transfer import wire
+from phaseloom.statemgr.transfer import tls, wire
 from phaseloom.statemgr.transfer.delta import apply
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches
 from tests.support.meshcerts import identity

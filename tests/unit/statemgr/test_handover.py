@@ -20,11 +20,11 @@ from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.handover.handover import Handover
-from phaseloom.statemgr.handover.manifest import encode_manifest, encode_record, manifest_of
 from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.records.manifest import encode_manifest, encode_record, manifest_of
+from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.versions.versions import Version
 
 SIZE = 4096
 SLOT = TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)

@@ -14,9 +14,9 @@ from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.residency.hostcopies import HostCopies, bases_of
-from phaseloom.statemgr.residency.incarnations import HostCopy, Rank, State, Step
-from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.records.hostcopies import HostCopies, bases_of
+from phaseloom.statemgr.records.incarnations import HostCopy, Rank, State, Step
+from phaseloom.statemgr.records.residency import Residency
 
 SIZE = 64
 SLOT = TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)

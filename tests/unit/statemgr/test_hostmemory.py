@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phaseloom.common.contract.errors import Code, ResourceError
-from phaseloom.statemgr.memory.extents import MAX_IDLE_PER_POOL, Extent, HostMemory
-from phaseloom.statemgr.memory.layouts import PAGE_BYTES
+from phaseloom.statemgr.node.extents import MAX_IDLE_PER_POOL, Extent, HostMemory
+from phaseloom.statemgr.records.layouts import PAGE_BYTES
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.memory.layouts import Layouts, check_layout
+from phaseloom.statemgr.records.layouts import Layouts, check_layout
 
 
 def _table(name: str, offset: int = 0) -> TensorTable:

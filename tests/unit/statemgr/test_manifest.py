@@ -13,19 +13,19 @@ from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart, Snapshots
-from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals
-from phaseloom.statemgr.handover.manifest import (
+from phaseloom.statemgr.records.hostcopies import HostCopies
+from phaseloom.statemgr.records.incarnations import State
+from phaseloom.statemgr.records.manifest import (
     decode_manifest,
     encode_manifest,
     encode_record,
     manifest_of,
     newest_record,
 )
-from phaseloom.statemgr.residency.hostcopies import HostCopies
-from phaseloom.statemgr.residency.incarnations import State
-from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.versions.versions import Version, Versions
+from phaseloom.statemgr.records.residency import Residency
+from phaseloom.statemgr.records.seals import HostSeal, HostSeals
+from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart, Snapshots
+from phaseloom.statemgr.records.versions import Version, Versions
 
 KEY = DeploymentKey("acme", "sums", "policy")
 FROZEN = DeploymentKey("acme", "also", "reference")

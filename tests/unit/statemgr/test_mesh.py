@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.mesh.tls import Session, Stream
+from phaseloom.statemgr.transfer import tls
+from phaseloom.statemgr.transfer.tls import Session, Stream
 from tests.support.meshcerts import identity
 
 TIMEOUT_S = 30.0

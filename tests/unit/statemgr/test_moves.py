@@ -16,7 +16,7 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import HostCopy, State
+from phaseloom.statemgr.records.incarnations import HostCopy, State
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.threads import Remembering
 

@@ -14,9 +14,9 @@ from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.checkpoints.staging import StagedState
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory
+from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart
 
 SIZE = 4096
 KEY = DeploymentKey("acme", "job", "policy")

@@ -10,9 +10,9 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.transport.tickets import is_genuine, signed
-from phaseloom.statemgr.mesh.permission import Gate, check_reader
-from phaseloom.statemgr.residency.incarnations import Wpg
-from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.records.incarnations import Wpg
+from phaseloom.statemgr.records.residency import Residency
+from phaseloom.statemgr.transfer.permission import Gate, check_reader
 
 POLICY = DeploymentKey("acme", "sums", "policy")
 SAMPLER = DeploymentKey("acme", "sums", "sampler")

@@ -18,7 +18,7 @@ from phaseloom.common.tensors.tensortable import EMPTY
 from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Wpg
+from phaseloom.statemgr.records.incarnations import Wpg
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.versions.fetch import VersionFetcher

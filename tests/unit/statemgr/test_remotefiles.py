@@ -7,8 +7,8 @@ from pathlib import Path
 
 from phaseloom.common.contract.ids import DeploymentKey, NodeId
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.disk.statefile import Section, StateHeader
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.records.stateheader import Section, StateHeader
 from phaseloom.statemgr.seals.remotefiles import open_file
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.transfer.wire import FileName

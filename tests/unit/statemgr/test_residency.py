@@ -12,9 +12,8 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.memory.extents import HostMemory
-from phaseloom.statemgr.memory.layouts import PAGE_BYTES
-from phaseloom.statemgr.residency.incarnations import (
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.records.incarnations import (
     ON_DEVICE,
     TRANSITIONS,
     InvalidTransition,
@@ -23,7 +22,8 @@ from phaseloom.statemgr.residency.incarnations import (
     Step,
     Wpg,
 )
-from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.records.layouts import PAGE_BYTES
+from phaseloom.statemgr.records.residency import Residency
 
 A, B, C = (DeploymentKey("acme", job, "policy") for job in "abc")
 

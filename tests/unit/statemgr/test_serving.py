@@ -8,7 +8,6 @@ from pathlib import Path
 from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.tensors.tensortable import EMPTY
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.mesh.permission import Gate
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
@@ -16,6 +15,7 @@ from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
 from phaseloom.statemgr.transfer.fetching import Home
+from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.tensorslices import Box
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.weights import Weights

@@ -19,18 +19,13 @@ from phaseloom.statemgr.disk.disk import PROBE_PREFIX
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts, make_directory
 from phaseloom.statemgr.disk.statefile import (
     DATA_ALIGNMENT_BYTES,
-    MAX_HEADER_BYTES,
     PREFIX_BYTES,
-    Place,
-    Section,
-    StateHeader,
     encode_header,
     parts_in,
-    seal_header,
-    section_of,
-    superseded_seals,
 )
-from phaseloom.statemgr.residency.incarnations import Rank, Wpg
+from phaseloom.statemgr.records.incarnations import Rank, Wpg
+from phaseloom.statemgr.records.seals import seal_header, section_of, superseded_seals
+from phaseloom.statemgr.records.stateheader import MAX_HEADER_BYTES, Place, Section, StateHeader
 
 KEY = DeploymentKey("acme", "sums", "policy")
 SLOT = TensorSlot("w", Role.WEIGHT, "float32", [2, 3], 0, 24)

@@ -23,9 +23,9 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.disk import Cancelled
 from phaseloom.statemgr.disk.files import NEVER, StateDirectory, find_parts
-from phaseloom.statemgr.disk.statefile import Place, StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.stateheader import Place, StateHeader
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiering.tiering import Tiering
 from tests.support.threads import FirstIsLate

@@ -9,8 +9,8 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
 from phaseloom.common.tensors.versionparts import manifest_slots, part_of
-from phaseloom.statemgr.memory.layouts import check_layout
-from phaseloom.statemgr.versions.versions import Version, Versions
+from phaseloom.statemgr.records.layouts import check_layout
+from phaseloom.statemgr.records.versions import Version, Versions
 
 KEY = VersionKey(DeploymentKey("acme", "sums", "policy"), 7)
 

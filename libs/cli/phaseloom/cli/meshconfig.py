@@ -21,7 +21,7 @@ from phaseloom.common.transport.natsserver import (
     EmbeddedServer,
     check_tenant,
 )
-from phaseloom.statemgr.residency.hostcopies import bases_of
+from phaseloom.statemgr.records.hostcopies import bases_of
 from phaseloom.worker.backends import BACKENDS
 
 SETTINGS = "settings.json"

@@ -29,18 +29,18 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.mesh import tls
-from phaseloom.statemgr.mesh.permission import Gate
-from phaseloom.statemgr.mesh.tls import Identity
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.hostcopies import bases_of
+from phaseloom.statemgr.records.hostcopies import bases_of
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.serving import Server
-from phaseloom.statemgr.sharing.sharing import Sharing
 from phaseloom.statemgr.shell import Parts, StateManager
+from phaseloom.statemgr.tiering.sharing import Sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.transfer import tls
 from phaseloom.statemgr.transfer.fetching import Home
+from phaseloom.statemgr.transfer.permission import Gate
+from phaseloom.statemgr.transfer.tls import Identity
 from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.weights import Weights

@@ -22,13 +22,13 @@ import xxhash
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.tensors.blockhash import digest_in_threads
-from phaseloom.statemgr.mesh.permission import Gate
-from phaseloom.statemgr.mesh.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.seals.remotefiles import open_file, parts_of
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.transfer import delta, wire
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
+from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.served import Found, OpenPart, OpenParts, Served
 from phaseloom.statemgr.transfer.tensorslices import (
     MAX_BATCH_BOXES,
@@ -37,7 +37,7 @@ from phaseloom.statemgr.transfer.tensorslices import (
     Fragment,
     in_requests,
 )
-from phaseloom.statemgr.versions.versions import Version
+from phaseloom.statemgr.transfer.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.versions.weights import Weights
 
 _MAX_PARTS = 4096

@@ -83,15 +83,20 @@ from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.handover.handover import Handover
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.registering import borrow, commit_initial, register_heap, take_back
-from phaseloom.statemgr.residency.incarnations import Rank
+from phaseloom.statemgr.records.incarnations import Rank
+from phaseloom.statemgr.records.versions import not_here
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
-from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.tiering import sharing
+from phaseloom.statemgr.tiering.rankmemory import (
+    borrow,
+    commit_initial,
+    register_heap,
+    take_back,
+)
 from phaseloom.statemgr.tiering.switching import switch_in, switch_out
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.versions import not_here
 from phaseloom.statemgr.versions.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -352,7 +357,7 @@ class StateManager:
         parts, node = self._parts, self._node
         publishing, exporter, catalogue = parts.publishing, parts.exporter, parts.catalogue
         return {
-            RegisterHeap: partial(register_heap, node, parts.tiering, parts.replicator),
+            RegisterHeap: partial(register_heap, node, parts.tiering, parts.replicator.restore),
             CommitInitial: partial(commit_initial, node),
             BorrowMemory: partial(borrow, node, parts.tiering),
             ReturnMemory: partial(take_back, node),

@@ -38,7 +38,7 @@ from phaseloom.statemgr.checkpoints.files import (
     readable_marker,
 )
 from phaseloom.statemgr.checkpoints.marker import MARKER_FILE
-from phaseloom.statemgr.residency.incarnations import Rank
+from phaseloom.statemgr.records.incarnations import Rank
 
 log = logging.getLogger(__name__)
 

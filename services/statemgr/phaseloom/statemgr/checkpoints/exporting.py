@@ -33,11 +33,11 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints, name_taken, writin
 from phaseloom.statemgr.checkpoints.marker import Marker
 from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
 from phaseloom.statemgr.checkpoints.shards import Written, write_state
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.checkpoints.staging import StagedState, Staging, check
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.disk.statefile import Place
-from phaseloom.statemgr.residency.incarnations import Rank, Wpg
+from phaseloom.statemgr.records.incarnations import Rank, Wpg
+from phaseloom.statemgr.records.snapshots import Snapshot
+from phaseloom.statemgr.records.stateheader import Place
 
 log = logging.getLogger(__name__)
 

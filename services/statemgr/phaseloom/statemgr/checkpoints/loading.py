@@ -64,9 +64,9 @@ from phaseloom.statemgr.checkpoints.shards import (
 )
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.disk import BlockFile, Disk, threads
-from phaseloom.statemgr.disk.statefile import names_within
-from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
-from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.stateheader import names_within
+from phaseloom.statemgr.tiering import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from blake3 import blake3
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot
 from phaseloom.statemgr.checkpoints.staging import StagedState
 from phaseloom.statemgr.disk.files import StateDirectory, find_parts, header_of
-from phaseloom.statemgr.disk.statefile import Place, Section, seal_header
+from phaseloom.statemgr.records.seals import seal_header
+from phaseloom.statemgr.records.snapshots import Snapshot
+from phaseloom.statemgr.records.stateheader import Place, Section
 
 _OPERATION_DIGITS = 16
 

@@ -21,13 +21,13 @@ from phaseloom.common.contract.state_rank import StageState, TakeSnapshot
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot, SnapshotPart
+from phaseloom.statemgr.disk.disk import copy
 from phaseloom.statemgr.disk.files import NEVER
-from phaseloom.statemgr.disk.statefile import names_within
-from phaseloom.statemgr.memory.extents import copy
 from phaseloom.statemgr.node.digests import bad_copy, checksums_of, has_digest
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart
+from phaseloom.statemgr.records.stateheader import names_within
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
 

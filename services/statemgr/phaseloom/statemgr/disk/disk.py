@@ -16,6 +16,7 @@ installed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -34,14 +35,8 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.state_agent import DiskMethod, DiskPath
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum, combined
 from phaseloom.common.tensors.hugepages import make_huge
-from phaseloom.statemgr.disk.statefile import (
-    Place,
-    StateHeader,
-    check_blocks,
-    encode_header,
-    layout_of,
-)
-from phaseloom.statemgr.memory.extents import copy
+from phaseloom.statemgr.disk.statefile import check_blocks, encode_header, layout_of
+from phaseloom.statemgr.records.stateheader import Place, StateHeader
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -362,3 +357,17 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes between two views of the same length.
+
+    Blocking and long: run it in a thread. It releases the interpreter, which slice assignment does
+    not.
+    """
+    assert len(target) == len(source)
+    ctypes.memmove(_address(target), _address(source), len(source))
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view))

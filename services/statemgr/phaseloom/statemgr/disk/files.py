@@ -32,7 +32,8 @@ from phaseloom.statemgr.disk.disk import (
     read_part,
     write_state,
 )
-from phaseloom.statemgr.disk.statefile import Place, StateHeader, data_loss, layout_of, parts_in
+from phaseloom.statemgr.disk.statefile import layout_of, parts_in
+from phaseloom.statemgr.records.stateheader import Place, StateHeader, data_loss
 
 log = logging.getLogger(__name__)
 

@@ -21,20 +21,10 @@ from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RankResume, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot
-from phaseloom.statemgr.disk.statefile import HostSeal
-from phaseloom.statemgr.handover.manifest import (
-    CopyEntry,
-    RankEntry,
-    VersionEntry,
-    WpgEntry,
-    decode_manifest,
-    newest_record,
-)
 from phaseloom.statemgr.node.digests import bad_copy, has_digest
 from phaseloom.statemgr.node.handles import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import (
+from phaseloom.statemgr.records.incarnations import (
     ON_NVME,
     HostCopy,
     PreparedSeal,
@@ -42,9 +32,19 @@ from phaseloom.statemgr.residency.incarnations import (
     State,
     Wpg,
 )
-from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.records.manifest import (
+    CopyEntry,
+    RankEntry,
+    VersionEntry,
+    WpgEntry,
+    decode_manifest,
+    newest_record,
+)
+from phaseloom.statemgr.records.seals import HostSeal
+from phaseloom.statemgr.records.snapshots import Snapshot
+from phaseloom.statemgr.records.versions import Version
+from phaseloom.statemgr.tiering import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.transport.framing import close_fds
-from phaseloom.statemgr.mesh.permission import check_reader
-from phaseloom.statemgr.residency.incarnations import Rank
-from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.records.incarnations import Rank
+from phaseloom.statemgr.records.residency import Residency
+from phaseloom.statemgr.transfer.permission import check_reader
 
 log = logging.getLogger(__name__)
 

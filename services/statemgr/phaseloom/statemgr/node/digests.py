@@ -23,10 +23,10 @@ from phaseloom.common.tensors.blockhash import (
     digest_in_threads,
     digest_of,
 )
-from phaseloom.statemgr.memory.extents import HostMemory
 from phaseloom.statemgr.node.background import Background
-from phaseloom.statemgr.residency.incarnations import HostCopy, Rank, State
-from phaseloom.statemgr.residency.residency import Residency
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.records.incarnations import HostCopy, Rank, State
+from phaseloom.statemgr.records.residency import Residency
 
 _SMALL_BYTES = 64 * 1024
 """Bytes that are hashed in less time than it takes to wake a thread: those of a manifest."""

@@ -22,8 +22,8 @@ from phaseloom.common.contract.errors import PhaseloomError
 from phaseloom.common.contract.state_agent import KeepHandles
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
-from phaseloom.statemgr.handover.manifest import Manifest, encode_manifest, encode_record
-from phaseloom.statemgr.memory.extents import HostMemory
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.records.manifest import Manifest, encode_manifest, encode_record
 
 log = logging.getLogger(__name__)
 

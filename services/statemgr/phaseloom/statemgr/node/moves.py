@@ -22,7 +22,7 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.background import Background
-from phaseloom.statemgr.residency.incarnations import HostCopy, InvalidTransition
+from phaseloom.statemgr.records.incarnations import HostCopy, InvalidTransition
 
 log = logging.getLogger(__name__)
 

@@ -30,20 +30,22 @@ from phaseloom.common.contract.state_rank import (
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.transport.framing import Peer, close_fds
-from phaseloom.statemgr.checkpoints.snapshots import Snapshots
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals, Place, parts_in
-from phaseloom.statemgr.handover.manifest import manifest_of
-from phaseloom.statemgr.memory.extents import HostMemory
-from phaseloom.statemgr.memory.layouts import Layouts
+from phaseloom.statemgr.disk.statefile import parts_in
 from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.devicecopies import DeviceCopies
 from phaseloom.statemgr.node.digests import Digests
+from phaseloom.statemgr.node.extents import HostMemory
 from phaseloom.statemgr.node.handles import HandleRegistry
 from phaseloom.statemgr.node.moves import Moves
-from phaseloom.statemgr.residency.incarnations import HostCopy, Rank, State, Wpg
-from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.versions.versions import Version, Versions
+from phaseloom.statemgr.records.incarnations import HostCopy, Rank, State, Wpg
+from phaseloom.statemgr.records.layouts import Layouts
+from phaseloom.statemgr.records.manifest import manifest_of
+from phaseloom.statemgr.records.residency import Residency
+from phaseloom.statemgr.records.seals import HostSeal, HostSeals
+from phaseloom.statemgr.records.snapshots import Snapshots
+from phaseloom.statemgr.records.stateheader import Place
+from phaseloom.statemgr.records.versions import Version, Versions
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
 from phaseloom.statemgr.disk.disk import PAGE_BYTES, MemoryFile, read_block
 from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts
-from phaseloom.statemgr.disk.statefile import Place, StateHeader, encode_header
-from phaseloom.statemgr.memory.layouts import rounded
-from phaseloom.statemgr.mesh.tls import Stream
+from phaseloom.statemgr.disk.statefile import encode_header
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.records.layouts import rounded
+from phaseloom.statemgr.records.stateheader import Place, StateHeader
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, LocalError, ask_once
 from phaseloom.statemgr.transfer.served import Incoming, Served
@@ -41,6 +41,7 @@ from phaseloom.statemgr.transfer.tensorslices import (
     Piece,
     box_of,
 )
+from phaseloom.statemgr.transfer.tls import Stream
 from phaseloom.statemgr.transfer.wire import FileName
 
 log = logging.getLogger(__name__)

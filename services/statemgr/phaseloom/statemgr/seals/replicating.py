@@ -20,9 +20,9 @@ from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
 from phaseloom.common.contract.state_agent import FetchState, WriteSeal
 from phaseloom.statemgr.disk.files import header_of
-from phaseloom.statemgr.disk.statefile import StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Rank
+from phaseloom.statemgr.records.incarnations import Rank
+from phaseloom.statemgr.records.stateheader import StateHeader
 from phaseloom.statemgr.seals.remotefiles import RemoteFile, path_of
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.transfer import wire

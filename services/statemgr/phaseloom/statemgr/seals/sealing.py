@@ -14,22 +14,15 @@ from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
 from phaseloom.common.contract.state_rank import CopyOut
-from phaseloom.statemgr.disk.disk import MemoryFile, read_part, write_state
+from phaseloom.statemgr.disk.disk import MemoryFile, copy, read_part, write_state
 from phaseloom.statemgr.disk.files import NEVER, find_parts
-from phaseloom.statemgr.disk.statefile import (
-    HostSeal,
-    Place,
-    Section,
-    StateHeader,
-    layout_of,
-    seal_header,
-    section_of,
-    superseded_seals,
-)
-from phaseloom.statemgr.memory.extents import copy, joined
+from phaseloom.statemgr.disk.statefile import layout_of
+from phaseloom.statemgr.node.extents import joined
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Rank, State, Wpg
-from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.seals import HostSeal, seal_header, section_of, superseded_seals
+from phaseloom.statemgr.records.stateheader import Place, Section, StateHeader
+from phaseloom.statemgr.tiering import sharing
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
 

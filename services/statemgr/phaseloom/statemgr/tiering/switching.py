@@ -21,8 +21,8 @@ from phaseloom.common.contract.state_rank import CopyIn, CopyOut
 from phaseloom.common.observability import telemetry
 from phaseloom.statemgr.node.digests import bad_copy
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Rank, State, Step, Wpg
-from phaseloom.statemgr.sharing import sharing
+from phaseloom.statemgr.records.incarnations import Rank, State, Step, Wpg
+from phaseloom.statemgr.tiering import sharing
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)

@@ -26,14 +26,14 @@ from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.disk.files import find_parts, header_of
-from phaseloom.statemgr.disk.statefile import Section, StateHeader, data_loss
-from phaseloom.statemgr.memory.extents import Extent
-from phaseloom.statemgr.memory.layouts import rounded
+from phaseloom.statemgr.node.extents import Extent
 from phaseloom.statemgr.node.moves import Move
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import ON_NVME, HostCopy, State, Step, Wpg
+from phaseloom.statemgr.records.incarnations import ON_NVME, HostCopy, State, Step, Wpg
+from phaseloom.statemgr.records.layouts import rounded
+from phaseloom.statemgr.records.stateheader import Section, StateHeader, data_loss
+from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.tiering.versionmoves import VersionMoves
-from phaseloom.statemgr.versions.versions import Version
 
 log = logging.getLogger(__name__)
 

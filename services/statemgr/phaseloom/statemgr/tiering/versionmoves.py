@@ -17,10 +17,10 @@ from weakref import WeakValueDictionary
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.disk.statefile import Section, StateHeader
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import Wpg
-from phaseloom.statemgr.versions.versions import Version
+from phaseloom.statemgr.records.incarnations import Wpg
+from phaseloom.statemgr.records.stateheader import Section, StateHeader
+from phaseloom.statemgr.records.versions import Version
 
 log = logging.getLogger(__name__)
 

@@ -34,14 +34,6 @@ from phaseloom.common.contract.errors import (
     to_exception,
 )
 from phaseloom.common.tensors.blockhash import digest_in_threads, num_threads
-from phaseloom.statemgr.mesh.tls import (
-    Identity,
-    Stream,
-    closed_on_failure,
-    connect,
-    explained,
-    in_thread,
-)
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.delta import DeltaError, apply, joined
@@ -52,6 +44,14 @@ from phaseloom.statemgr.transfer.tensorslices import (
     Piece,
     chunk_bytes,
     grouped,
+)
+from phaseloom.statemgr.transfer.tls import (
+    Identity,
+    Stream,
+    closed_on_failure,
+    connect,
+    explained,
+    in_thread,
 )
 
 log = logging.getLogger(__name__)

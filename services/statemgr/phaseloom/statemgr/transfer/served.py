@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import Slice, TensorSlot
+from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.transfer.tensorslices import (
     Batch,
     Box,
@@ -23,7 +24,6 @@ from phaseloom.statemgr.transfer.tensorslices import (
     runs,
     slot_of,
 )
-from phaseloom.statemgr.versions.versions import Version
 
 _FEW_BYTES = 64 * 1024
 """Runs of fewer bytes than this are copied together before they are sent."""

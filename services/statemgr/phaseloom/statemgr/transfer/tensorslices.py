@@ -21,7 +21,7 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.state_layout import Role, Slice, TensorSlot
 from phaseloom.common.tensors.resharding import box_runs, item_bytes
-from phaseloom.statemgr.memory.layouts import check_layout
+from phaseloom.statemgr.records.layouts import check_layout
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
 """The most bytes that one request may ask for: a block of a state file."""

@@ -23,7 +23,7 @@ from phaseloom.common.contract.commands import FilesTicket, Ticket
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_layout import TensorSlot
-from phaseloom.statemgr.disk.statefile import MAX_HEADER_BYTES, StateHeader
+from phaseloom.statemgr.records.stateheader import MAX_HEADER_BYTES, StateHeader
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.tensorslices import Box, Fragment
 

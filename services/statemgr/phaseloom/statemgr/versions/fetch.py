@@ -21,10 +21,10 @@ from phaseloom.common.observability import metrics
 from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.disk.files import find_parts
-from phaseloom.statemgr.memory.layouts import check_layout
-from phaseloom.statemgr.mesh.tls import Stream, closed_on_failure
 from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.records.layouts import check_layout
+from phaseloom.statemgr.records.versions import Version, not_here
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
@@ -32,7 +32,7 @@ from phaseloom.statemgr.transfer.delta import is_available
 from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_first, undelivered
 from phaseloom.statemgr.transfer.served import Incoming
 from phaseloom.statemgr.transfer.tensorslices import all_of, batches
-from phaseloom.statemgr.versions.versions import Version, not_here
+from phaseloom.statemgr.transfer.tls import Stream, closed_on_failure
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from phaseloom.common.tensors.versionparts import (
     manifest_slots,
     part_of,
 )
-from phaseloom.statemgr.memory.layouts import check_layout
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.residency.incarnations import Wpg
+from phaseloom.statemgr.records.incarnations import Wpg
+from phaseloom.statemgr.records.layouts import check_layout
+from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.versions.versions import Version
 from phaseloom.statemgr.versions.weights import Weights, description_of
 
 

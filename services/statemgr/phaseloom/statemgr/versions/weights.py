@@ -33,16 +33,16 @@ from phaseloom.common.contract.state_rank import OpenSlices, OpenVersion, Versio
 from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import decode_manifest, part_of
-from phaseloom.statemgr.disk.statefile import StateHeader
-from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.digests import has_digest
-from phaseloom.statemgr.residency.incarnations import Wpg
+from phaseloom.statemgr.records.incarnations import Wpg
+from phaseloom.statemgr.records.stateheader import StateHeader
+from phaseloom.statemgr.records.versions import Version, not_here
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Fetch, ask_once, undelivered
+from phaseloom.statemgr.transfer.permission import check_reader
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, OpenPart, OpenParts, Served
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
 from phaseloom.statemgr.versions.fetch import VersionFetcher, Wanted, counted
-from phaseloom.statemgr.versions.versions import Version, not_here
 
 log = logging.getLogger(__name__)
 

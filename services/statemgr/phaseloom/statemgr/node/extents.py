@@ -15,7 +15,7 @@ import os
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.tensors.hugepages import map_file, place_file
-from phaseloom.statemgr.memory.layouts import exhausted, rounded
+from phaseloom.statemgr.records.layouts import exhausted, rounded
 
 MAX_IDLE_PER_POOL = 2
 """Idle extents kept in one pool; older ones are given up."""
@@ -313,17 +313,3 @@ def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -
     place_file(address, first.fd, first_bytes)
     place_file(address + first_bytes, second.fd, rounded(second_bytes))
     return memoryview(whole)[: first_bytes + second_bytes]
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes between two views of the same length.
-
-    Blocking and long: run it in a thread. It releases the interpreter, which slice assignment does
-    not.
-    """
-    assert len(target) == len(source)
-    ctypes.memmove(_address(target), _address(source), len(source))
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof((ctypes.c_char * len(view)).from_buffer(view))

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_agent import SharedCopyState
-from phaseloom.statemgr.residency.incarnations import (
+from phaseloom.statemgr.records.incarnations import (
     ON_NVME,
     HostCopy,
     Rank,

@@ -18,7 +18,7 @@ from phaseloom.common.contract.state_agent import VersionState
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import is_manifest
-from phaseloom.statemgr.residency.incarnations import Wpg
+from phaseloom.statemgr.records.incarnations import Wpg
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

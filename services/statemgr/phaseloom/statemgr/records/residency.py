@@ -23,9 +23,8 @@ from phaseloom.common.contract.state_agent import DeploymentState, RegisterWpg
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import EMPTY, TensorTable
-from phaseloom.statemgr.memory.layouts import check_layout, exhausted
-from phaseloom.statemgr.residency.hostcopies import HostCopies
-from phaseloom.statemgr.residency.incarnations import (
+from phaseloom.statemgr.records.hostcopies import HostCopies
+from phaseloom.statemgr.records.incarnations import (
     ON_DEVICE,
     HostCopy,
     PreparedSeal,
@@ -35,6 +34,7 @@ from phaseloom.statemgr.residency.incarnations import (
     Wpg,
     following,
 )
+from phaseloom.statemgr.records.layouts import check_layout, exhausted
 
 _MODEL = re.compile(r"([0-9a-f]{64})?")
 

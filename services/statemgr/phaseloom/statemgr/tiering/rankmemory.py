@@ -4,6 +4,8 @@ functions."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
 from phaseloom.common.contract.state_layout import extent_bytes
 from phaseloom.common.contract.state_rank import (
@@ -16,16 +18,20 @@ from phaseloom.common.contract.state_rank import (
 )
 from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node, pool_of
-from phaseloom.statemgr.residency.incarnations import Loan, Rank, State
-from phaseloom.statemgr.seals.replicating import Replicator
+from phaseloom.statemgr.records.incarnations import Loan, Rank, State
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 
 async def register_heap(
-    node: Node, tiering: Tiering, replicator: Replicator, rank: Rank, request: RegisterHeap
+    node: Node,
+    tiering: Tiering,
+    restore: Callable[[Rank], Awaitable[None]],
+    rank: Rank,
+    request: RegisterHeap,
 ) -> tuple[HeapRegistered, list[int]]:
     """Give a rank its extent, filled from the seal that its incarnation begins from, if any.
 
+    Args:    restore: fills a registered heap from that seal.
     Returns: the answer, and the extent's descriptor; none for a frozen rank that begins from a
              seal, because its host copy is a shared copy at once.
     Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
@@ -44,7 +50,7 @@ async def register_heap(
             if rank in node.ranks:
                 node.ranks[rank].max_fds = int(rank.pins)
     if rank.wpg.seal_seq:
-        await replicator.restore(rank)
+        await restore(rank)
     rank.wpg.check_alive()
     if rank.extent is None:
         return HeapRegistered(rank.applied), []

@@ -19,12 +19,12 @@ import xxhash
 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.checkpoints.snapshots import Snapshot, Snapshots
-from phaseloom.statemgr.disk.statefile import HostSeal, HostSeals
-from phaseloom.statemgr.residency.hostcopies import HostCopies
-from phaseloom.statemgr.residency.incarnations import Loan, State
-from phaseloom.statemgr.residency.residency import Residency
-from phaseloom.statemgr.versions.versions import Versions
+from phaseloom.statemgr.records.hostcopies import HostCopies
+from phaseloom.statemgr.records.incarnations import Loan, State
+from phaseloom.statemgr.records.residency import Residency
+from phaseloom.statemgr.records.seals import HostSeal, HostSeals
+from phaseloom.statemgr.records.snapshots import Snapshot, Snapshots
+from phaseloom.statemgr.records.versions import Versions
 
 MAGIC = b"PLMANIF8"
 _PREFIX = struct.Struct("<8sQQ16s")

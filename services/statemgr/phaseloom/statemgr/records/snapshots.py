@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_layout import TensorSlot
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.residency.incarnations import Wpg
+from phaseloom.statemgr.records.incarnations import Wpg
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from phaseloom.common.contract.commands import FilesTicket, Ticket
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_name
 from phaseloom.common.transport.tickets import is_genuine
-from phaseloom.statemgr.residency.incarnations import Wpg
+from phaseloom.statemgr.records.incarnations import Wpg
 
 _MAX_DEPLOYMENTS = 8192
 _REMEDY = "send the sync_weights again: its permit brings a ticket for this version and node"

@@ -20,11 +20,11 @@ from blake3 import blake3
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_rank import Copied, CopyOut
-from phaseloom.statemgr.mesh.permission import check_reader
 from phaseloom.statemgr.node.digests import has_digest
 from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.residency.incarnations import ON_NVME, HostCopy, Rank, State
-from phaseloom.statemgr.versions.versions import Version
+from phaseloom.statemgr.records.incarnations import ON_NVME, HostCopy, Rank, State
+from phaseloom.statemgr.records.versions import Version
+from phaseloom.statemgr.transfer.permission import check_reader
 
 log = logging.getLogger(__name__)
 

@@ -1,2 +1,0 @@
-"""Trust between state managers: certificates say who may talk, tickets which files a node may
-have."""

@@ -1,0 +1,101 @@
+"""Seals: those in host memory, their headers, and which of them may be deleted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.ids import DeploymentKey
+from phaseloom.statemgr.records.incarnations import Rank
+from phaseloom.statemgr.records.stateheader import Place, Section, StateHeader, data_loss
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeal:
+    """A seal in host memory: an extent with the bytes of a state file."""
+
+    key: DeploymentKey
+    seq: int
+    extent: int
+    num_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The name of the seal's memory, in errors."""
+        return f"seal {self.seq} of {self.key} in host memory"
+
+
+class HostSeals(dict[tuple[DeploymentKey, int], HostSeal]):
+    """The seals in host memory, by deployment and seq."""
+
+    def of(self, key: DeploymentKey) -> list[HostSeal]:
+        return [seal for seal in self.values() if seal.key == key]
+
+
+def seal_header(
+    deployment: DeploymentKey,
+    seq: int,
+    sections: list[Section],
+    *,
+    rank_offset: int = 0,
+    num_ranks: int = 0,
+) -> StateHeader:
+    """The header of a seal, or of a node's part of a checkpoint.
+
+    Args: sections: the sections of this node's ranks, in order. rank_offset: the first of these
+          ranks. num_ranks: the number of ranks on all nodes; 0: this node has all of them.
+    """
+    header = StateHeader("seal", deployment, seq, sections)
+    if num_ranks <= len(sections):
+        return header
+    return msgspec.structs.replace(header, rank_offset=rank_offset, num_ranks=num_ranks)
+
+
+def section_of(rank: Rank, first: Place) -> Section:
+    """The section of a seal that a rank's memory is filled from.
+
+    Args:   first: the place of the seal's first section.
+    Raises: ResourceError: DATA_LOSS: the file is of another node's ranks. CallerError:
+            FAILED_PRECONDITION, with the numbers: the deployment has another layout than the
+            sealed one.
+    """
+    header, file, wpg = first.header, first.file, rank.wpg
+    if not header.is_of(wpg.rank_offset, wpg.num_ranks):
+        raise data_loss(
+            file,
+            f"it holds ranks from {header.rank_offset} on, of {header.num_ranks}; here are those "
+            f"from {wpg.rank_offset} on, of {wpg.num_ranks}",
+        )
+    num_ranks, heap_bytes, tensors = len(wpg.ranks), rank.extent_bytes, rank.tensors
+    parts = header.parts
+    part = parts[rank.index] if len(parts) == num_ranks else None
+    if part is not None and (part.num_bytes, part.tensors) == (heap_bytes, tensors):
+        return part
+    sealed_bytes = [part.num_bytes for part in parts]
+    raise CallerError(
+        f"{file} holds another layout: {len(parts)} ranks with heaps of {sealed_bytes} bytes; "
+        f"this is rank {rank.index} of {num_ranks} with a heap of {heap_bytes} bytes and "
+        f"{len(tensors)} tensors",
+        code=Code.FAILED_PRECONDITION,
+        remedy="restore with the model, backend and layout that made the seal",
+        details={
+            "file": file,
+            "sealed_ranks": len(parts),
+            "ranks": num_ranks,
+            "sealed_bytes": sum(sealed_bytes),
+            "heap_bytes": heap_bytes,
+        },
+    )
+
+
+def superseded_seals(seqs: list[int], written: int, committed: int) -> list[int]:
+    """Seals that may be deleted once one was written: all but that one, the one before it, and the
+    committed one.
+
+    Seals above the written one are of an abandoned course of events: this incarnation has not come
+    so far.
+    """
+    before = max((seq for seq in seqs if seq < written), default=0)
+    return [seq for seq in sorted(seqs) if seq not in {written, before, committed}]

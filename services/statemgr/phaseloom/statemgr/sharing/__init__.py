@@ -1,1 +1,0 @@
-"""Host copies that are held once for all whose bytes are equal."""
