@@ -36,7 +36,7 @@ from phaseloom.scheduler.core.state.observed import (
     name_of,
     surely,
 )
-from phaseloom.scheduler.core.state.outputs import Output, Tell
+from phaseloom.scheduler.core.state.outputs import Output, PublishNotice
 from phaseloom.scheduler.core.state.step import Step
 from tests.support.world import TENANT, World, deployment
 from tests.unit.scheduler.test_shares import overlap_s, run_of, table_of, world_of
@@ -246,7 +246,9 @@ def beside_s(world: World, first: int, last: int) -> float:
 
 
 def told(world: World) -> list[str]:
-    return [each.reason for made in world.outputs for each in made if isinstance(each, Tell)]
+    return [
+        each.reason for made in world.outputs for each in made if isinstance(each, PublishNotice)
+    ]
 
 
 def test_sharing_that_loses_stops_by_itself() -> None:

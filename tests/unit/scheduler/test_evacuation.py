@@ -30,7 +30,7 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import JobKey, NodeId, VersionKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Cycle, Durability, JobSpec, Segment
-from phaseloom.scheduler.core.state.outputs import Answer, SendCommand, Tell
+from phaseloom.scheduler.core.state.outputs import Answer, PublishNotice, SendCommand
 from phaseloom.scheduler.core.state.transitions import JobState, WpgState
 from tests.support.replay import restored_at_every_step
 from tests.support.world import CONFIG, TENANT, World, deployment, node_up, spec
@@ -106,7 +106,12 @@ def after(world: World, seconds: float) -> None:
 
 
 def told(world: World) -> list[str]:
-    return [output.what for made in world.outputs for output in made if isinstance(output, Tell)]
+    return [
+        output.title
+        for made in world.outputs
+        for output in made
+        if isinstance(output, PublishNotice)
+    ]
 
 
 def undisturbed(steps: int) -> World:
@@ -235,7 +240,7 @@ def test_node_that_stays_has_room_for_what_is_there_already() -> None:
         output.reason
         for made in world.outputs
         for output in made
-        if isinstance(output, Tell) and output.what == "job moved"
+        if isinstance(output, PublishNotice) and output.title == "job moved"
     ]
     assert reason == "t0 is left: t1, t2", "it has not left its group"
 

@@ -227,7 +227,7 @@ def test_version_is_not_fetched_for(what: str) -> None:
         world.submit(job)
     world.run()
     if what == "crowded":
-        world.core.state.crowd(world.core.state.deployments["t.a.sampler"].nodes[0])
+        world.core.state.mark_crowded(world.core.state.deployments["t.a.sampler"].nodes[0])
     publish_and_sync(world, "a")
     world.queue("b", "sampler", 1, "generate", delay_s=4.0)
     if what == "cancelled":

@@ -40,7 +40,7 @@ from phaseloom.scheduler.core.state.cluster import (
     Placement,
     Waits,
 )
-from phaseloom.scheduler.core.state.outputs import Answer, ComputeReplan, PutView, Tell
+from phaseloom.scheduler.core.state.outputs import Answer, ComputeReplan, PublishNotice, PutView
 from phaseloom.scheduler.core.state.transitions import JobState
 from tests.support.world import CONFIG, TENANT, World, node_up, spec
 
@@ -110,7 +110,7 @@ def placed_as(world: World, name: str, tenant: str = TENANT) -> str:
 
 def told(world: World, what: str) -> list[str]:
     every = [output for made in world.outputs for output in made]
-    return [o.reason for o in every if isinstance(o, Tell) and o.what == what]
+    return [o.reason for o in every if isinstance(o, PublishNotice) and o.title == what]
 
 
 def trace(name: str, cycle: Cycle = CYCLE, drift: float = 0.0) -> PhaseTrace:

@@ -133,7 +133,7 @@ class World:
                 self._ended_unrun(key)
             case outputs.SettleCompletion():
                 self._agenda.after(0.0, self._settle, output)
-            case outputs.Tell(what):
+            case outputs.PublishNotice(what):
                 self._meter.told[what] = self._meter.told.get(what, 0) + 1
             case _:
                 pass

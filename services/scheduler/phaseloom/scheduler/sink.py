@@ -84,7 +84,7 @@ class BusSink:
                 await self._bus.stored.delete(f"KV_{Bucket.CHECKPOINTS}", subject)
             case outputs.ForgetJob(job, deployments):
                 self._forget(job, deployments)
-            case outputs.Tell(what, reason, subject):
+            case outputs.PublishNotice(what, reason, subject):
                 await self._bus.notice("scheduler", what, reason, subject)
 
     async def _command(self, command: commands.Command, context: Context | None) -> None:

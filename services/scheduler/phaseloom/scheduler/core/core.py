@@ -25,7 +25,7 @@ from phaseloom.scheduler.core.jobs import cancel, deployments, jobs, outcomes, s
 from phaseloom.scheduler.core.operations import operations
 from phaseloom.scheduler.core.placement import assignment, evacuation, repack
 from phaseloom.scheduler.core.state.outputs import Output
-from phaseloom.scheduler.core.state.step import Asked, FollowUp, Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step, Subjects
 from phaseloom.scheduler.core.state.tree import (
     CORE_VERSION,
     Snapshot,
@@ -38,57 +38,57 @@ from phaseloom.scheduler.core.wpgs import moves, wpgs
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-Do = Callable[[Step, Asked], None]
+Action = Callable[[Step, Subjects], None]
 
 
-def _once(do: Callable[[Step], None]) -> Do:
-    return lambda step, asked: do(step)
+def _without_subject(do: Callable[[Step], None]) -> Action:
+    return lambda step, follow_ups: do(step)
 
 
-def _each(do: Callable[[Step, str], None]) -> Do:
+def _per_subject(do: Callable[[Step, str], None]) -> Action:
     """Make a follow-up that is done for each subject, in the order of their names."""
 
-    def run(step: Step, asked: Asked) -> None:
-        for name in sorted(asked):
+    def run(step: Step, follow_ups: Subjects) -> None:
+        for name in sorted(follow_ups):
             do(step, name)
 
     return run
 
 
-def _each_failed(do: Callable[[Step, str, ErrorInfo], None]) -> Do:
-    """The same as `_each`, with the error that is the reason given to `do`."""
+def _per_failed_subject(do: Callable[[Step, str, ErrorInfo], None]) -> Action:
+    """The same as `_per_subject`, with the error that is the reason given to `do`."""
 
-    def run(step: Step, asked: Asked) -> None:
-        for name, error in sorted(asked.items()):
+    def run(step: Step, follow_ups: Subjects) -> None:
+        for name, error in sorted(follow_ups.items()):
             assert error is not None, name
             do(step, name, error)
 
     return run
 
 
-AFTER_EACH_EVENT: tuple[tuple[FollowUp, Do], ...] = (
+AFTER_EACH_EVENT: tuple[tuple[FollowUp, Action], ...] = (
     (FollowUp.WAKE, operations.wake),
-    (FollowUp.FALL_BACK, _each_failed(jobs.fall_back)),
-    (FollowUp.FAIL_JOB, _each_failed(jobs.fail)),
-    (FollowUp.END_DEPLOYMENT, _each_failed(deployments.end_alone)),
-    (FollowUp.RELEASE, _each(retention.release_unnamed)),
-    (FollowUp.REVIEW_JOB, _each(jobs.review)),
-    (FollowUp.PLACE, _once(jobs.place_waiting)),
-    (FollowUp.REPLAN, _once(repack.ask)),
-    (FollowUp.MOVE, _once(wpgs.move_on)),
+    (FollowUp.FALL_BACK, _per_failed_subject(jobs.fall_back)),
+    (FollowUp.FAIL_JOB, _per_failed_subject(jobs.fail)),
+    (FollowUp.END_DEPLOYMENT, _per_failed_subject(deployments.end_alone)),
+    (FollowUp.RELEASE, _per_subject(retention.release_unnamed)),
+    (FollowUp.REVIEW_JOB, _per_subject(jobs.review)),
+    (FollowUp.PLACE, _without_subject(jobs.place_waiting)),
+    (FollowUp.REPLAN, _without_subject(repack.ask)),
+    (FollowUp.MOVE, _without_subject(wpgs.advance_moves)),
 )
 """The follow-ups after an event, in the order in which they are done, each with the function that
 does it."""
-PASSES = 2
+MAX_PASSES = 2
 """The number of times that `AFTER_EACH_EVENT` is gone through after an event.
 
 The second time is for follow-ups that were asked for by one further down. Where they make room in
 turn, a later event uses it: no event costs more than two looks at what waits.
 """
-AT_THE_END: tuple[tuple[FollowUp, Do], ...] = (
-    (FollowUp.PREFETCH, _each(hints.prefetch_version)),
-    (FollowUp.HINT, _each(hints.tell)),
-    (FollowUp.SHOW_JOB, _each(jobs.show)),
+AFTER_EACH_STEP: tuple[tuple[FollowUp, Action], ...] = (
+    (FollowUp.PREFETCH, _per_subject(hints.prefetch_version)),
+    (FollowUp.HINT, _per_subject(hints.tell)),
+    (FollowUp.SHOW_JOB, _per_subject(jobs.show)),
 )
 """The follow-ups that are done once a step, after all events of its entry and after devices have
 been given their next operations, each with its function."""
@@ -111,13 +111,13 @@ class Core:
         self.state.advance(sequence, time_s)
         step = Step(self.state, sequence, self.state.now_s)
         for part in events.parts(event):
-            TAKE[type(part)](step, part)
+            HANDLERS[type(part)](step, part)
             _follow_up(step)
         dispatch.dispatch(step)
-        if step.asked:
-            for what, do in AT_THE_END:
-                if what in step.asked:
-                    do(step, step.asked.pop(what))
+        if step.follow_ups:
+            for what, do in AFTER_EACH_STEP:
+                if what in step.follow_ups:
+                    do(step, step.follow_ups.pop(what))
         return step.outputs
 
     def snapshot(self) -> bytes:
@@ -181,19 +181,19 @@ def _decode(payload: bytes, kind: type[S]) -> S:
 
 def _follow_up(step: Step) -> None:
     """Do the follow-ups that an event has asked for. Moves are looked at after every event."""
-    asked = step.asked
-    if step.state.moving or asked:
-        step.follow(FollowUp.MOVE)
-    for _ in range(PASSES):
-        if not asked:
+    follow_ups = step.follow_ups
+    if step.state.moving or follow_ups:
+        step.follow_up(FollowUp.MOVE)
+    for _ in range(MAX_PASSES):
+        if not follow_ups:
             return
         for what, do in AFTER_EACH_EVENT:
-            if what in asked:
-                do(step, asked.pop(what))
+            if what in follow_ups:
+                do(step, follow_ups.pop(what))
 
 
 def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one arm a timer
-    due_s = step.state.take_timer(event.timer)
+    due_s = step.state.pop_timer(event.timer)
     if due_s is None:
         return
     if due_s > step.now_s:
@@ -206,15 +206,15 @@ def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one
         case ["hint", name, _]:
             deployment = step.state.deployments.get(name)
             if deployment is not None:
-                step.foresee(deployment)
+                step.request_hints(deployment)
         case ["forget", job_name, sequence]:
             jobs.forget(step, job_name, int(sequence))
         case ["away" | "gone" as what, node, revision]:
             evacuation.missed(step, what, node, int(revision))
         case ["version", job_name, _]:
-            step.follow(FollowUp.RELEASE, job_name)
+            step.follow_up(FollowUp.RELEASE, job_name)
         case ["copies", _]:
-            step.follow(FollowUp.PLACE)
+            step.follow_up(FollowUp.PLACE)
         case ["rebuild", name]:
             wpgs.pause_ended(step, name)
         case ["retry", name, _]:
@@ -249,9 +249,9 @@ def _mirrored(step: Step, event: events.StateMirrored) -> None:
         moves.mirrored(step, event)
 
 
-TAKE: dict[type[Any], Callable[[Step, Any], None]] = {
+HANDLERS: dict[type[Any], Callable[[Step, Any], None]] = {
     events.SchedulerConfigured: _configured,
-    events.QueuedOperation: operations.file,
+    events.QueuedOperation: operations.enqueue,
     events.SessionOpened: sessions.opened,
     events.SessionLost: sessions.lost,
     events.PhaseDeclared: sessions.declared,

@@ -63,7 +63,7 @@ def weigh_host_memory(step: Step, deployment: Deployment) -> None:
     """Note which nodes of a deployment are crowded, now that its size is known."""
     for node in step.nodes_of(deployment):
         if is_crowded(step, node):
-            step.state.crowd(node.node)
+            step.state.mark_crowded(node.node)
 
 
 def is_crowded(step: Step, node: Node) -> bool:

@@ -144,7 +144,7 @@ def note(step: Step, deployment: Deployment, op: Op | None, event: OperationFini
     observed.take(work_s, beside)
     for pair, why in _told(step, slots[0]).items():
         if before.get(pair, 1.0) <= 1 + MARGIN:
-            step.tell("slower than the table says", why, f"{slots[0].node}/{slots[0].device}")
+            step.notify("slower than the table says", why, f"{slots[0].node}/{slots[0].device}")
 
 
 def _told(step: Step, slot: Slot) -> dict[Pair, str]:

@@ -224,7 +224,7 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
         for victim in leaving:
             _displace(step, victim, slots)
         devices.switch_in(slots, deployment)
-        step.order(
+        step.send_for(
             OpenActivation,
             node,
             deployment,
@@ -260,7 +260,7 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
     op.permitted_s = step.now_s
     speculative.came(step, deployment, op, slots)
     phases.began(step, deployment, op, slots)
-    reads.permitted(step, deployment, op)
+    reads.record_copies(step, deployment, op)
     deployment.activation.began(op.key)
     devices.use(step, deployment, slots)
     node = step.node_of(deployment)
@@ -287,7 +287,7 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
         adapter=op.adapter,
         units=shares.units_for(step, deployment, slots),
     )
-    step.post(node, permit)
+    step.send_built(node, permit)
 
 
 def _seal_idle(step: Step, slot: Slot) -> None:
@@ -307,7 +307,7 @@ def opened(step: Step, event: ActivationOpened) -> None:
     if deployment.activation.epoch and deployment.activation.epoch == event.epoch:
         _opened_part(step, deployment, event)
     if deployment.wpg.state is not WpgState.STOPPED:
-        step.state.measure_switch(deployment.name, event.offload_s, event.load_s)
+        step.state.record_switch(deployment.name, event.offload_s, event.load_s)
 
 
 def _opened_part(step: Step, deployment: Deployment, event: ActivationOpened) -> None:
@@ -326,20 +326,20 @@ def refused(step: Step, event: ActivationRefused) -> None:
     deployment = step.deployment(event.deployment)
     if deployment is None:
         return
-    step.tell("activation refused", event.error.message, deployment.name)
+    step.notify("activation refused", event.error.message, deployment.name)
     for op in ops:
         if op.state is OpState.PERMITTED:
             step.advance_op(op, OpEvent.TAKEN_BACK)
         op.refusals += 1
         if op.refusals >= MAX_REFUSALS:
-            operations.give_up(step, deployment, op, _given_up(event.error, op.refusals))
+            operations.end_or_settle(step, deployment, op, _given_up(event.error, op.refusals))
         else:
-            operations.end_unwanted(step, deployment, op)
+            operations.end_if_unwanted(step, deployment, op)
     if deployment.wpg.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
         deployment.wpg.count_refusal()
         if deployment.wpg.refusals >= MAX_REFUSALS:
             error = _given_up(event.error, deployment.wpg.refusals)
-            step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
+            step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, error)
     _retry_at(step, deployment, step.now_s + REFUSAL_PAUSE_S)
 
 
@@ -359,12 +359,12 @@ def returned(step: Step, event: PermitReturned) -> None:
         return
     if event.key not in deployment.activation.running:
         return
-    step.tell("permit returned", event.error.message, str(event.key))
+    step.notify("permit returned", event.error.message, str(event.key))
     devices.free(step, deployment, event.key, "")
     op = deployment.queue.find(event.key)
     if op is not None and op.state is OpState.PERMITTED:
         step.advance_op(op, OpEvent.TAKEN_BACK)
-        operations.end_unwanted(step, deployment, op)
+        operations.end_if_unwanted(step, deployment, op)
     _retry_at(step, deployment, step.now_s + RETRY_PAUSE_S)
     step.touch(deployment)
 
@@ -386,7 +386,7 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
     ops = _opened_for(step, deployment)
     for node in step.nodes_of(deployment):
         if node.node != event.node:
-            step.order(CloseActivation, node, deployment, epoch=deployment.activation.epoch)
+            step.send_for(CloseActivation, node, deployment, epoch=deployment.activation.epoch)
     devices.vacate(step, deployment)
     for slot in devices.slots_of(step, deployment):
         for name in slot.placed:

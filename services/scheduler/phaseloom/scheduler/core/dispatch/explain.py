@@ -175,7 +175,7 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
         return [f"weights version {op.version}, which is being rebuilt"]
     if deployment.activation.running and op.is_mutating:
         return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
-    if moves.is_held(deployment) or moves.holds_back(deployment, op):
+    if moves.is_paused(deployment) or moves.must_wait(deployment, op):
         return [f"the move of its deployment {moves.describe(deployment)}"]
     if deployment.activation.is_opening:
         nodes = ", ".join(deployment.activation.opening_on)

@@ -50,7 +50,7 @@ def prefetch_version(step: Step, name: str) -> None:
     holders = retention.nodes_of(step, op.version)
     for node in step.nodes_of(deployment):
         if node.node not in step.state.crowded and holders != [node.node]:
-            step.order(
+            step.send_for(
                 PrefetchVersion,
                 node,
                 deployment,
@@ -106,7 +106,7 @@ def _send(step: Step, deployment: Deployment, use_s: float) -> None:
     crowded = [node for node in step.nodes_of(deployment) if node.node in step.state.crowded]
     if not any(devices.is_crowded(step, node) for node in crowded):
         for node in crowded:
-            step.state.uncrowd(node.node)
+            step.state.unmark_crowded(node.node)
         return
     deployment.activation.hint(use_s)
     _command(step, deployment, max(0.0, use_s - step.now_s))
@@ -119,4 +119,4 @@ def _withdraw(step: Step, deployment: Deployment) -> None:
 
 def _command(step: Step, deployment: Deployment, in_s: float | None) -> None:
     for node in step.nodes_of(deployment):
-        step.order(PrefetchState, node, deployment, in_s=in_s)
+        step.send_for(PrefetchState, node, deployment, in_s=in_s)

@@ -32,7 +32,7 @@ def note(step: Step) -> None:
         deployment = step.state.deployments.get(name)
         if deployment is None:
             continue
-        step.foresee(deployment)
+        step.request_hints(deployment)
         is_ready = next(iter(operations(step, deployment)), None) is not None
         devices.note_ready(step, deployment, is_ready=is_ready)
 
@@ -64,7 +64,7 @@ def operations(step: Step, deployment: Deployment) -> Iterable[Op]:
     if deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
         return () if activation.running else (_replay_op(step, deployment),)
     is_moving = deployment.move.relocation is not None
-    if deployment.wpg.state is not WpgState.READY or (is_moving and moves.is_held(deployment)):
+    if deployment.wpg.state is not WpgState.READY or (is_moving and moves.is_paused(deployment)):
         return ()
     if not queue.unordered:
         return _ordered(deployment)
@@ -164,7 +164,7 @@ def _reading(deployment: Deployment) -> Iterator[Op]:
 
 
 def _may_begin(deployment: Deployment, op: Op) -> bool:
-    if deployment.move.relocation is not None and moves.holds_back(deployment, op):
+    if deployment.move.relocation is not None and moves.must_wait(deployment, op):
         return False
     return waits_for_device(op)
 

@@ -382,4 +382,4 @@ def _grow(step: Step, slot: Slot, counts: list[int]) -> None:
 def _tell(step: Step, slot: Slot, share: Share, units: list[int], *, shrinks: bool) -> CommandId:
     deployment = step.state.deployments[share.deployment]
     node = step.node(slot.node)
-    return step.order(AdjustClaims, node, deployment, units=units, shrinks=shrinks)
+    return step.send_for(AdjustClaims, node, deployment, units=units, shrinks=shrinks)

@@ -56,7 +56,7 @@ def came(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
     """
     name = deployment.name
     job = step.job_of(deployment)
-    step.foresee(deployment)
+    step.request_hints(deployment)
     for slot in slots:
         if slot.speculative == name:
             job.speculation.misses = 0
@@ -67,7 +67,7 @@ def came(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
 
 def displaced(step: Step, victim: Deployment) -> None:
     """Count a miss where an activation that leaves its device was opened for nothing."""
-    step.foresee(victim)
+    step.request_hints(victim)
     guessed = [slot for slot in devices.slots_of(step, victim) if slot.speculative == victim.name]
     for slot in guessed:
         devices.note_speculative(slot, "")

@@ -15,7 +15,7 @@ one before."""
 MAX_RETRY_PAUSE_S = 80.0
 
 
-def of_part(deployment: Deployment, index: int) -> list[NodeId]:
+def nodes_with_part(deployment: Deployment, index: int) -> list[NodeId]:
     """The nodes that have this part of a deployment's newest seal; empty where it has no seal."""
     if not deployment.durability.seal_seq:
         return []
@@ -27,7 +27,7 @@ def of_part(deployment: Deployment, index: int) -> list[NodeId]:
     )
 
 
-def note_replica(deployment: Deployment, index: int, node: NodeId) -> None:
+def add_replica(deployment: Deployment, index: int, node: NodeId) -> None:
     """Note that one more node has this part of a deployment's newest seal."""
     if not deployment.durability.replicas:
         deployment.durability.set_replicas([[own] for own in deployment.nodes])
@@ -39,8 +39,8 @@ def nodes_with(deployment: Deployment) -> list[NodeId]:
     every = [
         *deployment.nodes,
         *deployment.move.stale_holders,
-        *copied_to(deployment),
-        *targets(deployment),
+        *copy_nodes(deployment),
+        *move_targets(deployment),
     ]
     return list(dict.fromkeys(every))
 
@@ -50,15 +50,15 @@ def nodes_in_use(deployment: Deployment) -> set[NodeId]:
 
     None of them can take another part.
     """
-    return {*deployment.nodes, *copied_to(deployment), *targets(deployment)}
+    return {*deployment.nodes, *copy_nodes(deployment), *move_targets(deployment)}
 
 
-def copied_to(deployment: Deployment) -> list[NodeId]:
+def copy_nodes(deployment: Deployment) -> list[NodeId]:
     copies = [node for part in deployment.durability.replicas for node in part]
     return [*copies, *(copying.node for copying in deployment.durability.copying)]
 
 
-def targets(deployment: Deployment) -> list[NodeId]:
+def move_targets(deployment: Deployment) -> list[NodeId]:
     """The nodes that a deployment is moving to, by part; empty where it does not move."""
     return (
         []
@@ -85,7 +85,7 @@ def is_readable(step: Step, deployment: Deployment) -> bool:
     if not deployment.durability.seal_seq:
         return True
     return all(
-        any(step.node(node).is_up for node in of_part(deployment, index))
+        any(step.node(node).is_up for node in nodes_with_part(deployment, index))
         for index in range(len(deployment.wpg.assignments))
     )
 
@@ -95,7 +95,7 @@ def drop_other_parts(step: Step, deployment: Deployment) -> None:
 
     A node has at most one part of a deployment's seal.
     """
-    for index, node in enumerate(targets(deployment)):
+    for index, node in enumerate(move_targets(deployment)):
         others = [part for i, part in enumerate(deployment.durability.replicas) if i != index]
         if node not in deployment.nodes and any(node in part for part in others):
             deployment.durability.drop_replicas_on({node})
@@ -133,11 +133,11 @@ def clear_stale_holders(step: Step, deployment: Deployment) -> None:
 
 def forget_at(step: Step, deployment: Deployment, node: NodeId) -> None:
     """Have a node drop everything that it has of a deployment that is not placed on it."""
-    step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
-    step.order(StopWpg, step.node(node), deployment, forget=True)
+    step.state.request_forget(node, deployment.name, deployment.wpg.incarnation)
+    step.send_for(StopWpg, step.node(node), deployment, forget=True)
 
 
-def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
+def copy_candidates(step: Step, deployment: Deployment) -> list[NodeId]:
     """Other nodes that could take a copy of a part of a deployment's seal, the best ones first.
 
     First come the nodes that the deployment is moving to, or that have a copy of an earlier seal;
@@ -161,7 +161,7 @@ def fit_for_copy(step: Step, deployment: Deployment) -> list[NodeId]:
     return [host.node for host in fit]
 
 
-def ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
+def files_ticket(deployment: Deployment, nodes: Iterable[NodeId]) -> FilesTicket:
     """A ticket by which these nodes may fetch a deployment's seals and durable versions.
 
     It is not signed yet: only the shell knows the secret.

@@ -59,7 +59,7 @@ def _parts_at_risk(step: Step, deployment: Deployment) -> Iterator[int]:
     if step.job_of(deployment).spec.durability is not Durability.REMOTE:
         return  # its seal is on its own nodes, and moves with it
     for part in range(len(deployment.wpg.assignments)):
-        if len(_staying(step, holders.of_part(deployment, part))) < seals.NUM_REMOTE_COPIES:
+        if len(_staying(step, holders.nodes_with_part(deployment, part))) < seals.NUM_REMOTE_COPIES:
             yield part
 
 
@@ -108,7 +108,7 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
     taken = holders.nodes_in_use(deployment)
     if before is not None:
         taken.discard(before.node)
-    fit = [node for node in holders.fit_for_copy(step, deployment) if node not in taken]
+    fit = [node for node in holders.copy_candidates(step, deployment) if node not in taken]
     node = _another(fit, before)
     if node is None or not sources:
         return
@@ -117,9 +117,9 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
         step.node(node),
         deployment=deployment.key,
         seal_seq=deployment.durability.seal_seq,
-        versions=retention.durable_needed(step, deployment),
+        versions=retention.durable_needed_seqs(step, deployment),
         sources=sources,
-        ticket=holders.ticket(deployment, [node]),
+        ticket=holders.files_ticket(deployment, [node]),
         rank_offset=sum(len(earlier.devices) for earlier in deployment.wpg.assignments[:part]),
         num_ranks=deployment.spec.layout.num_ranks,
     )
@@ -131,7 +131,7 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
     revision = step.node(node).revision
     copying = Copying(node, revision, command, part, failures=failures)
     deployment.durability.begin_copying(copying)
-    step.tell("copied again", f"{node}, from a node that is left", deployment.name)
+    step.notify("copied again", f"{node}, from a node that is left", deployment.name)
 
 
 def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
@@ -167,7 +167,7 @@ def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
         )  # it may have got the version after all
     copying = Copying(node, step.node(node).revision, command, failures=failures)
     job.versions.begin_copying(name, copying)
-    step.tell("copied again", f"{node}, from a node that is left", name)
+    step.notify("copied again", f"{node}, from a node that is left", name)
 
 
 def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
@@ -226,8 +226,8 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
         _failed(step, copying, event, deployment.name)
         return
     deployment.durability.end_copying(copying)
-    holders.note_replica(deployment, copying.part, event.node)
-    step.follow(FollowUp.PLACE)  # people may wait to hear that a node is not needed any more
+    holders.add_replica(deployment, copying.part, event.node)
+    step.follow_up(FollowUp.PLACE)  # people may wait to hear that a node is not needed any more
 
 
 def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
@@ -238,7 +238,7 @@ def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> Non
         _failed(step, job.versions.copying[name], event, name)
     else:
         job.versions.end_copying(name, on=event.node)
-        step.follow(FollowUp.PLACE)
+        step.follow_up(FollowUp.PLACE)
 
 
 def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) -> None:
@@ -247,7 +247,7 @@ def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) ->
     copying.failures += 1
     copying.retry_at_s = step.now_s + holders.retry_pause_s(copying.failures)
     step.set_timer(f"copies/{step.sequence}", copying.retry_at_s)
-    step.tell("not copied", f"{event.node}: {event.error.message}", subject)
+    step.notify("not copied", f"{event.node}: {event.error.message}", subject)
 
 
 # --- in words ------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def counted_on(step: Step, node: NodeId) -> list[str]:
     lines = []
     for _, deployment in sorted(step.state.deployments.items()):
         for part in _parts_at_risk(step, deployment):
-            if node in holders.of_part(deployment, part) and node not in deployment.nodes:
+            if node in holders.nodes_with_part(deployment, part) and node not in deployment.nodes:
                 seal_seq = deployment.durability.seal_seq
                 what = f"{deployment.name}: a copy of its seal at {seal_seq} counts here"
                 copying = next((c for c in deployment.durability.copying if c.part == part), None)

@@ -20,7 +20,7 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
 
-def published(step: Step, deployment: Deployment, op: Op) -> None:
+def record_published(step: Step, deployment: Deployment, op: Op) -> None:
     """Note the version that a policy's `publish_weights` has made; what it replaces is released."""
     seq = op.key.seq
     assert seq is not None
@@ -47,10 +47,10 @@ def needed_versions(step: Step, job: Job) -> set[VersionKey]:
             named = job.versions.named.get(str(version))
             if named is not None and named.until_s > step.now_s:
                 nameable.append(version)
-    return {*newest.values(), *nameable, *wanted_versions(step, job)}
+    return {*newest.values(), *nameable, *versions_in_use(step, job)}
 
 
-def wanted_versions(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
+def versions_in_use(step: Step, job: Job, *, but: Deployment | None = None) -> set[VersionKey]:
     """The versions of a job that open operations name, and those that a deployment of the job
     holds, has a queued sync for or may sync again.
 
@@ -98,7 +98,7 @@ def ticket(step: Step, reader: Deployment, version: VersionKey) -> Ticket:
     return Ticket(version, reader.key, reader.wpg.incarnation, nodes)
 
 
-def own_needed(step: Step, deployment: Deployment) -> set[int]:
+def needed_seqs(step: Step, deployment: Deployment) -> set[int]:
     """Seqs of the needed versions that this policy has published."""
     needed = needed_versions(step, step.job_of(deployment))
     own = {version.seq for version in needed if version.policy == deployment.key}
@@ -107,15 +107,15 @@ def own_needed(step: Step, deployment: Deployment) -> set[int]:
 
 def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
     """Seqs of the needed versions of this policy that its nodes hold in memory only."""
-    return own_needed(step, deployment) - set(deployment.durability.durable_versions)
+    return needed_seqs(step, deployment) - set(deployment.durability.durable_versions)
 
 
-def durable_needed(step: Step, deployment: Deployment) -> list[int]:
+def durable_needed_seqs(step: Step, deployment: Deployment) -> list[int]:
     """Seqs of a policy's needed weights versions that are durable.
 
     Its next incarnation does not make them again.
     """
-    return sorted(own_needed(step, deployment) & set(deployment.durability.durable_versions))
+    return sorted(needed_seqs(step, deployment) & set(deployment.durability.durable_versions))
 
 
 def release_versions(step: Step, job: Job) -> None:
@@ -205,5 +205,5 @@ def _forget_policy(step: Step, job: Job, policy: DeploymentKey, nodes: list[Node
         return
     incarnation = job.earlier.incarnations[policy.deployment]
     for node in nodes:
-        step.state.ask_to_forget(node, str(policy), incarnation)
+        step.state.request_forget(node, str(policy), incarnation)
         step.send(StopWpg, step.node(node), deployment=policy, incarnation=incarnation, forget=True)

@@ -26,19 +26,19 @@ NUM_REMOTE_COPIES = 2
 _GRADIENT_FREE = frozenset({"optim_step", "publish_weights"})
 
 
-def mutated(step: Step, deployment: Deployment, op: Op) -> None:
+def record_mutation(step: Step, deployment: Deployment, op: Op) -> None:
     """Note that a mutating operation of a deployment took effect.
 
     Weights versions and stored operations that nothing needs after it are dropped.
     """
     gradients.took_effect(deployment, op)
     if op.kind == "publish_weights":
-        retention.published(step, deployment, op)
+        retention.record_published(step, deployment, op)
     elif op.kind == "sync_weights":
         deployment.durability.hold(op.version)
         # A sync replaces the whole state: no operation before it is needed to rebuild that.
         if not retention.volatile_versions(step, deployment) and not deployment.queue.snapshots:
-            delete(step, deployment, deployment.durability.forget_before_last())
+            delete_operations(step, deployment, deployment.durability.forget_before_last())
         retention.release_versions(step, step.job_of(deployment))
     if deployment.spec.trainable:
         deployment.durability.count_change(op.num_bytes, step.now_s)
@@ -94,7 +94,7 @@ def seal(step: Step, deployment: Deployment) -> None:
     durability = step.job_of(deployment).spec.durability
     replicas = _replicas(step, deployment) if durability is Durability.REMOTE else {}
     if replicas is None:
-        step.tell("not sealed", "no other node is there to keep a copy of it", deployment.name)
+        step.notify("not sealed", "no other node is there to keep a copy of it", deployment.name)
         deployment.durability.skip_seal()
         return
     # Should the seal come to nothing, they may have a part of it all the same.
@@ -102,9 +102,9 @@ def seal(step: Step, deployment: Deployment) -> None:
     deployment.move.keep([*deployment.move.stale_holders, *asked])
     deployment.durability.seal()
     applied = deployment.durability.applied
-    versions = [seq for seq in retention.own_needed(step, deployment) if seq <= applied]
+    versions = [seq for seq in retention.needed_seqs(step, deployment) if seq <= applied]
     for node in step.nodes_of(deployment):
-        step.order(
+        step.send_for(
             SealState,
             node,
             deployment,
@@ -113,7 +113,7 @@ def seal(step: Step, deployment: Deployment) -> None:
             durability=durability,
             replicas={} if not replicas else replicas[node.node],
             num_parts=len(deployment.wpg.assignments),
-            ticket=holders.ticket(deployment, replicas[node.node]) if replicas else None,
+            ticket=holders.files_ticket(deployment, replicas[node.node]) if replicas else None,
         )
 
 
@@ -133,8 +133,8 @@ def committed(step: Step, event: SealCommitted) -> None:
     _note_copies(step, deployment, event, versions)
     holders.drop_other_parts(step, deployment)
     deployment.durability.count_from_seal(step.now_s)
-    floor = _floor(step, deployment)
-    delete(step, deployment, deployment.durability.forget_up_to(floor))
+    floor = _purge_floor(step, deployment)
+    delete_operations(step, deployment, deployment.durability.forget_up_to(floor))
     retention.release_versions(step, step.job_of(deployment))
     holders.clear_stale_holders(step, deployment)
     _look_at_copies(step)
@@ -146,7 +146,7 @@ def _look_at_copies(step: Step) -> None:
     Nothing is done where no node is to be left.
     """
     if step.state.closing:
-        step.follow(FollowUp.PLACE)
+        step.follow_up(FollowUp.PLACE)
 
 
 def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
@@ -174,7 +174,7 @@ def _note_copies(
     Nodes that have only the seal before it become stale holders, except those that the deployment
     is about to move to.
     """
-    before = holders.copied_to(deployment)
+    before = holders.copy_nodes(deployment)
     parts = (
         deployment.durability.part_copies
         if len(deployment.wpg.assignments) > 1
@@ -190,7 +190,7 @@ def _note_copies(
     for node in sorted(gone & {copy for copies in parts.values() for copy in copies}):
         holders.forget_at(step, deployment, node)  # in case the node comes back all the same
     having = {node for part in deployment.durability.replicas for node in part}
-    having.update(holders.targets(deployment))
+    having.update(holders.move_targets(deployment))
     deployment.move.keep([*deployment.move.stale_holders, *before], but=having)
 
 
@@ -202,9 +202,9 @@ def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> l
 
     Args: but: a node that is left out: the one that fetches.
     """
-    own = holders.of_part(deployment, index)
+    own = holders.nodes_with_part(deployment, index)
     parts = range(len(deployment.wpg.assignments))
-    others = {node for i in parts if i != index for node in holders.of_part(deployment, i)}
+    others = {node for i in parts if i != index for node in holders.nodes_with_part(deployment, i)}
     names = [
         *own,
         *(
@@ -224,8 +224,8 @@ def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, s
 
     Returns: None where too few nodes can take a copy.
     """
-    wanted = holders.targets(deployment)
-    names = holders.fit_for_copy(step, deployment)
+    wanted = holders.move_targets(deployment)
+    names = holders.copy_candidates(step, deployment)
     others = [name for name in names if name not in wanted]
     chosen: dict[NodeId, dict[NodeId, str]] = {}
     for index, node in enumerate(deployment.nodes):
@@ -244,14 +244,14 @@ def failed(step: Step, event: SealFailed) -> None:
     deployment = step.deployment(event.deployment)
     if deployment is None or event.node not in deployment.nodes:
         return
-    step.tell("seal failed, the previous one stands", event.error.message, deployment.name)
+    step.notify("seal failed, the previous one stands", event.error.message, deployment.name)
     if event.seq != deployment.durability.seal_asked:
         return  # this seal is given up already, since another node failed first
     deployment.durability.seal_failed()
     _look_at_copies(step)
 
 
-def _floor(step: Step, deployment: Deployment) -> int:
+def _purge_floor(step: Step, deployment: Deployment) -> int:
     """The purge floor of a deployment: a seq; see the module."""
     pending = retention.volatile_versions(step, deployment)
     # An incarnation that is being rebuilt needs every operation after the seal it began with.
@@ -260,7 +260,7 @@ def _floor(step: Step, deployment: Deployment) -> int:
     return min([sealed, *[seq - 1 for seq in pending]])
 
 
-def delete(step: Step, deployment: Deployment, seqs: list[int]) -> None:
+def delete_operations(step: Step, deployment: Deployment, seqs: list[int]) -> None:
     """Have the stored operations of a deployment that have these seqs deleted."""
     if seqs:
         key = deployment.key

@@ -32,7 +32,7 @@ def request(step: Step, event: CancelRequested) -> None:
             keeps_partial=event.keeps_partial,
         )
     else:
-        operations.end_unwanted(step, deployment, op)
+        operations.end_if_unwanted(step, deployment, op)
     step.touch(deployment)
     explanation = explain.explain(step, deployment, op)
     step.emit(outputs.Answer(event.request, explanation=explanation))

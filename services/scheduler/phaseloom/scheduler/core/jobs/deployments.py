@@ -33,7 +33,7 @@ def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
     last_seq = job.earlier.last_seqs.get(spec.name, 0)
     # No stop of an earlier one is told again: the next seal replaces what is left of its seals.
     # Those that were told may be confirmed late, and an incarnation dies once.
-    told = [step.state.take_back_forget(node, str(key)) for node in step.state.stopping]
+    told = [step.state.withdraw_forget(node, str(key)) for node in step.state.stopping]
     deployment = Deployment(
         key=key,
         spec=spec,
@@ -94,7 +94,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
         )
     aborted = ErrorInfo(Code.ABORTED, f"deployment {deployment.key} was deleted")
     operations.abort_all(step, deployment, aborted)
-    step.tell("deployment deleted", "on request", deployment.name)
+    step.notify("deployment deleted", "on request", deployment.name)
     _retain_versions(step, job, deployment)
     retained = {version.rpartition(".")[0] for version in job.versions.retained}
     is_forgotten = deployment.name not in retained
@@ -127,7 +127,7 @@ def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
     """Note which nodes have the weights versions of a policy that others want."""
     if not policy.wpg.assignments:
         return
-    wanted = retention.wanted_versions(step, job, but=policy)
+    wanted = retention.versions_in_use(step, job, but=policy)
     for version in job.versions.published:
         if version.policy == policy.key and version in wanted:
             job.versions.retain(str(version), retention.nodes_of(step, version))
@@ -149,7 +149,7 @@ def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
     deployment = step.state.deployments[name]
     if step.job(deployment.key.job_key).state in JOB_ENDED:
         return
-    step.tell("deployment cannot start", error.message, name)
+    step.notify("deployment cannot start", error.message, name)
     operations.abort_all(step, deployment, error)
     wpgs.stop(step, deployment)
     deployment.wpg.failed(error)
@@ -159,9 +159,11 @@ def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
 
 def shrink(step: Step, deployment: Deployment) -> None:
     """Shrink the record of an ended deployment to what is still asked for."""
-    seals.delete(step, deployment, [mutation.seq for mutation in deployment.durability.history])
+    seals.delete_operations(
+        step, deployment, [mutation.seq for mutation in deployment.durability.history]
+    )
     for seq in deployment.queue.operations:
-        step.state.take_waiters(f"{deployment.name}.{seq}")
+        step.state.pop_waiters(f"{deployment.name}.{seq}")
     job = step.job(deployment.key.job_key)
     job.earlier.note_seq(deployment.key.deployment, deployment.last_seq)
     deployment.queue.end()

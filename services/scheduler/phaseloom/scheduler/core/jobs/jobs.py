@@ -161,8 +161,8 @@ def fall_back(step: Step, name: str, error: ErrorInfo) -> None:
     job = step.state.jobs[name]
     if rollback.is_possible(step, job):
         rollback.roll_back(step, job, error)
-    elif name not in step.asked.get(FollowUp.FAIL_JOB, {}):
-        step.follow(FollowUp.FAIL_JOB, name, error)
+    elif name not in step.follow_ups.get(FollowUp.FAIL_JOB, {}):
+        step.follow_up(FollowUp.FAIL_JOB, name, error)
 
 
 def fail(step: Step, name: str, error: ErrorInfo) -> None:
@@ -234,7 +234,7 @@ def _drain(step: Step, job: Job) -> ErrorInfo | None:
             remedy="cancel it, or wait until it is placed",
         )
     step.advance_job(job, JobEvent.DRAIN)
-    step.tell("job draining", "on request", str(job.key))
+    step.notify("job draining", "on request", str(job.key))
     for deployment in step.deployments_of(job):
         _end_stranded(step, job, deployment)
     return None
@@ -256,7 +256,7 @@ def _end_stranded(step: Step, job: Job, deployment: Deployment) -> None:
                 f"job {job.key} is draining, and {missing}, which comes first, was not published",
                 remedy="publish everything before the job is drained",
             )
-            operations.give_up(step, deployment, op, error)
+            operations.end_or_settle(step, deployment, op, error)
 
 
 def _missing(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
@@ -294,7 +294,7 @@ def delete_deployment(step: Step, event: events.DeploymentDeleted) -> None:
 
 def _closed(job: Job) -> ErrorInfo | None:
     if job.state is JobState.DRAINING:
-        return operations.draining(job)
+        return operations.draining_error(job)
     return _ended(job)
 
 
@@ -334,7 +334,7 @@ def _fail(step: Step, job: Job, error: ErrorInfo) -> None:
 
 def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     step.advance_job(job, event)
-    step.tell(f"job {job.state}", reason, str(job.key))
+    step.notify(f"job {job.state}", reason, str(job.key))
     error = job.error or ErrorInfo(Code.ABORTED, f"job {job.key} has ended: {reason}")
     for deployment in step.deployments_of(job):
         operations.abort_all(step, deployment, error)

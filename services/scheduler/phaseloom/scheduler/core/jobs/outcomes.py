@@ -78,7 +78,7 @@ def _note_latency(
     if op is None or len(deployment.activation.running) > 1 or event.replay:
         return
     ended_s = estimates.began_s(step.state, deployment, op) + event.duration_s
-    step.state.note_latency(step.now_s - ended_s)
+    step.state.record_latency(step.now_s - ended_s)
 
 
 def _note_duration(deployment: Deployment, event: OperationFinished) -> None:
@@ -113,17 +113,17 @@ def _record(step: Step, deployment: Deployment, op: Op | None, event: OperationF
         deployment.durability.took_effect(
             Mutation(seq, op.kind, op.num_bytes, op.version, event.duration_s)
         )
-        seals.mutated(step, deployment, op)
+        seals.record_mutation(step, deployment, op)
         if op.kind == "optim_step" and assignment.stepped(step, deployment.key.job_key):
             round_robin.iterated(step, deployment)
             repack.iterated(step, deployment.key.job_key)
     else:
         step.emit(outputs.DeleteOperations([op.key]))
     was_refused = gradients.was_refused(deployment, op, event)
-    operations.close(step, deployment, op, completed)
+    operations.remove_ended(step, deployment, op, completed)
     if was_refused:
         # The workers that refused zeroed the gradients; a later incarnation did it again.
-        seals.delete(step, deployment, gradients.drop(deployment, op))
+        seals.delete_operations(step, deployment, gradients.drop(deployment, op))
 
 
 def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> None:

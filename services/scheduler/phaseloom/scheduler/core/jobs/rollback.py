@@ -40,7 +40,7 @@ def is_possible(step: Step, job: Job) -> bool:
 
 
 def roll_back(step: Step, job: Job, error: ErrorInfo) -> None:
-    step.tell("job rolled back", f"to {job.checkpoint}: {error.message}", str(job.key))
+    step.notify("job rolled back", f"to {job.checkpoint}: {error.message}", str(job.key))
     details = {"rolled_back_to": job.checkpoint}
     aborted = ErrorInfo(
         Code.ABORTED,
@@ -72,7 +72,9 @@ def _note_unfinished(deployment: Deployment) -> None:
 
 def _reset(step: Step, deployment: Deployment, checkpoint: str) -> None:
     """Set the state of a deployment back to the checkpoint: the log before it is not needed."""
-    seals.delete(step, deployment, [mutation.seq for mutation in deployment.durability.history])
+    seals.delete_operations(
+        step, deployment, [mutation.seq for mutation in deployment.durability.history]
+    )
     last_seq = deployment.last_seq
     deployment.wpg.fall_back(checkpoint, last_seq)
     deployment.durability.fall_back(last_seq)

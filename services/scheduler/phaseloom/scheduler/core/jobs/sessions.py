@@ -34,7 +34,7 @@ def lost(step: Step, event: SessionLost) -> None:
         return
     _end_phases(step, job)
     job.controller.detach()
-    step.tell(
+    step.notify(
         "controller lost",
         f"session {event.session} has no heartbeat; its devices are not kept for it",
         str(job.key),

@@ -19,7 +19,7 @@ _Place = tuple[str, int]
 """(deployment's text form, seq)"""
 
 
-def note_targets(state: State, op: Op) -> None:
+def record_targets(state: State, op: Op) -> None:
     """Note up to which seq of each deployment an operation's `after` waits."""
     for after in op.after:
         other = state.deployments.get(_name(op, after.deployment))

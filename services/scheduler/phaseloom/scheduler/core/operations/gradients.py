@@ -30,7 +30,7 @@ def is_partial(deployment: Deployment, op: Op) -> bool:
     return seq is not None and any(m < seq for m in deployment.queue.missing_gradients)
 
 
-def not_completed(deployment: Deployment, op: Op) -> None:
+def record_missing(deployment: Deployment, op: Op) -> None:
     seq = op.key.seq
     if seq is not None and (op.kind in _ADDS or op.kind == _UNKNOWN):
         deployment.queue.note_missing_gradients(seq)

@@ -21,7 +21,7 @@ from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.step import Asked, FollowUp, Step
+from phaseloom.scheduler.core.state.step import FollowUp, Step, Subjects
 from phaseloom.scheduler.core.state.transitions import (
     JOB_ENDED,
     JobState,
@@ -35,7 +35,7 @@ RETRY_AFTER_S = 1.0
 then."""
 
 
-def file(step: Step, event: QueuedOperation) -> None:
+def enqueue(step: Step, event: QueuedOperation) -> None:
     """Take an operation that a router admitted or refused into its deployment's queue."""
     deployment = step.deployment_of(event.key)
     if deployment is None:
@@ -69,17 +69,17 @@ def file(step: Step, event: QueuedOperation) -> None:
         payer=event.payer,
     )
     error = event.error or _closed(step, deployment, event) or _too_many(step, deployment)
-    deployment.queue.file(op, seq)
+    deployment.queue.add(op, seq)
     if error is not None:
         # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
-        end_unrun(step, deployment, op, error)
+        end_now(step, deployment, op, error)
     else:
         _admit(step, deployment, op)
     step.touch(deployment)
 
 
 def _admit(step: Step, deployment: Deployment, op: Op) -> None:
-    after_cycles.note_targets(step.state, op)
+    after_cycles.record_targets(step.state, op)
     cycle = after_cycles.find(step.state, deployment, op)
     if cycle:
         error = ErrorInfo(
@@ -88,14 +88,14 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
             field="after",
             remedy="let operations come after earlier ones only",
         )
-        end_unrun(step, deployment, op, error)
+        end_now(step, deployment, op, error)
         return
     if op.version is not None:
         if op.is_mutating:
             assert op.key.seq is not None
             deployment.queue.note_sync(op.key.seq, op.version)
-        reads.begin(step, op)
-    settle_after(step, deployment, op)
+        reads.start_reading(step, op)
+    await_dependencies(step, deployment, op)
     if op.expires_s and op.state is OpState.QUEUED:
         step.set_timer(_expiry_timer(op.key), op.expires_s)
 
@@ -108,11 +108,11 @@ def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> Error
             Code.FAILED_PRECONDITION, f"job {job.key} has ended", remedy="submit a new job"
         )
     if job.state is JobState.DRAINING:
-        return draining(job)
+        return draining_error(job)
     if deployment.wpg.state is WpgState.STOPPED:
         return _could_not_start(deployment)
     if event.session <= job.controller.ended_session:
-        return over_since_roll_back(job, event.session)
+        return session_over_error(job, event.session)
     if event.session < job.controller.session:
         # A router may not know of a session yet that another gave out: here the log's order counts.
         return session_over(event.session, job.controller.session)
@@ -131,7 +131,7 @@ def _too_many(step: Step, deployment: Deployment) -> ErrorInfo | None:
     return None
 
 
-def draining(job: Job) -> ErrorInfo:
+def draining_error(job: Job) -> ErrorInfo:
     return ErrorInfo(
         Code.FAILED_PRECONDITION,
         f"job {job.key}: the job is draining",
@@ -148,7 +148,7 @@ def _could_not_start(deployment: Deployment) -> ErrorInfo:
     )
 
 
-def over_since_roll_back(job: Job, session: int) -> ErrorInfo:
+def session_over_error(job: Job, session: int) -> ErrorInfo:
     """The error for a session that ended with a roll-back, or with an earlier job of the name."""
     details = {"rolled_back_to": job.checkpoint} if job.checkpoint else {}
     return ErrorInfo(
@@ -180,7 +180,7 @@ def _refuse_unknown(step: Step, event: QueuedOperation) -> None:
         job.earlier.raise_seq(name, seq)
 
 
-def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
+def await_dependencies(step: Step, deployment: Deployment, op: Op) -> None:
     """Find out whether anything that `op` names is still open; wait for the first that is."""
     for after in op.after:
         name = f"{deployment.job_name}.{after.deployment}"
@@ -191,7 +191,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
                 f"`after` names deployment {after.deployment!r}, which this job does not have",
                 field="after",
             )
-            end_unrun(step, deployment, op, error)
+            end_now(step, deployment, op, error)
             return
         if other.queue.was_not_completed(after.seq) or after.seq < other.queue.first_seq:
             error = ErrorInfo(
@@ -200,7 +200,7 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
                 field="after",
                 remedy="look at that operation's error first",
             )
-            end_unrun(step, deployment, op, error)
+            end_now(step, deployment, op, error)
             return
         if not other.queue.is_done(after.seq):
             step.state.wait_for(f"{name}.{after.seq}", str(op.key))
@@ -212,14 +212,14 @@ def settle_after(step: Step, deployment: Deployment, op: Op) -> None:
             return
         unreadable = reads.resolve(step, deployment, op)
         if unreadable is not None:
-            end_unrun(step, deployment, op, unreadable)
+            end_now(step, deployment, op, unreadable)
             return
     op.eligible_s = step.now_s
     if op.version is not None and op.is_mutating:
-        step.follow(FollowUp.PREFETCH, str(op.key))
+        step.follow_up(FollowUp.PREFETCH, str(op.key))
 
 
-def end_unrun(
+def end_now(
     step: Step,
     deployment: Deployment,
     op: Op,
@@ -231,10 +231,10 @@ def end_unrun(
     completion = Completion(op.id, outcome, error=error)
     step.emit(outputs.WriteCompletion(op.key, completion, op.content_type))
     step.emit(outputs.DeleteOperations([op.key]))
-    close(step, deployment, op, completed=False)
+    remove_ended(step, deployment, op, completed=False)
 
 
-def give_up(
+def end_or_settle(
     step: Step,
     deployment: Deployment,
     op: Op,
@@ -246,7 +246,7 @@ def give_up(
     Where it may have taken effect, the stored outcome decides.
     """
     if not op.uncertain:
-        end_unrun(step, deployment, op, error, outcome)
+        end_now(step, deployment, op, error, outcome)
         return
     op.is_settling = True
     op.eligible_s = -1.0
@@ -254,7 +254,7 @@ def give_up(
     step.emit(outputs.SettleCompletion(op.key, op.kind, completion, op.content_type))
 
 
-def end_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
+def end_if_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
     """End what has no permit if it was cancelled, or if its time is over.
 
     What had a permit when its WPG died was in time.
@@ -263,7 +263,7 @@ def end_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
         return
     if op.is_cancelled:
         cancelled = ErrorInfo(Code.ABORTED, "cancelled", remedy="submit it again if it is needed")
-        give_up(step, deployment, op, cancelled, Outcome.CANCELLED)
+        end_or_settle(step, deployment, op, cancelled, Outcome.CANCELLED)
     elif op.expires_s and op.expires_s <= step.now_s and not op.uncertain:
         waited_s = op.expires_s - op.queued_s
         expired = ErrorInfo(
@@ -272,7 +272,7 @@ def end_unwanted(step: Step, deployment: Deployment, op: Op) -> None:
             field="timeout_s",
             remedy="give it more time; `explain` says what an operation waits for",
         )
-        end_unrun(step, deployment, op, expired, Outcome.EXPIRED)
+        end_now(step, deployment, op, expired, Outcome.EXPIRED)
 
 
 def expire(step: Step, key_text: str) -> None:
@@ -281,7 +281,7 @@ def expire(step: Step, key_text: str) -> None:
     deployment = step.deployment_of(key)
     op = deployment.queue.find(key) if deployment else None
     if deployment is not None and op is not None:
-        end_unwanted(step, deployment, op)
+        end_if_unwanted(step, deployment, op)
         step.touch(deployment)
 
 
@@ -289,18 +289,18 @@ def _expiry_timer(key: OperationKey) -> str:
     return f"expire/{key}"
 
 
-def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
+def remove_ended(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     """Take an ended operation off the queue and wake the operations that waited for it."""
     seq = op.key.seq
     job = step.job_of(deployment)
     if job.state is JobState.DRAINING:
         step.job_changed(str(job.key))  # this may have been the last
     if op.expires_s:
-        step.state.take_timer(_expiry_timer(op.key))
+        step.state.pop_timer(_expiry_timer(op.key))
     if op.has_snapshot and seq is not None and deployment.move.relocation is not None:
         step.job_changed(str(job.key))  # the move may have waited for that
-    has_advanced = deployment.queue.close(op, completed=completed)
-    reads.end(step, deployment, op)
+    has_advanced = deployment.queue.remove(op, completed=completed)
+    reads.stop_reading(step, deployment, op)
     if completed or has_advanced:
         deployment.wpg.forgive_losses()
     if has_advanced:
@@ -308,17 +308,17 @@ def close(step: Step, deployment: Deployment, op: Op, completed: bool) -> None:
     if seq is None:
         return
     if not completed:
-        gradients.not_completed(deployment, op)
+        gradients.record_missing(deployment, op)
     wake_waiters(step, str(op.key))
 
 
 def wake_waiters(step: Step, key: str) -> None:
     """Have the operations that wait for this one looked at again."""
-    for waiter in step.state.take_waiters(key):
-        step.follow(FollowUp.WAKE, waiter)
+    for waiter in step.state.pop_waiters(key):
+        step.follow_up(FollowUp.WAKE, waiter)
 
 
-def wake(step: Step, waiters: Asked) -> None:
+def wake(step: Step, waiters: Subjects) -> None:
     """Look again at operations that waited for one that has ended.
 
     One failure may end a long chain of others, hence a loop and no recursion.
@@ -330,8 +330,8 @@ def wake(step: Step, waiters: Asked) -> None:
             continue
         op = deployment.queue.find(key)
         if op is not None and op.state is OpState.QUEUED and not op.is_settling:
-            settle_after(step, deployment, op)
-            waiters.update(step.asked.pop(FollowUp.WAKE, {}))
+            await_dependencies(step, deployment, op)
+            waiters.update(step.follow_ups.pop(FollowUp.WAKE, {}))
         step.touch(deployment)
 
 
@@ -339,7 +339,7 @@ def forget_waiters(step: Step, job: JobKey) -> None:
     """Forget which operations of an ended job waited for what was never published."""
     prefix = f"{job}."
     for key in [key for key in step.state.waiters if key.startswith(prefix)]:
-        step.state.take_waiters(key)
+        step.state.pop_waiters(key)
 
 
 def requeue(step: Step, op: Op) -> None:
@@ -351,7 +351,7 @@ def requeue(step: Step, op: Op) -> None:
         assert deployment is not None
         if op.key.seq is None:
             deployment.queue.forget_snapshot(op)
-        end_unwanted(step, deployment, op)
+        end_if_unwanted(step, deployment, op)
 
 
 def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
@@ -360,4 +360,4 @@ def abort_all(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
         if op.state is OpState.PERMITTED:
             step.advance_op(op, OpEvent.TAKEN_BACK)
         if op.state is OpState.QUEUED:
-            end_unrun(step, deployment, op, error)
+            end_now(step, deployment, op, error)

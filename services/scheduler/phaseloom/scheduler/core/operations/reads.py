@@ -28,7 +28,7 @@ _KEEP = "name a version that exists: publish it with a ttl_s that lasts until it
 _LOAD = "send it to a deployment of the same model, or bring them with sync_weights or load_state"
 
 
-def begin(step: Step, op: Op) -> None:
+def start_reading(step: Step, op: Op) -> None:
     """Keep the version that an operation names, from the time when it is filed."""
     if op.version is None:
         return
@@ -114,7 +114,7 @@ def _base(model: ModelSpec) -> object:
     return model.config, [(file.name, file.blake3) for file in files]
 
 
-def permitted(step: Step, deployment: Deployment, op: Op) -> None:
+def record_copies(step: Step, deployment: Deployment, op: Op) -> None:
     """Note that the nodes of a deployment are about to have a copy of the version."""
     if op.version is None:
         return
@@ -123,7 +123,7 @@ def permitted(step: Step, deployment: Deployment, op: Op) -> None:
         versions.note_copies(str(op.version), deployment.nodes)
 
 
-def end(step: Step, deployment: Deployment, op: Op) -> None:
+def stop_reading(step: Step, deployment: Deployment, op: Op) -> None:
     """Stop keeping the version that an operation named, which has ended."""
     if op.version is None or op.is_mutating:
         return
@@ -141,7 +141,7 @@ def end(step: Step, deployment: Deployment, op: Op) -> None:
     elif named.until_s > step.now_s:
         wake_at(step, op.version, named.until_s)
     elif not named.is_read:
-        step.follow(FollowUp.RELEASE, str(op.version.policy.job_key))
+        step.follow_up(FollowUp.RELEASE, str(op.version.policy.job_key))
 
 
 def wake_at(step: Step, version: VersionKey, until_s: float) -> None:

@@ -54,7 +54,7 @@ def configured(step: Step, config: SchedulerConfig) -> None:
     )
     for host in cluster.hosts.values():
         host.beside = _beside(step, host.node)
-    step.follow(FollowUp.PLACE)
+    step.follow_up(FollowUp.PLACE)
 
 
 def _counts_on_space(config: SchedulerConfig) -> bool:
@@ -178,10 +178,10 @@ def move(step: Step, job: Job, placed: Placed) -> None:
     step.job_changed(member.job)
     _note_peers(step, old)
     _note_peers(step, groups.group_of(cluster, member.job))
-    step.tell("job moved", f"{describe(step, job)}: {placed.why}", member.job)
+    step.notify("job moved", f"{describe(step, job)}: {placed.why}", member.job)
     job.why_here = placed.why
     _move_all(step, job, member)
-    step.follow(FollowUp.PLACE)
+    step.follow_up(FollowUp.PLACE)
 
 
 def _move_all(step: Step, job: Job, member: Member) -> None:
@@ -198,10 +198,10 @@ def release(step: Step, job: Job) -> None:
     name = str(job.key)
     if name in cluster.placed:
         _note_peers(step, groups.group_of(cluster, name))
-        step.state.want_replan()
-        step.follow(FollowUp.REPLAN)
+        step.state.set_replan_due()
+        step.follow_up(FollowUp.REPLAN)
     note_free(step, groups.leave(cluster, name))
-    step.follow(FollowUp.PLACE)
+    step.follow_up(FollowUp.PLACE)
 
 
 def note_free(step: Step, nodes: list[NodeId]) -> None:
@@ -293,7 +293,7 @@ def repin(step: Step, job: Job) -> None:
         for member in cluster.waiting:
             if member.job == name:
                 member.needs = groups.needs_of(job.spec.deployments)
-        step.follow(FollowUp.PLACE)
+        step.follow_up(FollowUp.PLACE)
         return
     alive = [d for d in step.deployments_of(job) if d.wpg.state is not WpgState.STOPPED]
     if not alive:
@@ -308,7 +308,7 @@ def repin(step: Step, job: Job) -> None:
     needs = groups.needs_of(d.spec for d in alive)
     note_free(step, groups.repin(cluster, name, needs, nodes))
     step.job_changed(name)
-    step.follow(FollowUp.PLACE)
+    step.follow_up(FollowUp.PLACE)
 
 
 # --- in words ------------------------------------------------------------------------------------

@@ -69,17 +69,17 @@ def _close(step: Step, node: Node, why: Closing) -> None:
     was_drained = known is not None and known.is_drained
     is_asked = why is Closing.DRAIN
     if is_asked and not was_drained:
-        step.tell("node draining", "on request", node.node)
+        step.notify("node draining", "on request", node.node)
     if known is not None and (is_asked or known.why is why):
         if is_asked:
             known.is_drained = True
         return
     step.state.close_node(node.node, Leave(why, is_drained=was_drained or is_asked))
-    step.follow(FollowUp.PLACE)
+    step.follow_up(FollowUp.PLACE)
     if is_asked:
         groups.host_down(step.state.cluster, node.node)
     elif why is Closing.GONE:
-        step.tell("node gone", "it does not come back: what it alone had is lost", node.node)
+        step.notify("node gone", "it does not come back: what it alone had is lost", node.node)
         _write_off(step, node.node)
 
 
@@ -88,14 +88,14 @@ def _undo(step: Step, node: Node) -> None:
     if leave is None or not leave.is_drained:
         return
     leave.is_drained = False
-    step.tell("node not drained any more", "on request", node.node)
+    step.notify("node not drained any more", "on request", node.node)
     if leave.why is not Closing.DRAIN:
         return  # the node is away: it may be used again once it is back
     step.state.reopen_node(node.node)
     if node.is_up:
         cluster = step.state.cluster
         groups.host_up(cluster, replace(cluster.hosts[node.node], pool=node.pool))
-        step.follow(FollowUp.PLACE)
+        step.follow_up(FollowUp.PLACE)
 
 
 def missed(step: Step, what: str, name: str, revision: int) -> None:
@@ -124,7 +124,7 @@ def go_on(step: Step) -> None:
         is_in_use = bool(_deployments_on(step, name)) or bool(replicas.counted_on(step, name))
         if not leave.is_told and not is_in_use:
             leave.is_told = True
-            step.tell("node is empty", f"nothing is on it any more ({leave.why})", name)
+            step.notify("node is empty", f"nothing is on it any more ({leave.why})", name)
 
 
 def _jobs_on(step: Step, node: NodeId) -> list[Job]:
@@ -160,7 +160,7 @@ def _write_off(step: Step, node: NodeId) -> None:
             holders.forget_at(step, deployment, node)  # the node is told so once it is back
         deployment.durability.set_replicas(
             [
-                [name for name in holders.of_part(deployment, index) if name != node]
+                [name for name in holders.nodes_with_part(deployment, index) if name != node]
                 for index in range(len(deployment.wpg.assignments) if had_seal else 0)
             ]
         )
@@ -172,7 +172,7 @@ def _write_off(step: Step, node: NodeId) -> None:
                 remedy="submit jobs with durability `remote` where nodes may be lost for good",
                 details={"node": node, "deployment": deployment.name},
             )
-            step.follow(FollowUp.FALL_BACK, deployment.job_name, error)
+            step.follow_up(FollowUp.FALL_BACK, deployment.job_name, error)
 
 
 def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
@@ -195,7 +195,7 @@ def _leave(step: Step, job: Job, node: NodeId, why: Closing) -> None:
 def _needs_no(node: NodeId, deployment: Deployment) -> bool:
     """Whether a deployment can be rebuilt without this node."""
     parts = range(len(deployment.wpg.assignments) if deployment.durability.seal_seq else 0)
-    return all(set(holders.of_part(deployment, index)) - {node} for index in parts)
+    return all(set(holders.nodes_with_part(deployment, index)) - {node} for index in parts)
 
 
 def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployment]) -> bool:
@@ -212,7 +212,7 @@ def _leave_within_group(step: Step, job: Job, node: NodeId, there: list[Deployme
     chosen = [*others, *(name for name in among[pool] if name not in others)]
     released = groups.repin(cluster, member.job, member.needs, {**member.nodes, pool: chosen})
     assignment.note_free(step, released)
-    step.tell("job moved", f"{node} is left: {', '.join(chosen)}", member.job)
+    step.notify("job moved", f"{node} is left: {', '.join(chosen)}", member.job)
     for deployment in there:
         wpgs.move(step, deployment, assignment.assign(step, deployment.spec, member))
     for name in group.members:

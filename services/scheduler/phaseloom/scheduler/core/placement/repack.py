@@ -47,7 +47,7 @@ def traced(step: Step, trace: PhaseTrace) -> None:
     job = step.state.jobs.get(name)
     if job is None or job.state in JOB_ENDED:
         return
-    step.state.trace(name, trace)
+    step.state.set_trace(name, trace)
     cycle = admission.cycle_of(trace)
     if cycle is None or name not in step.state.cluster.placed:
         return
@@ -65,7 +65,7 @@ def traced(step: Step, trace: PhaseTrace) -> None:
         return
     assignment.count_iterations(step, job)
     step.job_changed(name)
-    step.follow(FollowUp.PLACE)
+    step.follow_up(FollowUp.PLACE)
 
 
 def _has_changed(step: Step, group: Group, member: Member, trace: PhaseTrace) -> bool:
@@ -88,7 +88,7 @@ def iterated(step: Step, key: JobKey) -> None:
     if cycle is not None:
         _drifted(step, step.job(key), cycle)
         step.job_changed(name)
-        step.follow(FollowUp.PLACE)
+        step.follow_up(FollowUp.PLACE)
 
 
 def _drifted(step: Step, job: Job, cycle: Cycle) -> None:
@@ -100,8 +100,8 @@ def _drifted(step: Step, job: Job, cycle: Cycle) -> None:
     groups.set_cycle(step.state.cluster, name, cycle)
     if not was_overloaded and _is_overloaded(step, group):
         _resubmit(step, job, cycle.period_s)
-    step.state.want_replan()
-    step.follow(FollowUp.REPLAN)
+    step.state.set_replan_due()
+    step.follow_up(FollowUp.REPLAN)
 
 
 def _with_share(cycle: Cycle, known: Cycle) -> Cycle:
@@ -117,7 +117,7 @@ def _profiled(step: Step, job: Job) -> None:
     cheaper."""
     member = _member(step, job)
     assert member.cycle is not None
-    step.tell("job profiled", f"its cycle takes {member.cycle.period_s:.3g} s", member.job)
+    step.notify("job profiled", f"its cycle takes {member.cycle.period_s:.3g} s", member.job)
     after, placed = placed_anew(step, job)
     before = groups.cost(step.state.cluster)
     if placed is not None and groups.cost(after) < before * (1 - WORTH):
@@ -138,7 +138,7 @@ def _resubmit(step: Step, job: Job, period_s: float) -> None:
     if placed is not None and not _is_there(member, placed):
         assignment.move(step, job, replace(placed, why=f"{drifted}; {placed.why}"))
     else:
-        step.tell("job drifted", f"{drifted}, and there is no other place for it", member.job)
+        step.notify("job drifted", f"{drifted}, and there is no other place for it", member.job)
 
 
 def placed_anew(step: Step, job: Job) -> tuple[Cluster, Placed | None]:
@@ -174,7 +174,7 @@ def ask(step: Step) -> None:
     state = step.state
     if not state.is_replan_due or state.replanning:
         return
-    state.want_replan(False)
+    state.set_replan_due(False)
     if assignment.policy_of(step).replan is None:
         return
     asked = _question(state, step.sequence)
@@ -226,13 +226,13 @@ def answered(step: Step, event: ReplanComputed) -> None:
     if event.as_of != state.replanning:
         return  # answered twice, by two leaders
     state.replanning = 0
-    step.follow(FollowUp.REPLAN)  # jobs may have come or left meanwhile
+    step.follow_up(FollowUp.REPLAN)  # jobs may have come or left meanwhile
     plan = _Plan(step, event)
     for move in event.moves:
         plan.make(move)
     if plan.num_left_out:
         reason = f"{plan.num_left_out} of {len(event.moves)}: their groups have changed since"
-        step.tell("moves left out", reason)
+        step.notify("moves left out", reason)
 
 
 class _Plan:

@@ -95,10 +95,10 @@ class ComputeReplan(msgspec.Struct, frozen=True):
     """A copy of the cluster with the jobs that can be moved."""
 
 
-class Tell(msgspec.Struct, frozen=True):
-    """A notice for people."""
+class PublishNotice(msgspec.Struct, frozen=True):
+    """Publish a notice for people."""
 
-    what: str
+    title: str
     reason: str
     subject: str = ""
 
@@ -114,5 +114,5 @@ Output = (
     | ForgetJob
     | Answer
     | ComputeReplan
-    | Tell
+    | PublishNotice
 )

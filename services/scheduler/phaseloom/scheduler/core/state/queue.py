@@ -59,7 +59,7 @@ class OperationQueue(msgspec.Struct):
 
     # --- changed by operations, outcomes and gradients -------------------------------------------
 
-    def file(self, op: Op, seq: int | None) -> None:
+    def add(self, op: Op, seq: int | None) -> None:
         """Put an operation into the queue. Args: seq: its own; None: it has no place in the
         order."""
         if seq is None:
@@ -83,7 +83,7 @@ class OperationQueue(msgspec.Struct):
         as any other operation."""
         op.has_snapshot = False
 
-    def close(self, op: Op, *, completed: bool) -> bool:
+    def remove(self, op: Op, *, completed: bool) -> bool:
         """Take an operation that has ended off the queue.
 
         Above `next_seq` an ordered one stays until its turn comes.

@@ -17,7 +17,7 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Node
 from phaseloom.scheduler.core.state.operation import Op
-from phaseloom.scheduler.core.state.outputs import Output, SendCommand, SetTimer, Tell
+from phaseloom.scheduler.core.state.outputs import Output, PublishNotice, SendCommand, SetTimer
 from phaseloom.scheduler.core.state.transitions import (
     JOBS,
     MOVES,
@@ -34,7 +34,7 @@ from phaseloom.scheduler.core.state.tree import State
 C = TypeVar("C", bound=NodeCommand)
 
 
-Asked = dict[str, ErrorInfo | None]
+Subjects = dict[str, ErrorInfo | None]
 """The subjects of one follow-up, each with the error that is its reason, if it has one."""
 
 
@@ -77,7 +77,7 @@ class Step:
     """Devices whose ready operations may have changed: (node, device)."""
     touched: set[str] = field(default_factory=set)
     """Deployments of which something may be ready now, or not any more."""
-    asked: dict[FollowUp, Asked] = field(default_factory=dict)
+    follow_ups: dict[FollowUp, Subjects] = field(default_factory=dict)
     """The follow-ups that are still to be done."""
     config: SchedulerConfig = field(init=False)
     """The configuration. The log starts with one: before it there is nothing to decide."""
@@ -94,8 +94,8 @@ class Step:
     def emit(self, output: Output) -> None:
         self.outputs.append(output)
 
-    def tell(self, what: str, reason: str, subject: str = "") -> None:
-        self.emit(Tell(what, reason, subject))
+    def notify(self, title: str, reason: str, subject: str = "") -> None:
+        self.emit(PublishNotice(title, reason, subject))
 
     @property
     def command_id(self) -> CommandId:
@@ -110,13 +110,13 @@ class Step:
             self.emit(SendCommand(command))  # type: ignore[arg-type]
         return command_id
 
-    def post(self, node: Node, command: Command) -> None:
+    def send_built(self, node: Node, command: Command) -> None:
         """Send a command with `command_id`, which is built already. A node that is down gets
         none."""
         if node.is_up:
             self.outputs.append(SendCommand(command))
 
-    def order(
+    def send_for(
         self, kind: type[C], node: Node, deployment: Deployment, /, **fields: Any
     ) -> CommandId:
         """Send a command about the present incarnation of a deployment."""
@@ -168,15 +168,15 @@ class Step:
 
     # --- changing -------------------------------------------------------------------------------
 
-    def follow(self, what: FollowUp, subject: str = "", error: ErrorInfo | None = None) -> None:
+    def follow_up(self, kind: FollowUp, subject: str = "", error: ErrorInfo | None = None) -> None:
         """Ask for a follow-up; the last error that is given for a subject counts."""
-        self.asked.setdefault(what, {})[subject] = error
+        self.follow_ups.setdefault(kind, {})[subject] = error
 
     def job_changed(self, name: str) -> None:
         """Ask for the job's status to be published, and for a look at whether it has become active
         or drained."""
-        self.follow(FollowUp.REVIEW_JOB, name)
-        self.follow(FollowUp.SHOW_JOB, name)
+        self.follow_up(FollowUp.REVIEW_JOB, name)
+        self.follow_up(FollowUp.SHOW_JOB, name)
 
     def touch(self, deployment: Deployment) -> None:
         """Have the devices of a deployment looked at again before this step ends."""
@@ -186,10 +186,10 @@ class Step:
             for device in assigned.devices:
                 self.dirty.add((assigned.node, device))
 
-    def foresee(self, deployment: Deployment) -> None:
+    def request_hints(self, deployment: Deployment) -> None:
         """Ask for hints: what the deployment's job needs next may have changed."""
         if self.state.crowded:
-            self.follow(FollowUp.HINT, deployment.job_name)
+            self.follow_up(FollowUp.HINT, deployment.job_name)
 
     def advance_op(self, op: Op, event: OpEvent) -> None:
         op.state = next_state(OPERATIONS, "operation", op.key, op.state, event, self.sequence)

@@ -71,7 +71,7 @@ class State(msgspec.Struct):
         self.sequence = sequence
         self.now_s = self.cluster.now_s = max(self.now_s, time_s)
 
-    def note_latency(self, latency_s: float) -> None:
+    def record_latency(self, latency_s: float) -> None:
         """Take a measured latency into the usual one, most of which are the last ten."""
         latency_s = min(max(0.0, latency_s), MAX_LATENCY_S)
         self.latency_s += (latency_s - self.latency_s) / 10
@@ -79,7 +79,7 @@ class State(msgspec.Struct):
     def set_timer(self, timer: str, due_s: float) -> None:
         self.timers[timer] = due_s
 
-    def take_timer(self, timer: str) -> float | None:
+    def pop_timer(self, timer: str) -> float | None:
         """Take a timer off the list; returns when it was due, None where it is not set."""
         return self.timers.pop(timer, None)
 
@@ -91,14 +91,14 @@ class State(msgspec.Struct):
     def drop_deployment(self, name: str) -> None:
         del self.deployments[name]
 
-    def trace(self, job: str, trace: PhaseTrace) -> None:
+    def set_trace(self, job: str, trace: PhaseTrace) -> None:
         """Note what the profiler has measured of a job."""
         self.traces[job] = trace
 
     def drop_trace(self, job: str) -> None:
         self.traces.pop(job, None)
 
-    def measure_switch(self, deployment: str, offload_s: float, load_s: float) -> None:
+    def record_switch(self, deployment: str, offload_s: float, load_s: float) -> None:
         self.switch_s[deployment] = (offload_s, load_s)
 
     def drop_switch(self, deployment: str) -> None:
@@ -134,20 +134,20 @@ class State(msgspec.Struct):
     def wait_for(self, operation: str, waiter: str) -> None:
         self.waiters.setdefault(operation, []).append(waiter)
 
-    def take_waiters(self, operation: str) -> list[str]:
+    def pop_waiters(self, operation: str) -> list[str]:
         """Take the operations that wait for this one off the list, and return them."""
         return self.waiters.pop(operation, [])
 
     # --- moves, and nodes that are to be left ----------------------------------------------------
 
-    def want_replan(self, is_due: bool = True) -> None:
+    def set_replan_due(self, is_due: bool = True) -> None:
         self.is_replan_due = is_due
 
-    def begin_move(self, deployment: str) -> None:
+    def add_move(self, deployment: str) -> None:
         if deployment not in self.moving:
             self.moving.append(deployment)
 
-    def end_move(self, deployment: str) -> None:
+    def remove_move(self, deployment: str) -> None:
         self.moving.remove(deployment)
 
     def close_node(self, node: NodeId, leave: Leave) -> None:
@@ -157,32 +157,32 @@ class State(msgspec.Struct):
         """Note that the node is not to be left any more."""
         del self.closing[node]
 
-    def crowd(self, node: NodeId) -> None:
+    def mark_crowded(self, node: NodeId) -> None:
         if node not in self.crowded:
             self.crowded.append(node)
 
-    def uncrowd(self, node: NodeId) -> None:
+    def unmark_crowded(self, node: NodeId) -> None:
         """Note that the host memory of the node holds the states of all that are placed there."""
         self.crowded.remove(node)
 
     # --- what nodes are to forget ----------------------------------------------------------------
 
-    def ask_to_forget(self, node: NodeId, deployment: str, incarnation: int) -> None:
+    def request_forget(self, node: NodeId, deployment: str, incarnation: int) -> None:
         self.stopping.setdefault(node, {})[deployment] = incarnation
 
-    def ask_again_to_forget(self, node: NodeId, deployment: str) -> int:
+    def request_forget_again(self, node: NodeId, deployment: str) -> int:
         """Note that the node is told once more to forget a deployment; returns the incarnation to
         tell it, a new one, so that its confirmation is told apart."""
         self.stopping[node][deployment] += 1
         return self.stopping[node][deployment]
 
-    def note_forgotten(self, node: NodeId, deployment: str) -> None:
+    def confirm_forgotten(self, node: NodeId, deployment: str) -> None:
         """Note the node's confirmation that it has nothing of the deployment any more."""
         del self.stopping[node][deployment]
         if not self.stopping[node]:
             del self.stopping[node]
 
-    def take_back_forget(self, node: NodeId, deployment: str) -> int:
+    def withdraw_forget(self, node: NodeId, deployment: str) -> int:
         """Wait no longer for the node's confirmation that it has forgotten a deployment.
 
         Returns: the incarnation in which the node was told; 0: it was not.

@@ -34,7 +34,7 @@ from phaseloom.scheduler.core.state.transitions import MoveEvent, MoveStage
 from phaseloom.scheduler.core.state.wpg import RankAssignment
 
 
-def begin(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
+def start(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
     """Begin to move a deployment to these nodes and devices.
 
     A move to where the deployment is already just ends any move that is under way.
@@ -55,7 +55,7 @@ def begin(step: Step, deployment: Deployment, assignments: list[RankAssignment])
         for node in deployment.nodes:
             if all(assigned.node != node for assigned in assignments):
                 groups.hold(step.state.cluster, node, name)
-        step.state.begin_move(name)
+        step.state.add_move(name)
         devices.unclaim(step, deployment)
         step.job_changed(deployment.job_name)
     step.touch(deployment)
@@ -72,7 +72,7 @@ def _arranged(deployment: Deployment, assignments: list[RankAssignment]) -> list
     kept = [new.pop(node, None) for node in deployment.nodes]
     for index, assigned in enumerate(kept):
         if assigned is None:
-            have_it = holders.of_part(deployment, index)
+            have_it = holders.nodes_with_part(deployment, index)
             having = next((node for node in have_it if node in new), None)
             kept[index] = None if having is None else new.pop(having)
     rest = iter(new.values())
@@ -86,7 +86,7 @@ def release_nodes(step: Step, deployment: Deployment) -> None:
     """
     for node in deployment.nodes:
         groups.end_hold(step.state.cluster, node, deployment.name)
-    step.follow(FollowUp.PLACE)
+    step.follow_up(FollowUp.PLACE)
 
 
 def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
@@ -98,7 +98,7 @@ def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
     )
 
 
-def is_held(deployment: Deployment) -> bool:
+def is_paused(deployment: Deployment) -> bool:
     """Whether a deployment is given no new operations: it is about to be sealed, or to leave."""
     move = deployment.move.relocation
     if move is None or deployment.queue.snapshots:
@@ -110,7 +110,7 @@ def is_held(deployment: Deployment) -> bool:
     return move.is_last and move.stage is not MoveStage.WAITING
 
 
-def holds_back(deployment: Deployment, op: Op) -> bool:
+def must_wait(deployment: Deployment, op: Op) -> bool:
     """Whether an operation is a `save_state` that must wait: the move waits for an earlier one."""
     return op.kind == "save_state" and _waits_for_snapshot(deployment)
 
@@ -248,9 +248,9 @@ def _has_gradients_to_use(deployment: Deployment) -> bool:
 def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
     """Have each new node of a move fetch the part of the seal and the versions that it lacks."""
     fetching: list[NodeId] = []
-    versions = retention.durable_needed(step, deployment)
+    versions = retention.durable_needed_seqs(step, deployment)
     for index, assigned in enumerate(move.assignments):
-        having = holders.of_part(deployment, index)
+        having = holders.nodes_with_part(deployment, index)
         seal_seq = 0 if assigned.node in having else deployment.durability.seal_seq
         if seal_seq or versions or deployment.durability.holds is not None:
             fetching.append(assigned.node)
@@ -261,7 +261,7 @@ def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
                 seal_seq=seal_seq,
                 versions=versions,
                 sources=seals.sources(step, deployment, index, but=assigned.node),
-                ticket=holders.ticket(deployment, [assigned.node]),
+                ticket=holders.files_ticket(deployment, [assigned.node]),
                 holds=_ticket_of_held(deployment, assigned.node),
                 rank_offset=sum(len(before.devices) for before in move.assignments[:index]),
                 num_ranks=deployment.spec.layout.num_ranks,
@@ -294,16 +294,16 @@ def mirrored(step: Step, event: StateMirrored) -> None:
         move.failures += 1
         move.retry_at_s = step.now_s + holders.retry_pause_s(move.failures)
         step.set_timer(f"retry/{deployment.name}/{step.sequence}", move.retry_at_s)
-        step.tell("move put off", f"{event.node}: {event.error.message}", deployment.name)
+        step.notify("move put off", f"{event.node}: {event.error.message}", deployment.name)
         _wait(step, deployment, move)
     elif event.seq and event.seq == deployment.durability.seal_seq:
         index = next(
             i for i, assigned in enumerate(move.assignments) if assigned.node == event.node
         )
-        holders.note_replica(deployment, index, event.node)
+        holders.add_replica(deployment, index, event.node)
 
 
-def came_back(step: Step, deployment: Deployment, node: NodeId) -> None:
+def node_restarted(step: Step, deployment: Deployment, node: NodeId) -> None:
     """Note that a new node of a move has a new lease.
 
     The copy that the node was told to fetch under its last lease never comes.
@@ -326,8 +326,8 @@ def relocate(step: Step, deployment: Deployment, assignments: list[RankAssignmen
     for node in deployment.nodes:
         # A node may confirm late that it has forgotten the deployment: the next incarnation must
         # not be taken for the one that is confirmed dead.
-        told = step.state.take_back_forget(node, name)
+        told = step.state.withdraw_forget(node, name)
         deployment.wpg.raise_incarnation(told)
     deployment.move.keep([*deployment.move.stale_holders, *old], but=deployment.nodes)
     deployment.durability.no_seal_asked()
-    step.tell("deployment moved", f"{', '.join(old)} -> {', '.join(deployment.nodes)}", name)
+    step.notify("deployment moved", f"{', '.join(old)} -> {', '.join(deployment.nodes)}", name)

@@ -71,7 +71,7 @@ def node_up(step: Step, event: NodeUp) -> None:
             groups.end_hold(step.state.cluster, event.node, name)
             deployment.wpg.lose_assignment(assigned)
             # `stop` does not reach this node any more: it is told below to forget the deployment.
-            step.state.ask_to_forget(event.node, name, deployment.wpg.incarnation)
+            step.state.request_forget(event.node, name, deployment.wpg.incarnation)
             continue
         devices.place(step, deployment, on=event.node)
         _try_start(step, deployment)
@@ -86,9 +86,9 @@ def node_up(step: Step, event: NodeUp) -> None:
         for assigned in assignments:
             if assigned.node == event.node:
                 _has_lost_a_device(step, deployment, assigned)
-                moves.came_back(step, deployment, event.node)
+                moves.node_restarted(step, deployment, event.node)
     _stop_again(step, node)
-    step.follow(FollowUp.PLACE)
+    step.follow_up(FollowUp.PLACE)
 
 
 def _has_lost_a_device(step: Step, deployment: Deployment, assigned: RankAssignment) -> bool:
@@ -101,7 +101,7 @@ def _has_lost_a_device(step: Step, deployment: Deployment, assigned: RankAssignm
         return False
     gone = f"device {last} of {assigned.node} is gone"
     error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
-    step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
+    step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, error)
     return True
 
 
@@ -119,7 +119,7 @@ def _stop_again(step: Step, node: Node) -> None:
             StopWpg,
             node,
             deployment=DeploymentKey(*name.split(".")),
-            incarnation=step.state.ask_again_to_forget(node.node, name),
+            incarnation=step.state.request_forget_again(node.node, name),
             forget=True,
         )
 
@@ -129,10 +129,10 @@ def _note_stopped(step: Step, event: WpgLost) -> None:
     name = str(event.deployment)
     told = step.state.stopping.get(event.node, {}).get(name)
     if told is not None and told <= event.incarnation:
-        step.state.note_forgotten(event.node, name)
+        step.state.confirm_forgotten(event.node, name)
         # The node can take a copy of the deployment's seal again.
         if step.state.closing:
-            step.follow(FollowUp.PLACE)
+            step.follow_up(FollowUp.PLACE)
         deployment = step.deployment(event.deployment)
         if deployment is not None and deployment.wpg.state is WpgState.STOPPED:
             # A later deployment of its name counts its incarnations on from there.
@@ -147,7 +147,7 @@ def node_lost(step: Step, event: NodeLost) -> None:
     for name in _placed(node):
         _lose(step, step.state.deployments[name], event.node)
     node.is_up = False
-    step.tell("node lost", event.reason, event.node)
+    step.notify("node lost", event.reason, event.node)
     config = step.config
     for what, after_s in (("away", config.node_grace_s), ("gone", config.node_gone_s)):
         if after_s:
@@ -171,20 +171,20 @@ def move(step: Step, deployment: Deployment, assignments: list[RankAssignment]) 
               move that was decided before is ended.
     """
     if deployment.wpg.state is not WpgState.STOPPED:
-        moves.begin(step, deployment, assignments)
+        moves.start(step, deployment, assignments)
 
 
-def move_on(step: Step) -> None:
+def advance_moves(step: Step) -> None:
     """Take every move as far as the step's event allows."""
     for name in list(step.state.moving):
         deployment = step.state.deployments.get(name)
         if deployment is not None and deployment.move.relocation is not None:
-            _move_on(step, deployment, deployment.move.relocation)
+            _advance_move(step, deployment, deployment.move.relocation)
         if deployment is None or deployment.move.relocation is None:
-            step.state.end_move(name)
+            step.state.remove_move(name)
 
 
-def _move_on(step: Step, deployment: Deployment, relocation: Relocation) -> None:
+def _advance_move(step: Step, deployment: Deployment, relocation: Relocation) -> None:
     if deployment.wpg.state is WpgState.LOST:
         _try_start(step, deployment)
     elif deployment.wpg.state is WpgState.READY and moves.advance(step, deployment, relocation):
@@ -199,11 +199,13 @@ def start(step: Step, deployment: Deployment) -> None:
     deployment.wpg.begin(deployment.durability.seal_seq)
     deployment.wpg.starting_on = deployment.nodes
     nodes = deployment.nodes
-    versions = retention.durable_needed(step, deployment) if deployment.durability.seal_seq else []
+    versions = (
+        retention.durable_needed_seqs(step, deployment) if deployment.durability.seal_seq else []
+    )
     rank_offset = 0
     for index, assigned in enumerate(deployment.wpg.assignments):
         sources = _seal_sources(step, deployment, index)
-        step.order(
+        step.send_for(
             StartWpg,
             step.node(assigned.node),
             deployment,
@@ -216,7 +218,7 @@ def start(step: Step, deployment: Deployment) -> None:
             nodes=nodes if len(nodes) > 1 else [],
             versions=versions,
             sources=sources,
-            ticket=holders.ticket(deployment, [assigned.node]) if sources else None,
+            ticket=holders.files_ticket(deployment, [assigned.node]) if sources else None,
         )
         rank_offset += len(assigned.devices)
 
@@ -293,7 +295,7 @@ def started(step: Step, event: WpgStarted) -> None:
     deployment.wpg.state_bytes = max(deployment.wpg.state_bytes, event.state_bytes)
     if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
         # A seal that the node fetched from elsewhere is on its own disk now.
-        holders.note_replica(deployment, deployment.nodes.index(event.node), event.node)
+        holders.add_replica(deployment, deployment.nodes.index(event.node), event.node)
     if deployment.wpg.starting_on:
         return
     devices.weigh_host_memory(step, deployment)
@@ -305,9 +307,9 @@ def started(step: Step, event: WpgStarted) -> None:
     if not deployment.durability.seal_seq:
         holders.clear_stale_holders(step, deployment)
     if step.state.closing:
-        step.follow(FollowUp.PLACE)  # the copies of its seal are counted anew
+        step.follow_up(FollowUp.PLACE)  # the copies of its seal are counted anew
     if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
-        step.tell("recovered", f"from its seal at {event.applied}", deployment.name)
+        step.notify("recovered", f"from its seal at {event.applied}", deployment.name)
     _touch_job(step, deployment)
 
 
@@ -353,7 +355,7 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
     _touch_job(step, deployment)
     if not deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
         step.advance_wpg(deployment, WpgEvent.REPLAYED)
-        step.tell("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
+        step.notify("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
 
 
 def _touch_job(step: Step, deployment: Deployment) -> None:
@@ -385,7 +387,7 @@ def lost(step: Step, event: WpgLost) -> None:
     before = deployment.wpg.state
     culprits = _running_ops(deployment)
     _lose(step, deployment, event.node)
-    step.tell("WPG lost", event.error.message, deployment.name)
+    step.notify("WPG lost", event.error.message, deployment.name)
     deployment.wpg.failed(event.error)
     if event.is_innocent or _may_go_on(step, deployment, event, before, culprits):
         _try_start(step, deployment)
@@ -413,7 +415,7 @@ def _may_go_on(
         if culprits:
             _give_up(step, deployment, culprits, event.error)
         else:
-            step.follow(FollowUp.FAIL_JOB, deployment.job_name, _dies_again(deployment, event))
+            step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, _dies_again(deployment, event))
             return False
     elif is_idle and deployment.wpg.losses > 1:
         _pause(step, deployment)
@@ -437,7 +439,7 @@ def _pause(step: Step, deployment: Deployment) -> None:
     deployment.wpg.put_off(step.now_s + pause_s)
     step.set_timer(f"rebuild/{deployment.name}", deployment.wpg.retry_at_s)
     what = f"in {pause_s:g} s, after {deployment.wpg.losses} deaths while nothing ran"
-    step.tell("rebuilding a WPG after a pause", what, deployment.name)
+    step.notify("rebuilding a WPG after a pause", what, deployment.name)
 
 
 def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
@@ -447,14 +449,14 @@ def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
     """
     if not deployment.wpg.base or event.error.code is not Code.UNAVAILABLE:
         return False
-    return event.node not in holders.of_part(deployment, deployment.nodes.index(event.node))
+    return event.node not in holders.nodes_with_part(deployment, deployment.nodes.index(event.node))
 
 
 def _cannot_start(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
     if deployment.wpg.is_trial:
-        step.follow(FollowUp.END_DEPLOYMENT, deployment.name, error)
+        step.follow_up(FollowUp.END_DEPLOYMENT, deployment.name, error)
     else:
-        step.follow(FollowUp.FAIL_JOB, deployment.job_name, error)
+        step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, error)
 
 
 def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> None:
@@ -466,9 +468,9 @@ def _cannot_be_rebuilt(step: Step, deployment: Deployment, error: ErrorInfo) -> 
     is_at_origin = not deployment.wpg.base and not deployment.durability.history
     newest = job.checkpoints.get(deployment.key.deployment, "")
     if is_at_origin and deployment.wpg.checkpoint == newest:
-        step.follow(FollowUp.FAIL_JOB, str(job.key), error)
+        step.follow_up(FollowUp.FAIL_JOB, str(job.key), error)
     else:
-        step.follow(FollowUp.FALL_BACK, str(job.key), error)
+        step.follow_up(FollowUp.FALL_BACK, str(job.key), error)
 
 
 def _running_ops(deployment: Deployment) -> list[Op]:
@@ -493,7 +495,7 @@ def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo
         remedy="make it smaller, or look at the worker's log",
     )
     for op in ops:
-        operations.give_up(step, deployment, op, given_up)
+        operations.end_or_settle(step, deployment, op, given_up)
     deployment.wpg.forgive_losses()
 
 
@@ -540,11 +542,11 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
         return
     _note_death(step, deployment)
     reason = error.message if error else "a mutating operation failed"
-    step.tell("rebuilding a WPG without the failed operation", reason, deployment.name)
+    step.notify("rebuilding a WPG without the failed operation", reason, deployment.name)
     deployment.wpg.count_loss()
     if deployment.wpg.losses > step.config.max_losses:
         failure = ErrorInfo(Code.DATA_LOSS, f"{deployment.name} cannot be rebuilt: {reason}")
-        step.follow(FollowUp.FAIL_JOB, deployment.job_name, error or failure)
+        step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, error or failure)
         return
     _kill(step, deployment)
 
@@ -563,7 +565,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     nodes = holders.nodes_with(deployment) if forget else deployment.nodes
     if forget:
         for node in nodes:
-            step.state.ask_to_forget(node, deployment.name, deployment.wpg.incarnation)
+            step.state.request_forget(node, deployment.name, deployment.wpg.incarnation)
     _stop_command(step, deployment, nodes, forget=forget)
     devices.leave(step, deployment)
     deployment.wpg.starting_on = []
@@ -580,4 +582,4 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
 
 def _stop_command(step: Step, deployment: Deployment, nodes: list[NodeId], *, forget: bool) -> None:
     for node in nodes:
-        step.order(StopWpg, step.node(node), deployment, forget=forget)
+        step.send_for(StopWpg, step.node(node), deployment, forget=forget)
