@@ -17,12 +17,13 @@ import xxhash
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.stores import VersionStore
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.transfer import tls, wire
 from phaseloom.statemgr.transfer.assignment import Peer
-from phaseloom.statemgr.transfer.fetching import ask
+from phaseloom.statemgr.transfer.fetching import Home, ask
 from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, Served
 from phaseloom.statemgr.transfer.tensorslices import all_of, batches, chunk_bytes
@@ -161,9 +162,10 @@ async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
     listener.setblocking(False)
     with listener:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        node = cast("Node", SimpleNamespace(name="node0", directory=None))
+        ledger = cast("Ledger", SimpleNamespace(node="node0"))
         weights, replicator = cast("Weights", Fetching()), cast("Replicator", None)
-        serving = Server(Gate(SECRET), 0.1, node, weights, replicator)
+        versions, home = cast("VersionStore", None), Home(identity(), "", "", 0.1)
+        serving = Server(Gate(SECRET), ledger, versions, weights, replicator, home=home)
         server = tls.Server(identity(), 10.0, serving.session)
         running = asyncio.create_task(server.serve(listener))
         opening = wire.OpenVersion(KEY, ticket(KEY), [], relay="")

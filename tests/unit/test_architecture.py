@@ -194,8 +194,15 @@ def test_pure_module_of_the_state_manager_is_pure(name: str) -> None:
                 assert is_pure_in_statemgr(module), (file, module)
 
 
+def test_parts_of_the_state_manager_do_not_know_the_node() -> None:
+    """`main` wires: a component receives the parts that it uses, never all of them."""
+    node = "phaseloom.statemgr.node.node"
+    importers = {file.name for file in sources("services", "statemgr") if node in imports_of(file)}
+    assert importers == {"main.py"}
+
+
 def test_index_of_the_state_manager_is_written_at_one_place() -> None:
-    """Whatever changes what is held passes through `Node.change`, which alone fixes the order."""
+    """Whatever changes what is held passes through `Ledger.change`, which alone fixes the order."""
     root = ROOT / "services" / "statemgr"
     calls = [
         (file.name, ast.unparse(node))
@@ -203,7 +210,7 @@ def test_index_of_the_state_manager_is_written_at_one_place() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("handles.record")
     ]
-    assert calls == [("node.py", "self.handles.record()")]
+    assert calls == [("ledger.py", "self.handles.record()")]
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code, InternalError
-from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap, TakeSnapshot, WriteCheckpoint
 from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.statemgr.checkpoints.exporting import MAX_OPERATION_CHARS, Exporter
-from phaseloom.statemgr.checkpoints.files import Checkpoints
-from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import Rank
 from phaseloom.statemgr.tiering.tiering import Tiering
+from tests.support.nodeparts import node_on, parts_on
 
 SIZE = 64 * 1024
 KEY = DeploymentKey("acme", "job", "policy")
@@ -32,12 +31,13 @@ KEY = DeploymentKey("acme", "job", "policy")
 
 async def _offloaded(node: Node, tiering: Tiering) -> Rank:
     """A deployment whose whole state, at 1, is in host memory."""
-    node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
-    (rank,) = node.residency.current(KEY, 1).ranks
+    residency = node.records.residency
+    residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
+    (rank,) = residency.current(KEY, 1).ranks
     extent = await tiering.reserve(SIZE, "state")
     slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
-    node.residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of(slots), extent)
-    node.residency.fill(rank, 1, digest_of(node.memory[extent].view(SIZE)))
+    residency.register_heap(rank, RegisterHeap(SIZE, b""), TensorTable.of(slots), extent)
+    residency.fill(rank, 1, digest_of(node.memory[extent].view(SIZE)))
     return rank
 
 
@@ -45,15 +45,11 @@ async def _offloaded(node: Node, tiering: Tiering) -> Rank:
 async def exporting(directory: Path) -> AsyncIterator[tuple[Node, Exporter, Rank]]:
     """With a deployment to save."""
     files = await asyncio.to_thread(StateDirectory, directory)
-    node = Node(NodeId("n"), files, [SIZE], 8 * SIZE, 10.0)
-    tiering = Tiering(node, 0)
-    checkpoints = Checkpoints(directory / "checkpoints", NodeId("n"))
-    staging = Staging(node, tiering)
-    exporter = Exporter(files, checkpoints, staging, file_bytes=10**9)
+    node = node_on(files, device_bytes=SIZE, host_bytes=8 * SIZE)
+    parts = parts_on(node, checkpoint_root=directory / "checkpoints")
     async with node.background.running():
-        yield node, exporter, await _offloaded(node, tiering)
-    node.handles.close()
-    node.memory.close()
+        yield node, parts.exporter, await _offloaded(node, parts.tiering)
+    node.close()
 
 
 async def test_checkpoint_that_fails_as_nobody_foresaw_fails_alone_and_can_be_written_again(

@@ -14,7 +14,7 @@ from phaseloom.common.contract.state_agent import KeepHandles
 from phaseloom.common.contract.state_rank import Done, StateMessage
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
 from phaseloom.statemgr.node.extents import HostMemory
-from phaseloom.statemgr.node.handles import INDEX_HANDLES, HandleRegistry
+from phaseloom.statemgr.node.ledger import INDEX_HANDLES, HandleRegistry
 from phaseloom.statemgr.records.manifest import Manifest
 
 SIZE = 4096

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap, StateMessage
@@ -19,12 +19,11 @@ from phaseloom.common.tensors.blockhash import digest_of
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.transport.framing import Peer
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.handover.handover import Handover
-from phaseloom.statemgr.node.handles import INDEX_HANDLES
+from phaseloom.statemgr.node.ledger import INDEX_HANDLES
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.manifest import encode_manifest, encode_record, manifest_of
 from phaseloom.statemgr.records.versions import Version
-from phaseloom.statemgr.tiering.tiering import Tiering
+from tests.support.nodeparts import node_on, parts_on
 
 SIZE = 4096
 SLOT = TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)
@@ -46,7 +45,7 @@ class SideBySide(ThreadPoolExecutor):
 
 
 def _node(directory: StateDirectory) -> Node:
-    return Node(NodeId("n"), directory, [SIZE], 16 * SIZE, 10.0)
+    return node_on(directory, device_bytes=SIZE, host_bytes=16 * SIZE)
 
 
 def _filled(node: Node, number: int) -> tuple[int, str]:
@@ -58,18 +57,18 @@ def _filled(node: Node, number: int) -> tuple[int, str]:
 
 
 def _content(node: Node, number: int) -> None:
-    node.residency.register(RegisterWpg([f"token {number}"], _key(number), 1, [0], 0))
-    (rank,) = node.residency.current(_key(number), 1).ranks
+    node.records.residency.register(RegisterWpg([f"token {number}"], _key(number), 1, [0], 0))
+    (rank,) = node.records.residency.current(_key(number), 1).ranks
     extent, digest = _filled(node, number)
     heap = RegisterHeap(SIZE, b"", frozen=True)
-    node.residency.register_heap(rank, heap, TensorTable.of([SLOT]), extent)
-    node.fill(rank, 1, digest)
+    node.records.residency.register_heap(rank, heap, TensorTable.of([SLOT]), extent)
+    node.copies.fill(rank, 1, digest)
 
 
 def _version(node: Node, number: int) -> None:
     extent, digest = _filled(node, number)
     key, table = VersionKey(_key(number), 1), TensorTable.of([SLOT])
-    assert node.versions.take_over(Version(key, SIZE, table, digest, extent, 1))
+    assert node.records.versions.take_over(Version(key, SIZE, table, digest, extent, 1))
 
 
 def _key(number: int) -> DeploymentKey:
@@ -84,22 +83,20 @@ async def test_what_is_taken_over_is_verified_side_by_side(tmp_path: Path) -> No
         _content(before, number)
     for number in range(2, 4):
         _version(before, number)
-    manifest = manifest_of(before)
+    manifest = manifest_of(before.records)
     index = [os.memfd_create("index") for _ in INDEX_HANDLES]
     os.pwrite(index[0], encode_record(1, encode_manifest(manifest)), 0)
     handles = before.memory.handles()
-    tiering = Tiering(node, 0)
-    adoption = Handover(node, tiering, "index")
+    adoption = parts_on(node).begin_handover("index")
     adoption.take([*INDEX_HANDLES, *handles], [*index, *map(os.dup, handles.values())])
     one, other = socket.socketpair()
     agent: Peer[StateMessage] = Peer(one, StateMessage)
     asyncio.get_running_loop().set_default_executor(SideBySide(2))
     with other:
         await adoption.restore(agent)
-        assert len(node.host_copies.all()) == 2
-        assert len(node.versions.committed()) == 2
+        assert len(node.records.host_copies.all()) == 2
+        assert len(node.records.versions.committed()) == 2
         node.validate()
         await agent.close()
     for each in (before, node):
-        each.handles.close()
-        each.memory.close()
+        each.close()

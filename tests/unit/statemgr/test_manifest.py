@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
@@ -13,7 +11,6 @@ from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.records.hostcopies import HostCopies
 from phaseloom.statemgr.records.incarnations import State
 from phaseloom.statemgr.records.manifest import (
     decode_manifest,
@@ -22,10 +19,10 @@ from phaseloom.statemgr.records.manifest import (
     manifest_of,
     newest_record,
 )
-from phaseloom.statemgr.records.residency import Residency
-from phaseloom.statemgr.records.seals import HostSeal, HostSeals
-from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart, Snapshots
-from phaseloom.statemgr.records.versions import Version, Versions
+from phaseloom.statemgr.records.records import Records
+from phaseloom.statemgr.records.seals import HostSeal
+from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart
+from phaseloom.statemgr.records.versions import Version
 
 KEY = DeploymentKey("acme", "sums", "policy")
 FROZEN = DeploymentKey("acme", "also", "reference")
@@ -71,20 +68,9 @@ def test_flipped_bit_is_found(data: st.DataObject) -> None:
     assert newest_record([bytes(record)]) is None
 
 
-@dataclass
-class Records:
-    endpoint: str
-    residency: Residency
-    versions: Versions
-    host_copies: HostCopies
-    snapshots: Snapshots
-    seals: HostSeals
-
-
 def test_manifest_says_what_is_needed_to_go_on() -> None:
-    residency, versions = Residency([100, 100]), Versions()
-    snapshots, seals = Snapshots(), HostSeals()
-    node = Records("host:1", residency, versions, residency.copies, snapshots, seals)
+    records = Records([100, 100])
+    residency, versions = records.residency, records.versions
     residency.register(RegisterWpg(["gone"], DeploymentKey("acme", "gone", "policy"), 9, [0], 0))
     residency.drop(DeploymentKey("acme", "gone", "policy"), 9)
     residency.register(RegisterWpg(["t0", "t1"], KEY, 3, [0, 1], 5))
@@ -102,9 +88,9 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     own, copy = residency.copies.all()
     copy.hash, copy.is_immutable = "hash", True
     part = SnapshotPart(11, 24, table, b"checksum")
-    snapshots[KEY, "operation"] = Snapshot(KEY, 3, "operation", "name", 5, [part], 2, 4)
-    seals[KEY, 4] = HostSeal(KEY, 4, 12, 100)
-    manifest = decode_manifest(encode_manifest(manifest_of(node)))
+    records.snapshots[KEY, "operation"] = Snapshot(KEY, 3, "operation", "name", 5, [part], 2, 4)
+    records.seals[KEY, 4] = HostSeal(KEY, 4, 12, 100)
+    manifest = decode_manifest(encode_manifest(manifest_of(records, "host:1")))
     assert manifest.endpoint == "host:1"
     gone = DeploymentKey("acme", "gone", "policy")
     assert dict(manifest.fences) == {gone: 9, KEY: 3, FROZEN: 1}
@@ -127,4 +113,4 @@ def test_manifest_says_what_is_needed_to_go_on() -> None:
     (snapshot,) = manifest.snapshots
     assert (snapshot.key, snapshot.name, snapshot.num_ranks) == (KEY, "name", 4)
     assert snapshot.parts == [part]
-    assert manifest.seals == [*seals.values()]
+    assert manifest.seals == [*records.seals.values()]

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import RegisterHeap
@@ -18,6 +18,7 @@ from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import HostCopy, State
 from phaseloom.statemgr.tiering.tiering import Tiering
+from tests.support.nodeparts import node_on, parts_on
 from tests.support.threads import Remembering
 
 SIZE = 16 * 4096
@@ -31,16 +32,16 @@ class World:
     def add(self, name: str) -> HostCopy:
         """A frozen deployment whose host copy nobody else has."""
         node, key = self.node, DeploymentKey("acme", "job", name)
-        node.residency.register(RegisterWpg([name], key, 1, [0], 0))
-        (rank,) = node.residency.current(key, 1).ranks
+        node.records.residency.register(RegisterWpg([name], key, 1, [0], 0))
+        (rank,) = node.records.residency.current(key, 1).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [SIZE], 0, SIZE)]
         extent = node.memory.reserve(SIZE, name, may_freeze=True)
         heap = RegisterHeap(SIZE, b"", frozen=True)
-        node.residency.register_heap(rank, heap, TensorTable.of(slots), extent)
+        node.records.residency.register_heap(rank, heap, TensorTable.of(slots), extent)
         memory = node.memory[extent].view(SIZE)
         memory[:] = name.encode() * SIZE
         digest = digest_of(memory)
-        node.fill(rank, 1, digest)
+        node.copies.fill(rank, 1, digest)
         assert rank.copy is not None
         return rank.copy
 
@@ -48,14 +49,13 @@ class World:
 @asynccontextmanager
 async def world(directory: Path) -> AsyncIterator[World]:
     files = await asyncio.to_thread(StateDirectory, directory)
-    node = Node(NodeId("n"), files, [SIZE], 2 * SIZE, 10.0)
-    tiering = Tiering(node, 10 * SIZE)
+    node = node_on(files, device_bytes=SIZE, host_bytes=2 * SIZE)
+    tiering = parts_on(node, nvme_bytes=10 * SIZE).tiering
     async with node.background.running():
         yield World(node, tiering)
-        await node.until(lambda: not node.moves)
+        await node.ledger.until(lambda: not node.copies.moves)
         node.validate()
-    node.handles.close()
-    node.memory.close()
+    node.close()
 
 
 async def test_copy_comes_up_immutable_though_a_thread_forgets_late_what_it_was_given(

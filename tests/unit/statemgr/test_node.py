@@ -7,12 +7,12 @@ import os
 import socket
 from pathlib import Path
 
-from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_rank import Copied, CopyIn, StateMessage
 from phaseloom.common.transport.framing import Peer, close_fds
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.node import Node
+from tests.support.nodeparts import node_on
 
 KEY = DeploymentKey("acme", "sums", "reference")
 
@@ -30,20 +30,20 @@ async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_giv
         return Copied(body.digest, 0, 0, 0.0), []
 
     directory = await asyncio.to_thread(StateDirectory, tmp_path)
-    node = Node(NodeId("n"), directory, [1], 1 << 20, 10.0)
-    node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
-    rank = node.residency.authenticate("token")
+    node = node_on(directory, device_bytes=1, host_bytes=1 << 20)
+    node.records.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
+    rank = node.records.residency.authenticate("token")
     here, there = socket.socketpair()
     peer: Peer[StateMessage] = Peer(here, StateMessage, max_fds=0)
     other: Peer[StateMessage] = Peer(there, StateMessage, answer)
     peer.start()
     other.start()
-    node.ranks[rank] = peer
+    node.ranks.connected[rank] = peer
     extent = node.memory.reserve(4096, "a content")
     inode = os.fstat(node.memory[extent].read_only_fd).st_ino
-    async with node.handles._lock:  # they are being kept
+    async with node.ledger.handles._lock:  # they are being kept
         asking = asyncio.create_task(
-            node.ask(rank, CopyIn("0" * 32), [node.memory[extent].read_only_fd])
+            node.ranks.order(rank, CopyIn("0" * 32), [node.memory[extent].read_only_fd])
         )
         await asyncio.sleep(0)
         node.memory.free(extent)
@@ -52,5 +52,4 @@ async def test_descriptor_beside_an_order_is_that_of_its_memory_though_it_is_giv
     assert inodes == [inode]
     await peer.close()
     await other.close()
-    node.handles.close()
-    node.memory.close()
+    node.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.contract.errors import CallerError, Code, ResourceError
-from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.ids import COPY_PREFIX, DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import VersionPart, VersionParts
 from phaseloom.common.contract.state_rank import CommitParts, CreateVersion
@@ -19,12 +19,8 @@ from phaseloom.common.tensors.versionparts import part_of
 from phaseloom.statemgr.disk.files import StateDirectory
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.incarnations import Wpg
-from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.transfer.fetching import Home
-from phaseloom.statemgr.versions.fetch import VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
-from phaseloom.statemgr.versions.weights import Weights
-from tests.support.meshcerts import identity
+from tests.support.nodeparts import node_on, parts_on
 
 POLICY = DeploymentKey("acme", "job", "policy")
 KEY = VersionKey(POLICY, 3)
@@ -40,23 +36,23 @@ class World:
 
     def incarnation(self, incarnation: int) -> Wpg:
         """The next incarnation of the policy."""
-        residency = self.node.residency
+        residency = self.node.records.residency
         replaced = residency.register(
             RegisterWpg([f"token{incarnation}"], POLICY, incarnation, [0], 0)
         )
         if replaced is not None:
-            self.node.retire(replaced, "fenced")
+            self.node.ranks.retire(replaced, "fenced")
         return residency.current(POLICY, incarnation)
 
     def have(self, key: VersionKey, digest: str, incarnation: int | None = None) -> None:
         """In host memory. Args: digest: empty: it is on its way."""
         extent = self.node.memory.reserve(64, "a version")
-        version = self.node.versions.begin(key, 64, EMPTY, extent, incarnation)
+        version = self.node.records.versions.begin(key, 64, EMPTY, extent, incarnation)
         if digest:
-            self.node.versions.commit(version, digest)
+            self.node.records.versions.commit(version, digest)
 
     def has(self, key: VersionKey) -> bool:
-        return self.node.versions.find(key) is not None
+        return self.node.records.versions.find(key) is not None
 
     async def commit(self, incarnation: Wpg, digest: str) -> None:
         """A version of one part."""
@@ -67,14 +63,11 @@ class World:
 @asynccontextmanager
 async def world(directory: Path) -> AsyncIterator[World]:
     files = StateDirectory(directory)
-    node = Node(NodeId("n"), files, [1], 2**20, 10.0)
-    node.settled.set()
-    tiering = Tiering(node, 0)
-    weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
-    yield World(node, Publishing(node, tiering, weights))
+    node = node_on(files, device_bytes=1, host_bytes=2**20)
+    node.ledger.settled.set()
+    yield World(node, parts_on(node).publishing)
     node.validate()
-    node.handles.close()
-    node.memory.close()
+    node.close()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +98,7 @@ async def test_a_version_that_its_policy_makes_here_goes_before_one_that_is_fetc
     async with world(tmp_path) as w:
         policy = w.incarnation(1)
         w.have(KEY, "")
-        fetched = w.node.versions.find(KEY)
+        fetched = w.node.records.versions.find(KEY)
         assert fetched is not None
         fetched.is_ahead = is_ahead
         made = CreateVersion(KEY, 64, EMPTY.packed)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from phaseloom.common.contract.ids import DeploymentKey, NodeId
+from phaseloom.common.contract.ids import DeploymentKey
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.node.stores import HostSealStore
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.stateheader import Section, StateHeader
 from phaseloom.statemgr.seals.remotefiles import open_file
 from phaseloom.statemgr.transfer.tensorslices import Box
@@ -23,9 +25,9 @@ async def test_blocks_of_one_request_come_each_as_it_is(tmp_path: Path) -> None:
     sections = [Section(len(content), [], "") for content in contents]
     memories = [memoryview(bytearray(content)) for content in contents]
     directory.write(directory.seal(KEY, 3), StateHeader("seal", KEY, 3, sections), memories)
-    node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
-    node.settled.set()
-    _, served = await open_file(node, FileName("seal", KEY, 3))
+    memory = HostMemory(2**20)
+    host_seals = HostSealStore(Records([1]), memory)
+    _, served = await open_file(host_seals, directory, FileName("seal", KEY, 3))
     for numbers in ((0, 1, 2), (2, 0)):
         boxes = [Box(str(number), [0], [len(contents[number])]) for number in numbers]
         found = [served.find("", box) for box in boxes]
@@ -33,5 +35,4 @@ async def test_blocks_of_one_request_come_each_as_it_is(tmp_path: Path) -> None:
         views = [each.read() for each in found]
         came = [b"".join(view) for view in views]
         assert came == [contents[number] for number in numbers]
-    node.handles.close()
-    node.memory.close()
+    memory.close()

@@ -5,21 +5,14 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.tensortable import EMPTY
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.seals.replicating import Replicator
-from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.serving import Server
-from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer
-from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.tensorslices import Box
-from phaseloom.statemgr.versions.fetch import VersionFetcher
-from phaseloom.statemgr.versions.weights import Weights
-from tests.support.meshcerts import identity
+from tests.support.nodeparts import node_on, parts_on
 
 POLICY = DeploymentKey("acme", "job", "policy")
 KEYS = [VersionKey(POLICY, seq) for seq in (3, 5, 7)]
@@ -30,12 +23,12 @@ BOX = (Box("w", [0], [64]), 64)
 async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Path) -> None:
     """There may be hundreds of thousands of boxes in each."""
     directory = StateDirectory(tmp_path)
-    node = Node(NodeId("n"), directory, [1], 2**20, 10.0)
-    node.settled.set()
-    tiering = Tiering(node, 0)
-    weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
-    replicator = Replicator(node, Sealer(node, tiering, weights.verify), weights)
-    server = Server(Gate("secret"), 10.0, node, weights, replicator)
+    node = node_on(directory, device_bytes=1, host_bytes=2**20)
+    node.ledger.settled.set()
+    parts = parts_on(node)
+    weights = parts.weights
+    nearby = node.ledger, node.versions, weights, parts.replicator
+    server = Server(Gate("secret"), *nearby, home=parts.home)
 
     async def assignment(key: VersionKey) -> Assignment:
         async with weights.open_part(key) as part:
@@ -43,14 +36,18 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
 
     for key in KEYS:
         extent = node.memory.reserve(64, "a version")
-        node.versions.commit(node.versions.begin(key, 64, EMPTY, extent), "its digest")
+        version = node.records.versions.begin(key, 64, EMPTY, extent)
+        node.records.versions.commit(version, "its digest")
+    del version
     first, second = await assignment(KEYS[0]), await assignment(KEYS[1])
     first.ask([BOX], 64, [], Peer("node:1", "all"))
     assert await assignment(KEYS[0]) is first
-    node.drop_version(node.versions.find(KEYS[0]))
+    dropped = node.records.versions.find(KEYS[0])
+    assert dropped is not None
+    node.versions.drop(dropped)
+    del dropped
     third = await assignment(KEYS[2])
     gc.collect()
     known = [each for sites in server._assignments.values() for each in sites.values()]
     assert {id(each) for each in known} == {id(second), id(third)}
-    node.handles.close()
-    node.memory.close()
+    node.close()

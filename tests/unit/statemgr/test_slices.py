@@ -10,28 +10,22 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.state_agent import RegisterWpg
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.common.contract.state_rank import OpenSlices
 from phaseloom.statemgr.disk.files import StateDirectory
-from phaseloom.statemgr.node.node import Node
-from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.transfer.fetching import Home
-from phaseloom.statemgr.versions.fetch import VersionFetcher
-from phaseloom.statemgr.versions.weights import Weights
-from tests.support.meshcerts import identity
+from tests.support.nodeparts import node_on, parts_on
 
 KEY = DeploymentKey("acme", "job", "policy")
 
 
 async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -> None:
     directory = await asyncio.to_thread(StateDirectory, tmp_path)
-    node = Node(NodeId("n"), directory, [0], 2**20, 10.0)
-    tiering = Tiering(node, 0)
-    weights = Weights(VersionFetcher(node, tiering, Home(identity(), "", "", 10.0)))
-    node.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
-    wpg = node.residency.current(KEY, 1)
+    node = node_on(directory, device_bytes=0, host_bytes=2**20)
+    weights = parts_on(node).weights
+    node.records.residency.register(RegisterWpg(["token"], KEY, 1, [0], 0))
+    wpg = node.records.residency.current(KEY, 1)
     busy, only_thread = threading.Event(), ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(only_thread)
     only_thread.submit(busy.wait)
@@ -42,5 +36,4 @@ async def test_slices_are_looked_through_beside_the_event_loop(tmp_path: Path) -
     assert not done, "it was looked through on the event loop"
     with pytest.raises(CallerError, match="is no box"):
         await opening
-    node.handles.close()
-    node.memory.close()
+    node.close()

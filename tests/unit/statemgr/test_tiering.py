@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phaseloom.common.contract.errors import Code, InternalError, ResourceError
-from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
+from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import Prefetch, PrepareSeal, RegisterWpg, WriteSeal
 from phaseloom.common.contract.state_layout import Role, TensorSlot
@@ -28,6 +28,7 @@ from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.records.stateheader import Place, StateHeader
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.tiering.tiering import Tiering
+from tests.support.nodeparts import node_on, parts_on
 from tests.support.threads import FirstIsLate
 
 PAGE = 4096
@@ -81,6 +82,7 @@ class World:
     node: Node
     directory: GatedDirectory
     tiering: Tiering
+    sealer: Sealer
     wpgs: dict[str, Wpg] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
@@ -89,18 +91,19 @@ class World:
         key = DeploymentKey("acme", "job", name)
         node = self.node
         token = f"token {name} {incarnation}"
-        replaced = node.residency.register(RegisterWpg([token], key, incarnation, [0], 0))
+        replaced = node.records.residency.register(RegisterWpg([token], key, incarnation, [0], 0))
         if replaced is not None:
-            node.retire(replaced, "another incarnation has come")
-        (rank,) = node.residency.current(key, incarnation).ranks
+            node.ranks.retire(replaced, "another incarnation has come")
+        (rank,) = node.records.residency.current(key, incarnation).ranks
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
-        with self.node.residency.using(rank.wpg):
+        with self.node.records.residency.using(rank.wpg):
             extent = await self.tiering.reserve(HEAP, name)
-        node.residency.register_heap(rank, RegisterHeap(HEAP, b""), TensorTable.of(slots), extent)
+        heap, table = RegisterHeap(HEAP, b""), TensorTable.of(slots)
+        node.records.residency.register_heap(rank, heap, table, extent)
         memory = node.memory[extent].view(HEAP)
         memory[:] = (content or name).encode() * HEAP
         self.wpgs[name], self.digests[name] = rank.wpg, digest_of(memory)
-        node.residency.fill(rank, 1, self.digests[name])
+        node.records.residency.fill(rank, 1, self.digests[name])
         return rank
 
     def state(self, name: str) -> State:
@@ -111,7 +114,7 @@ class World:
     def file(self, name: str) -> Path:
         copy = self.wpgs[name].ranks[0].copy
         assert copy is not None
-        return self.node.file_of(copy)
+        return self.node.copies.file_of(copy)
 
     def is_whole(self, name: str) -> bool:
         (rank,) = self.wpgs[name].ranks
@@ -123,7 +126,7 @@ class World:
         await asyncio.to_thread(self.directory.at_gate.acquire)
 
     async def rest(self) -> None:
-        await self.node.until(lambda: not self.node.moves)
+        await self.node.ledger.until(lambda: not self.node.copies.moves)
 
     async def use(self, name: str) -> None:
         async with self.tiering.in_host(self.wpgs[name]):
@@ -134,21 +137,14 @@ class World:
         self.tiering.hint(wpg, Prefetch(wpg.key, 1, in_s))
 
 
-async def _never(*asked: object) -> None:
-    raise AssertionError(f"nothing here is bad: {asked}")
-
-
-def sealer_of(w: World) -> Sealer:
-    return Sealer(w.node, w.tiering, _never)
-
-
 @asynccontextmanager
 async def world(directory: Path, *, room: int = 2, closed: bool = True) -> AsyncIterator[World]:
     """`a` is on NVMe, `b` and `c` in host memory, which has room for two; the gate is closed."""
     gated = await asyncio.to_thread(GatedDirectory, directory)
-    node = Node(NodeId("n"), gated, [SIZE], room * SIZE, 10.0)
-    tiering = Tiering(node, 10 * SIZE)
-    made = World(node, gated, tiering)
+    node = node_on(gated, device_bytes=SIZE, host_bytes=room * SIZE)
+    parts = parts_on(node, nvme_bytes=10 * SIZE)
+    tiering = parts.tiering
+    made = World(node, gated, tiering, parts.sealer)
     async with node.background.running():
         for name in NAMES:
             await made.add(name)
@@ -163,8 +159,7 @@ async def world(directory: Path, *, room: int = 2, closed: bool = True) -> Async
         gated.gate.set()
         await made.rest()
         node.validate()
-    node.handles.close()
-    node.memory.close()
+    node.close()
 
 
 async def test_demotion_is_cancelled_by_who_needs_the_copy(tmp_path: Path) -> None:
@@ -185,7 +180,7 @@ async def test_demotion_is_cancelled_by_who_needs_the_copy(tmp_path: Path) -> No
 
 async def test_move_upward_is_joined(tmp_path: Path) -> None:
     async with world(tmp_path, closed=False) as w:
-        w.node.retire(w.wpgs["b"], "room")
+        w.node.ranks.retire(w.wpgs["b"], "room")
         w.directory.gate.clear()
         w.hint("a", 5.0)
         await w.at_gate()
@@ -201,11 +196,11 @@ async def test_deployment_that_ends_on_its_way_up_leaves_no_file_and_no_bytes(
     tmp_path: Path,
 ) -> None:
     async with world(tmp_path, closed=False) as w:
-        w.node.retire(w.wpgs["b"], "room")
+        w.node.ranks.retire(w.wpgs["b"], "room")
         w.directory.gate.clear()
         using = asyncio.create_task(w.use("a"))
         await w.at_gate()
-        w.node.retire(w.wpgs["a"], "dropped")
+        w.node.ranks.retire(w.wpgs["a"], "dropped")
         w.directory.gate.set()
         with pytest.raises(ResourceError):
             await using
@@ -220,7 +215,7 @@ async def test_deployment_that_ends_on_its_way_down_leaves_no_file_and_no_bytes(
     async with world(tmp_path) as w:
         asking = asyncio.create_task(w.tiering.reserve(SIZE, "new"))
         await w.at_gate()
-        w.node.retire(w.wpgs["b"], "dropped")
+        w.node.ranks.retire(w.wpgs["b"], "dropped")
         w.directory.gate.set()
         w.node.memory.free(await asking)
         await w.rest()
@@ -235,7 +230,7 @@ async def test_deployment_that_ends_as_its_way_down_begins_makes_the_room_itself
         asking = asyncio.create_task(w.tiering.reserve(SIZE, "new"))
         await asyncio.sleep(0)
         assert w.state("b") is State.DEMOTING
-        w.node.retire(w.wpgs["b"], "its rank has left")
+        w.node.ranks.retire(w.wpgs["b"], "its rank has left")
         w.node.memory.free(await asking)
         await w.rest()
         assert w.directory.host_copies() == {w.file("a")}
@@ -249,8 +244,8 @@ async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> 
         extent = await w.tiering.reserve(HEAP, "a version")
         await w.at_gate()
         w.directory.gate.clear()
-        version = w.node.versions.begin(key, HEAP, TensorTable.of(slots), extent)
-        w.node.versions.commit(version, digest_of(w.node.memory[extent].view(HEAP)))
+        version = w.node.records.versions.begin(key, HEAP, TensorTable.of(slots), extent)
+        w.node.records.versions.commit(version, digest_of(w.node.memory[extent].view(HEAP)))
         moves = w.tiering.versions
         both = [asyncio.create_task(moves.persist(version)) for _ in range(2)]
         await w.at_gate()
@@ -263,7 +258,7 @@ async def test_version_that_two_want_on_disk_is_written_once(tmp_path: Path) -> 
 async def test_records_are_sound_while_a_seal_is_written_to_host_memory(tmp_path: Path) -> None:
     async with world(tmp_path, closed=False) as w:
         w.node.memory.budget_bytes += 2 * SIZE
-        sealer = sealer_of(w)
+        sealer = w.sealer
         wpg, busy = w.wpgs["b"], threading.Event()
         await sealer.prepare(PrepareSeal(wpg.key, 1, 1))
         one_thread = ThreadPoolExecutor(1)
@@ -288,7 +283,7 @@ async def test_seals_of_two_incarnations_at_one_seq_are_written_one_after_the_ot
     """The write of an incarnation that is over goes on, in a half-written file of the same name."""
     async with world(tmp_path, closed=False) as w:
         w.node.memory.budget_bytes += 2 * SIZE
-        sealer, key = sealer_of(w), w.wpgs["b"].key
+        sealer, key = w.sealer, w.wpgs["b"].key
         await sealer.prepare(PrepareSeal(key, 1, 1))
         w.directory.gate.clear()
         old = asyncio.create_task(sealer.write(WriteSeal(key, 1, 1, [])))
@@ -310,12 +305,12 @@ async def test_seal_of_an_incarnation_that_is_over_does_not_replace_that_of_the_
 ) -> None:
     async with world(tmp_path, closed=False) as w:
         w.node.memory.budget_bytes += 2 * SIZE
-        sealer, key = sealer_of(w), w.wpgs["b"].key
+        sealer, key = w.sealer, w.wpgs["b"].key
         version = VersionKey(key, 1)
         slots = [TensorSlot("w", Role.WEIGHT, "uint8", [HEAP], 0, HEAP)]
         extent = await w.tiering.reserve(HEAP, "a version")
-        cut = w.node.versions.begin(version, HEAP, TensorTable.of(slots), extent)
-        w.node.versions.commit(cut, digest_of(w.node.memory[extent].view(HEAP)))
+        cut = w.node.records.versions.begin(version, HEAP, TensorTable.of(slots), extent)
+        w.node.records.versions.commit(cut, digest_of(w.node.memory[extent].view(HEAP)))
         await sealer.prepare(PrepareSeal(key, 1, 1))
         w.directory.gate.clear()
         old = asyncio.create_task(sealer.write(WriteSeal(key, 1, 1, [1])))
@@ -329,13 +324,13 @@ async def test_seal_of_an_incarnation_that_is_over_does_not_replace_that_of_the_
         await sealer.write(WriteSeal(key, 2, 1, []))
         (place,) = find_parts(w.directory.seal(key, 1))
         assert place.part.digest == w.digests["b"]
-        w.node.drop_version(cut)
+        w.node.versions.drop(cut)
         await sealer.forget(key)
 
 
 async def test_one_demotion_makes_room_for_one_of_two_who_ask(tmp_path: Path) -> None:
     async with world(tmp_path) as w:
-        w.node.retire(w.wpgs["c"], "room")
+        w.node.ranks.retire(w.wpgs["c"], "room")
         kept = await w.tiering.reserve(SIZE, "kept")
         asking = [asyncio.create_task(w.tiering.reserve(SIZE, f"new {n}")) for n in range(2)]
         await w.at_gate()
@@ -354,7 +349,7 @@ async def test_nothing_goes_down_for_what_cannot_fit_anyway(tmp_path: Path) -> N
         with pytest.raises(ResourceError, match="nothing more can go to NVMe") as caught:
             await w.tiering.reserve(3 * SIZE, "too large")
         assert caught.value.info.details["needed_bytes"] == str(3 * SIZE)
-        with w.node.residency.using(w.wpgs["b"]), pytest.raises(ResourceError):
+        with w.node.records.residency.using(w.wpgs["b"]), pytest.raises(ResourceError):
             await w.tiering.reserve(2 * SIZE, "too large beside what is in use")
         assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
 
@@ -406,7 +401,7 @@ async def test_directory_in_the_way_of_a_copy_down_leaves_it_above(tmp_path: Pat
         with pytest.raises(ResourceError, match="nothing more can go to NVMe"):
             await w.tiering.reserve(SIZE, "new")
         assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
-        w.node.retire(w.wpgs["c"], "its rank has left")
+        w.node.ranks.retire(w.wpgs["c"], "its rank has left")
 
 
 @asynccontextmanager
@@ -428,7 +423,7 @@ async def test_move_that_fails_as_nobody_foresaw_fails_alone_and_the_copy_is_whe
                 await w.tiering.reserve(SIZE, "new")
             assert [w.state(name) for name in NAMES] == [State.DEMOTED, State.HOST, State.HOST]
             w.node.validate()
-            w.node.retire(w.wpgs["c"], "room")
+            w.node.ranks.retire(w.wpgs["c"], "room")
             with pytest.raises(InternalError, match="RuntimeError"):
                 await w.use("a")
             assert w.state("a") is State.DEMOTED
@@ -442,7 +437,7 @@ async def test_copy_that_has_just_come_up_goes_down_once_the_end_of_that_is_reco
 ) -> None:
     async with world(tmp_path, closed=False) as w:
         w.directory.last_gate.clear()
-        with w.node.residency.using(w.wpgs["c"]):
+        with w.node.records.residency.using(w.wpgs["c"]):
             w.hint("a", 5.0)
             await asyncio.to_thread(w.directory.at_last_gate.acquire)
             assert w.state("a") is State.HOST

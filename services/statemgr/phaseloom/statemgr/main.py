@@ -29,19 +29,24 @@ from phaseloom.statemgr.checkpoints.files import Checkpoints
 from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.handover.handover import Handover
+from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.node import Node
 from phaseloom.statemgr.records.hostcopies import bases_of
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.shell import Parts, StateManager
-from phaseloom.statemgr.tiering.sharing import Sharing
+from phaseloom.statemgr.tiering.rankmemory import RankMemory
+from phaseloom.statemgr.tiering.sharing import FrozenCopies, Sharing
+from phaseloom.statemgr.tiering.switching import Switcher
 from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.tiering.versionmoves import VersionMoves
 from phaseloom.statemgr.transfer import tls
 from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.tls import Identity
-from phaseloom.statemgr.versions.fetch import VersionFetcher
+from phaseloom.statemgr.versions.fetch import Suspects, VersionFetcher
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.weights import Weights
 
@@ -134,7 +139,13 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     config.check()
+    identity = Identity.load(config.certificates)
+    home = Home(identity, "", config.site, config.peer_timeout_s)
     directory = await asyncio.to_thread(StateDirectory, Path(config.directory))
+    log.info(
+        "%s is written and read %s: %s",
+        *(config.directory, directory.disk.path.method, directory.disk.path.why),
+    )
     node = Node(
         config.node,
         directory,
@@ -142,15 +153,37 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
         config.host_memory_bytes,
         config.transfer_timeout_s,
         frozen_bases=bases_of(config.frozen_bases),
+        endpoint=lambda: home.endpoint,
     )
     _observe(node)
-    parts, session = await _parts(config, node)
-    server = tls.Server(Identity.load(config.certificates), config.peer_timeout_s, session)
-    addresses = _Addresses(node, server, config.host, config.port)
+    root = Path(config.checkpoint_root) if config.checkpoint_root else None
+    checkpoints = Checkpoints(root, config.node)
+    await asyncio.to_thread(checkpoints.sweep)
+    parts = wire(
+        node,
+        home,
+        checkpoints,
+        directory if root is None else await asyncio.to_thread(StateDirectory, root),
+        checkpoint_file_bytes=config.checkpoint_file_bytes,
+        nvme_budget_bytes=_nvme_budget(Path(config.directory), config.nvme_bytes),
+    )
+    for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
+        if header.kind == "version":
+            parts.weights.found(header)
+        else:
+            parts.sealer.found(header, str(path))
+    nodes = Server(
+        *(Gate(config.secret), node.ledger, node.versions, parts.weights, parts.replicator),
+        home=home,
+        delta_share=config.delta_share,
+    )
+    server = tls.Server(identity, config.peer_timeout_s, nodes.session)
+    addresses = _Addresses(home, node.background, server, config.host, config.port)
     local = framing.listen(config.socket)
     try:
         async with node.background.running():
-            node.background.begin(Sharing(node).run(), is_endless=True)
+            sharing = Sharing(node.ledger, node.memory, node.copies, node.ranks, node.background)
+            node.background.begin(sharing.run(), is_endless=True)
             addresses.serve()
             manager = StateManager(
                 parts,
@@ -160,21 +193,19 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
             )
             serving = framing.serve(local, StateMessage, manager.session, max_fds=0)
             node.background.begin(serving, is_endless=True)
-            log.info("%s serves at %s and %s", config.node, config.socket, node.endpoint)
+            log.info("%s serves at %s and %s", config.node, config.socket, home.endpoint)
             await stop.wait()
     finally:
         local.close()
         addresses.close()
         parts.archives.close()
-        node.device_copies.close()
-        node.handles.close()
-        node.memory.close()
+        node.close()
 
 
 def _observe(node: Node) -> None:
     """Let every scrape of the metrics read the memory in use, and its budgets."""
-    here = {"node": node.name}
-    memory, residency = node.memory, node.residency
+    here = {"node": node.ledger.node}
+    memory, residency = node.memory, node.records.residency
     devices = range(len(residency.device_budget_bytes))
 
     def by_device(values: list[int]) -> list[Reading]:
@@ -189,45 +220,113 @@ def _observe(node: Node) -> None:
     metrics.observe(metrics.DEVICE_BUDGET, lambda: by_device(residency.device_budget_bytes))
 
 
-async def _parts(config: StateManagerConfig, node: Node) -> tuple[Parts, tls.Session]:
-    """Build the parts that answer agent and ranks, and the session that serves other nodes."""
-    directory = node.directory
-    disk = directory.disk.path
-    log.info("%s is written and read %s: %s", config.directory, disk.method, disk.why)
-    nvme_bytes = _nvme_budget(Path(config.directory), config.nvme_bytes)
-    tiering = Tiering(node, nvme_bytes)
-    saved = await asyncio.to_thread(_checkpoints, config, node, directory, tiering)
-    identity, timeout_s = Identity.load(config.certificates), config.peer_timeout_s
-    home = Home(identity, "", config.site, timeout_s)
-    weights = Weights(VersionFetcher(node, tiering, home))
-    sealer = Sealer(node, tiering, weights.verify)
-    for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
-        if header.kind == "version":
-            weights.found(header)
-        else:
-            sealer.found(header, str(path))
-    publishing = Publishing(node, tiering, weights)
-    replicator = Replicator(node, sealer, weights)
-    gate = Gate(config.secret)
-    server = Server(
-        *(gate, timeout_s, node, weights, replicator),
-        site=config.site,
-        delta_share=config.delta_share,
+def wire(
+    node: Node,
+    home: Home,
+    checkpoints: Checkpoints,
+    checkpoint_files: StateDirectory,
+    *,
+    checkpoint_file_bytes: int,
+    nvme_budget_bytes: int,
+) -> Parts:
+    """Build the features on a node, each with the parts that it uses.
+
+    Args: checkpoint_files: the state directory at the checkpoint root.
+    """
+    ledger, records, memory, ranks = node.ledger, node.records, node.memory, node.ranks
+    directory, residency = node.directory, records.residency
+    moves = VersionMoves(ledger, node.versions, ranks, directory)
+    tiering = Tiering(
+        *(ledger, memory, node.copies, moves, ranks),
+        residency=residency,
+        digests=node.digests,
+        nvme_budget_bytes=nvme_budget_bytes,
     )
-    parts = Parts(node, sealer, publishing, weights, tiering, *saved, replicator, disk)
-    return parts, server.session
+    frozen = FrozenCopies(records, memory, node.copies, ranks, tiering.reserve_frozen)
+    switcher = Switcher(
+        *(ledger, residency, ranks, tiering, frozen),
+        digests=node.digests,
+        device_copies=node.device_copies,
+    )
+    suspects = Suspects(records, node.versions, ranks, directory)
+    fetcher = VersionFetcher(node.versions, suspects, tiering, directory, home)
+    weights = Weights(ledger, records, node.versions, moves, fetcher)
+    publishing = Publishing(records.layouts, memory, node.versions, tiering, fetcher)
+    sealer = Sealer(
+        *(ledger, records, memory, ranks, tiering),
+        copies=node.copies,
+        frozen=frozen,
+        host_seals=node.seals,
+        verify_version=weights.verify,
+    )
+    replicator = Replicator(records, node.seals, directory, sealer, weights, home=home)
+    rank_memory = RankMemory(
+        *(ledger, records, memory, node.copies, ranks),
+        tiering=tiering,
+        restore=replicator.restore,
+    )
+    staging = Staging(
+        *(ledger, records, memory, ranks, tiering),
+        copies=node.copies,
+        background=node.background,
+    )
+    exporter = Exporter(
+        *(checkpoint_files, checkpoints, staging, records.snapshots),
+        ledger=ledger,
+        background=node.background,
+        file_bytes=checkpoint_file_bytes,
+    )
+    loader = Loader(checkpoint_files.disk, checkpoints, staging, ranks, frozen, memory=memory)
+
+    def begin_handover(index: str) -> Handover:
+        return Handover(
+            *(ledger, records, memory, ranks, tiering),
+            copies=node.copies,
+            host_seals=node.seals,
+            frozen=frozen,
+            digests=node.digests,
+            index=index,
+        )
+
+    return Parts(
+        ledger=ledger,
+        records=records,
+        memory=memory,
+        background=node.background,
+        ranks=ranks,
+        versions=node.versions,
+        device_copies=node.device_copies,
+        tiering=tiering,
+        frozen=frozen,
+        switcher=switcher,
+        rank_memory=rank_memory,
+        publishing=publishing,
+        weights=weights,
+        sealer=sealer,
+        replicator=replicator,
+        exporter=exporter,
+        loader=loader,
+        catalogue=Catalogue(checkpoints),
+        archives=Archives(checkpoints),
+        begin_handover=begin_handover,
+        home=home,
+        disk=directory.disk.path,
+    )
 
 
 class _Addresses:
     """The addresses at which other nodes reach this one: its own and, after a kill, the one of the
     daemon before, which they know."""
 
-    def __init__(self, node: Node, server: tls.Server, host: str, port: int) -> None:
+    def __init__(
+        self, home: Home, background: Background, server: tls.Server, host: str, port: int
+    ) -> None:
         """Raises: OSError: somebody else has the port."""
-        self._node = node
+        self._home = home
+        self._background = background
         self._server = server
         self._listeners = [_listen(host, port)]
-        node.endpoint = f"{host}:{self._listeners[0].getsockname()[1]}"
+        home.endpoint = f"{host}:{self._listeners[0].getsockname()[1]}"
 
     def serve(self) -> None:
         """Begin to serve other nodes."""
@@ -240,10 +339,10 @@ class _Addresses:
     def add(self, endpoint: str) -> None:
         """Serve at another endpoint too: at once where that works, or else as soon as it does.
 
-        From then on `Node.endpoint` is this one, which other nodes know.
+        From then on `Home.endpoint` is this one, which other nodes know.
         """
         if not self._try_to_add(endpoint):
-            self._node.background.begin(self._keep_trying(endpoint), is_endless=True)
+            self._background.begin(self._keep_trying(endpoint), is_endless=True)
 
     async def _keep_trying(self, endpoint: str) -> None:
         while True:
@@ -260,30 +359,17 @@ class _Addresses:
             return False
         self._listeners.append(listener)
         self._serve(listener)
-        self._node.endpoint = endpoint
+        self._home.endpoint = endpoint
         return True
 
     def _serve(self, listener: socket.socket) -> None:
-        self._node.background.begin(self._server.serve(listener), is_endless=True)
+        self._background.begin(self._server.serve(listener), is_endless=True)
 
 
 def _listen(host: str, port: int) -> socket.socket:
     listener = socket.create_server((host, port))
     listener.setblocking(False)
     return listener
-
-
-def _checkpoints(
-    config: StateManagerConfig, node: Node, directory: StateDirectory, tiering: Tiering
-) -> tuple[Exporter, Loader, Catalogue, Archives]:
-    root = Path(config.checkpoint_root) if config.checkpoint_root else None
-    checkpoints = Checkpoints(root, config.node)
-    checkpoints.sweep()
-    files = directory if root is None else StateDirectory(root)
-    staging = Staging(node, tiering)
-    exporter = Exporter(files, checkpoints, staging, file_bytes=config.checkpoint_file_bytes)
-    loader = Loader(files.disk, checkpoints, staging)
-    return exporter, loader, Catalogue(checkpoints), Archives(checkpoints)
 
 
 def _nvme_budget(directory: Path, budget_bytes: int | None) -> int:

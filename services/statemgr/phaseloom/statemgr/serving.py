@@ -22,12 +22,13 @@ import xxhash
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.tensors.blockhash import digest_in_threads
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.stores import VersionStore
 from phaseloom.statemgr.records.versions import Version
-from phaseloom.statemgr.seals.remotefiles import open_file, parts_of
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.transfer import delta, wire
 from phaseloom.statemgr.transfer.assignment import Assignment, Peer, Shares
+from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.served import Found, OpenPart, OpenParts, Served
 from phaseloom.statemgr.transfer.tensorslices import (
@@ -55,21 +56,22 @@ class Server:
     def __init__(
         self,
         gate: Gate,
-        timeout_s: float,
-        node: Node,
+        ledger: Ledger,
+        versions: VersionStore,
         weights: Weights,
         replicator: Replicator,
         *,
-        site: str = "",
+        home: Home,
         delta_share: float = 0.0,
     ) -> None:
         """Args: delta_share: the largest share of a batch that a delta of it may have."""
         self._gate = gate
-        self._timeout_s = timeout_s
-        self._node = node
+        self._timeout_s = home.timeout_s
+        self._ledger = ledger
+        self._versions = versions
         self._weights = weights
         self._replicator = replicator
-        self._site = site
+        self._site = home.site
         self._delta_share = delta_share if delta.is_available() else 0.0
         self._assignments: WeakKeyDictionary[Version, defaultdict[str, Assignment]]
         self._assignments = WeakKeyDictionary()
@@ -102,11 +104,11 @@ class Server:
                     return True
                 case wire.DescribeFile() | wire.OpenFile():
                     self._gate.check_files(first.ticket, first.name.deployment, stream.node)
-                    await self._node.until_settled(self._timeout_s)
+                    await self._ledger.until_settled(self._timeout_s)
                     await self._serve_file(stream, first)
                 case wire.KeepFiles():
-                    self._gate.check_files(first.ticket, first.deployment, self._node.name)
-                    await self._node.until_settled(self._timeout_s)
+                    self._gate.check_files(first.ticket, first.deployment, self._ledger.node)
+                    await self._ledger.until_settled(self._timeout_s)
                     keeping = self._replicator.keep(first)
                     # A client that has left asks again, or does not need it.
                     await self._while_waiting(stream, keeping, may_cancel=True)
@@ -137,8 +139,8 @@ class Server:
                 parts[part] = await stack.enter_async_context(self._weights.open_part(key))
                 base = asked.base if self._delta_share else None
                 if base is not None and (earlier := self._base(parts[part].version, base)):
-                    stack.enter_context(self._node.using(earlier))
-                    parts.bases[part] = OpenPart.of(earlier, self._node.memory_of(earlier))
+                    stack.enter_context(self._versions.using(earlier))
+                    parts.bases[part] = OpenPart.of(earlier, self._versions.bytes_of(earlier))
             is_far = asked.site not in {"", self._site}
             digests = {name: part.version.digest for name, part in parts.items()}
             await self._send(stream, wire.Opened(digests, is_far))
@@ -147,9 +149,9 @@ class Server:
             await self._answer_all(stream, parts, assignments, asked.peer)
 
     async def _serve_file(self, stream: Stream, asked: wire.DescribeFile | wire.OpenFile) -> None:
-        header, content = await open_file(self._node, asked.name)
+        header, content = await self._replicator.open(asked.name)
         if isinstance(asked, wire.DescribeFile):
-            parts = await parts_of(self._node.directory, asked.name)
+            parts = await self._replicator.parts_of(asked.name)
             await self._send(stream, wire.FileDescription(header, parts))
             return
         await self._send(stream, wire.Opened({"": header.digest}))
@@ -158,7 +160,7 @@ class Server:
     def _base(self, version: Version, base: wire.BaseVersion) -> Version | None:
         """The version, or part, that a client has as its base, where it is in memory here too."""
         key = msgspec.structs.replace(version.key, seq=base.seq)
-        found = self._node.versions.bases_of(version)
+        found = self._versions.records.bases_of(version)
         digest = base.digests.get(key.part)
         return next((each for each in found if each.key == key and each.digest == digest), None)
 

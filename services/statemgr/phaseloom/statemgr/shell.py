@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from phaseloom.common.contract.checkpoints import (
@@ -82,20 +81,22 @@ from phaseloom.statemgr.checkpoints.catalogue import Catalogue
 from phaseloom.statemgr.checkpoints.exporting import Exporter
 from phaseloom.statemgr.checkpoints.loading import Loader
 from phaseloom.statemgr.handover.handover import Handover
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.background import Background
+from phaseloom.statemgr.node.devicecopies import DeviceCopies
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import VersionStore
 from phaseloom.statemgr.records.incarnations import Rank
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.versions import not_here
 from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.seals.sealing import Sealer
-from phaseloom.statemgr.tiering import sharing
-from phaseloom.statemgr.tiering.rankmemory import (
-    borrow,
-    commit_initial,
-    register_heap,
-    take_back,
-)
-from phaseloom.statemgr.tiering.switching import switch_in, switch_out
+from phaseloom.statemgr.tiering.rankmemory import RankMemory
+from phaseloom.statemgr.tiering.sharing import FrozenCopies
+from phaseloom.statemgr.tiering.switching import Switcher
 from phaseloom.statemgr.tiering.tiering import Tiering
+from phaseloom.statemgr.transfer.fetching import Home
 from phaseloom.statemgr.versions.publishing import Publishing
 from phaseloom.statemgr.versions.weights import Weights
 
@@ -129,16 +130,28 @@ class Session:
 class Parts:
     """The parts of the daemon that answer requests, each of its own subject."""
 
-    node: Node
-    sealer: Sealer
+    ledger: Ledger
+    records: Records
+    memory: HostMemory
+    background: Background
+    ranks: Ranks
+    versions: VersionStore
+    device_copies: DeviceCopies
+    tiering: Tiering
+    frozen: FrozenCopies
+    switcher: Switcher
+    rank_memory: RankMemory
     publishing: Publishing
     weights: Weights
-    tiering: Tiering
+    sealer: Sealer
+    replicator: Replicator
     exporter: Exporter
     loader: Loader
     catalogue: Catalogue
     archives: Archives
-    replicator: Replicator
+    begin_handover: Callable[[str], Handover]
+    """Begins to take over the handles of this name, which the agent kept."""
+    home: Home
     disk: DiskPath
 
 
@@ -153,8 +166,11 @@ class StateManager:
         resume_timeout_s: float,
         serve_versions_at: Callable[[str], None],
     ) -> None:
-        self._node = parts.node
         self._parts = parts
+        self._ledger = parts.ledger
+        self._records = parts.records
+        self._residency = parts.records.residency
+        self._ranks = parts.ranks
         self._agent_calls = self._calls_of_agents()
         self._rank_calls = self._calls_of_ranks()
         self._secret = secret
@@ -176,7 +192,7 @@ class StateManager:
 
         async def handle(body: StateMessage, fds: list[int]) -> Answer:
             kept: list[int] = []
-            async with self._node.change():
+            async with self._ledger.change():
                 with error_boundary(metrics.UNFORESEEN, "request"):
                     reply, its_own = await self._handle(session, body, fds)
                 # Duplicated at once: while the manifest is written, the memory may be dropped, and
@@ -196,13 +212,13 @@ class StateManager:
             return
         await asyncio.wait([peer.closed])
         if session.rank is not None:
-            self._node.retire(session.rank.wpg, peer.closed.result())
+            self._ranks.retire(session.rank.wpg, peer.closed.result())
         if session.is_agent:
             self._leave_agent(session)
         await peer.finish()
 
     def _leave_agent(self, session: Session) -> None:
-        self._node.handles.detach(session.peer)
+        self._ledger.handles.detach(session.peer)
         if session.is_handing_over:
             raise ResourceError("the agent left in the middle of handing over")
         self._num_agents -= 1
@@ -223,7 +239,7 @@ class StateManager:
         rank = session.rank
         if not session.is_agent and rank is None:
             raise _denied("say hello first")
-        await self._node.settled.wait()
+        await self._ledger.settled.wait()
         if rank is not None:
             if rank.index and _is_by_first(body):
                 raise _denied(
@@ -265,19 +281,19 @@ class StateManager:
         session.greet()
         is_first = self._handover is None and not self._is_known_what_was.is_set()
         if hello.index and is_first:
-            self._handover = Handover(self._node, self._parts.tiering, hello.index)
+            self._handover = self._parts.begin_handover(hello.index)
             session.is_handing_over = True
             session.peer.max_fds = MAX_FDS
             return Welcome(needs_handles=True)
-        self._node.handles.attach(session.peer)
+        self._ledger.handles.attach(session.peer)
         if is_first:
             self._is_known_what_was.set()
-            self._node.background.begin(self._settle())
+            self._parts.background.begin(self._settle())
         return Welcome(needs_handles=False)
 
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:
         endpoint = await handover.restore(session.peer)
-        if endpoint not in {"", self._node.endpoint}:
+        if endpoint not in {"", self._parts.home.endpoint}:
             # Other nodes know the endpoint of the daemon before.
             self._serve_versions_at(endpoint)
         self._is_known_what_was.set()
@@ -291,13 +307,13 @@ class StateManager:
     async def _settle(self) -> None:
         # Before anything can be demoted to where files are removed.
         await self._parts.tiering.sweep()
-        self._node.settled.set()
+        self._ledger.settled.set()
 
     async def _greet_rank(self, session: Session, hello: RankHello) -> Done:
         await self._until_known_what_was()
         if self._handover is not None:
             self._handover.begin_again(hello.token)
-        self._enter(session, self._node.residency.authenticate(hello.token))
+        self._enter(session, self._residency.authenticate(hello.token))
         return Done()
 
     async def _resume_rank(self, session: Session, message: RankResume) -> Done:
@@ -317,23 +333,23 @@ class StateManager:
             raise ResourceError("no agent has come", remedy="come again") from None
 
     def _enter(self, session: Session, rank: Rank) -> None:
-        if session.rank is not None or session.is_agent or rank in self._node.ranks:
+        if session.rank is not None or session.is_agent or rank in self._ranks.connected:
             raise _denied(f"{rank} is here already, or the second hello")
         if session.peer.closed.done():
-            self._node.retire(rank.wpg, session.peer.closed.result())
+            self._ranks.retire(rank.wpg, session.peer.closed.result())
             raise ResourceError(f"{rank} has left")
         session.rank = rank
         session.peer.max_fds = int(rank.pins)
-        self._node.ranks[rank] = session.peer
+        self._ranks.connected[rank] = session.peer
         session.greet()
 
     def _calls_of_agents(self) -> dict[type, Callable[[Any], Awaitable[StateMessage | None]]]:
         """The part that answers each message of an agent; None is answered by `Done`."""
-        parts, node, catalogue = self._parts, self._node, self._parts.catalogue
+        parts, catalogue = self._parts, self._parts.catalogue
         return {
             RegisterWpg: self._register_wpg,
-            SwitchIn: partial(switch_in, node, parts.tiering),
-            SwitchOut: partial(switch_out, node, parts.tiering),
+            SwitchIn: parts.switcher.switch_in,
+            SwitchOut: parts.switcher.switch_out,
             PrepareSeal: parts.sealer.prepare,
             WriteSeal: self._write_seal,
             FetchState: parts.replicator.fetch,
@@ -354,13 +370,13 @@ class StateManager:
         self,
     ) -> dict[type, Callable[[Rank, Any], Awaitable[Answer | StateMessage | None]]]:
         """The part that answers each message of a rank; None is answered by `Done`."""
-        parts, node = self._parts, self._node
+        parts, memory = self._parts, self._parts.rank_memory
         publishing, exporter, catalogue = parts.publishing, parts.exporter, parts.catalogue
         return {
-            RegisterHeap: partial(register_heap, node, parts.tiering, parts.replicator.restore),
-            CommitInitial: partial(commit_initial, node),
-            BorrowMemory: partial(borrow, node, parts.tiering),
-            ReturnMemory: partial(take_back, node),
+            RegisterHeap: memory.register_heap,
+            CommitInitial: memory.commit_initial,
+            BorrowMemory: memory.borrow,
+            ReturnMemory: memory.take_back,
             CreateVersion: lambda rank, body: publishing.create(rank.wpg, body),
             CommitVersion: lambda rank, body: publishing.commit(rank.wpg, body),
             CommitParts: lambda rank, body: publishing.commit_parts(rank.wpg, body),
@@ -380,24 +396,24 @@ class StateManager:
     # --- versions ---
 
     async def _open_on_device(self, rank: Rank, body: OpenOnDevice) -> Answer:
-        fd = self._node.device_copies.find(rank, body.version)
+        fd = self._parts.device_copies.find(rank, body.version)
         return OnDevice(fd is not None), [] if fd is None else [fd]
 
     async def _open_slices(self, rank: Rank, body: OpenSlices) -> Answer:
         if not body.is_ahead:
-            await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank)
+            await self._parts.frozen.make_room(rank)
         return await self._parts.weights.open_slices(rank.wpg, body)
 
     async def _hold_version(self, rank: Rank, body: HoldVersion) -> None:
-        sharing.hold_version(self._node, rank, body.version, body.applied)
+        self._parts.frozen.hold_version(rank, body.version, body.applied)
 
     def _share_on_device(self, rank: Rank, body: ShareOnDevice, fds: list[int]) -> Done:
-        version = self._node.versions.find(body.version)
+        version = self._records.versions.find(body.version)
         if version is None or not version.is_committed:
             close_fds(fds)
             metrics.count(metrics.NOT_ON_DEVICE)
             raise not_here(body.version)
-        if not self._node.device_copies.keep(rank, version.key, version.num_bytes, fds):
+        if not self._parts.device_copies.keep(rank, version.key, version.num_bytes, fds):
             metrics.count(metrics.NOT_ON_DEVICE)
         return Done()
 
@@ -405,65 +421,67 @@ class StateManager:
         answer = await self._parts.weights.open(rank.wpg, body)
         if body.is_ahead:
             return answer
-        version = self._node.versions.find(body.version)
+        version = self._records.versions.find(body.version)
         assert version is not None
         # A part is never a host copy: a rank that reads one needs memory for its next copy.
         copied = None if version.key.part else version
-        with self._node.using(version):
-            await sharing.make_room(self._node, self._parts.tiering.reserve_frozen, rank, copied)
+        with self._parts.versions.using(version):
+            await self._parts.frozen.make_room(rank, copied)
         version.check_kept()
         return answer
 
     # --- the agent ---
 
     async def _write_seal(self, body: WriteSeal) -> Sealed:
-        with metrics.timed(metrics.SEAL_DURATION, node=self._node.name):
+        with metrics.timed(metrics.SEAL_DURATION, node=self._ledger.node):
             sealed = await self._parts.sealer.write(body)
             await self._parts.replicator.replicate(body)
             return sealed
 
     async def _prefetch(self, body: Prefetch) -> None:
-        wpg = self._node.residency.current(body.deployment, body.incarnation)
+        wpg = self._residency.current(body.deployment, body.incarnation)
         self._parts.tiering.hint(wpg, body)
 
     async def _register_wpg(self, request: RegisterWpg) -> None:
-        replaced = self._node.residency.register(request)
+        replaced = self._residency.register(request)
         if replaced is not None:
-            self._node.retire(replaced, f"fenced by incarnation {request.incarnation}")
+            self._ranks.retire(replaced, f"fenced by incarnation {request.incarnation}")
 
     async def _drop_wpg(self, request: DropWpg) -> None:
-        node, key = self._node, request.deployment
-        wpg = node.residency.drop(key, request.incarnation)
+        key = request.deployment
+        wpg = self._residency.drop(key, request.incarnation)
         if wpg is not None:
-            node.retire(wpg, "dropped by the agent")
-            await node.until(lambda: not node.residency.holds_memory(wpg))
-            node.leave_job(key.job_key)
-        if request.forget and node.residency.find(key) is None:
+            self._ranks.retire(wpg, "dropped by the agent")
+            await self._ledger.until(lambda: not self._residency.holds_memory(wpg))
+            self._parts.versions.leave_job(key.job_key)
+        if request.forget and self._residency.find(key) is None:
             self._parts.replicator.forget(key)
-            self._parts.weights.forget(key)
+            self._parts.versions.forget(key)
             await self._parts.exporter.forget(key)
             await self._parts.sealer.forget(key)
-            node.residency.forget(key)
+            self._residency.forget(key)
             await self._parts.weights.leave_job(key.job_key)
 
     async def _status(self, _: StatusRequest) -> StatusReport:
-        node = self._node
-        node.validate()
-        budgets = node.residency.device_budget_bytes
-        owned_bytes, held_bytes = node.owned_bytes()
+        records, memory, residency = self._records, self._parts.memory, self._residency
+        records.validate()
+        memory.validate()
+        memory.check_holders(records.extents())
+        budgets = residency.device_budget_bytes
+        owned_bytes, held_bytes = records.owned_bytes()
         return StatusReport(
             device_budget_bytes=budgets,
-            device_used_bytes=[node.residency.device_used_bytes(d) for d in range(len(budgets))],
-            host_budget_bytes=node.memory.budget_bytes,
-            host_used_bytes=node.memory.used_bytes,
-            deployments=node.residency.deployments(),
-            versions=node.versions.committed(),
-            endpoint=node.endpoint,
+            device_used_bytes=[residency.device_used_bytes(d) for d in range(len(budgets))],
+            host_budget_bytes=memory.budget_bytes,
+            host_used_bytes=memory.used_bytes,
+            deployments=residency.deployments(),
+            versions=records.versions.committed(),
+            endpoint=self._parts.home.endpoint,
             disk=self._parts.disk,
             nvme_budget_bytes=self._parts.tiering.nvme_budget_bytes,
-            nvme_used_bytes=node.host_copies.nvme_used_bytes(),
-            version_states=node.versions.states(),
-            shared_copies=node.host_copies.states(),
+            nvme_used_bytes=records.host_copies.nvme_used_bytes(),
+            version_states=records.versions.states(),
+            shared_copies=records.host_copies.states(),
             owned_bytes=owned_bytes,
             held_bytes=held_bytes,
         )

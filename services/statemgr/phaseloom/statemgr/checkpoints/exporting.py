@@ -35,8 +35,10 @@ from phaseloom.statemgr.checkpoints.nodeparts import NodeParts
 from phaseloom.statemgr.checkpoints.shards import Written, write_state
 from phaseloom.statemgr.checkpoints.staging import StagedState, Staging, check
 from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.background import Background
+from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.records.incarnations import Rank, Wpg
-from phaseloom.statemgr.records.snapshots import Snapshot
+from phaseloom.statemgr.records.snapshots import Snapshot, Snapshots
 from phaseloom.statemgr.records.stateheader import Place
 
 log = logging.getLogger(__name__)
@@ -64,12 +66,17 @@ class Exporter:
         directory: StateDirectory,
         checkpoints: Checkpoints,
         staging: Staging,
+        snapshots: Snapshots,
         *,
+        ledger: Ledger,
+        background: Background,
         file_bytes: int,
     ) -> None:
         """Args: directory: the state directory at the checkpoint root. file_bytes: the most bytes
         of a file of a checkpoint, unless one tensor is larger."""
-        self._node = staging.node
+        self._ledger = ledger
+        self._background = background
+        self._snapshots = snapshots
         self._directory = directory
         self._checkpoints = checkpoints
         self._parts = NodeParts(checkpoints, directory)
@@ -109,7 +116,7 @@ class Exporter:
                         raise name_taken(request.name)
                     with contextlib.suppress(PhaseloomError):
                         await asyncio.shield(write.done)
-            for old in self._node.snapshots.of(key):
+            for old in self._snapshots.of(key):
                 if (key, old.operation) not in self._writes:
                     self._staging.free(old)
             await self._staging.snapshot(rank.wpg, request)
@@ -127,7 +134,7 @@ class Exporter:
         """Whether the operation's snapshot need not be taken again. Where a deployment is on
         several nodes, each incarnation has a snapshot of its own on all of them: two incarnations
         may differ in bits, and only some nodes may have the snapshot of the first."""
-        snapshot = self._node.snapshots.get((wpg.key, operation))
+        snapshot = self._snapshots.get((wpg.key, operation))
         return snapshot is not None and (
             snapshot.is_whole or snapshot.incarnation == wpg.incarnation
         )
@@ -162,22 +169,22 @@ class Exporter:
 
     async def _has_left_part(self, wpg: Wpg, request: WriteCheckpoint) -> bool:
         """Whether this node's part of a checkpoint that another node writes is on disk already."""
-        if not wpg.rank_offset or (wpg.key, request.operation) in self._node.snapshots:
+        if not wpg.rank_offset or (wpg.key, request.operation) in self._snapshots:
             return False
         snapshot = Snapshot.of(wpg, request.operation, request.name, 0, [])
         return await asyncio.to_thread(self._parts.is_written, snapshot)
 
     def _begin(self, key: DeploymentKey, request: WriteCheckpoint) -> _Write:
-        snapshot = self._node.snapshots.get((key, request.operation))
+        snapshot = self._snapshots.get((key, request.operation))
         if snapshot is None or snapshot.name != request.name:
             raise ResourceError(
                 f"there is no snapshot of {key} for {request.name!r}: none was taken, or the agent "
                 "has gone since",
                 code=Code.ABORTED,
             )
-        write = _Write(snapshot, self._node.background.event())
+        write = _Write(snapshot, self._background.event())
         self._writes[(key, request.operation)] = write
-        self._node.background.begin(self._run(write, request))
+        self._background.begin(self._run(write, request))
         return write
 
     async def _run(self, write: _Write, request: WriteCheckpoint) -> None:
@@ -187,14 +194,14 @@ class Exporter:
         try:
             with (
                 error_boundary(metrics.UNFORESEEN, "checkpoint"),
-                metrics.timed(metrics.CHECKPOINT_DURATION, node=self._node.name),
+                metrics.timed(metrics.CHECKPOINT_DURATION, node=self._ledger.node),
             ):
                 sha256 = await self._write_files(snapshot, request, write.cancelled)
         except PhaseloomError as error:
             log.warning("%s is not written: %s", snapshot, error)
             failure = error
         del self._writes[(snapshot.key, snapshot.operation)]
-        async with self._node.change():
+        async with self._ledger.change():
             self._staging.free(snapshot)
         if failure is None:
             log.info(
@@ -233,7 +240,7 @@ class Exporter:
             staged = []
             for place, extent in zip(places, extents, strict=True):
                 part, index = place.part, place.header.rank_offset + place.index
-                memory = self._node.memory[extent].view(part.num_bytes)
+                memory = self._staging.view(extent, part.num_bytes)
                 await asyncio.to_thread(self._directory.read, place, memory)
                 staged.append(StagedState(index, part.tensors, memory, part.blocks))
             try:
@@ -304,13 +311,13 @@ class Exporter:
         staged = []
         for index, part in enumerate(snapshot.parts, snapshot.rank_offset):
             assert part.checksums is not None
-            memory = self._node.memory[part.extent].view(part.num_bytes)
+            memory = self._staging.view(part.extent, part.num_bytes)
             staged.append(StagedState(index, part.tensors, memory, part.checksums))
         return staged
 
     def abandon(self) -> None:
         """Free the snapshots that are not being written: the agent that would ask is gone."""
-        for snapshot in [*self._node.snapshots.values()]:
+        for snapshot in [*self._snapshots.values()]:
             if (snapshot.key, snapshot.operation) not in self._writes:
                 self._staging.free(snapshot)
 
@@ -321,7 +328,7 @@ class Exporter:
             write.cancelled.set()
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(write.done)
-        for snapshot in self._node.snapshots.of(key):
+        for snapshot in self._snapshots.of(key):
             self._staging.free(snapshot)
         self._locks.pop(key, None)
         await asyncio.to_thread(self._parts.forget, key)

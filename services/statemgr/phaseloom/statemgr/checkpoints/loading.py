@@ -64,20 +64,34 @@ from phaseloom.statemgr.checkpoints.shards import (
 )
 from phaseloom.statemgr.checkpoints.staging import Staging
 from phaseloom.statemgr.disk.disk import BlockFile, Disk, threads
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.node.ranks import Ranks
 from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
 from phaseloom.statemgr.records.stateheader import names_within
-from phaseloom.statemgr.tiering import sharing
+from phaseloom.statemgr.tiering.sharing import FrozenCopies
 from phaseloom.statemgr.tiering.switching import on_each_device
 
 log = logging.getLogger(__name__)
 
 
 class Loader:
-    def __init__(self, disk: Disk, checkpoints: Checkpoints, staging: Staging) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        checkpoints: Checkpoints,
+        staging: Staging,
+        ranks: Ranks,
+        frozen: FrozenCopies,
+        *,
+        memory: HostMemory,
+    ) -> None:
         """Args: disk: the disk of the checkpoint root."""
         self._disk = disk
         self._checkpoints = checkpoints
         self._staging = staging
+        self._ranks = ranks
+        self._frozen = frozen
+        self._memory = memory
 
     async def read(self, rank: Rank, request: ReadCheckpoint) -> CheckpointRead:
         """Load a checkpoint: for a rank that has no state yet into that rank, else, asked by the
@@ -113,7 +127,9 @@ class Loader:
         saved.check_fits(slot for each in wpg.ranks for slot in each.tensors)
         async with self._staging.room_for(wpg) as extents:
             both = zip(wpg.ranks, extents, strict=True)
-            memories = {each: self._staging.view(each, extent) for each, extent in both}
+            memories = {
+                each: self._staging.view(extent, each.extent_bytes) for each, extent in both
+            }
             digests = await _filled(saved, memories)
             memories.clear()
             await self._load(wpg, extents, digests)
@@ -163,29 +179,28 @@ class Loader:
         if rank.wpg.seal_seq or rank.extent is None:
             raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
         saved.check_fits(rank.tensors)
-        memory = self._staging.view(rank, rank.extent)
+        memory = self._staging.view(rank.extent, rank.extent_bytes)
         (digest,) = await _filled(saved, {rank: memory})
         return digest
 
     async def _load(self, wpg: Wpg, extents: list[int], digests: list[str]) -> None:
         """Have all ranks load their staged states. Where one fails, the incarnation is over: nobody
         knows what the other ranks hold."""
-        node = self._staging.node
         sources = dict(zip(wpg.ranks, zip(extents, digests, strict=True), strict=True))
 
         async def load(rank: Rank) -> None:
             extent, digest = sources[rank]
-            await node.ask(rank, LoadStaged(digest), [node.memory[extent].fd])
+            await self._ranks.order(rank, LoadStaged(digest), [self._memory[extent].fd])
 
-        async with node.holding(wpg):
+        async with self._ranks.holding(wpg):
             for rank in wpg.ranks:
                 if rank.state is not State.RESIDENT:
                     raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-                await sharing.make_room(node, self._staging.tiering.reserve_frozen, rank)
+                await self._frozen.make_room(rank)
             try:
                 await on_each_device(wpg.ranks, load)
             except PhaseloomError:
-                node.retire(wpg, "a checkpoint was loaded in part")
+                self._ranks.retire(wpg, "a checkpoint was loaded in part")
                 raise
 
 

@@ -23,9 +23,14 @@ from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.common.tensors.blockhash import BLOCK_BYTES, CHECKSUM_BYTES, combined
 from phaseloom.statemgr.disk.disk import copy
 from phaseloom.statemgr.disk.files import NEVER
+from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.digests import bad_copy, checksums_of, has_digest
-from phaseloom.statemgr.node.node import Node, pool_of
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import HostCopyStore, pool_of
 from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.snapshots import Snapshot, SnapshotPart
 from phaseloom.statemgr.records.stateheader import names_within
 from phaseloom.statemgr.tiering.switching import on_each_device
@@ -37,9 +42,25 @@ log = logging.getLogger(__name__)
 class Staging:
     """Copies ranks' states into staging buffers."""
 
-    def __init__(self, node: Node, tiering: Tiering) -> None:
-        self.node = node
-        self.tiering = tiering
+    def __init__(
+        self,
+        ledger: Ledger,
+        records: Records,
+        memory: HostMemory,
+        ranks: Ranks,
+        tiering: Tiering,
+        *,
+        copies: HostCopyStore,
+        background: Background,
+    ) -> None:
+        self._ledger = ledger
+        self._residency = records.residency
+        self._snapshots = records.snapshots
+        self._memory = memory
+        self._ranks = ranks
+        self._tiering = tiering
+        self._copies = copies
+        self._background = background
         self._under_way: dict[Snapshot, asyncio.Future[None]] = {}
         """The snapshots whose checksums are being taken; each future ends with them."""
 
@@ -57,22 +78,22 @@ class Staging:
         extents: list[int] = []
         try:
             for num_bytes, what in sizes:
-                extents.append(await self.tiering.reserve(num_bytes, what, pool))
-                self.node.unrecorded.add(extents[-1])
+                extents.append(await self._tiering.reserve(num_bytes, what, pool))
+                self._memory.unrecorded.add(extents[-1])
             yield extents
         finally:
             for extent in extents:
-                self.node.unrecorded.discard(extent)
+                self._memory.unrecorded.discard(extent)
                 self._give_up(extent, wpg)
-            self.node.announce()
+            self._ledger.announce()
 
     def room_for(self, wpg: Wpg) -> AbstractAsyncContextManager[list[int]]:
         """Room for the states of an incarnation's ranks."""
         what = "a copy of {} for a checkpoint"
         return self.room(((r.extent_bytes, what.format(r.owner)) for r in wpg.ranks), wpg)
 
-    def view(self, rank: Rank, extent: int) -> memoryview:
-        return self.node.memory[extent].view(rank.extent_bytes)
+    def view(self, extent: int, num_bytes: int) -> memoryview:
+        return self._memory[extent].view(num_bytes)
 
     async def snapshot(self, wpg: Wpg, request: TakeSnapshot) -> Snapshot:
         """Copy every rank's state; the checksums are then taken in the background."""
@@ -85,36 +106,36 @@ class Staging:
             ]
             extents.clear()  # from here on they are the snapshot's
             snapshot = Snapshot.of(wpg, request.operation, request.name, request.seq, parts)
-            self.node.snapshots[snapshot.key, snapshot.operation] = snapshot
+            self._snapshots[snapshot.key, snapshot.operation] = snapshot
             for part in parts:
-                self.node.unrecorded.discard(part.extent)
+                self._memory.unrecorded.discard(part.extent)
         self._begin_checksums(snapshot)
         return snapshot
 
     def free(self, snapshot: Snapshot) -> None:
-        wpg = self.node.residency.find(snapshot.key)
+        wpg = self._residency.find(snapshot.key)
         is_same = wpg is not None and wpg.incarnation == snapshot.incarnation
-        self.node.snapshots.pop((snapshot.key, snapshot.operation), None)
+        self._snapshots.pop((snapshot.key, snapshot.operation), None)
         for extent in snapshot.extents:
             self._give_up(extent, wpg if is_same else None)
-        self.node.announce()
+        self._ledger.announce()
 
     def _give_up(self, extent: int, wpg: Wpg | None) -> None:
         if wpg is None or wpg.is_lost:
-            self.node.memory.free(extent)
+            self._memory.free(extent)
         else:
-            self.node.memory.park(extent, pool_of(wpg))
+            self._memory.park(extent, pool_of(wpg))
 
     async def _copy_all(self, wpg: Wpg, extents: list[int], seq: int) -> None:
         targets = dict(zip(wpg.ranks, extents, strict=True))
 
         async def stage(rank: Rank) -> None:
-            extent = self.node.memory[targets[rank]]
+            extent = self._memory[targets[rank]]
             if rank.state is State.RESIDENT:
-                applied = (await self.node.ask(rank, StageState(), [extent.fd])).applied
+                applied = (await self._ranks.order(rank, StageState(), [extent.fd])).applied
             else:
                 applied = rank.applied
-                source, target = self.node.copy_of(rank), extent.view(rank.extent_bytes)
+                source, target = self._copies.bytes_for(rank), extent.view(rank.extent_bytes)
                 await asyncio.to_thread(copy, target, source)
                 if rank.digest and not await has_digest(target, rank.digest):
                     raise bad_copy(rank, "it is not what its digest says")
@@ -126,8 +147,8 @@ class Staging:
                     remedy="take the snapshot between operations, at the seq that was applied last",
                 )
 
-        async with self.tiering.in_host(wpg), self.node.holding(wpg):
-            self.node.residency.check_ready(wpg)
+        async with self._tiering.in_host(wpg), self._ranks.holding(wpg):
+            self._residency.check_ready(wpg)
             await on_each_device(wpg.ranks, stage)
 
     # --- Checksums -------------------------------------------------------------------------------
@@ -141,18 +162,18 @@ class Staging:
 
     def _begin_checksums(self, snapshot: Snapshot) -> asyncio.Future[None]:
         # The views are made now: by the time that the task runs, the snapshot may be freed.
-        memories = [self.node.memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
+        memories = [self._memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
         ended = self._under_way[snapshot] = asyncio.get_running_loop().create_future()
-        self.node.background.begin(self._take_checksums(snapshot, memories, ended))
+        self._background.begin(self._take_checksums(snapshot, memories, ended))
         return ended
 
     async def _take_checksums(
         self, snapshot: Snapshot, memories: list[memoryview], ended: asyncio.Future[None]
     ) -> None:
-        stopped = self.node.background.stopped
+        stopped = self._background.stopped
         try:
             with error_boundary(metrics.UNFORESEEN, "checkpoint"):
-                async with self.node.change():
+                async with self._ledger.change():
                     for part, memory in zip(snapshot.parts, memories, strict=True):
                         checksums = await asyncio.to_thread(checksums_of, memory, stopped)
                         if stopped.is_set():

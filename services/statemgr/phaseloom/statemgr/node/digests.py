@@ -42,7 +42,7 @@ class Digests:
         memory: HostMemory,
         change: Callable[[], AbstractAsyncContextManager[object]],
     ) -> None:
-        """Args: change: `Node.change`, which brings the manifest up to date."""
+        """Args: change: `Ledger.change`, which brings the manifest up to date."""
         self._background = background
         self._residency = residency
         self._memory = memory

@@ -12,6 +12,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections import Counter
+from collections.abc import Iterable
 
 from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.tensors.hugepages import map_file, place_file
@@ -133,6 +135,8 @@ class HostMemory:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         """Bytes of all extents that have memory, idle ones included."""
+        self.unrecorded: set[int] = set()
+        """Extents that are being filled for a record that does not exist yet."""
         self._last = 0
         self._extents: dict[int, Extent] = {}
         self._idle: dict[int, str] = {}
@@ -274,6 +278,17 @@ class HostMemory:
         for number, each in self._extents.items():
             assert (each.num_holders == 0) == (number in self._idle)
             assert not each.is_vacated or each.num_holders == 1
+
+    def check_holders(self, recorded: Iterable[int]) -> None:
+        """Check that every extent in use has as many holders as records refer to it.
+
+        Args:   recorded: the extents that the records refer to, once for each reference.
+        Raises: AssertionError: the two differ.
+        """
+        references = Counter([*recorded, *self.unrecorded])
+        assert set(references) == self.extents_in_use(), "an extent without an owner"
+        for extent, number in references.items():
+            assert number == self._extents[extent].num_holders, "an owner that holds nothing"
 
     def _idle_of(self, pool: str) -> list[int]:
         return [extent for extent, owner in self._idle.items() if owner == pool]

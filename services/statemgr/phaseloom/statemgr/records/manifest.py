@@ -12,36 +12,23 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.records.hostcopies import HostCopies
 from phaseloom.statemgr.records.incarnations import Loan, State
-from phaseloom.statemgr.records.residency import Residency
-from phaseloom.statemgr.records.seals import HostSeal, HostSeals
-from phaseloom.statemgr.records.snapshots import Snapshot, Snapshots
-from phaseloom.statemgr.records.versions import Versions
+from phaseloom.statemgr.records.records import Records
+from phaseloom.statemgr.records.seals import HostSeal
+from phaseloom.statemgr.records.snapshots import Snapshot
 
 MAGIC = b"PLMANIF8"
 _PREFIX = struct.Struct("<8sQQ16s")
 _GENERATION = struct.Struct("<Q")
 
 E = TypeVar("E", bound=msgspec.Struct)
-
-
-class Records(Protocol):
-    """The records of a node."""
-
-    endpoint: str
-    residency: Residency
-    versions: Versions
-    host_copies: HostCopies
-    snapshots: Snapshots
-    seals: HostSeals
 
 
 class RankEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -124,10 +111,10 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """The seals that are in host memory; the others are found on disk."""
 
 
-def manifest_of(node: Records) -> Manifest:
+def manifest_of(records: Records, endpoint: str = "") -> Manifest:
     """The manifest of all that a node holds in host memory now."""
     wpgs = []
-    for wpg in node.residency.alive():
+    for wpg in records.residency.alive():
         ranks = [
             _entry_of(
                 RankEntry,
@@ -139,15 +126,15 @@ def manifest_of(node: Records) -> Manifest:
         ]
         prepared = wpg.prepared and wpg.prepared.seq
         wpgs.append(_entry_of(WpgEntry, wpg, ranks=ranks, prepared=prepared))
-    in_memory = [version for version in node.versions.known() if version.extent is not None]
+    in_memory = [version for version in records.versions.known() if version.extent is not None]
     return Manifest(
-        endpoint=node.endpoint,
-        fences=node.residency.fences(),
+        endpoint=endpoint,
+        fences=records.residency.fences(),
         wpgs=wpgs,
         versions=[_entry_of(VersionEntry, version) for version in in_memory],
-        host_copies=[_entry_of(CopyEntry, copy) for copy in node.host_copies.all()],
-        snapshots=[*node.snapshots.values()],
-        seals=[*node.seals.values()],
+        host_copies=[_entry_of(CopyEntry, copy) for copy in records.host_copies.all()],
+        snapshots=[*records.snapshots.values()],
+        seals=[*records.seals.values()],
     )
 
 

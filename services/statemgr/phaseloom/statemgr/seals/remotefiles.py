@@ -27,7 +27,7 @@ from phaseloom.common.tensors.blockhash import BLOCK_BYTES, checksum
 from phaseloom.statemgr.disk.disk import PAGE_BYTES, MemoryFile, read_block
 from phaseloom.statemgr.disk.files import Draft, StateDirectory, find_parts
 from phaseloom.statemgr.disk.statefile import encode_header
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.stores import HostSealStore
 from phaseloom.statemgr.records.layouts import rounded
 from phaseloom.statemgr.records.stateheader import Place, StateHeader
 from phaseloom.statemgr.transfer import wire
@@ -198,18 +198,20 @@ def _given_up(name: FileName, errors: list[PhaseloomError]) -> ResourceError:
 ReadBlock = Callable[[Place, int, memoryview], int]
 
 
-async def open_file(node: Node, name: FileName) -> tuple[StateHeader, Served]:
+async def open_file(
+    host_seals: HostSealStore, directory: StateDirectory, name: FileName
+) -> tuple[StateHeader, Served]:
     """The header and the blocks of a file that is on this node's disk, or of a seal in memory."""
-    kept = node.seals.get((name.deployment, name.seq)) if name.kind == "seal" else None
-    if kept is not None:
-        image = MemoryFile(node.image_of(kept))
-        places, read = node.host_seal_parts(kept), partial(read_block, image)
+    kept = host_seals.records.get((name.deployment, name.seq))
+    if name.kind == "seal" and kept is not None:
+        image = MemoryFile(host_seals.bytes_of(kept))
+        places, read = host_seals.parts_of(kept), partial(read_block, image)
         return places[0].header, _File(places, read)
-    path = path_of(node.directory, name)
+    path = path_of(directory, name)
     if not path.exists():
         raise CallerError(f"{name} is not here", code=Code.NOT_FOUND, field="name")
     places = await asyncio.to_thread(find_parts, path)
-    return places[0].header, _File(places, node.directory.read_block)
+    return places[0].header, _File(places, directory.read_block)
 
 
 async def parts_of(directory: StateDirectory, name: FileName) -> list[str]:

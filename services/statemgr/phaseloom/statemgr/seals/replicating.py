@@ -19,14 +19,16 @@ import msgspec
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import DeploymentKey, VersionKey, check_key
 from phaseloom.common.contract.state_agent import FetchState, WriteSeal
-from phaseloom.statemgr.disk.files import header_of
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.disk.files import StateDirectory, header_of
+from phaseloom.statemgr.node.stores import HostSealStore
 from phaseloom.statemgr.records.incarnations import Rank
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.stateheader import StateHeader
-from phaseloom.statemgr.seals.remotefiles import RemoteFile, path_of
+from phaseloom.statemgr.seals.remotefiles import RemoteFile, open_file, parts_of, path_of
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.transfer import wire
-from phaseloom.statemgr.transfer.fetching import ask_once
+from phaseloom.statemgr.transfer.fetching import Home, ask_once
+from phaseloom.statemgr.transfer.served import Served
 from phaseloom.statemgr.transfer.wire import FileName, KeepFiles
 from phaseloom.statemgr.versions.weights import Weights
 
@@ -34,11 +36,23 @@ log = logging.getLogger(__name__)
 
 
 class Replicator:
-    def __init__(self, node: Node, sealer: Sealer, weights: Weights) -> None:
-        self._node = node
-        self._directory = node.directory
+    def __init__(
+        self,
+        records: Records,
+        host_seals: HostSealStore,
+        directory: StateDirectory,
+        sealer: Sealer,
+        weights: Weights,
+        *,
+        home: Home,
+    ) -> None:
+        self._residency = records.residency
+        self._versions = records.versions
+        self._host_seals = host_seals
+        self._directory = directory
         self._sealer = sealer
         self._weights = weights
+        self._home = home
         self._fetching: WeakValueDictionary[FileName, asyncio.Lock] = WeakValueDictionary()
         self._elsewhere: dict[DeploymentKey, FetchState] = {}
         """The last request for each deployment that named sources, which may have its files."""
@@ -67,7 +81,7 @@ class Replicator:
     def _lacking(self, request: FetchState) -> FetchState:
         """The request without the seal and the versions that are in host memory."""
         key, ranks = request.deployment, (request.rank_offset, request.num_ranks)
-        versions = self._node.versions
+        versions = self._versions
         is_kept = self._sealer.is_kept(key, request.seal_seq, ranks)
         return msgspec.structs.replace(
             request,
@@ -113,8 +127,7 @@ class Replicator:
         if await self._is_here(name):
             return
         if request.ticket is not None and request.sources:
-            home = self._weights.fetcher.home
-            remote = RemoteFile(name, request.ticket, request.sources, home)
+            remote = RemoteFile(name, request.ticket, request.sources, self._home)
             for part in (await remote.describe()).parts:
                 await self._have(msgspec.structs.replace(name, part=part), request)
         await self._have(name, request)
@@ -140,7 +153,7 @@ class Replicator:
     async def _fetch_file(self, name: FileName, request: FetchState) -> None:
         if request.ticket is None or not request.sources:
             raise CallerError(f"nobody is known to have {name}", field="sources")
-        remote = RemoteFile(name, request.ticket, request.sources, self._weights.fetcher.home)
+        remote = RemoteFile(name, request.ticket, request.sources, self._home)
         ranks = (request.rank_offset, request.num_ranks)
         header = await remote.fetch(self._directory, ranks=ranks)
         if self._is_forgotten(request):
@@ -153,7 +166,7 @@ class Replicator:
             self._sealer.found(header, str(path_of(self._directory, name)))
             return
         key = VersionKey(name.deployment, name.seq, name.part)
-        version = self._node.versions.find(key)
+        version = self._versions.find(key)
         if version is None:
             self._weights.found(header)
         elif version.digest == header.digest:
@@ -189,10 +202,18 @@ class Replicator:
             except PhaseloomError as second:
                 log.error("%s", second)
                 raise error from second
-            self._sealer.drop_kept(key, seq)
+            self._host_seals.drop(key, seq)
             await self._sealer.fill(rank)
 
     # --- copies for other nodes ------------------------------------------------------------------
+
+    async def open(self, name: FileName) -> tuple[StateHeader, Served]:
+        """The header and the blocks of a file that this node has. Raises: as `open_file`."""
+        return await open_file(self._host_seals, self._directory, name)
+
+    async def parts_of(self, name: FileName) -> list[str]:
+        """The parts of a weights version that are on this disk; empty for other files."""
+        return await parts_of(self._directory, name)
 
     async def keep(self, asked: KeepFiles) -> None:
         """Fetch another node's files, as a replica of them."""
@@ -224,18 +245,18 @@ class Replicator:
     async def _hand_over(self, endpoint: str, request: WriteSeal) -> None:
         if request.ticket is None:
             raise CallerError("replicas without a ticket", field="ticket")
-        wpg = self._node.residency.current(request.deployment, request.incarnation)
+        wpg = self._residency.current(request.deployment, request.incarnation)
         asked = KeepFiles(
             request.deployment,
             request.seq,
             request.versions,
             request.committed,
-            self._node.endpoint,
+            self._home.endpoint,
             request.ticket,
             wpg.rank_offset,
             wpg.num_ranks,
         )
-        await ask_once(endpoint, asked, wire.FilesKept, self._weights.fetcher.home)
+        await ask_once(endpoint, asked, wire.FilesKept, self._home)
 
 
 def _forgotten(name: FileName) -> ResourceError:

@@ -13,16 +13,18 @@ from phaseloom.common.contract.ids import DeploymentKey, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import PrepareSeal, Sealed, WriteSeal
 from phaseloom.common.contract.state_layout import host_start
-from phaseloom.common.contract.state_rank import CopyOut
 from phaseloom.statemgr.disk.disk import MemoryFile, copy, read_part, write_state
 from phaseloom.statemgr.disk.files import NEVER, find_parts
 from phaseloom.statemgr.disk.statefile import layout_of
-from phaseloom.statemgr.node.extents import joined
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.extents import HostMemory, joined
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import HostCopyStore, HostSealStore
 from phaseloom.statemgr.records.incarnations import Rank, State, Wpg
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.seals import HostSeal, seal_header, section_of, superseded_seals
 from phaseloom.statemgr.records.stateheader import Place, Section, StateHeader
-from phaseloom.statemgr.tiering import sharing
+from phaseloom.statemgr.tiering.sharing import FrozenCopies
 from phaseloom.statemgr.tiering.switching import on_each_device
 from phaseloom.statemgr.tiering.tiering import Tiering
 
@@ -31,15 +33,32 @@ log = logging.getLogger(__name__)
 
 class Sealer:
     def __init__(
-        self, node: Node, tiering: Tiering, verify_version: Callable[[VersionKey], Awaitable[None]]
+        self,
+        ledger: Ledger,
+        records: Records,
+        memory: HostMemory,
+        ranks: Ranks,
+        tiering: Tiering,
+        *,
+        copies: HostCopyStore,
+        frozen: FrozenCopies,
+        host_seals: HostSealStore,
+        verify_version: Callable[[VersionKey], Awaitable[None]],
     ) -> None:
         """Args: verify_version: drops the copy of a version here if it is bad; raises
-        PhaseloomError where the version is lost.
+        PhaseloomError if the version is lost.
         """
-        self._node = node
-        self._verify_version = verify_version
+        self._ledger = ledger
+        self._residency = records.residency
+        self._versions = records.versions
+        self._memory = memory
+        self._ranks = ranks
         self._tiering = tiering
-        self._directory = node.directory
+        self._copies = copies
+        self._directory = copies.directory
+        self._frozen = frozen
+        self._host_seals = host_seals
+        self._verify_version = verify_version
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
         self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
 
@@ -55,36 +74,30 @@ class Sealer:
         Raises: CallerError: FAILED_PRECONDITION: another seq was applied last.
                 ResourceError: the incarnation is stale, or a rank is lost.
         """
-        node = self._node
-        wpg = node.residency.current(request.deployment, request.incarnation)
-        async with self._tiering.in_host(wpg), node.holding(wpg):
+        wpg = self._residency.current(request.deployment, request.incarnation)
+        async with self._tiering.in_host(wpg), self._ranks.holding(wpg):
             if self._find(wpg, request.seq) is not None:
                 return
             if wpg.prepared is not None and wpg.prepared.seq == request.seq:
                 return
-            await node.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
-            node.residency.end_seal(wpg)
-            node.settle(wpg)
-            node.residency.check_ready(wpg)
+            await self._ledger.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
+            self._residency.end_seal(wpg)
+            self._ranks.settle(wpg)
+            self._residency.check_ready(wpg)
             try:
                 await on_each_device(wpg.on_device, self._copy)
                 for rank in wpg.ranks:
                     await self._snapshot(rank)
-                node.residency.prepare_seal(wpg, request.seq)
+                self._residency.prepare_seal(wpg, request.seq)
             except BaseException:
-                node.settle(wpg)
+                self._ranks.settle(wpg)
                 raise
 
     async def _copy(self, rank: Rank) -> None:
-        self._node.residency.begin_copy_out(rank, release=False)
-        if rank.frozen:
-            copied = await sharing.copy_out(
-                self._node, self._tiering.reserve_frozen, rank, release=False
-            )
-        else:
-            copied = await self._node.ask(rank, CopyOut(release=False))
+        self._residency.begin_copy_out(rank, release=False)
+        copied = await self._frozen.copy_out(rank, release=False)
         # The digest is taken as it is written.
-        self._node.residency.finish_copy_out(rank, copied.applied, rank.digest)
+        self._residency.finish_copy_out(rank, copied.applied, rank.digest)
 
     async def _snapshot(self, rank: Rank) -> None:
         """Copy the state of a rank that lives in host memory alone: the rank changes that state
@@ -96,9 +109,8 @@ class Sealer:
             if rank.extent is None:
                 raise ResourceError(f"{rank} is lost")
             rank.snapshot = snapshot
-        start, memory = host_start(rank.heap_bytes), self._node.memory
-        source = memory[rank.extent].view(rank.extent_bytes)[start:]
-        await asyncio.to_thread(copy, memory[snapshot].view(rank.host_bytes), source)
+        source = self._memory[rank.extent].view(rank.extent_bytes)[host_start(rank.heap_bytes) :]
+        await asyncio.to_thread(copy, self._memory[snapshot].view(rank.host_bytes), source)
 
     async def write(self, request: WriteSeal) -> Sealed:
         """Write the versions and then the prepared copies to disk, or keep the copies in host
@@ -107,29 +119,28 @@ class Sealer:
         Raises: CallerError: the seal is not prepared, or a version is not here. ResourceError: the
                 disk is full or fails; the previous seal stands.
         """
-        node = self._node
-        wpg = node.residency.current(request.deployment, request.incarnation)
-        await node.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
+        wpg = self._residency.current(request.deployment, request.incarnation)
+        await self._ledger.until(lambda: wpg.prepared is None or not wpg.prepared.is_writing)
         stored = self._find(wpg, request.seq)
         is_kept = request.durability is Durability.HOST
         if stored is not None:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             return stored
-        node.residency.begin_write(wpg, request.seq)
+        self._residency.begin_write(wpg, request.seq)
         # An earlier incarnation may be writing still: only one writes a name at a time.
         writing = self._writing.setdefault(wpg.key, asyncio.Lock())
         try:
             await self._make_durable(wpg, request.versions, is_kept=is_kept)
             write = self._keep if is_kept else self._write
             async with writing:
-                current = node.residency.find(wpg.key)
+                current = self._residency.find(wpg.key)
                 if current not in {None, wpg}:
                     # An older incarnation replaces nothing of a newer.
                     raise ResourceError(f"{wpg} is over: {current} has come", code=Code.ABORTED)
                 sealed = await write(wpg, request.seq)
         finally:
-            node.residency.end_seal(wpg)
-            node.settle(wpg)
+            self._residency.end_seal(wpg)
+            self._ranks.settle(wpg)
         self._seals.setdefault(wpg.key, {})[request.seq] = sealed
         wpg.sealed.add(request.seq)
         await self.remove_superseded(wpg.key, request.seq, request.committed)
@@ -142,10 +153,10 @@ class Sealer:
         Raises: ResourceError: DATA_LOSS, naming the file. CallerError: the seal has another layout.
         """
         wpg = rank.wpg
-        kept = self._node.seals.get((wpg.key, wpg.seal_seq))
+        kept = self._host_seals.records.get((wpg.key, wpg.seal_seq))
         if kept is not None:
-            places = self._node.host_seal_parts(kept)
-            image = MemoryFile(self._node.image_of(kept))
+            places = self._host_seals.parts_of(kept)
+            image = MemoryFile(self._host_seals.bytes_of(kept))
             read: Callable[[Place, memoryview], None] = partial(read_part, image, cancelled=NEVER)
         else:
             path = self._directory.seal(wpg.key, wpg.seal_seq)
@@ -153,23 +164,23 @@ class Sealer:
             read = self._directory.read
         part = section_of(rank, places[0])
         assert rank.extent is not None
-        memory = self._node.memory[rank.extent].view(part.num_bytes)
+        memory = self._memory[rank.extent].view(part.num_bytes)
         await asyncio.to_thread(read, places[rank.index], memory)
-        self._node.fill(rank, wpg.seal_seq, part.digest)
+        self._copies.fill(rank, wpg.seal_seq, part.digest)
 
     def abandon(self) -> None:
         """Give up prepared seals that are not being written: the agent that would ask for the
         write is gone."""
-        for wpg in self._node.residency.unwritten_seals():
+        for wpg in self._residency.unwritten_seals():
             log.info("the seal of %s will not be written: its agent is gone", wpg)
-            self._node.residency.end_seal(wpg)
-            self._node.settle(wpg)
+            self._residency.end_seal(wpg)
+            self._ranks.settle(wpg)
 
     async def forget(self, key: DeploymentKey) -> None:
         """Delete the seals and all state files of a deployment, of whichever incarnation."""
         self._seals.pop(key, None)
-        for kept in self._node.seals.of(key):
-            self.drop_kept(key, kept.seq)
+        for kept in self._host_seals.records.of(key):
+            self._host_seals.drop(key, kept.seq)
         await asyncio.to_thread(self._directory.clear, key)
 
     async def _write(self, wpg: Wpg, seq: int) -> Sealed:
@@ -178,43 +189,37 @@ class Sealer:
         written = await asyncio.to_thread(self._directory.write, path, header, memories)
         for rank, part in zip(wpg.ranks, written.parts, strict=True):
             if rank.is_dirty and rank.state is State.HOST:
-                self._node.residency.digested(rank, part.digest)
+                self._residency.digested(rank, part.digest)
         return Sealed(str(path), written.digest, written.num_bytes)
 
     async def _keep(self, wpg: Wpg, seq: int) -> Sealed:
         """Write a seal to host memory, where the agent's handles keep it."""
-        node = self._node
         header = _header(wpg, seq)
         _, num_bytes = layout_of(header)
         async with self._tiering.reserved(num_bytes, f"seal {seq} of {wpg.key}") as extent:
             kept = HostSeal(wpg.key, seq, extent, num_bytes)
             memories = [self._sealed(rank) for rank in wpg.ranks]
-            image = MemoryFile(node.image_of(kept))
+            image = MemoryFile(self._host_seals.bytes_of(kept))
             written = await asyncio.to_thread(
                 write_state, image, kept.name, header, memories, NEVER
             )
-            self.drop_kept(wpg.key, seq)
-            node.seals[wpg.key, seq] = kept
+            self._host_seals.drop(wpg.key, seq)
+            self._host_seals.records[wpg.key, seq] = kept
         return Sealed("", written.digest, written.num_bytes)
-
-    def drop_kept(self, key: DeploymentKey, seq: int) -> None:
-        kept = self._node.seals.pop((key, seq), None)
-        if kept is not None:
-            self._node.memory.free(kept.extent)
 
     def _sealed(self, rank: Rank) -> memoryview:
         """The host copy of a rank as it was when the seal was prepared."""
         if rank.snapshot is None:
-            return self._node.copy_of(rank)
+            return self._copies.bytes_for(rank)
         assert rank.extent is not None
-        extent = self._node.memory[rank.extent]
-        snapshot, start = self._node.memory[rank.snapshot], host_start(rank.heap_bytes)
+        extent = self._memory[rank.extent]
+        snapshot, start = self._memory[rank.snapshot], host_start(rank.heap_bytes)
         return joined(extent, start, snapshot, rank.host_bytes)
 
     async def _make_durable(self, wpg: Wpg, seqs: list[int], *, is_kept: bool) -> None:
         """Put versions on disk, or leave them in host memory, where committed ones are."""
         for seq in seqs:
-            pieces = self._node.versions.pieces(VersionKey(wpg.key, seq))
+            pieces = self._versions.pieces(VersionKey(wpg.key, seq))
             # The manifest last: where a manifest is on disk, the parts are, too.
             for piece in [] if is_kept else reversed(pieces):
                 try:
@@ -225,11 +230,11 @@ class Sealer:
                     raise
 
     async def remove_superseded(self, key: DeploymentKey, written: int, committed: int) -> None:
-        kept = {seal.seq for seal in self._node.seals.of(key)}
+        kept = {seal.seq for seal in self._host_seals.records.of(key)}
         known = kept | self._seals.get(key, {}).keys()
         for seq in superseded_seals(list(known), written, committed):
             self._seals.get(key, {}).pop(seq, None)
-            self.drop_kept(key, seq)
+            self._host_seals.drop(key, seq)
             path = self._directory.seal(key, seq)
             try:
                 await asyncio.to_thread(self._directory.remove, path)
@@ -260,10 +265,10 @@ class Sealer:
 
     def _kept_header(self, key: DeploymentKey, seq: int) -> StateHeader | None:
         """The header of a seal in host memory. Raises: ResourceError: DATA_LOSS: it is bad."""
-        kept = self._node.seals.get((key, seq))
+        kept = self._host_seals.records.get((key, seq))
         if kept is None:
             return None
-        return self._node.host_seal_parts(kept)[0].header
+        return self._host_seals.parts_of(kept)[0].header
 
 
 def _header(wpg: Wpg, seq: int) -> StateHeader:

@@ -1,6 +1,5 @@
 """The host memory of a rank: its heap's extent, which is filled from a seal or by the rank itself,
-and what it borrows later for as long as an operation needs it. The session shell calls these
-functions."""
+and what it borrows later for as long as an operation needs it."""
 
 from __future__ import annotations
 
@@ -17,114 +16,130 @@ from phaseloom.common.contract.state_rank import (
     ReturnMemory,
 )
 from phaseloom.statemgr.node.digests import has_digest
-from phaseloom.statemgr.node.node import Node, pool_of
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import HostCopyStore, pool_of
 from phaseloom.statemgr.records.incarnations import Loan, Rank, State
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 
-async def register_heap(
-    node: Node,
-    tiering: Tiering,
-    restore: Callable[[Rank], Awaitable[None]],
-    rank: Rank,
-    request: RegisterHeap,
-) -> tuple[HeapRegistered, list[int]]:
-    """Give a rank its extent, filled from the seal that its incarnation begins from, if any.
+class RankMemory:
+    def __init__(
+        self,
+        ledger: Ledger,
+        records: Records,
+        memory: HostMemory,
+        copies: HostCopyStore,
+        ranks: Ranks,
+        *,
+        tiering: Tiering,
+        restore: Callable[[Rank], Awaitable[None]],
+    ) -> None:
+        """Args: restore: fills a registered heap from the seal that its incarnation begins from."""
+        self._ledger = ledger
+        self._records = records
+        self._memory = memory
+        self._copies = copies
+        self._ranks = ranks
+        self._tiering = tiering
+        self._restore = restore
 
-    Args:    restore: fills a registered heap from that seal.
-    Returns: the answer, and the extent's descriptor; none for a frozen rank that begins from a
-             seal, because its host copy is a shared copy at once.
-    Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the numbers;
-             DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
-    """
-    table = node.layouts.read(request.tensors)
-    node.residency.check_heap(rank, request, table)
-    # The copies of the deployment's other ranks stay: a switch-in needs all in host memory at once.
-    what = f"the host copy of {rank.owner}"
-    num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
-    reserving = tiering.reserved(num_bytes, what, may_freeze=request.frozen)
-    with node.residency.using(rank.wpg):
-        async with reserving as extent:
-            node.residency.register_heap(rank, request, table, extent)
-            # A rank whose device pins memory may share a descriptor of device memory later.
-            if rank in node.ranks:
-                node.ranks[rank].max_fds = int(rank.pins)
-    if rank.wpg.seal_seq:
-        await restore(rank)
-    rank.wpg.check_alive()
-    if rank.extent is None:
-        return HeapRegistered(rank.applied), []
-    return HeapRegistered(rank.applied), [node.memory[rank.extent].fd]
+    async def register_heap(
+        self, rank: Rank, request: RegisterHeap
+    ) -> tuple[HeapRegistered, list[int]]:
+        """Give a rank its extent, filled from the seal that its incarnation begins from, if any.
 
+        Returns: the answer, and the extent's descriptor; none for a frozen rank that begins from a
+                 seal, because its host copy is a shared copy at once.
+        Raises:  CallerError: the layout is bad. ResourceError: RESOURCE_EXHAUSTED, with the
+                 numbers; DATA_LOSS: the seal is bad; ABORTED: the incarnation ended meanwhile.
+        """
+        table = self._records.layouts.read(request.tensors)
+        self._records.residency.check_heap(rank, request, table)
+        # The copies of the deployment's other ranks stay: a switch-in needs all of them at once.
+        what = f"the host copy of {rank.owner}"
+        num_bytes = extent_bytes(request.heap_bytes, request.host_bytes)
+        reserving = self._tiering.reserved(num_bytes, what, may_freeze=request.frozen)
+        with self._records.residency.using(rank.wpg):
+            async with reserving as extent:
+                self._records.residency.register_heap(rank, request, table, extent)
+                # A rank whose device pins memory may share a descriptor of device memory later.
+                if rank in self._ranks.connected:
+                    self._ranks.connected[rank].max_fds = int(rank.pins)
+        if rank.wpg.seal_seq:
+            await self._restore(rank)
+        rank.wpg.check_alive()
+        if rank.extent is None:
+            return HeapRegistered(rank.applied), []
+        return HeapRegistered(rank.applied), [self._memory[rank.extent].fd]
 
-async def commit_initial(node: Node, rank: Rank, request: CommitInitial) -> None:
-    """Make the bytes with which a rank has filled its extent its initial state.
+    async def commit_initial(self, rank: Rank, request: CommitInitial) -> None:
+        """Make the bytes with which a rank has filled its extent its initial state.
 
-    Raises: CallerError: the rank is not filling its extent. ResourceError: DATA_LOSS: the bytes do
-            not match the rank's digest; ABORTED: the incarnation is over.
-    """
-    if rank.frozen and rank.copy is not None and rank.digest == request.digest:
-        return  # the rank asks again after a kill of the daemon
-    if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
-        raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
-    if request.applied < 0:
-        raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
-    extent = node.memory[rank.extent]
-    memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
-    if not await has_digest(memory, request.digest):
-        raise ResourceError(
-            f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
-        )
-    node.fill(rank, request.applied, request.digest)
+        Raises: CallerError: the rank is not filling its extent. ResourceError: DATA_LOSS: the bytes
+                do not match the rank's digest; ABORTED: the incarnation is over.
+        """
+        if rank.frozen and rank.copy is not None and rank.digest == request.digest:
+            return  # the rank asks again after a kill of the daemon
+        if rank.state is not State.FILLING or rank.wpg.seal_seq or rank.extent is None:
+            raise CallerError(f"{rank} awaits no initial state", code=Code.FAILED_PRECONDITION)
+        if request.applied < 0:
+            raise CallerError(f"seq {request.applied}", field="applied", remedy="use zero or more")
+        extent = self._memory[rank.extent]
+        memory = (extent.readable if rank.frozen else extent.view)(rank.extent_bytes)
+        if not await has_digest(memory, request.digest):
+            raise ResourceError(
+                f"the host copy of {rank} does not match its digest", code=Code.DATA_LOSS
+            )
+        self._copies.fill(rank, request.applied, request.digest)
 
+    async def borrow(self, rank: Rank, request: BorrowMemory) -> tuple[MemoryLent, list[int]]:
+        """Lend memory to a rank; host copies and versions that nothing needs make room for it.
 
-async def borrow(
-    node: Node, tiering: Tiering, rank: Rank, request: BorrowMemory
-) -> tuple[MemoryLent, list[int]]:
-    """Lend memory to a rank; host copies and versions that nothing needs make room for it.
+        Returns: the answer, and the memory's descriptor. A request that comes again, after a kill
+                 of the daemon, gets the same memory again.
+        Raises:  CallerError: a bad size, or the rank has no heap yet. ResourceError:
+                 RESOURCE_EXHAUSTED, with the numbers; ABORTED: the incarnation is over.
+        """
+        if request.num_bytes <= 0:
+            raise CallerError(
+                f"{request.num_bytes} bytes", field="num_bytes", remedy="use one or more"
+            )
+        if rank.state in {State.AWAITING, State.LOST}:
+            raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
+        if request.loan not in rank.loans and not self._lend_copy(rank, request):
+            what = f"{request.what} for {rank.owner}"
+            async with self._tiering.reserved(request.num_bytes, what, pool_of(rank.wpg)) as extent:
+                rank.wpg.check_alive()
+                loan = Loan(extent, request.num_bytes, is_host_copy=False)
+                if rank.loans.setdefault(request.loan, loan) is not loan:
+                    raise CallerError(f"{rank} asks twice at once", field="loan")
+        loan = rank.loans[request.loan]
+        memory = self._memory[loan.extent]
+        fd = memory.read_only_fd if loan.is_host_copy else memory.fd
+        return MemoryLent(loan.is_host_copy), [fd]
 
-    Returns: the answer, and the memory's descriptor. A request that comes again, after a kill of
-             the daemon, is given the memory that it was given before.
-    Raises:  CallerError: a bad size, or the rank has no heap yet. ResourceError:
-             RESOURCE_EXHAUSTED, with the numbers; ABORTED: the incarnation is over.
-    """
-    if request.num_bytes <= 0:
-        raise CallerError(f"{request.num_bytes} bytes", field="num_bytes", remedy="use one or more")
-    if rank.state in {State.AWAITING, State.LOST}:
-        raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
-    if request.loan not in rank.loans and not _lend_copy(node, rank, request):
-        what = f"{request.what} for {rank.owner}"
-        async with tiering.reserved(request.num_bytes, what, pool_of(rank.wpg)) as extent:
-            rank.wpg.check_alive()
-            loan = Loan(extent, request.num_bytes, is_host_copy=False)
-            if rank.loans.setdefault(request.loan, loan) is not loan:
-                raise CallerError(f"{rank} asks twice at once", field="loan")
-    loan = rank.loans[request.loan]
-    memory = node.memory[loan.extent]
-    fd = memory.read_only_fd if loan.is_host_copy else memory.fd
-    return MemoryLent(loan.is_host_copy), [fd]
+    def _lend_copy(self, rank: Rank, request: BorrowMemory) -> bool:
+        """Lend a frozen rank its host copy, if that is what the rank asks for. Nobody overwrites a
+        frozen copy, and its memory stays while a loan holds it."""
+        copy = rank.copy
+        if not rank.frozen or copy is None or rank.is_below or rank.applied != request.copy_at:
+            return False
+        if copy.extent is None or copy.num_bytes < request.num_bytes:
+            return False
+        self._memory.hold(copy.extent)
+        rank.loans[request.loan] = Loan(copy.extent, copy.num_bytes, is_host_copy=True)
+        return True
 
-
-def _lend_copy(node: Node, rank: Rank, request: BorrowMemory) -> bool:
-    """Lend a frozen rank its host copy, if that has what it asks for. Nobody overwrites a frozen
-    copy, and its memory stays while a loan holds it."""
-    copy, memory = rank.copy, node.memory
-    if not rank.frozen or copy is None or rank.is_below or rank.applied != request.copy_at:
-        return False
-    if copy.extent is None or copy.num_bytes < request.num_bytes:
-        return False
-    memory.hold(copy.extent)
-    rank.loans[request.loan] = Loan(copy.extent, copy.num_bytes, is_host_copy=True)
-    return True
-
-
-async def take_back(node: Node, rank: Rank, request: ReturnMemory) -> None:
-    """Take back what a rank has borrowed and does not map any more. Idempotent."""
-    loan = rank.loans.pop(request.loan, None)
-    if loan is None:
-        return
-    if loan.is_host_copy:
-        node.memory.free(loan.extent)
-    else:
-        node.memory.park(loan.extent, pool_of(rank.wpg))
-    node.announce()
+    async def take_back(self, rank: Rank, request: ReturnMemory) -> None:
+        """Take back what a rank has borrowed and does not map any more. Idempotent."""
+        loan = rank.loans.pop(request.loan, None)
+        if loan is None:
+            return
+        if loan.is_host_copy:
+            self._memory.free(loan.extent)
+        else:
+            self._memory.park(loan.extent, pool_of(rank.wpg))
+        self._ledger.announce()

@@ -14,15 +14,21 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_rank import Copied, CopyOut
+from phaseloom.statemgr.node.background import Background
 from phaseloom.statemgr.node.digests import has_digest
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import HostCopyStore
 from phaseloom.statemgr.records.incarnations import ON_NVME, HostCopy, Rank, State
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.transfer.permission import check_reader
 
@@ -40,138 +46,149 @@ _FREEZE_PAUSE_S = 0.05
 rank's answer says."""
 
 
-async def make_room(
-    node: Node, reserve: Reserve, rank: Rank, version: Version | None = None
-) -> None:
-    """Reserve the memory for the next host copy of a frozen rank that is about to write its heap.
+class FrozenCopies:
+    """Brings host copies up to date; those of frozen ranks only where their heap has changed."""
 
-    Args:   version: the version that the heap becomes. Where the rank can take the version's
-                memory for its host copy, nothing is reserved.
-    """
-    if not rank.frozen or rank.copy is None or (version is not None and _is_copy_of(version, rank)):
-        return
-    await reserve_copy(node, reserve, rank)
+    def __init__(
+        self,
+        records: Records,
+        memory: HostMemory,
+        copies: HostCopyStore,
+        ranks: Ranks,
+        reserve: Reserve,
+    ) -> None:
+        self._records = records
+        self._memory = memory
+        self._copies = copies
+        self._ranks = ranks
+        self._reserve = reserve
 
+    async def make_room(self, rank: Rank, version: Version | None = None) -> None:
+        """Reserve memory for the next host copy of a frozen rank that is about to write its heap.
 
-async def reserve_copy(node: Node, reserve: Reserve, rank: Rank) -> int:
-    """Reserve memory for a new host copy of a frozen rank: its `new_extent` until `settle_copy`.
+        Args: version: the version that the heap becomes. Nothing is reserved if the version's
+              memory can be the rank's host copy.
+        """
+        is_covered = version is not None and _is_copy_of(version, rank)
+        if rank.frozen and rank.copy is not None and not is_covered:
+            await self.reserve_copy(rank)
 
-    Returns: the number of the extent; the one that the rank has, where it has one.
-    Raises:  ResourceError: RESOURCE_EXHAUSTED with the numbers; ABORTED: the rank's incarnation
-             is over, or another call was faster.
-    """
-    if rank.new_extent is not None:
-        return rank.new_extent
-    what = f"the host copy of {rank.owner}"
-    extent = await reserve(rank.extent_bytes, what)
-    if rank.state is State.LOST or rank.new_extent is not None:
-        node.memory.free(extent)
-        raise ResourceError(f"{rank} was lost, or asked twice", code=Code.ABORTED)
-    rank.new_extent = extent
-    return extent
+    async def reserve_copy(self, rank: Rank) -> int:
+        """Reserve memory for a new host copy of a frozen rank: `new_extent` until `settle_copy`.
 
+        Returns: the number of the extent; if the rank has a `new_extent` already, that one.
+        Raises:  ResourceError: RESOURCE_EXHAUSTED with the numbers; ABORTED: the rank's incarnation
+                 is over, or another call was faster.
+        """
+        if rank.new_extent is not None:
+            return rank.new_extent
+        what = f"the host copy of {rank.owner}"
+        extent = await self._reserve(rank.extent_bytes, what)
+        if rank.state is State.LOST or rank.new_extent is not None:
+            self._memory.free(extent)
+            raise ResourceError(f"{rank} was lost, or asked twice", code=Code.ABORTED)
+        rank.new_extent = extent
+        return extent
 
-def drop_copy(node: Node, rank: Rank) -> None:
-    """Free the memory that `reserve_copy` has reserved for the rank, if there is any."""
-    if rank.new_extent is not None:
-        node.memory.free(rank.new_extent)
-        rank.new_extent = None
+    def drop_copy(self, rank: Rank) -> None:
+        """Free the memory that `reserve_copy` has reserved for the rank, if there is any."""
+        if rank.new_extent is not None:
+            self._memory.free(rank.new_extent)
+            rank.new_extent = None
 
+    def settle_copy(self, rank: Rank, applied: int, digest: str) -> None:
+        """Make the bytes in a frozen rank's `new_extent` its host copy, in place of the old one.
 
-def settle_copy(node: Node, rank: Rank, applied: int, digest: str) -> None:
-    """Make the bytes in a frozen rank's `new_extent` its host copy, in place of the one before.
+        The new copy is compared with others later. It is not shared while a process has the extent
+        mapped writable.
 
-    The new copy is compared with others later. While a process has the extent mapped writable, it
-    is not shared.
+        Args:   applied: the seq of the state in the extent.
+                digest: the digest of the bytes in the extent.
+        """
+        self._copies.detach(rank)
+        self._copies.compare_later(self._records.residency.take_new(rank, applied, digest))
 
-    Args:   applied: the seq of the state in the extent.
-            digest: the digest of the bytes in the extent.
-    """
-    node.leave_copy(rank)
-    node.compare_later(node.residency.take_new(rank, applied, digest))
+    async def copy_out(self, rank: Rank, *, release: bool) -> Copied:
+        """Bring the host copy of a resident rank up to date.
 
+        A frozen rank first says whether its heap has changed since its host copy. Only then memory
+        is reserved and the heap copied.
+        """
+        if not rank.frozen:
+            return await self._ranks.order(rank, CopyOut(release))
+        self._take_held_version(rank)
+        rank.is_copying = True
+        try:
+            order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
+            copied = await self._ranks.order(rank, order)
+            if copied.changed:
+                return await self._copied_out(rank, release=release)
+            if (copied.applied, copied.digest) != (rank.applied, rank.digest):
+                raise self._ranks.broken_protocol(rank, "it took its host copy for another one")
+            self.drop_copy(rank)
+            return copied
+        finally:
+            rank.is_copying = False
 
-async def copy_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -> Copied:
-    """Bring the host copy of a resident frozen rank up to date.
-
-    The rank is first asked whether its heap has changed since its host copy; only then is memory
-    reserved, and the heap copied.
-    """
-    _take_held_version(node, rank)
-    rank.is_copying = True
-    try:
-        order = CopyOut(release, whole_at=rank.applied, digest=rank.digest)
-        copied = await node.ask(rank, order)
-        if copied.changed:
-            return await _copied_out(node, reserve, rank, release=release)
-        if (copied.applied, copied.digest) != (rank.applied, rank.digest):
-            raise node.broken_protocol(rank, "it took its host copy for another one")
-        drop_copy(node, rank)
+    async def _copied_out(self, rank: Rank, *, release: bool) -> Copied:
+        extent = await self.reserve_copy(rank)
+        try:
+            copied = await self._ranks.order(rank, CopyOut(release), [self._memory[extent].fd])
+            if not copied.digest:
+                raise self._ranks.broken_protocol(rank, "it copied out without a digest")
+            if rank.state is State.LOST:
+                raise ResourceError(f"{rank} was lost as it had copied out")
+        except PhaseloomError:
+            self.drop_copy(rank)
+            raise
+        self.settle_copy(rank, copied.applied, copied.digest)
         return copied
-    finally:
-        rank.is_copying = False
 
+    def source_of(self, rank: Rank) -> list[int]:
+        """The descriptors that go with an order to copy in: that of a frozen rank's host copy; none
+        for other ranks, which have their extent mapped."""
+        if not rank.frozen:
+            return []
+        assert rank.copy is not None
+        assert rank.copy.extent is not None
+        return [self._memory[rank.copy.extent].read_only_fd]
 
-async def _copied_out(node: Node, reserve: Reserve, rank: Rank, *, release: bool) -> Copied:
-    extent = await reserve_copy(node, reserve, rank)
-    try:
-        copied = await node.ask(rank, CopyOut(release), [node.memory[extent].fd])
-        if not copied.digest:
-            raise node.broken_protocol(rank, "it copied out without a digest")
-        if rank.state is State.LOST:
-            raise ResourceError(f"{rank} was lost as it had copied out")
-    except PhaseloomError:
-        drop_copy(node, rank)
-        raise
-    settle_copy(node, rank, copied.applied, copied.digest)
-    return copied
+    def hold_version(self, rank: Rank, key: VersionKey, applied: int) -> None:
+        """Record that the heap of a frozen rank equals this version, whose memory becomes the
+        rank's host copy.
 
+        If the version has another layout or was dropped, the heap is copied out as any other. While
+        a seal is prepared or a copy is under way, the host copy stays as it is; the version
+        replaces it when the next copy begins, if the heap still equals the version.
 
-def source_of(node: Node, rank: Rank) -> list[int]:
-    """The descriptors that go with an order to copy in: that of the host copy for a frozen rank;
-    none for other ranks, which have their extent mapped."""
-    if not rank.frozen:
-        return []
-    assert rank.copy is not None
-    assert rank.copy.extent is not None
-    return [node.memory[rank.copy.extent].read_only_fd]
+        Raises: CallerError: PERMISSION_DENIED: the version belongs to another job; the seq is
+                negative.
+        """
+        check_reader(rank.wpg, key, None)
+        if applied < 0:
+            raise CallerError(f"seq {applied}", field="applied", remedy="use zero or more")
+        if rank.state is State.RESIDENT and rank.frozen and not key.part:
+            rank.held_version = (key, applied)
+            self._take_held_version(rank)
 
-
-def hold_version(node: Node, rank: Rank, key: VersionKey, applied: int) -> None:
-    """Note that the heap of a frozen rank equals this version, whose memory becomes its host copy.
-
-    Where the version has another layout, or is gone, the heap is copied out as any other. While a
-    seal is prepared or a copy is under way, the host copy stays as it was. The version is taken
-    when the next copy begins, if the heap still equals it.
-
-    Raises: CallerError: PERMISSION_DENIED: the version belongs to another job; the seq is negative.
-    """
-    check_reader(rank.wpg, key, None)
-    if applied < 0:
-        raise CallerError(f"seq {applied}", field="applied", remedy="use zero or more")
-    if rank.state is State.RESIDENT and rank.frozen and not key.part:
-        rank.held_version = (key, applied)
-        _take_held_version(node, rank)
-
-
-def _take_held_version(node: Node, rank: Rank) -> None:
-    if rank.held_version is None or rank.wpg.prepared is not None or rank.is_copying:
-        return
-    (key, applied), rank.held_version = rank.held_version, None
-    version = node.versions.find(key)
-    if version is None or not version.is_committed or version.extent is None:
-        return
-    if not _is_copy_of(version, rank):
-        return
-    drop_copy(node, rank)
-    node.leave_copy(rank)
-    rank.applied = applied
-    copy = node.host_copies.of_version(key, version.extent)
-    if copy is None:
-        node.memory.hold(version.extent)
-        node.host_copies.add(rank, version.extent, version.digest, key)
-    else:
-        node.host_copies.attach(rank, copy)
+    def _take_held_version(self, rank: Rank) -> None:
+        if rank.held_version is None or rank.wpg.prepared is not None or rank.is_copying:
+            return
+        (key, applied), rank.held_version = rank.held_version, None
+        version = self._records.versions.find(key)
+        if version is None or not version.is_committed or version.extent is None:
+            return
+        if not _is_copy_of(version, rank):
+            return
+        self.drop_copy(rank)
+        self._copies.detach(rank)
+        rank.applied = applied
+        copy = self._records.host_copies.of_version(key, version.extent)
+        if copy is None:
+            self._memory.hold(version.extent)
+            self._records.host_copies.add(rank, version.extent, version.digest, key)
+        else:
+            self._records.host_copies.attach(rank, copy)
 
 
 def _is_copy_of(version: Version, rank: Rank) -> bool:
@@ -183,14 +200,26 @@ def _is_copy_of(version: Version, rank: Rank) -> bool:
 class Sharing:
     """The background worker that finds equal frozen copies and merges them."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(
+        self,
+        ledger: Ledger,
+        memory: HostMemory,
+        copies: HostCopyStore,
+        ranks: Ranks,
+        background: Background,
+    ) -> None:
+        self._ledger = ledger
+        self._memory = memory
+        self._copies = copies
+        self._known = copies.records
+        self._ranks = ranks
+        self._background = background
 
     async def run(self) -> None:
         """Compare the queued copies one at a time: hashing is not urgent, so it takes one core at
         most."""
         while True:
-            await self._identify(await self._node.to_compare.get())
+            await self._identify(await self._copies.to_compare.get())
 
     async def _identify(self, copy: HostCopy) -> None:
         """Freeze and hash a frozen copy, and merge it with its equals.
@@ -202,7 +231,7 @@ class Sharing:
             return
         if not copy.hash:
             await self._take_hash(copy)
-        async with self._node.change():
+        async with self._ledger.change():
             if copy.hash:
                 await self._merge(copy)
 
@@ -215,48 +244,47 @@ class Sharing:
             if not self._is_above(copy) or copy.is_immutable:
                 return True
             assert copy.extent is not None
-            copy.is_immutable = self._node.memory[copy.extent].freeze()
+            copy.is_immutable = self._memory[copy.extent].freeze()
             if not copy.is_immutable:
                 await asyncio.sleep(_FREEZE_PAUSE_S)
         return copy.is_immutable
 
     async def _take_hash(self, copy: HostCopy) -> None:
         if self._is_above(copy) and copy.is_immutable:
-            memory = self._node.bytes_of(copy)
-            known = await asyncio.to_thread(_hash, memory, self._node.background.stopped)
+            memory = self._copies.bytes_of(copy)
+            known = await asyncio.to_thread(_hash, memory, self._background.stopped)
             # The digest is a rank's word: it is verified before other ranks depend on the copy.
             if known and not await has_digest(memory, copy.digest):
                 for wpg in copy.wpgs:
-                    self._node.retire(wpg, "its host copy is not what its digest says")
+                    self._ranks.retire(wpg, "its host copy is not what its digest says")
             else:
                 copy.hash = known
 
     def _is_above(self, copy: HostCopy) -> bool:
-        return self._node.host_copies.is_known(copy) and copy.state not in ON_NVME
+        return self._known.is_known(copy) and copy.state not in ON_NVME
 
     async def _merge(self, copy: HostCopy) -> None:
-        node, copies = self._node, self._node.host_copies
-        while copies.is_known(copy) and (twin := copies.twin(copy)) is not None:
+        known = self._known
+        while known.is_known(copy) and (twin := known.twin(copy)) is not None:
             pair = (copy, twin)
             if any(each.state in _MOVING for each in pair):
-                await node.until(lambda pair=pair: not _is_moving(node, pair))  # type: ignore[misc]
+                await self._ledger.until(partial(self._is_settled, pair))
                 continue
             kept, gone = pair if copy.state is State.HOST else (twin, copy)
             if twin.state is State.HOST:
                 kept, gone = twin, copy
-            moved = copies.merge(gone, kept)
-            node.free_copy(gone)
+            moved = known.merge(gone, kept)
+            self._copies.free(gone)
             # A rank keeps the copy that it loaded last mapped, and with it its memory. A rank that
             # does not answer keeps that memory until it loads again, or is gone.
             for rank in moved:
-                await node.unmap(rank)
+                await self._ranks.unmap(rank)
             log.info("%s is the same as %s: held once", gone, kept)
             copy = kept
-            node.announce()
+            self._ledger.announce()
 
-
-def _is_moving(node: Node, copies: tuple[HostCopy, ...]) -> bool:
-    return any(c.state in _MOVING and node.host_copies.is_known(c) for c in copies)
+    def _is_settled(self, copies: tuple[HostCopy, ...]) -> bool:
+        return not any(c.state in _MOVING and self._known.is_known(c) for c in copies)
 
 
 def _hash(memory: memoryview, stopped: threading.Event) -> str:

@@ -1,7 +1,7 @@
 """Context switches: offload the displaced deployments, load the new one, verify both, undo on
 failure.
 
-The session shell calls `switch_in` and `switch_out` for the scheduler's commands.
+The session shell calls `Switcher` for the scheduler's commands.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from opentelemetry.trace import Span
 
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.state_agent import Switched, SwitchIn, SwitchOut
-from phaseloom.common.contract.state_rank import CopyIn, CopyOut
+from phaseloom.common.contract.state_rank import CopyIn
 from phaseloom.common.observability import telemetry
-from phaseloom.statemgr.node.digests import bad_copy
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.devicecopies import DeviceCopies
+from phaseloom.statemgr.node.digests import Digests, bad_copy
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.ranks import Ranks
 from phaseloom.statemgr.records.incarnations import Rank, State, Step, Wpg
-from phaseloom.statemgr.tiering import sharing
+from phaseloom.statemgr.records.residency import Residency
+from phaseloom.statemgr.tiering.sharing import FrozenCopies
 from phaseloom.statemgr.tiering.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -37,96 +40,185 @@ All of the heap must be given back; the allowance is for the pages at its edges.
 """
 
 
-async def switch_in(node: Node, tiering: Tiering, request: SwitchIn) -> Switched:
-    """Bring a deployment into device memory in place of the deployments that it displaces.
+class Switcher:
+    def __init__(
+        self,
+        ledger: Ledger,
+        residency: Residency,
+        ranks: Ranks,
+        tiering: Tiering,
+        frozen: FrozenCopies,
+        *,
+        digests: Digests,
+        device_copies: DeviceCopies,
+    ) -> None:
+        self._ledger = ledger
+        self._residency = residency
+        self._ranks = ranks
+        self._tiering = tiering
+        self._frozen = frozen
+        self._digests = digests
+        self._device_copies = device_copies
 
-    Its host copies are promoted from NVMe first, while the device goes on with its work.
+    async def switch_in(self, request: SwitchIn) -> Switched:
+        """Bring a deployment into device memory in place of the deployments that it displaces.
 
-    Raises: ResourceError: the order is stale (ABORTED), there is no room (RESOURCE_EXHAUSTED, with
-            the numbers, before anything moved), a rank is lost, or a transition was not verified.
-            After a failure the ranks that had been moved are moved back.
-            CallerError: the deployment is not known, or not ready.
-    """
-    key, incarnation = request.deployment, request.incarnation
-    wpg = node.residency.current(key, incarnation)
-    displaced = filter(None, map(node.residency.find, request.displaces))
-    node.digests.begin(wpg.ranks)
-    async with tiering.in_host(wpg, *displaced), node.holding(wpg):
-        plan = node.residency.plan_switch_in(
-            key, incarnation, request.epoch, request.displaces, request.ranks
+        Its host copies are promoted from NVMe first, while the device goes on with its work.
+
+        Raises: ResourceError: the order is stale (ABORTED), there is no room (RESOURCE_EXHAUSTED,
+                with the numbers, before anything moved), a rank is lost, or a transition was not
+                verified. After a failure the ranks that had been moved are moved back.
+                CallerError: the deployment is not known, or not ready.
+        """
+        key, incarnation = request.deployment, request.incarnation
+        wpg = self._residency.current(key, incarnation)
+        displaced = filter(None, map(self._residency.find, request.displaces))
+        self._digests.begin(wpg.ranks)
+        async with self._tiering.in_host(wpg, *displaced), self._ranks.holding(wpg):
+            plan = self._residency.plan_switch_in(
+                key, incarnation, request.epoch, request.displaces, request.ranks
+            )
+            trace = telemetry.extract({"traceparent": request.traceparent})
+            return await self._switch(wpg, plan.offload, plan.load, trace)
+
+    async def switch_out(self, request: SwitchOut) -> Switched:
+        """Offload a deployment without loading another; a deployment on NVMe stays there."""
+        key, incarnation = request.deployment, request.incarnation
+        wpg = self._residency.current(key, incarnation)
+        with self._residency.using(wpg):
+            async with self._ranks.holding(wpg):
+                ranks = self._residency.plan_switch_out(key, incarnation, request.epoch)
+                return await self._switch(wpg, ranks, [], Context())
+
+    async def _switch(
+        self, wpg: Wpg, offload: list[Rank], load: list[Rank], trace: Context
+    ) -> Switched:
+        """Offload the one ranks, then load the others, or leave all of them where they were."""
+        offloaded: Moved = {}
+        loaded: Moved = {}
+        started = time.monotonic()
+        try:
+            await self._offload(offload, trace, offloaded)
+            ended = time.monotonic()
+            await self._load(load, trace, loaded)
+        except PhaseloomError as error:
+            log.warning("switch of %s failed, undoing it: %s", wpg, error)
+            await self._undo(offloaded, loaded, trace)
+            raise
+        finally:
+            self._digests.begin(offload)
+        return Switched(
+            offload_s=ended - started,
+            load_s=time.monotonic() - ended,
+            bytes_out=sum(rank.heap_bytes for rank in offload),
+            bytes_in=sum(rank.heap_bytes for rank in load),
+            displaced=list(dict.fromkeys(rank.wpg.key for rank in offload)),
+            copy_s=_longest(offloaded) + _longest(loaded),
         )
-        trace = telemetry.extract({"traceparent": request.traceparent})
-        return await _switch(tiering, wpg, plan.offload, plan.load, trace)
 
+    async def _offload(self, ranks: list[Rank], trace: Context, done: Moved) -> None:
+        async def offload(rank: Rank) -> None:
+            await self._ledger.until(lambda: rank.wpg.prepared is None)
+            with self._span("offload", rank, trace):
+                done[rank] = await self._copy_out(rank)
 
-async def switch_out(node: Node, tiering: Tiering, request: SwitchOut) -> Switched:
-    """Offload a deployment without loading another; a deployment on NVMe stays there."""
-    key, incarnation = request.deployment, request.incarnation
-    wpg = node.residency.current(key, incarnation)
-    with node.residency.using(wpg):
-        async with node.holding(wpg):
-            ranks = node.residency.plan_switch_out(key, incarnation, request.epoch)
-            return await _switch(tiering, wpg, ranks, [], Context())
+        await on_each_device(ranks, offload)
 
+    async def _load(self, ranks: list[Rank], trace: Context, done: Moved) -> None:
+        async def load(rank: Rank) -> None:
+            await self._digests.taken(rank)
+            with self._span("load", rank, trace):
+                self._device_copies.make_way(rank)
+                self._residency.begin_load(rank)
+                done[rank] = await self._copy_in(rank)
 
-async def _switch(
-    tiering: Tiering, wpg: Wpg, offload: list[Rank], load: list[Rank], trace: Context
-) -> Switched:
-    """Offload the one ranks, then load the others, or leave all of them where they were."""
-    node = tiering.node
-    offloaded: Moved = {}
-    loaded: Moved = {}
-    started = time.monotonic()
-    try:
-        await _offload(tiering, offload, trace, offloaded)
-        ended = time.monotonic()
-        await _load(tiering, load, trace, loaded)
-    except PhaseloomError as error:
-        log.warning("switch of %s failed, undoing it: %s", wpg, error)
-        await _undo(tiering, offloaded, loaded, trace)
-        raise
-    finally:
-        node.digests.begin(offload)
-    return Switched(
-        offload_s=ended - started,
-        load_s=time.monotonic() - ended,
-        bytes_out=sum(rank.heap_bytes for rank in offload),
-        bytes_in=sum(rank.heap_bytes for rank in load),
-        displaced=list(dict.fromkeys(rank.wpg.key for rank in offload)),
-        copy_s=_longest(offloaded) + _longest(loaded),
-    )
+        await on_each_device(ranks, load)
 
+    async def _copy_out(self, rank: Rank) -> float:
+        """Offload one rank and verify that it released its heap.
 
-async def _offload(tiering: Tiering, ranks: list[Rank], trace: Context, done: Moved) -> None:
-    node = tiering.node
+        Returns: the seconds of its copy.
+        """
+        self._residency.begin_copy_out(rank, release=True)
+        try:
+            copied = await self._frozen.copy_out(rank, release=True)
+        except PhaseloomError:
+            if rank.state is not State.LOST:
+                self._residency.step(rank, Step.OFFLOAD_FAILED)
+            raise
+        if copied.resident_bytes > MAX_RESIDUE_BYTES:
+            self._residency.step(rank, Step.RELEASE_UNVERIFIED)
+            if not rank.frozen:
+                rank.copied(copied.applied, "")
+                await self._digests.taken(rank)
+            await self._copy_in(rank)
+            raise ResourceError(
+                f"{rank} still holds {copied.resident_bytes} bytes of device memory after its "
+                "offload",
+                code=Code.ABORTED,
+            )
+        self._residency.finish_copy_out(rank, copied.applied, rank.digest)
+        return copied.duration_s
 
-    async def offload(rank: Rank) -> None:
-        await node.until(lambda: rank.wpg.prepared is None)
-        with _span("offload", node, rank, trace):
-            done[rank] = await _copy_out(tiering, rank)
+    async def _copy_in(self, rank: Rank) -> float:
+        """Load one rank and verify the digest of its heap; returns the seconds of its copy."""
+        digest = rank.digest
+        assert digest, "nothing is loaded that cannot be verified"
+        try:
+            copied = await self._ranks.order(rank, CopyIn(digest), self._frozen.source_of(rank))
+            if copied.digest != digest:
+                # The rank's heap holds something else than was asked for, and it did not notice.
+                self._ranks.retire(rank.wpg, "it loaded other bytes than it was told to")
+                raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
+        except PhaseloomError as error:
+            if error.info.code is Code.DATA_LOSS:
+                raise self._bad_copy(rank, error) from error
+            if rank.state is not State.LOST:
+                self._residency.step(rank, Step.LOAD_FAILED)
+            raise
+        self._residency.step(rank, Step.LOAD_VERIFIED)
+        return copied.duration_s
 
-    await on_each_device(ranks, offload)
+    def _bad_copy(self, rank: Rank, error: PhaseloomError) -> ResourceError:
+        """End all incarnations that refer to the rank's host copy, and return the error to raise.
 
+        No load of a bad copy can succeed, so the next incarnations begin from their seals.
+        """
+        if rank.copy is not None:
+            self._ranks.lose(rank.copy, f"its host copy is bad: {error.info.message}")
+        return bad_copy(rank, error.info.message)
 
-async def _load(tiering: Tiering, ranks: list[Rank], trace: Context, done: Moved) -> None:
-    node = tiering.node
+    async def _undo(self, offloaded: Moved, loaded: Moved, trace: Context) -> None:
+        """Move back the ranks that were moved; one that cannot be loaded back stays whole in host
+        memory."""
 
-    async def load(rank: Rank) -> None:
-        await node.digests.taken(rank)
-        with _span("load", node, rank, trace):
-            node.device_copies.make_way(rank)
-            node.residency.begin_load(rank)
-            done[rank] = await _copy_in(node, rank)
+        async def back(rank: Rank) -> None:
+            # A rank whose incarnation was lost meanwhile has no memory any more.
+            if rank.state is State.LOST:
+                return
+            move = self._offload if rank in loaded else self._load
+            try:
+                await move([rank], trace, {})
+            except PhaseloomError as error:
+                log.error("%s could not be moved back: %s", rank, error)
 
-    await on_each_device(ranks, load)
+        # Offloading comes first: it makes room for the rest.
+        await on_each_device(list(loaded), back)
+        await on_each_device(list(offloaded), back)
 
-
-def _longest(moved: Moved) -> float:
-    """Seconds of copying on the device that copied longest."""
-    by_device: dict[int, float] = {}
-    for rank, seconds in moved.items():
-        by_device[rank.device] = by_device.get(rank.device, 0.0) + seconds
-    return max(by_device.values(), default=0.0)
+    def _span(self, name: str, rank: Rank, trace: Context) -> AbstractContextManager[Span]:
+        key = rank.wpg.key
+        return telemetry.span(
+            name,
+            parent=trace,
+            tenant=key.tenant,
+            job=key.job,
+            deployment=key.deployment,
+            node=self._ledger.node,
+            device=rank.device,
+            epoch=rank.wpg.epoch,
+            num_bytes=rank.heap_bytes,
+        )
 
 
 async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[None]]) -> None:
@@ -151,92 +243,9 @@ async def on_each_device(ranks: list[Rank], work: Callable[[Rank], Awaitable[Non
             raise failure
 
 
-async def _copy_out(tiering: Tiering, rank: Rank) -> float:
-    """Offload one rank and verify that it released its heap; returns the seconds of its copy."""
-    node = tiering.node
-    node.residency.begin_copy_out(rank, release=True)
-    try:
-        if rank.frozen:
-            copied = await sharing.copy_out(node, tiering.reserve_frozen, rank, release=True)
-        else:
-            copied = await node.ask(rank, CopyOut(release=True))
-    except PhaseloomError:
-        if rank.state is not State.LOST:
-            node.residency.step(rank, Step.OFFLOAD_FAILED)
-        raise
-    if copied.resident_bytes > MAX_RESIDUE_BYTES:
-        node.residency.step(rank, Step.RELEASE_UNVERIFIED)
-        if not rank.frozen:
-            rank.copied(copied.applied, "")
-            await node.digests.taken(rank)
-        await _copy_in(node, rank)
-        raise ResourceError(
-            f"{rank} still holds {copied.resident_bytes} bytes of device memory after its offload",
-            code=Code.ABORTED,
-        )
-    node.residency.finish_copy_out(rank, copied.applied, rank.digest)
-    return copied.duration_s
-
-
-async def _copy_in(node: Node, rank: Rank) -> float:
-    """Load one rank and verify the digest of its heap; returns the seconds of its copy."""
-    digest = rank.digest
-    assert digest, "nothing is loaded that cannot be verified"
-    try:
-        copied = await node.ask(rank, CopyIn(digest), sharing.source_of(node, rank))
-        if copied.digest != digest:
-            # The rank's heap holds something else than was asked for, and it did not notice.
-            node.retire(rank.wpg, "it loaded other bytes than it was told to")
-            raise ResourceError(f"{rank} loaded a wrong copy", code=Code.DATA_LOSS)
-    except PhaseloomError as error:
-        if error.info.code is Code.DATA_LOSS:
-            raise _bad_copy(node, rank, error) from error
-        if rank.state is not State.LOST:
-            node.residency.step(rank, Step.LOAD_FAILED)
-        raise
-    node.residency.step(rank, Step.LOAD_VERIFIED)
-    return copied.duration_s
-
-
-def _bad_copy(node: Node, rank: Rank, error: PhaseloomError) -> ResourceError:
-    """End all incarnations that refer to the rank's host copy, and return the error to raise.
-
-    No load of a bad copy can succeed, so the next incarnations begin from their seals.
-    """
-    if rank.copy is not None:
-        node.lose(rank.copy, f"its host copy is bad: {error.info.message}")
-    return bad_copy(rank, error.info.message)
-
-
-async def _undo(tiering: Tiering, offloaded: Moved, loaded: Moved, trace: Context) -> None:
-    """Move back the ranks that were moved; one that cannot be loaded back stays whole in host
-    memory."""
-
-    async def back(rank: Rank) -> None:
-        # A rank whose incarnation was lost meanwhile has no memory any more.
-        if rank.state is State.LOST:
-            return
-        move = _offload if rank in loaded else _load
-        try:
-            await move(tiering, [rank], trace, {})
-        except PhaseloomError as error:
-            log.error("%s could not be moved back: %s", rank, error)
-
-    # Offloading comes first: it makes room for the rest.
-    await on_each_device(list(loaded), back)
-    await on_each_device(list(offloaded), back)
-
-
-def _span(name: str, node: Node, rank: Rank, trace: Context) -> AbstractContextManager[Span]:
-    key = rank.wpg.key
-    return telemetry.span(
-        name,
-        parent=trace,
-        tenant=key.tenant,
-        job=key.job,
-        deployment=key.deployment,
-        node=node.name,
-        device=rank.device,
-        epoch=rank.wpg.epoch,
-        num_bytes=rank.heap_bytes,
-    )
+def _longest(moved: Moved) -> float:
+    """Seconds of copying on the device that copied longest."""
+    by_device: dict[int, float] = {}
+    for rank, seconds in moved.items():
+        by_device[rank.device] = by_device.get(rank.device, 0.0) + seconds
+    return max(by_device.values(), default=0.0)

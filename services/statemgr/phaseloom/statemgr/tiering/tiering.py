@@ -26,11 +26,15 @@ from phaseloom.common.contract.state_agent import Prefetch
 from phaseloom.common.observability import metrics
 from phaseloom.common.process.error_boundary import error_boundary
 from phaseloom.statemgr.disk.files import find_parts, header_of
-from phaseloom.statemgr.node.extents import Extent
+from phaseloom.statemgr.node.digests import Digests
+from phaseloom.statemgr.node.extents import Extent, HostMemory
+from phaseloom.statemgr.node.ledger import Ledger
 from phaseloom.statemgr.node.moves import Move
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import HostCopyStore
 from phaseloom.statemgr.records.incarnations import ON_NVME, HostCopy, State, Step, Wpg
 from phaseloom.statemgr.records.layouts import rounded
+from phaseloom.statemgr.records.residency import Residency
 from phaseloom.statemgr.records.stateheader import Section, StateHeader, data_loss
 from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.tiering.versionmoves import VersionMoves
@@ -45,12 +49,29 @@ Victim = HostCopy | Version
 class Tiering:
     """Promotion and demotion of host copies; memory for those who need some."""
 
-    def __init__(self, node: Node, nvme_budget_bytes: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        memory: HostMemory,
+        copies: HostCopyStore,
+        versions: VersionMoves,
+        ranks: Ranks,
+        *,
+        residency: Residency,
+        digests: Digests,
+        nvme_budget_bytes: int,
+    ) -> None:
         self.nvme_budget_bytes = nvme_budget_bytes
-        self.node = node
-        self._directory = node.directory
-        self._moves = node.moves
-        self.versions = VersionMoves(node)
+        self.versions = versions
+        self._ledger = ledger
+        self._residency = residency
+        self._memory = memory
+        self._copies = copies
+        self._known = copies.records
+        self._moves = copies.moves
+        self._directory = copies.directory
+        self._ranks = ranks
+        self._digests = digests
 
     # --- what the other parts ask for ---
 
@@ -73,9 +94,8 @@ class Tiering:
         Returns: the number of the extent.
         Raises: ResourceError: RESOURCE_EXHAUSTED, with the numbers of both tiers.
         """
-        memory = self.node.memory
         return await self._with_room(
-            lambda: memory.reserve(num_bytes, what, pool, may_freeze=may_freeze), after_s
+            lambda: self._memory.reserve(num_bytes, what, pool, may_freeze=may_freeze), after_s
         )
 
     @asynccontextmanager
@@ -91,14 +111,14 @@ class Tiering:
         """Reserve an extent, as `reserve` does, for a record that is made by the end of the block;
         where the block fails, the extent is freed."""
         extent = await self.reserve(num_bytes, what, pool, may_freeze=may_freeze, after_s=after_s)
-        self.node.unrecorded.add(extent)
+        self._memory.unrecorded.add(extent)
         try:
             yield extent
         except BaseException:
-            self.node.memory.free(extent)
+            self._memory.free(extent)
             raise
         finally:
-            self.node.unrecorded.discard(extent)
+            self._memory.unrecorded.discard(extent)
 
     async def reserve_frozen(self, num_bytes: int, what: str) -> int:
         """Reserve an extent, as `reserve` does, that can be made immutable later."""
@@ -113,7 +133,7 @@ class Tiering:
         Raises: ResourceError: RESOURCE_EXHAUSTED: there is no room for the copies; DATA_LOSS: the
                 file of one is bad and no seal has its bytes: the incarnation is over.
         """
-        with self.node.residency.using(wpg, *others):
+        with self._residency.using(wpg, *others):
             for rank in wpg.ranks:
                 if rank.copy is not None:
                     await self._promote(rank.copy)
@@ -137,16 +157,16 @@ class Tiering:
 
         Called once, when the handover is done.
         """
-        node, directory = self.node, self._directory
-        kept = {node.file_of(c) for c in node.host_copies.all() if c.state in ON_NVME}
-        await asyncio.to_thread(directory.discard, *(directory.host_copies() - kept))
+        kept = {self._copies.file_of(c) for c in self._known.all() if c.state in ON_NVME}
+        stale = self._directory.host_copies() - kept
+        await asyncio.to_thread(self._directory.discard, *stale)
 
     def is_demoted(self, copy: HostCopy, digest: str) -> bool:
         """Whether a whole file of the host copy is on NVMe; reading it verifies its blocks.
 
         Blocking: call it in a thread.
         """
-        header = header_of(self.node.file_of(copy))
+        header = header_of(self._copies.file_of(copy))
         found = (header.digest, header.num_bytes) if header is not None else ("", 0)
         return bool(digest) and found == (digest, copy.num_bytes)
 
@@ -203,7 +223,7 @@ class Tiering:
         These are the ones on their way down, and the copies that may be demoted as soon as their
         promotion has ended.
         """
-        arriving = {*self.node.host_copies.demotable()}
+        arriving = {*self._known.demotable()}
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
         for move in self._moves.under_way():
@@ -217,19 +237,20 @@ class Tiering:
         A copy that is being moved is left out. So is one whose memory has another holder: where a
         weights version shares the memory, it goes with the version.
         """
-        memory = self.node.memory
         return sorted(
             (
                 copy
-                for copy in self.node.host_copies.demotable()
-                if copy.extent and memory[copy.extent].num_holders == 1 and copy not in self._moves
+                for copy in self._known.demotable()
+                if copy.extent
+                and self._memory[copy.extent].num_holders == 1
+                and copy not in self._moves
             ),
             key=_need,
         )
 
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
         info = refusal.info
-        used, budget = self.node.host_copies.nvme_used_bytes(), self.nvme_budget_bytes
+        used, budget = self._known.nvme_used_bytes(), self.nvme_budget_bytes
         return ResourceError(
             f"{info.message}; nothing more can go to NVMe, where {used} of {budget} are in use",
             code=info.code,
@@ -238,7 +259,7 @@ class Tiering:
         )
 
     async def _demote(self, copy: HostCopy) -> None:
-        used = self.node.host_copies.nvme_used_bytes()
+        used = self._known.nvme_used_bytes()
         if used + copy.num_bytes > self.nvme_budget_bytes:
             raise ResourceError(
                 f"{copy} needs {copy.num_bytes} bytes of NVMe: {used} of "
@@ -246,92 +267,92 @@ class Tiering:
                 code=Code.RESOURCE_EXHAUSTED,
             )
         # Before the first await: no two callers that look for room choose the same copy.
-        self.node.host_copies.step(copy, Step.DEMOTE_BEGUN)
+        self._known.step(copy, Step.DEMOTE_BEGUN)
         await self._moves.move(copy, self._write_down, is_up=False)
 
     async def _write_down(self, move: Move) -> None:
         """Demote a host copy."""
-        node, copy = self.node, move.what
+        copy = move.what
         self._check_needed(copy)
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
             digest = await self._write(move)
             for rank in [*copy.users]:
-                await node.unpin(rank)
+                await self._ranks.unpin(rank)
         self._check_needed(copy)
-        async with node.change():
-            node.host_copies.step(copy, Step.DEMOTE_VERIFIED)
+        async with self._ledger.change():
+            self._known.step(copy, Step.DEMOTE_VERIFIED)
             copy.digest, copy.is_dirty, copy.version = digest, False, None
         # The memory goes only after the manifest names NVMe: the agent has its descriptor, too.
-        async with node.change():
+        async with self._ledger.change():
             for rank in [*copy.users]:
-                await (node.unmap(rank) if copy.is_frozen else node.digests.ended(rank))
+                await (self._ranks.unmap(rank) if copy.is_frozen else self._digests.ended(rank))
             self._check_needed(copy)
-            node.vacate(copy)
+            self._copies.vacate(copy)
 
     async def _write(self, move: Move) -> str:
         """Write the file of a host copy. Returns: the digest of what was written."""
         copy = move.what
-        (rank, *_), memory = copy.users, self.node.bytes_of(copy)
+        (rank, *_), memory = copy.users, self._copies.bytes_of(copy)
         section = Section(copy.num_bytes, rank.tensors, copy.digest)
         header = StateHeader("copy", copy.owner, rank.applied, [section])
-        path, write = self.node.file_of(copy), self._directory.write
+        path, write = self._copies.file_of(copy), self._directory.write
         return (await asyncio.to_thread(write, path, header, [memory], move.cancelled)).digest
 
     async def _promote(self, copy: HostCopy) -> None:
         """Wait until no move of the copy is under way; promote it where it is on NVMe."""
         await self._moves.settled(copy)
-        if copy.state is State.DEMOTED and self.node.host_copies.is_known(copy):
+        if copy.state is State.DEMOTED and self._known.is_known(copy):
             await self._moves.move(copy, self._read_up, is_up=True)
 
     async def _read_up(self, move: Move) -> None:
         """Promote a host copy."""
-        node, copy = self.node, move.what
+        copy = move.what
         self._check_needed(copy)
         await self._take_memory(copy, copy.next_use_s if move.is_hint else -math.inf)
-        node.host_copies.step(copy, Step.PROMOTE_BEGUN)
+        self._known.step(copy, Step.PROMOTE_BEGUN)
         assert copy.extent is not None
-        memory = node.memory[copy.extent]
+        memory = self._memory[copy.extent]
         try:
             with self._failing(copy, Step.PROMOTE_FAILED, "its state on NVMe is bad"):
                 await asyncio.to_thread(self._read, copy, memory, move.cancelled)
         except PhaseloomError:
-            if node.host_copies.is_known(copy):
-                node.vacate(copy)
+            if self._known.is_known(copy):
+                self._copies.vacate(copy)
             raise
         self._check_needed(copy)
         if copy.is_frozen:
             is_frozen = memory.freeze()
             assert is_frozen, "nobody else has ever seen it"
-        async with node.change() as afterwards:
-            node.host_copies.step(copy, Step.PROMOTE_VERIFIED)
-            afterwards.push_async_callback(self._moves.discard, node.file_of(copy))
-        node.compare_later(copy)
+        async with self._ledger.change() as afterwards:
+            self._known.step(copy, Step.PROMOTE_VERIFIED)
+            afterwards.push_async_callback(self._moves.discard, self._copies.file_of(copy))
+        self._copies.compare_later(copy)
 
     async def _take_memory(self, copy: HostCopy, after_s: float) -> None:
         """Take memory for a demoted copy: its own extent's or, for a frozen one, a new extent.
 
         Ranks do not notice a new extent: each order to copy in brings the descriptor.
         """
-        memory, what = self.node.memory, f"the host copy of {copy.users[0].owner}"
+        what = f"the host copy of {copy.users[0].owner}"
         if copy.is_frozen:
             extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
-            if self.node.host_copies.is_known(copy):
+            if self._known.is_known(copy):
                 copy.extent = extent
             else:
-                memory.free(extent)
+                self._memory.free(extent)
         else:
 
             def occupy() -> None:
                 self._check_needed(copy)
                 assert copy.extent is not None
-                memory.occupy(copy.extent, what)
+                self._memory.occupy(copy.extent, what)
 
             await self._with_room(occupy, after_s)
         self._check_needed(copy)
 
     def _check_needed(self, copy: HostCopy) -> None:
         """Raises: ResourceError: nobody needs the copy any more."""
-        if not self.node.host_copies.is_known(copy):
+        if not self._known.is_known(copy):
             raise ResourceError(f"{copy} is not needed any more")
 
     @contextmanager
@@ -345,10 +366,10 @@ class Tiering:
                 yield
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
-                self.node.lose(copy, f"{why}: {error}")
-            elif self.node.host_copies.is_known(copy):
-                self.node.host_copies.step(copy, back)
-                self.node.compare_later(copy)
+                self._ranks.lose(copy, f"{why}: {error}")
+            elif self._known.is_known(copy):
+                self._known.step(copy, back)
+                self._copies.compare_later(copy)
             raise
 
     def _read(self, copy: HostCopy, extent: Extent, cancelled: threading.Event) -> None:
@@ -358,7 +379,7 @@ class Tiering:
 
         Raises: ResourceError: DATA_LOSS: the file is bad.
         """
-        (place,) = find_parts(self.node.file_of(copy))
+        (place,) = find_parts(self._copies.file_of(copy))
         if place.part.digest != copy.digest:
             raise data_loss(place.file, f"it does not hold the newest state of {copy}")
         try:

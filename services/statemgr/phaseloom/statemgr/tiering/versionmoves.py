@@ -17,7 +17,10 @@ from weakref import WeakValueDictionary
 
 from phaseloom.common.contract.errors import ResourceError
 from phaseloom.common.contract.ids import VersionKey
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.disk.files import StateDirectory
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import VersionStore
 from phaseloom.statemgr.records.incarnations import Wpg
 from phaseloom.statemgr.records.stateheader import Section, StateHeader
 from phaseloom.statemgr.records.versions import Version
@@ -28,9 +31,13 @@ log = logging.getLogger(__name__)
 class VersionMoves:
     """The way of weights versions out of host memory and onto disk."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._directory = node.directory
+    def __init__(
+        self, ledger: Ledger, versions: VersionStore, ranks: Ranks, directory: StateDirectory
+    ) -> None:
+        self._ledger = ledger
+        self._versions = versions
+        self._ranks = ranks
+        self._directory = directory
         self.under_way: dict[Version, asyncio.Future[None]] = {}
         """The versions that are leaving memory, each with a future that is done when its move has
         ended, whether it left or stays after all."""
@@ -45,18 +52,18 @@ class VersionMoves:
         """
         return [
             version
-            for version in self._node.versions.unused()
+            for version in self._versions.records.unused()
             if version not in self.under_way
             and not version.is_ahead
             and version.extent is not None
-            and self._node.memory[version.extent].num_holders == 1
+            and self._versions.is_only_holder(version)
             and at_once == (version.is_on_disk and not _alive(version))
         ]
 
     def ahead(self) -> list[Version]:
         """The versions, and copies of slices, that were fetched ahead of an operation, or are being
         fetched; the oldest first."""
-        known = self._node.versions.ahead()
+        known = self._versions.records.ahead()
         return [version for version in known if version not in self.under_way]
 
     async def make_room(self, version: Version) -> None:
@@ -65,15 +72,14 @@ class VersionMoves:
 
     async def _give_up(self, version: Version) -> None:
         """Drop what was fetched ahead, whether all of it has come or not."""
-        node = self._node
         ended = self.under_way[version] = asyncio.get_running_loop().create_future()
         try:
             await self._until_unmapped(version)
             if not version.is_ahead:
                 raise ResourceError(f"version {version.key} is asked for by now")
             log.info("%s was fetched ahead, and is dropped: host memory is short", version)
-            node.drop_version(version)
-            await node.until(lambda: not version.users)
+            self._versions.drop(version)
+            await self._ledger.until(lambda: not version.users)
         finally:
             del self.under_way[version]
             ended.set_result(None)
@@ -82,7 +88,7 @@ class VersionMoves:
         """Put a version on disk and free its memory. Raises: as `make_room`."""
         ended = self.under_way[version] = asyncio.get_running_loop().create_future()
         try:
-            with self._node.using(version):
+            with self._versions.using(version):
                 await self._until_unmapped(version)
                 await self.persist(version)
         finally:
@@ -92,8 +98,8 @@ class VersionMoves:
             return
         if version.users or _alive(version):
             raise ResourceError(f"version {version.key} is being read")
-        async with self._node.change():
-            self._node.memory.free(self._node.versions.leave_memory(version))
+        async with self._ledger.change():
+            self._versions.leave_memory(version)
         log.info("version %s is on disk only: host memory is short", version.key)
 
     async def persist(self, version: Version) -> None:
@@ -104,16 +110,22 @@ class VersionMoves:
                 await self._write(version)
 
     async def _write(self, version: Version) -> None:
-        node, key = self._node, version.key
+        key = version.key
         section = Section(version.num_bytes, version.tensors, version.digest)
         header = StateHeader("version", key.policy, key.seq, [section], part=key.part)
-        memory = node.memory_of(version)
+        memory = self._versions.bytes_of(version)
         path = self._directory.version(key)
-        with node.using(version):
+        with self._versions.using(version):
             await asyncio.to_thread(self._directory.write, path, header, [memory])
             version.is_on_disk = True
         if version.is_dropped:
             await asyncio.to_thread(self._directory.remove, path)
+
+    async def discard(self, version: Version) -> None:
+        """Remove a version from memory and from disk."""
+        self._versions.drop(version)
+        if version.is_on_disk:
+            await asyncio.to_thread(self._directory.remove, self._directory.version(version.key))
 
     async def _until_unmapped(self, version: Version) -> None:
         """Ask all readers to unmap the version, and forget them.
@@ -128,7 +140,7 @@ class VersionMoves:
 
     async def _unmaps(self, wpg: Wpg, version: Version) -> bool:
         for rank in wpg.ranks:
-            used = await self._node.unmap(rank)
+            used = await self._ranks.unmap(rank)
             if used is None:
                 return wpg.is_lost
             if version.key in used:

@@ -81,7 +81,7 @@ _FEW_BYTES = 4096
 then put where the runs belong."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Home:
     """The state manager that fetches."""
 

@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,10 +19,12 @@ from phaseloom.common.contract.specs import CommandId
 from phaseloom.common.observability import metrics
 from phaseloom.common.tensors.hugepages import make_huge
 from phaseloom.common.tensors.tensortable import TensorTable
-from phaseloom.statemgr.disk.files import find_parts
+from phaseloom.statemgr.disk.files import StateDirectory, find_parts
 from phaseloom.statemgr.node.digests import has_digest
-from phaseloom.statemgr.node.node import Node
+from phaseloom.statemgr.node.ranks import Ranks
+from phaseloom.statemgr.node.stores import VersionStore
 from phaseloom.statemgr.records.layouts import check_layout
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.versions import Version, not_here
 from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
@@ -56,12 +57,20 @@ class Wanted(NamedTuple):
 
 
 class VersionFetcher:
-    def __init__(self, node: Node, tiering: Tiering, home: Home) -> None:
-        """Args: home: this state manager, wherever it serves: the node knows the address."""
-        self.node = node
-        self.tiering = tiering
-        self._home = home
-        self.suspects = Suspects(node)
+    def __init__(
+        self,
+        versions: VersionStore,
+        suspects: Suspects,
+        tiering: Tiering,
+        directory: StateDirectory,
+        home: Home,
+    ) -> None:
+        self.suspects = suspects
+        self.home = home
+        self._versions = versions
+        self._known = versions.records
+        self._tiering = tiering
+        self._directory = directory
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
         """The slices of each version that is being fetched, and of each fetched copy of slices."""
         self._asked: set[VersionKey] = set()
@@ -75,10 +84,6 @@ class VersionFetcher:
     def lock(self, key: VersionKey) -> asyncio.Lock:
         """The lock of a version, held by whoever fetches, verifies or commits it."""
         return self._locks.setdefault(key, asyncio.Lock())
-
-    @property
-    def home(self) -> Home:
-        return replace(self._home, endpoint=self.node.endpoint)
 
     def incoming(self, version: Version) -> Incoming | None:
         """The slices of a version and which bytes of them have come, where the version is being
@@ -102,7 +107,7 @@ class VersionFetcher:
 
     def wanted_now(self, key: VersionKey) -> None:
         """Note that an operation waits for a version, or a copy of slices, whoever fetches it."""
-        version = self.node.versions.find(key)
+        version = self._known.find(key)
         if version is not None:
             version.is_ahead = False
 
@@ -122,10 +127,10 @@ class VersionFetcher:
 
         The lock on the version's key stays free, so that other requests go on meanwhile.
         """
-        with self.node.using(version):
+        with self._versions.using(version):
             async with self._verifying.setdefault(version, asyncio.Lock()):
                 if permit is None or version.verified_for != permit:
-                    if not await has_digest(self.node.memory_of(version), version.digest):
+                    if not await has_digest(self._versions.bytes_of(version), version.digest):
                         return False
                     version.verified_for = permit
         return not version.is_dropped
@@ -142,7 +147,7 @@ class VersionFetcher:
         if not wanted.is_ahead:
             self.wanted_now(key)
         async with self.lock(key):
-            version = self.node.versions.find(key)
+            version = self._known.find(key)
             if version is not None and not version.is_committed:
                 raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
             bad: Version | None = None
@@ -165,7 +170,7 @@ class VersionFetcher:
 
     async def _read_or_fetch(self, wanted: Wanted) -> Version:
         """The version from memory, else from disk, else from another node, where both verify it."""
-        version = self.node.versions.find(wanted.key)
+        version = self._known.find(wanted.key)
         if version is not None and version.extent is None:
             try:
                 await self._read(version, is_ahead=wanted.is_ahead)
@@ -185,18 +190,20 @@ class VersionFetcher:
 
     async def _read(self, version: Version, *, is_ahead: bool) -> None:
         """Read a version from disk into an extent of its own."""
-        node, key = self.node, version.key
-        path = node.directory.version(key)
+        key = version.key
+        path = self._directory.version(key)
         what, pool, after_s = f"version {key}", str(key.policy), _after_s(is_ahead=is_ahead)
-        async with self.tiering.reserved(version.num_bytes, what, pool, after_s=after_s) as extent:
+        async with self._tiering.reserved(version.num_bytes, what, pool, after_s=after_s) as extent:
             version.check_kept()
             version.extent = extent
-        with node.using(version):
+        with self._versions.using(version):
             try:
                 place = (await asyncio.to_thread(find_parts, path))[0]
-                await asyncio.to_thread(node.directory.read, place, node.memory_of(version))
+                await asyncio.to_thread(
+                    self._directory.read, place, self._versions.bytes_of(version)
+                )
             except PhaseloomError:
-                node.drop_version(version)
+                self._versions.drop(version)
                 raise
         version.check_kept()
 
@@ -224,7 +231,7 @@ class VersionFetcher:
             with self.fetch(version, incoming, wanted.ticket, what, digest) as first:
                 first.connected = connected
                 fetch = await first.fetch_sound(everything, {key.part: list(wanted.sources)})
-            self.node.versions.commit(version, digest)
+            self._known.commit(version, digest)
         log.info(
             "version %s came: %d bytes from its source, %d from peers; %s",
             *(key, fetch.fetched_bytes, fetch.relayed_bytes, counted(fetch)),
@@ -246,13 +253,13 @@ class VersionFetcher:
         Args: digest: of all of it, if known.
         """
         key, home = version.key, self.home
-        memory = Memory(self.node.memory_of(version), digest)
+        memory = Memory(self._versions.bytes_of(version), digest)
         with ExitStack() as stack:
             base = self._base(version)
             if base is not None:
                 earlier, _ = base
-                stack.enter_context(self.node.using(earlier))
-                memory.base = self.node.memory_of(earlier)
+                stack.enter_context(self._versions.using(earlier))
+                memory.base = self._versions.bytes_of(earlier)
 
             def open_with(parts: list[str], session: str | None) -> wire.OpenVersion:
                 me = Peer(home.endpoint, key.part)
@@ -271,7 +278,7 @@ class VersionFetcher:
         """The newest earlier version, or copy of the same slices, that deltas may be of."""
         if not is_available():
             return None
-        for earlier in self.node.versions.bases_of(version):
+        for earlier in self._known.bases_of(version):
             digests = {earlier.key.part: earlier.digest}
             if earlier.key.is_copy:
                 incoming = self._incoming.get(earlier)
@@ -296,17 +303,17 @@ class VersionFetcher:
 
         Args: is_ahead: whether no operation waits for it: it then takes only memory that is free.
         """
-        node, pool, after_s = self.node, str(key.policy), _after_s(is_ahead=is_ahead)
-        async with self.tiering.reserved(num_bytes, what, pool, after_s=after_s) as extent:
+        pool, after_s = str(key.policy), _after_s(is_ahead=is_ahead)
+        async with self._tiering.reserved(num_bytes, what, pool, after_s=after_s) as extent:
             if key in self._gone:
                 raise ResourceError(f"{what} was dropped", code=Code.ABORTED)
-            version = node.versions.begin(key, num_bytes, table, extent)
+            version = self._known.begin(key, num_bytes, table, extent)
             version.is_ahead, version.is_kept = is_ahead, False
         self._incoming[version] = incoming
-        with node.using(version):
+        with self._versions.using(version):
             try:
                 # Bytes come into it, and ranks read it, twice as fast.
-                await asyncio.to_thread(make_huge, node.memory_of(version))
+                await asyncio.to_thread(make_huge, self._versions.bytes_of(version))
                 yield version
             finally:
                 incoming.give_up()
@@ -314,7 +321,7 @@ class VersionFetcher:
                     # Committed parts are served as such.
                     del self._incoming[version]
                 if not version.is_committed and not version.is_dropped:
-                    node.drop_version(version)
+                    self._versions.drop(version)
 
     async def _described(self, wanted: Wanted) -> tuple[str, Stream, wire.VersionDescription]:
         """The description of a version by the first source that has it with the wanted digest.
@@ -370,8 +377,13 @@ class Suspects:
     version again.
     """
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(
+        self, records: Records, versions: VersionStore, ranks: Ranks, directory: StateDirectory
+    ) -> None:
+        self._records = records
+        self._versions = versions
+        self._ranks = ranks
+        self._directory = directory
         self._lost: dict[VersionKey, int] = {}
         """The versions that their policy is about to make again, each with the incarnation of the
         policy that ended with it."""
@@ -381,45 +393,44 @@ class Suspects:
 
         Returns: whether they were bad; the version is then on this node's disk only, if at all.
         """
-        node, extent = self._node, version.extent
+        extent = version.extent
         if extent is None:
             return False
-        with node.using(version):
-            is_good = await has_digest(node.memory_of(version), version.digest)
+        with self._versions.using(version):
+            is_good = await has_digest(self._versions.bytes_of(version), version.digest)
             version.check_kept()
             if is_good:
                 return False
             log.error("version %s is bad in host memory", version.key)
             version.is_bad = True
-            host_copies = [each for each in node.host_copies.all() if each.extent == extent]
-            node.drop_version(version)
+            host_copies = [c for c in self._records.host_copies.all() if c.extent == extent]
+            self._versions.drop(version)
             if version.is_on_disk:
-                node.versions.add_from_disk(
+                self._records.versions.add_from_disk(
                     version.key, version.num_bytes, version.tensors, version.digest
                 )
-            for wpg in {wpg for each in host_copies for wpg in each.wpgs}:
-                node.retire(wpg, f"its host copy is the memory of {version}, which is bad")
+            for wpg in {wpg for copy in host_copies for wpg in copy.wpgs}:
+                self._ranks.retire(wpg, f"its host copy is the memory of {version}, which is bad")
         return True
 
     async def rebuild(self, version: Version) -> None:
         """End the incarnation that made a bad version which no node has, so that the next one makes
         it again; do nothing where a seal has it. All pieces of the version here are dropped."""
-        node, policy, key = self._node, version.key.policy, version.key.whole
-        if version.is_on_disk or any(seal.seq >= key.seq for seal in node.seals.of(policy)):
+        records, policy, key = self._records, version.key.policy, version.key.whole
+        if version.is_on_disk or any(seal.seq >= key.seq for seal in records.seals.of(policy)):
             return
-        if version.key.is_copy or not node.residency.is_alive(policy, version.incarnation):
+        if version.key.is_copy or not records.residency.is_alive(policy, version.incarnation):
             return
-        whole = node.versions.find(key)
-        pieces = [*([whole] if whole else []), *node.versions.parts_of(key)]
+        whole = records.versions.find(key)
+        pieces = [*([whole] if whole else []), *records.versions.parts_of(key)]
         for piece in pieces:
-            node.drop_version(piece)
-        maker = node.residency.find(policy)
+            self._versions.drop(piece)
+        maker = records.residency.find(policy)
         assert maker is not None
-        node.retire(maker, f"{version}, which no seal has, is bad")
+        self._ranks.retire(maker, f"{version}, which no seal has, is bad")
         self._lost[key] = maker.incarnation
-        directory = node.directory
-        paths = [directory.version(piece.key) for piece in pieces if piece.is_on_disk]
-        await asyncio.to_thread(directory.discard, *paths)
+        paths = [self._directory.version(piece.key) for piece in pieces if piece.is_on_disk]
+        await asyncio.to_thread(self._directory.discard, *paths)
 
     def check(self, key: VersionKey) -> None:
         """Check that a version is not one that its policy is about to make again.
@@ -429,7 +440,7 @@ class Suspects:
         incarnation = self._lost.get(key.whole)
         if incarnation is None:
             return
-        if self._node.residency.newest(key.policy) != incarnation:
+        if self._records.residency.newest(key.policy) != incarnation:
             # The scheduler tells the readers to wait for the next incarnation.
             del self._lost[key.whole]
             return

@@ -23,19 +23,31 @@ from phaseloom.common.tensors.versionparts import (
     manifest_slots,
     part_of,
 )
-from phaseloom.statemgr.node.node import Node, pool_of
+from phaseloom.statemgr.node.extents import HostMemory
+from phaseloom.statemgr.node.stores import VersionStore, pool_of
 from phaseloom.statemgr.records.incarnations import Wpg
-from phaseloom.statemgr.records.layouts import check_layout
+from phaseloom.statemgr.records.layouts import Layouts, check_layout
 from phaseloom.statemgr.records.versions import Version
 from phaseloom.statemgr.tiering.tiering import Tiering
-from phaseloom.statemgr.versions.weights import Weights, description_of
+from phaseloom.statemgr.versions.fetch import VersionFetcher
+from phaseloom.statemgr.versions.weights import description_of
 
 
 class Publishing:
-    def __init__(self, node: Node, tiering: Tiering, weights: Weights) -> None:
-        self._node = node
+    def __init__(
+        self,
+        layouts: Layouts,
+        memory: HostMemory,
+        versions: VersionStore,
+        tiering: Tiering,
+        fetcher: VersionFetcher,
+    ) -> None:
+        self._layouts = layouts
+        self._memory = memory
+        self._versions = versions
+        self._known = versions.records
         self._tiering = tiering
-        self._weights = weights
+        self._fetcher = fetcher
 
     async def create(self, wpg: Wpg, request: CreateVersion) -> tuple[VersionExtent, list[int]]:
         """An extent to write a version into; where the version is committed, only its description.
@@ -45,27 +57,27 @@ class Publishing:
                 fetched, or the incarnation is over.
         """
         wpg.check_alive()
-        node, key = self._node, request.version
+        key = request.version
         _check_maker(wpg, key)
         if key.part:
             check_part(key.part, "version.part")
-        table = node.layouts.read(request.tensors)
+        table = self._layouts.read(request.tensors)
         check_layout(table, request.num_bytes)
         await self._drop_stale(key, wpg)
-        version = node.versions.find(key)
+        version = self._known.find(key)
         if version is not None and not version.is_committed:
             # A version that was begun and never committed, by this incarnation or by a fetch; no
             # operation waits for one that is fetched ahead.
             if version.incarnation != wpg.incarnation and not version.is_ahead:
                 raise ResourceError(f"version {key} is being fetched here", code=Code.ABORTED)
-            node.drop_version(version)
+            self._versions.drop(version)
             version = None
         if version is not None:
             return description_of(version, tensors=b""), []
         version = await self._begin(wpg, key, request.num_bytes, table, pool_of(wpg))
-        node.versions.opened(version, wpg)
+        self._known.opened(version, wpg)
         assert version.extent is not None
-        return description_of(version, tensors=b""), [node.memory[version.extent].fd]
+        return description_of(version, tensors=b""), [self._memory[version.extent].fd]
 
     async def _begin(
         self,
@@ -78,19 +90,17 @@ class Publishing:
         """Begin a version that is to be written."""
         async with self._tiering.reserved(num_bytes, f"version {key}", pool) as extent:
             wpg.check_alive()
-            versions = self._node.versions
-            return versions.begin(key, num_bytes, table, extent, wpg.incarnation)
+            return self._known.begin(key, num_bytes, table, extent, wpg.incarnation)
 
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
         """Drop parts of earlier versions that were never committed as a whole, and this part where
         an earlier incarnation wrote it: it may not fit the parts that are written now."""
-        versions = self._node.versions
-        stale = versions.stale_parts(key.policy, key.seq)
-        mine = versions.find(key)
-        if mine is not None and mine.is_committed and not versions.is_readable(key):
+        stale = self._known.stale_parts(key.policy, key.seq)
+        mine = self._known.find(key)
+        if mine is not None and mine.is_committed and not self._known.is_readable(key):
             stale += [mine] if mine.incarnation != wpg.incarnation else []
         for version in stale:
-            await self._weights.discard(version)
+            await self._tiering.versions.discard(version)
 
     async def commit(self, wpg: Wpg, request: CommitVersion) -> None:
         """Take the version that a rank has written; it is immutable from now on. Idempotent.
@@ -101,15 +111,14 @@ class Publishing:
         Raises: CallerError: NOT_FOUND: the policy is not writing the version; ALREADY_EXISTS: it is
                 committed with other bytes.
         """
-        node = self._node
-        version = node.versions.find(request.version)
+        version = self._known.find(request.version)
         if version is None or version.key.policy != wpg.key:
             raise CallerError(
                 f"{wpg} is not writing version {request.version}",
                 code=Code.NOT_FOUND,
                 field="version",
             )
-        node.versions.commit(version, request.digest)
+        self._known.commit(version, request.digest)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
         """Commit a version whose parts are committed, here and elsewhere. Idempotent.
@@ -120,16 +129,16 @@ class Publishing:
         """
         key = request.version
         _check_maker(wpg, key, is_whole=True)
-        async with self._weights.fetcher.lock(key):
+        async with self._fetcher.lock(key):
             content = encode_manifest(request.manifest)
-            version = self._node.versions.find(key)
+            version = self._known.find(key)
             if version is None or version.digest != digest_of(memoryview(content)):
                 self._check_manifest(wpg, key, request.manifest)
                 await self._discard_earlier(wpg, key, request.manifest)
                 table = TensorTable.of(manifest_slots(len(content)))
                 version = await self._begin(wpg, key, len(content), table)
-                self._node.memory_of(version)[:] = content
-                self._node.versions.commit(version, digest_of(memoryview(content)))
+                self._versions.bytes_of(version)[:] = content
+                self._known.commit(version, digest_of(memoryview(content)))
             return description_of(version, tensors=b"")
 
     def _check_manifest(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
@@ -139,7 +148,7 @@ class Publishing:
         """
         for part in manifest.parts:
             check_part(part.part, "manifest.parts")
-            here = self._node.versions.find(part_of(key, part.part))
+            here = self._known.find(part_of(key, part.part))
             is_its_own = here is not None and here.incarnation == wpg.incarnation
             if here is not None and is_its_own and here.digest != part.digest:
                 raise CallerError(
@@ -155,7 +164,7 @@ class Publishing:
         Raises: CallerError: ALREADY_EXISTS: the committed manifest is this incarnation's, or the
                 version was written whole.
         """
-        version = self._node.versions.find(key)
+        version = self._known.find(key)
         if version is not None and (
             version.incarnation == wpg.incarnation or not version.is_manifest
         ):
@@ -167,11 +176,11 @@ class Publishing:
         digests = {part.part: part.digest for part in manifest.parts}
         others = [
             part
-            for part in self._node.versions.parts_of(key)
+            for part in self._known.parts_of(key)
             if part.incarnation != wpg.incarnation and part.digest != digests.get(part.key.part)
         ]
         for each in [*([version] if version else []), *others]:
-            await self._weights.discard(each)
+            await self._tiering.versions.discard(each)
 
 
 def _check_maker(wpg: Wpg, key: VersionKey, *, is_whole: bool = False) -> None:

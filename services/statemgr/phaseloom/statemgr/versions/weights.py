@@ -23,7 +23,6 @@ from phaseloom.common.contract.commands import Ticket
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import (
     COPY_PREFIX,
-    DeploymentKey,
     JobKey,
     VersionKey,
     check_name,
@@ -34,9 +33,13 @@ from phaseloom.common.tensors.blockhash import digest_in_threads
 from phaseloom.common.tensors.tensortable import TensorTable
 from phaseloom.common.tensors.versionparts import decode_manifest, part_of
 from phaseloom.statemgr.node.digests import has_digest
+from phaseloom.statemgr.node.ledger import Ledger
+from phaseloom.statemgr.node.stores import VersionStore
 from phaseloom.statemgr.records.incarnations import Wpg
+from phaseloom.statemgr.records.records import Records
 from phaseloom.statemgr.records.stateheader import StateHeader
 from phaseloom.statemgr.records.versions import Version, not_here
+from phaseloom.statemgr.tiering.versionmoves import VersionMoves
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.fetching import Fetch, ask_once, undelivered
 from phaseloom.statemgr.transfer.permission import check_reader
@@ -51,14 +54,25 @@ _TRIES = 2
 
 
 class Weights:
-    def __init__(self, fetcher: VersionFetcher) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        records: Records,
+        versions: VersionStore,
+        moves: VersionMoves,
+        fetcher: VersionFetcher,
+    ) -> None:
         self.fetcher = fetcher
-        self._node = fetcher.node
+        self._ledger = ledger
+        self._records = records
+        self._known = records.versions
+        self._versions = versions
+        self._moves = moves
 
     def found(self, header: StateHeader) -> None:
         """Add a version that was found on disk."""
         key = VersionKey(header.deployment, header.seq, header.part)
-        self._node.versions.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
+        self._known.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
 
     async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
         """A version to read, verified, from here or from the first source that has it. For one in
@@ -77,10 +91,8 @@ class Weights:
         version = await get(
             Wanted(key, request.sources, request.ticket, request.digest, permit, is_ahead)
         )
-        extent = version.extent
-        assert extent is not None
-        self._node.versions.opened(version, wpg)
-        fds = [self._node.memory[extent].read_only_fd]
+        self._known.opened(version, wpg)
+        fds = [self._versions.fd_of(version)]
         described = description_of(version)
         if version.is_manifest:
             async with self._used(key):
@@ -97,8 +109,8 @@ class Weights:
         Raises: ResourceError: DATA_LOSS: the copy was bad and is dropped, and no source has a good
                 one.
         """
-        await self._node.until_settled(self.fetcher.home.timeout_s)
-        async with self._node.change():
+        await self._ledger.until_settled(self.fetcher.home.timeout_s)
+        async with self._ledger.change():
             await self.fetcher.get(Wanted(key, sources or (), ticket), is_suspect=True)
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
@@ -131,7 +143,7 @@ class Weights:
 
     def _digests_in(self, manifest: Version) -> dict[str, str]:
         """The digest of each part, by name. Raises: ResourceError: DATA_LOSS: a bad manifest."""
-        found = decode_manifest(self._node.memory_of(manifest), manifest.key)
+        found = decode_manifest(self._versions.bytes_of(manifest), manifest.key)
         return {part.part: part.digest for part in found.parts}
 
     async def _holders(
@@ -144,8 +156,8 @@ class Weights:
         Raises: CallerError: NOT_FOUND: all sources answer, and none has some part. ResourceError:
                 none has it, and a source that may have it does not answer.
         """
-        key, versions = manifest.key, self._node.versions
-        here = {each.key.part for each in versions.parts_of(key) if each.is_committed}
+        key = manifest.key
+        here = {each.key.part for each in self._known.parts_of(key) if each.is_committed}
         wanted = [part for part in self._digests_in(manifest) if part not in here]
         if not wanted:
             return []
@@ -178,10 +190,10 @@ class Weights:
 
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
         """The digests of the parts of a version that this node can give away, by part."""
-        await self._node.until_settled(self.fetcher.home.timeout_s)
-        if self._node.versions.find(key) is None:
+        await self._ledger.until_settled(self.fetcher.home.timeout_s)
+        if self._known.find(key) is None:
             self.fetcher.suspects.check(key)
-        _, *parts = self._node.versions.pieces(key)
+        _, *parts = self._known.pieces(key)
         return {part.key.part: part.digest for part in parts}
 
     def _check_readable(self, key: VersionKey) -> None:
@@ -190,7 +202,7 @@ class Weights:
         Raises: CallerError: NOT_FOUND: the key is of a part, and its version is not committed.
                 ResourceError: UNAVAILABLE: the version went bad, and its policy makes it again.
         """
-        if not self._node.versions.is_readable(key):
+        if not self._known.is_readable(key):
             self.fetcher.suspects.check(key)
             raise CallerError(
                 f"version {key.whole} is not here, or not all of it is committed",
@@ -204,27 +216,27 @@ class Weights:
         await self.get(ticket, sources)
         self.note_kept(ticket.version)
         # The manifest last: where a manifest is on disk, the parts are, too.
-        for piece in reversed(self._node.versions.pieces(ticket.version)):
+        for piece in reversed(self._known.pieces(ticket.version)):
             async with self.held(piece.key) as version:
-                await self.fetcher.tiering.versions.persist(version)
+                await self._moves.persist(version)
 
     def note_kept(self, key: VersionKey) -> None:
         """Note that what is here of a version stays, whether or not ranks here read it."""
-        whole = self._node.versions.find(key)
-        for piece in [*([whole] if whole else []), *self._node.versions.parts_of(key)]:
+        whole = self._known.find(key)
+        for piece in [*([whole] if whole else []), *self._known.parts_of(key)]:
             piece.is_kept, piece.is_ahead = True, False
 
     @asynccontextmanager
     async def open_part(self, key: VersionKey) -> AsyncIterator[OpenPart]:
         """Open a part, or a whole version, that is here; it stays in memory while it is open."""
         async with self.held(key) as version:
-            yield OpenPart.of(version, self._node.memory_of(version))
+            yield OpenPart.of(version, self._versions.bytes_of(version))
 
     @asynccontextmanager
     async def open_fetched(self, key: VersionKey) -> AsyncIterator[Served]:
         """Open a version, a part or slices that this node has fetched or is fetching; the memory
         stays while peers take from it."""
-        version = self._node.versions.find(key)
+        version = self._known.find(key)
         incoming = self.fetcher.incoming(version) if version is not None else None
         if incoming is None and not key.is_copy:
             async with self.open_part(key) as part:
@@ -233,7 +245,7 @@ class Weights:
         if incoming is None:
             raise not_here(key)
         async with self._used(key) as version:
-            yield Fetched(incoming, self._node.memory_of(version))
+            yield Fetched(incoming, self._versions.bytes_of(version))
 
     @asynccontextmanager
     async def held(self, key: VersionKey) -> AsyncIterator[Version]:
@@ -242,9 +254,9 @@ class Weights:
         Raises: CallerError: NOT_FOUND. ResourceError: the file is bad, or the daemon does not know
                 yet what it holds.
         """
-        await self._node.until_settled(self.fetcher.home.timeout_s)
+        await self._ledger.until_settled(self.fetcher.home.timeout_s)
         self._check_readable(key)
-        known = self._node.versions.find(key)
+        known = self._known.find(key)
         if known is None or not known.is_committed:
             # It may be on its way here, and the one that asks may be the one that fetches it.
             self.fetcher.suspects.check(key)
@@ -255,11 +267,11 @@ class Weights:
 
     @asynccontextmanager
     async def _used(self, key: VersionKey) -> AsyncIterator[Version]:
-        version = self._node.versions.find(key)
+        version = self._known.find(key)
         if version is None:
             # Dropped while it was being fetched.
             raise not_here(key)
-        with self._node.using(version):
+        with self._versions.using(version):
             yield version
 
     async def drop(self, keys: list[VersionKey]) -> None:
@@ -267,39 +279,24 @@ class Weights:
         self.fetcher.drop(lambda asked: asked.whole in keys)
         for key in keys:
             # The manifest first: without it no part can be read.
-            version = self._node.versions.find(key)
-            for each in [*([version] if version else []), *self._node.versions.parts_of(key)]:
-                await self.discard(each)
-
-    async def discard(self, version: Version) -> None:
-        """Remove a version from memory and from disk."""
-        self._node.drop_version(version)
-        if version.is_on_disk:
-            directory = self._node.directory
-            await asyncio.to_thread(directory.remove, directory.version(version.key))
-
-    def forget(self, policy: DeploymentKey) -> None:
-        """Drop every version of a policy whose job is over from memory."""
-        for version in self._node.versions.known():
-            if version.key.policy == policy:
-                self._node.drop_version(version)
-        self._node.memory.drop_pool(str(policy))
+            version = self._known.find(key)
+            for each in [*([version] if version else []), *self._known.parts_of(key)]:
+                await self._moves.discard(each)
 
     async def leave_job(self, job: JobKey) -> None:
         """Drop the versions that ranks of a job had fetched here, once none of its deployments
         lives here. Those of a policy that was here stay until that is forgotten, or they are
         released."""
-        node = self._node
-        if node.has(job):
+        if self._records.has_job(job):
             return
 
         def is_gone(key: VersionKey) -> bool:
-            return key.policy.job_key == job and not node.residency.newest(key.policy)
+            return key.policy.job_key == job and not self._records.residency.newest(key.policy)
 
         self.fetcher.drop(is_gone)
-        for version in node.versions.known():
+        for version in self._known.known():
             if is_gone(version.key) and not version.is_kept:
-                await self.discard(version)
+                await self._moves.discard(version)
 
     # --- slices ---
 
@@ -320,17 +317,16 @@ class Weights:
         if not request.is_ahead:
             self.fetcher.wanted_now(mine)
         async with self.fetcher.lock(mine):
-            version = self._node.versions.find(mine)
+            version = self._known.find(mine)
             if version is not None and not (
                 request.is_ahead or await self.fetcher.is_sound(version, request.permit)
             ):
                 await self.fetcher.suspects.drop_if_bad(version)
-                version = self._node.versions.find(mine)
+                version = self._known.find(mine)
             if version is None:
                 with self.fetcher.asking(mine):
                     version = await self._fetch_slices(mine, request, slots)
-        assert version.extent is not None
-        return description_of(version), [self._node.memory[version.extent].read_only_fd]
+        return description_of(version), [self._versions.fd_of(version)]
 
     async def _fetch_slices(
         self, mine: VersionKey, request: OpenSlices, slots: TensorTable
@@ -341,11 +337,11 @@ class Weights:
         size, what = request.num_bytes, f"slices of version {key}"
         coming = self.fetcher.coming(mine, slots, size, incoming, what, is_ahead=request.is_ahead)
         async with coming as version:
-            memory = self._node.memory_of(version)
+            memory = self._versions.bytes_of(version)
             with self.fetcher.fetch(version, incoming, request.ticket, what) as fetch:
                 await self._fill(fetch, memory, request)
             digest = await asyncio.to_thread(digest_in_threads, memory)
-            self._node.versions.commit(version, digest)
+            self._known.commit(version, digest)
             version.verified_for = request.permit
         return version
 

@@ -1,13 +1,13 @@
-"""The handle registry: the manifest and the handles of all memory, kept by the agent, where they
-outlive this process.
+"""The ledger: every change of what this node holds passes through it.
 
-A handle is the number under which the agent keeps a duplicate of a descriptor. The manifest is in
-two memfds that are written in turn, the *index*.
+It keeps the agent's handles and the manifest up to date, which outlive this process, and wakes
+those who wait for a change. A handle is the number under which the agent keeps a duplicate of a
+descriptor. The manifest is in two memfds that are written in turn, the *index*.
 
-Invariants: whatever leaves this process (an answer, an order to a rank) was preceded by `record`,
-so that the next daemon finds every promise in the manifest. A handle is with the agent before the
-manifest names its extent, and is dropped only after the manifest no longer does. `Node.change`
-alone calls `record`. An agent that does not take handles within its time is cut off.
+Invariants: before anything leaves this process (an answer, an order to a rank), `Ledger.change`
+has recorded it, so that the next daemon finds every promise in the manifest. A handle is with the
+agent before the manifest names its extent, and is dropped only after the manifest no longer does.
+An agent that does not accept handles in time is cut off.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from phaseloom.common.contract.errors import PhaseloomError
+from phaseloom.common.contract.errors import PhaseloomError, ResourceError
+from phaseloom.common.contract.ids import NodeId
 from phaseloom.common.contract.state_agent import KeepHandles
 from phaseloom.common.contract.state_rank import StateMessage
 from phaseloom.common.transport.framing import MAX_FDS, Peer, close_fds
@@ -31,6 +33,50 @@ INDEX_HANDLES = (-1, -2)
 """The handles of the index's two memfds; extents, whose numbers begin at 1, have positive ones."""
 _KEEP_TIMEOUT_S = 10.0
 """Time for the agent to answer that it keeps handles, in seconds."""
+
+
+class Ledger:
+    def __init__(self, node: NodeId, memory: HostMemory, describe: Callable[[], Manifest]) -> None:
+        """Args: describe: the manifest of what the node holds now."""
+        self.node = node
+        self.handles = HandleRegistry(memory, describe)
+        self.settled = asyncio.Event()
+        """Set once all that a killed daemon held is taken over or given up; the records may be used
+        from then on."""
+        self._changed = asyncio.Event()
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[AsyncExitStack]:
+        """Bring the manifest up to date with all changes so far when the block ends, however it
+        ends.
+
+        Memory and files that the older manifest names must outlast it. The caller frees them in
+        callbacks that it pushes on the stack, which run once the new manifest stands.
+        """
+        async with AsyncExitStack() as after_recording:
+            try:
+                yield after_recording
+            finally:
+                await self.handles.record()
+
+    def announce(self) -> None:
+        """Wake all who wait in `until`: something has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        """Wait until `predicate` holds; it is evaluated again at each `announce`."""
+        while not predicate():
+            await self._changed.wait()
+
+    async def until_settled(self, timeout_s: float) -> None:
+        """Wait until this daemon knows what it holds. Raises: ResourceError: not in time."""
+        try:
+            await asyncio.wait_for(self.settled.wait(), timeout_s)
+        except TimeoutError:
+            raise ResourceError(
+                f"{self.node} does not know yet what it holds", remedy="retry, or ask another node"
+            ) from None
 
 
 class HandleRegistry:
