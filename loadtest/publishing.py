@@ -34,7 +34,7 @@ from phaseloom.simulator.scenarios.report import markdown, read
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SIMULATED = Path("measured/simulated")
-SIMULATIONS_PAGE = "simulator.md"
+SIMULATIONS_PAGE = "measured/papers.md"
 _MEGABYTE = 2**20
 
 
@@ -421,22 +421,22 @@ def _table(machine: Machine, head: tuple[str, ...], rows: Sequence[tuple[str, ..
 
 
 PUBLISHED: dict[str, tuple[str, str, Any, Callable[[Any], str]]] = {
-    "bench": ("latest.json", "performance.md", Records, bench_table),
-    "load": ("load.json", "performance.md", LoadReport, load_table),
-    "peers": ("peers.json", "performance.md", PeerReport, peers_table),
-    "chaos": ("chaos.json", "recovery.md", ChaosReport, chaos_table),
-    "powercuts": ("powercuts.json", "durability.md", PowerCutsReport, power_cuts_table),
-    "state": ("state.json", "state.md", Records, bench_table),
-    "delta": ("delta.json", "state.md", DeltaReport, delta_table),
-    "gateway": ("gateway.json", "gateway.md", GatewayReport, gateway_table),
-    "hidden": ("hidden.json", "state.md", HidingReport, hidden_table),
-    "servers": ("servers.json", "durability.md", ServersReport, servers_table),
-    "scale": ("scale.json", "clusters.md", ScaleReport, scale_table),
-    "lora": ("lora.json", "adapters.md", Records, bench_table),
-    "runtimes": ("runtimes.json", "performance.md", Records, bench_table),
-    "tails": ("tails.json", "rollouts.md", TailReport, tails_table),
-    "spatial": ("spatial.json", "scheduling.md", SpatialReport, spatial_table),
-    "offpolicy": ("offpolicy.json", "rollouts.md", OffPolicyReport, off_policy_table),
+    "bench": ("latest.json", "measured/performance.md", Records, bench_table),
+    "load": ("load.json", "measured/performance.md", LoadReport, load_table),
+    "peers": ("peers.json", "measured/performance.md", PeerReport, peers_table),
+    "chaos": ("chaos.json", "measured/recovery.md", ChaosReport, chaos_table),
+    "powercuts": ("powercuts.json", "measured/recovery.md", PowerCutsReport, power_cuts_table),
+    "state": ("state.json", "measured/state.md", Records, bench_table),
+    "delta": ("delta.json", "measured/state.md", DeltaReport, delta_table),
+    "gateway": ("gateway.json", "measured/performance.md", GatewayReport, gateway_table),
+    "hidden": ("hidden.json", "measured/state.md", HidingReport, hidden_table),
+    "servers": ("servers.json", "measured/performance.md", ServersReport, servers_table),
+    "scale": ("scale.json", "measured/performance.md", ScaleReport, scale_table),
+    "lora": ("lora.json", "measured/state.md", Records, bench_table),
+    "runtimes": ("runtimes.json", "measured/performance.md", Records, bench_table),
+    "tails": ("tails.json", "measured/sharing.md", TailReport, tails_table),
+    "spatial": ("spatial.json", "measured/sharing.md", SpatialReport, spatial_table),
+    "offpolicy": ("offpolicy.json", "measured/sharing.md", OffPolicyReport, off_policy_table),
 }
 """The file in the runs, the page, the type and the table of each published name, which is the name
 in docs/measured and in the markers."""

@@ -36,7 +36,7 @@ def test_a_page_without_the_markers_is_refused() -> None:
 def test_publish_takes_over_what_there_is(tmp_path: Path) -> None:
     runs, docs = tmp_path / "runs", tmp_path / "docs"
     (docs / "measured").mkdir(parents=True)
-    page = docs / "performance.md"
+    page = docs / "measured" / "performance.md"
     page.write_text("<!-- begin bench -->\n<!-- end bench -->\n")
     record(
         [Record("trip", 3.0, "ms", "a chain", 2.0, 1.5, "≤ 1.5")], describe(), runs / "latest.json"
