@@ -313,7 +313,7 @@ async def soon(queue: asyncio.Queue[str]) -> str:
 
 async def test_calls_in_the_documentation_are_answered_as_it_says(mesh: Mesh, wire: Wire) -> None:
     """Each in JSON, in order; until it is answered so, as what it is about may be under way."""
-    text = (REPOSITORY / "docs" / "operation.md").read_text()
+    text = (REPOSITORY / "docs" / "protocol.md").read_text()
     (block,) = re.findall(r"```text\n(.*?)```", text.replace("<tenant>", TENANT), re.DOTALL)
     lines = block.splitlines()
     assert len(lines) > 30
