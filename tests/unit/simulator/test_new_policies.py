@@ -22,6 +22,7 @@ from phaseloom.simulator.workloads.table import COLUMNS, parse
 DOCS = Path(__file__).parents[3] / "docs"
 POLICIES = (DOCS / "scheduling.md").read_text()
 SIMULATOR = (DOCS / "simulator.md").read_text()
+EXTENDING = (DOCS / "extending.md").read_text()
 PAPERS = (DOCS / "measured" / "papers.md").read_text()
 
 
@@ -32,14 +33,14 @@ def blocks(page: str, language: str) -> list[str]:
 def module_of(source: str) -> dict[str, Any]:
     """What the file of the example would hold."""
     names: dict[str, Any] = {}
-    exec(compile(source, "docs/scheduling.md", "exec"), names)
+    exec(compile(source, "docs/extending.md", "exec"), names)
     return names
 
 
 @pytest.fixture
 def own_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's examples, with their line in the registries."""
-    of_placement, of_ordering = blocks(POLICIES, "python")
+    of_ordering, of_placement = blocks(EXTENDING, "python")
     monkeypatch.setitem(PLACEMENT, "youngest", module_of(of_placement)["youngest"])
     monkeypatch.setitem(ORDERING, "newest", module_of(of_ordering)["newest"])
 
