@@ -88,8 +88,8 @@ async def _came(node: Daemon, number: int = 1) -> tuple[int, int, int]:
         while len(found) < number:
             await node.agent.status()  # its log comes here meanwhile
             found = re.findall(r"came: (\d+) bytes .*, (\d+) from here, (\d+) by", node.text())
-    source, here, peers = map(int, found[number - 1])
-    return source, here, peers
+    source, own_boxes, peers = map(int, found[number - 1])
+    return source, own_boxes, peers
 
 
 def _union_bytes(needed: Sequence[Sequence[Slice]]) -> int:
@@ -157,8 +157,8 @@ async def _sync_two(world: World, key: VersionKey, chance: random.Random) -> Non
     crossed = 0
     for (node, plan, mine, _), memory in zip(jobs, opened, strict=True):
         needed = check_slices(plan, mine, memory)
-        came, here, relayed = await _came(world.nodes[node], key.seq - 1)
-        assert (came + relayed, here) == (needed, 0)
+        came, own_boxes, relayed = await _came(world.nodes[node], key.seq - 1)
+        assert (came + relayed, own_boxes) == (needed, 0)
         crossed += came
     union = _union_bytes([slices for *_, slices in jobs])
     assert crossed == union
@@ -374,8 +374,8 @@ async def _talks_nonsense(stream: tls.Stream, give: wire.Give) -> None:
 
 async def _sends_elsewhere(stream: tls.Stream, give: wire.Give) -> None:
     boxes = list(enumerate(give.boxes))
-    elsewhere = [wire.Shared(Peer("127.0.0.1:1", "s"), boxes, "")]
-    await stream.send(wire.Given("", wire.Assigned(len(boxes), [], elsewhere)))
+    peer_boxes = [wire.Shared(Peer("127.0.0.1:1", "s"), boxes, "")]
+    await stream.send(wire.Given("", wire.Assigned(len(boxes), [], peer_boxes)))
 
 
 @asynccontextmanager
@@ -479,10 +479,10 @@ async def test_a_fetch_that_failed_ends_also_where_a_source_names_peers_still() 
     async def assigns(stream: tls.Stream) -> None:
         give = await holds(stream, is_far=True)
         asked.set()
-        await running._over.wait()
-        elsewhere = [wire.Shared(Peer(holders[0], "s"), [(0, give.boxes[0])], digest)]
+        await running._ended.wait()
+        peer_boxes = [wire.Shared(Peer(holders[0], "s"), [(0, give.boxes[0])], digest)]
         nothing = xxhash.xxh3_128_hexdigest(b"")
-        await stream.send(wire.Given(nothing, wire.Assigned(1, [], elsewhere)))
+        await stream.send(wire.Given(nothing, wire.Assigned(1, [], peer_boxes)))
 
     async def has_nothing(stream: tls.Stream) -> None:
         await stream.receive(tls.MAX_REQUEST_BYTES)

@@ -16,7 +16,7 @@ from phaseloom.common.contract.ids import DeploymentKey, NodeId, VersionKey
 from phaseloom.common.contract.specs import Durability
 from phaseloom.common.contract.state_agent import FetchState
 from phaseloom.common.transport.tickets import signed
-from phaseloom.statemgr.transfer.fetching import ask_once
+from phaseloom.statemgr.transfer.fetching import call_once
 from phaseloom.statemgr.transfer.wire import FilesKept, KeepFiles
 from tests.support.meshcerts import SECRET
 from tests.support.peerfetch import home
@@ -330,7 +330,7 @@ async def test_a_replica_that_is_to_forget_a_seal_on_its_way_keeps_nothing_of_it
         wire.hold_after_bytes = SIZE + SIZE // 2 if versions else SIZE // 2
         asked = KeepFiles(POLICY, 3, list(versions), 0, wire.endpoint, ticket("b"))
         at = home(node="a", timeout_s=60.0)
-        keeping = asyncio.create_task(ask_once(await b.endpoint(), asked, FilesKept, at))
+        keeping = asyncio.create_task(call_once(await b.endpoint(), asked, FilesKept, at))
         await wire.held.wait()
         await b.agent.drop_wpg(POLICY, 1, forget=True)
         wire.release()
@@ -350,10 +350,10 @@ async def test_a_seal_that_comes_after_its_deployment_was_forgotten_is_kept(
         at = home(node="a", timeout_s=60.0)
         asked = KeepFiles(POLICY, 3, [], 0, wire.endpoint, ticket("b"))
         endpoint = await b.endpoint()
-        first = asyncio.create_task(ask_once(endpoint, asked, FilesKept, at))
+        first = asyncio.create_task(call_once(endpoint, asked, FilesKept, at))
         await wire.held.wait()
         await b.agent.drop_wpg(POLICY, 1, forget=True)
-        second = asyncio.create_task(ask_once(endpoint, asked, FilesKept, at))
+        second = asyncio.create_task(call_once(endpoint, asked, FilesKept, at))
         wire.release()
         with pytest.raises(ResourceError, match="was forgotten"):
             await first

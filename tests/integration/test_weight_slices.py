@@ -93,7 +93,7 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
     parts = plan.parts
     named: list[PartSources] = []
     digests: dict[str, str] = {}
-    here: set[str] = set()
+    own_boxes: set[str] = set()
     for number, ranks in enumerate(parts):
         part = part_called(number, parts)
         mine = msgspec.structs.replace(key, part=part)
@@ -103,7 +103,7 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
             digests[part] = await write(world.writers[holder], mine, content)
         named.append(PartSources(part, [world.sources[n][1].endpoint for n in numbers]))
         if 0 in numbers:
-            here.add(part)
+            own_boxes.add(part)
     await commit(digests, key, *world.writers)
     everyone = list(range(plan.target.num_ranks))
     chance.shuffle(everyone)
@@ -125,7 +125,7 @@ async def _sync(world: _World, key: VersionKey, chance: random.Random) -> None:
         assert crossed + local == planned
         assert crossed <= passed < crossed * 1.02 + _CONTROL
         is_source = node is world.sources[0][0]
-        assert local == sum(s.num_bytes for s in slices if is_source and s.part in here)
+        assert local == sum(s.num_bytes for s in slices if is_source and s.part in own_boxes)
         # Whoever asks for the same on this node gets the same memory.
         again, same = await reader.versions.open_slices(key, slices, named, shown)
         assert (bytes(again), same.digest) == (bytes(memory), described.digest)

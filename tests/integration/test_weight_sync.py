@@ -23,10 +23,10 @@ from phaseloom.statemgr.seals.replicating import Replicator
 from phaseloom.statemgr.serving import Server
 from phaseloom.statemgr.transfer import tls, wire
 from phaseloom.statemgr.transfer.assignment import Peer
-from phaseloom.statemgr.transfer.fetching import Home, ask
+from phaseloom.statemgr.transfer.fetching import Home, call
 from phaseloom.statemgr.transfer.permission import Gate
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, Served
-from phaseloom.statemgr.transfer.tensorslices import all_of, batches, chunk_bytes
+from phaseloom.statemgr.transfer.tensorslices import batches, chunk_bytes, slices_of_part
 from phaseloom.statemgr.versions.weights import Weights
 from tests.support.meshcerts import SECRET, identity, ticket
 from tests.support.readversions import load_version
@@ -148,7 +148,7 @@ async def test_batches_of_a_peer_that_died_cross_again_and_no_others(short_dir: 
 
 async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
     content = memoryview(bytearray(b"weights"))
-    slices = all_of("", [], len(content))
+    slices = slices_of_part("", [], len(content))
     incoming = Incoming(slices, {})
     (batch,) = batches(slices)
 
@@ -170,7 +170,7 @@ async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
         running = asyncio.create_task(server.serve(listener))
         opening = wire.OpenVersion(KEY, ticket(KEY), [], relay="")
         stream = await tls.connect(endpoint, identity(), 10.0)
-        await ask(stream, opening, wire.Opened, 10.0)
+        await call(stream, opening, wire.Opened, 10.0)
         give = wire.Give("", batch.boxes, len(content))
         await stream.send(give)
         for _ in range(5):
@@ -187,7 +187,7 @@ async def test_who_waits_for_a_slow_peer_hears_that_it_lives() -> None:
         incoming.forget(batch)
         incoming.give_up()
         with pytest.raises(ResourceError) as caught:
-            await ask(stream, give, wire.Given, 10.0)
+            await call(stream, give, wire.Given, 10.0)
         assert caught.value.info.code is Code.UNAVAILABLE
         stream.close()
         running.cancel()
@@ -231,11 +231,11 @@ async def test_a_peer_that_cannot_be_reached_costs_its_chunks_only(short_dir: Pa
         gone = Peer("127.0.0.1:1", "")
         stream = await tls.connect(slow.endpoint, identity(), 10.0)
         opening = wire.OpenVersion(KEY, ticket(KEY), [""], "west", gone)
-        assert (await ask(stream, opening, wire.Opened, 10.0)).is_far
-        (first,) = batches(all_of("", policy.slots, SIZE))[0].pieces
+        assert (await call(stream, opening, wire.Opened, 10.0)).is_far
+        (first,) = batches(slices_of_part("", policy.slots, SIZE))[0].pieces
         for chunk in list(first.cut(CHUNK))[:3]:
             assert chunk.num_bytes == CHUNK
-            await ask(stream, wire.Give("", [chunk.box], CHUNK), wire.Given, 10.0)
+            await call(stream, wire.Give("", [chunk.box], CHUNK), wire.Given, 10.0)
             await stream.receive_into(memoryview(bytearray(CHUNK)), 10.0)
         stream.close()
         samplers = [await _sampler(d) for d in far]

@@ -9,9 +9,9 @@ from phaseloom.common.contract.ids import VersionKey
 from phaseloom.common.contract.state_layout import Slice
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
-from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_once
+from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, call_once
 from phaseloom.statemgr.transfer.served import Incoming
-from phaseloom.statemgr.transfer.tensorslices import all_of, batches
+from phaseloom.statemgr.transfer.tensorslices import batches, slices_of_part
 from tests.support.meshcerts import NODE, identity, ticket
 
 
@@ -44,9 +44,9 @@ async def fetch(
     """The digest and content of a whole version. Args: shown: a good ticket where None."""
     at, shown = at or home(), shown or ticket(key)
     asked = wire.DescribeVersion(key, shown)
-    described = await ask_once(source, asked, wire.VersionDescription, at)
+    described = await call_once(source, asked, wire.VersionDescription, at)
     memory = memoryview(bytearray(described.num_bytes))
-    slices = all_of("", described.tensors, described.num_bytes)
+    slices = slices_of_part("", described.tensors, described.num_bytes)
     running = fetch_of(key, slices, memory, at, shown, described.digest)
     await running.fetch_all(batches(slices), {"": [source]})
     return described.digest, bytes(memory)

@@ -56,13 +56,13 @@ def _ask(
     limit_bytes: int = 10**9,
 ) -> Shares:
     sized = [(box, math.prod(box.size)) for box in boxes]
-    return assigned.ask(sized, limit_bytes, failed, peer)
+    return assigned.assign(sized, limit_bytes, failed, peer)
 
 
 def _everything(shares: Shares) -> list[tuple[Peer | None, Fragment]]:
     """Who is to bring which fragment; None: who is asked gives it."""
-    told: list[tuple[Peer | None, Fragment]] = [(None, each) for each in shares.here]
-    return told + [(who, each) for who, some in shares.elsewhere.items() for each in some]
+    told: list[tuple[Peer | None, Fragment]] = [(None, each) for each in shares.own_boxes]
+    return told + [(who, each) for who, some in shares.peer_boxes.items() for each in some]
 
 
 @given(_ASKED)
@@ -100,17 +100,17 @@ def test_who_asks_for_the_same_is_sent_to_who_has_it(boxes: list[Box]) -> None:
     first, second, third = _PEERS
     assigned = Assignment()
     _ask(assigned, boxes, [], first)
-    assert not _ask(assigned, boxes, [], second).here
-    assert not _ask(assigned, boxes, [], first).elsewhere
-    assert not _ask(assigned, boxes, [first], second).elsewhere
-    assert set(_ask(assigned, boxes, [], third).elsewhere) == {second}
+    assert not _ask(assigned, boxes, [], second).own_boxes
+    assert not _ask(assigned, boxes, [], first).peer_boxes
+    assert not _ask(assigned, boxes, [first], second).peer_boxes
+    assert set(_ask(assigned, boxes, [], third).peer_boxes) == {second}
 
 
 def test_a_box_that_nobody_has_some_of_stays_in_one() -> None:
     first, second, _ = _PEERS
     assigned = Assignment()
     half, whole = Box("a", [0, 0], [3, 5]), Box("a", [0, 0], [6, 5])
-    assert _ask(assigned, [half, whole], [], first).here == [(0, half), (1, whole)]
+    assert _ask(assigned, [half, whole], [], first).own_boxes == [(0, half), (1, whole)]
     assert _ask(assigned, [half], [], second) == Shares(1, [], {first: [(0, half)]})
 
 

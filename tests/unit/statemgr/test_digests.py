@@ -86,7 +86,7 @@ async def test_dirty_copy_gets_its_digest_and_the_manifest_is_written() -> None:
         w.residency.validate()
         w.digests.begin([rank])
         w.digests.begin([rank])
-        await asyncio.gather(w.digests.taken(rank), w.digests.taken(rank))
+        await asyncio.gather(w.digests.until_taken(rank), w.digests.until_taken(rank))
         assert (rank.is_dirty, rank.digest) == (False, digest_of(w.content(rank)))
         assert rank.applied == 2
     assert w.kept == [rank.digest]  # taken once, however many ask
@@ -95,15 +95,15 @@ async def test_dirty_copy_gets_its_digest_and_the_manifest_is_written() -> None:
 async def test_digest_is_taken_for_who_waits_though_nobody_began() -> None:
     async with world() as w:
         rank = w.offloaded()
-        await w.digests.taken(rank)
+        await w.digests.until_taken(rank)
         assert rank.digest
-        await w.digests.taken(rank)
+        await w.digests.until_taken(rank)
 
 
 async def test_who_waits_hears_that_the_incarnation_is_over() -> None:
     async with world() as w:
         rank = w.offloaded()
-        waiting = w.tasks.create_task(_refused(w.digests.taken(rank)))
+        waiting = w.tasks.create_task(_refused(w.digests.until_taken(rank)))
         await asyncio.sleep(0)
         w.residency.drop(KEY, 1)
         assert rank.state is State.LOST
@@ -127,7 +127,7 @@ async def test_digest_of_an_older_copy_is_not_taken_for_that_of_a_newer_one() ->
         w.residency.begin_copy_out(rank, release=True)
         w.content(rank)[:] = b"\x08" * SIZE
         w.residency.finish_copy_out(rank, 3)
-        await w.digests.taken(rank)
+        await w.digests.until_taken(rank)
         assert rank.digest == digest_of(w.content(rank))
 
 
@@ -139,7 +139,7 @@ async def test_incarnation_that_ends_as_its_digest_is_begun_harms_nobody() -> No
         _, (copy,) = w.residency.reap(rank.wpg)
         assert copy.extent is not None
         w.memory.free(copy.extent)
-        await w.digests.ended(rank)
+        await w.digests.until_ended(rank)
     assert rank.digest == ""
 
 
@@ -147,7 +147,7 @@ async def test_stop_ends_what_waits() -> None:
     async with world() as w:
         rank = w.offloaded()
         w.background.stop()
-        assert "was lost" in await _refused(w.digests.taken(rank))
+        assert "was lost" in await _refused(w.digests.until_taken(rank))
         w.digests.begin([rank])
     assert rank.is_dirty
 

@@ -206,6 +206,6 @@ async def test_a_version_that_is_bad_as_a_whole_comes_without_deltas_once_more()
     fetch = fetch_of(KEY, slices, memory, home(), digest=digest_of(memoryview(CONTENT)))
     fetch.sink.base = memoryview(bytes(64))
     async with _serving(gives_another_version_first) as source:
-        await fetch.fetch_sound(batches(slices), {"0of1": [source]})
+        await fetch.fetch_with_retry(batches(slices), {"0of1": [source]})
     assert bytes(memory) == CONTENT
     assert asked == [True, False]

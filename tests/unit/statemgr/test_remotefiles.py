@@ -31,7 +31,7 @@ async def test_blocks_of_one_request_come_each_as_it_is(tmp_path: Path) -> None:
     for numbers in ((0, 1, 2), (2, 0)):
         boxes = [Box(str(number), [0], [len(contents[number])]) for number in numbers]
         found = [served.find("", box) for box in boxes]
-        await served.until_here("", boxes)
+        await served.until_arrived("", boxes)
         views = [each.read() for each in found]
         came = [b"".join(view) for view in views]
         assert came == [contents[number] for number in numbers]

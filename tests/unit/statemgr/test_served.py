@@ -25,7 +25,7 @@ async def test_a_box_is_there_when_all_of_it_came() -> None:
     memory = memoryview(bytearray(range(96)))
     fetched = Fetched(incoming, memory)
     box = Box("w", [3, 2], [2, 4])
-    waiting = asyncio.ensure_future(fetched.until_here("0of2", [box]))
+    waiting = asyncio.ensure_future(fetched.until_arrived("0of2", [box]))
     for start, size in (([2, 0], [2, 8]), ([4, 0], [1, 3])):
         incoming.add(_batch(ROWS, start, size))
         await asyncio.sleep(0)
@@ -46,8 +46,8 @@ async def test_what_is_forgotten_must_come_again() -> None:
     incoming.add(_batch(ROWS, [2, 0], [4, 8]))
     row = _batch(ROWS, [3, 0], [1, 8])
     incoming.forget(row)
-    await incoming.until_here(ROWS, Box("w", [2, 0], [1, 8]))
-    waiting = asyncio.ensure_future(incoming.until_here(ROWS, Box("w", [2, 0], [2, 8])))
+    await incoming.until_arrived(ROWS, Box("w", [2, 0], [1, 8]))
+    waiting = asyncio.ensure_future(incoming.until_arrived(ROWS, Box("w", [2, 0], [2, 8])))
     await asyncio.sleep(0)
     assert not waiting.done()
     incoming.add(row)
@@ -59,12 +59,12 @@ async def test_who_waits_for_what_is_given_up_is_told() -> None:
     incoming = Incoming([ROWS], {})
     came = _batch(ROWS, [2, 0], [1, 8])
     incoming.add(came)
-    waiting = asyncio.ensure_future(incoming.until_here(ROWS, Box("w", [5, 0], [1, 1])))
+    waiting = asyncio.ensure_future(incoming.until_arrived(ROWS, Box("w", [5, 0], [1, 1])))
     await asyncio.sleep(0)
     incoming.give_up()
     with pytest.raises(ResourceError, match="did not come here"):
         await waiting
-    await incoming.until_here(ROWS, came.boxes[0])
+    await incoming.until_arrived(ROWS, came.boxes[0])
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ async def test_who_was_assigned_what_is_forgotten_with_the_version(tmp_path: Pat
         node.records.versions.commit(version, "its digest")
     del version
     first, second = await assignment(KEYS[0]), await assignment(KEYS[1])
-    first.ask([BOX], 64, [], Peer("node:1", "all"))
+    first.assign([BOX], 64, [], Peer("node:1", "all"))
     assert await assignment(KEYS[0]) is first
     dropped = node.records.versions.find(KEYS[0])
     assert dropped is not None

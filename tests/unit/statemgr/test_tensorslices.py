@@ -18,16 +18,16 @@ from phaseloom.statemgr.transfer.tensorslices import (
     Batch,
     Box,
     Piece,
-    all_of,
     batches,
     box_of,
     chunk_bytes,
     contains,
     overlap,
     raw_slot,
-    rest_of,
     runs,
+    slices_of_part,
     slots_of,
+    subtract,
 )
 
 
@@ -98,8 +98,10 @@ def test_pieces_of_a_large_box_lie_end_to_end(size: list[int]) -> None:
     at = 0
     for batch in batches([whole]):
         for piece in batch.boxes:
-            inside = tuple(slice(s, s + n) for s, n in zip(piece.start, piece.size, strict=True))
-            found = flat[inside].reshape(-1)
+            relative_to = tuple(
+                slice(s, s + n) for s, n in zip(piece.start, piece.size, strict=True)
+            )
+            found = flat[relative_to].reshape(-1)
             assert np.array_equal(found, np.arange(at, at + len(found)))
             at += len(found)
     assert at == flat.size
@@ -120,7 +122,7 @@ def test_what_is_left_of_a_box_and_what_is_taken_are_the_box(data: st.DataObject
             assert contains(whole, each)
             assert contains(taken, each)
             seen[_inside(each)] += 1
-        left = rest_of(left, taken)
+        left = subtract(left, taken)
         assert all(overlap(box, taken) is None for box in left)
     for each in left:
         seen[_inside(each)] += 1
@@ -147,7 +149,7 @@ def test_shares_of_a_batch_go_where_the_whole_would(
     at = [data.draw(st.integers(s, s + n - 1)) for s, n in zip(start, size, strict=True)]
     end = [data.draw(st.integers(a + 1, s + n)) for a, s, n in zip(at, start, size, strict=True)]
     cut = Box("w", at, [e - a for a, e in zip(at, end, strict=True)])
-    shares = [[(0, cut)], [(0, each) for each in rest_of(batch.boxes, cut)]]
+    shares = [[(0, cut)], [(0, each) for each in subtract(batch.boxes, cut)]]
     memory = memoryview(bytearray(128 + num_bytes))
     for share in batch.split(shares):
         share.put(memory, b"".join(part[_inside(each)].tobytes() for each in share.boxes))
@@ -171,7 +173,7 @@ def test_all_of_a_part_is_its_tensors_and_what_lies_between(
     part = np.random.default_rng(1).integers(0, 256, end + extra, np.uint8).tobytes()
     seen = np.zeros(len(part), np.uint8)
     named = {slot.name: slot for slot in slots}
-    for each in all_of("0of2", slots, len(part)):
+    for each in slices_of_part("0of2", slots, len(part)):
         slot = named.get(each.name) or raw_slot(each.name, len(part))
         assert slot is not None
         seen[each.offset : each.offset + each.num_bytes] += 1

@@ -477,6 +477,6 @@ async def test_memory_that_is_given_back_is_not_taken_again_by_who_reads_it_for_
             await asyncio.sleep(0)
         threads.may_begin.set()
         w.node.memory.free(await asking)
-        await w.node.digests.ended(rank)
+        await w.node.digests.until_ended(rank)
         assert os.fstat(memory.fd).st_blocks == 0
         await w.use("b")

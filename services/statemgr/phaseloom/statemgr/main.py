@@ -169,9 +169,9 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     )
     for path, header in await asyncio.to_thread(lambda: list(directory.scan())):
         if header.kind == "version":
-            parts.weights.found(header)
+            parts.weights.add_from_disk(header)
         else:
-            parts.sealer.found(header, str(path))
+            parts.sealer.add_from_disk(header, str(path))
     nodes = Server(
         *(Gate(config.secret), node.ledger, node.versions, parts.weights, parts.replicator),
         home=home,
@@ -183,7 +183,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
     try:
         async with node.background.running():
             sharing = Sharing(node.ledger, node.memory, node.copies, node.ranks, node.background)
-            node.background.begin(sharing.run(), is_endless=True)
+            node.background.start(sharing.run(), is_endless=True)
             addresses.serve()
             manager = StateManager(
                 parts,
@@ -192,7 +192,7 @@ async def run(config: StateManagerConfig, stop: asyncio.Event) -> None:
                 serve_versions_at=addresses.add,
             )
             serving = framing.serve(local, StateMessage, manager.session, max_fds=0)
-            node.background.begin(serving, is_endless=True)
+            node.background.start(serving, is_endless=True)
             log.info("%s serves at %s and %s", config.node, config.socket, home.endpoint)
             await stop.wait()
     finally:
@@ -342,7 +342,7 @@ class _Addresses:
         From then on `Home.endpoint` is this one, which other nodes know.
         """
         if not self._try_to_add(endpoint):
-            self._background.begin(self._keep_trying(endpoint), is_endless=True)
+            self._background.start(self._keep_trying(endpoint), is_endless=True)
 
     async def _keep_trying(self, endpoint: str) -> None:
         while True:
@@ -363,7 +363,7 @@ class _Addresses:
         return True
 
     def _serve(self, listener: socket.socket) -> None:
-        self._background.begin(self._server.serve(listener), is_endless=True)
+        self._background.start(self._server.serve(listener), is_endless=True)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -36,7 +36,7 @@ from phaseloom.statemgr.transfer.tensorslices import (
     MAX_BATCH_BYTES,
     Box,
     Fragment,
-    in_requests,
+    split_into_requests,
 )
 from phaseloom.statemgr.transfer.tls import MAX_REQUEST_BYTES, Stream
 from phaseloom.statemgr.versions.weights import Weights
@@ -206,12 +206,12 @@ class Server:
     ) -> tuple[list[memoryview], wire.Given]:
         """The bytes to send, and the reply that comes before them."""
         found = _found(content, asked, is_assigned=assignment is not None)
-        arriving = content.until_here(asked.part, asked.boxes)
+        arriving = content.until_arrived(asked.part, asked.boxes)
         await self._while_waiting(stream, arriving, may_cancel=True)
         shares = None
         if assignment is not None:
             boxes = [(box, each.num_bytes) for box, each in zip(asked.boxes, found, strict=True)]
-            shares = assignment.ask(boxes, asked.num_bytes, asked.failed, peer)
+            shares = assignment.assign(boxes, asked.num_bytes, asked.failed, peer)
         base = content.bases.get(asked.part) if isinstance(content, OpenParts) else None
         if not asked.takes_delta:
             base = None
@@ -313,7 +313,7 @@ def _read(
         memories = [delta.joined(memories)]
     if base is None:
         return memories, given
-    sent = asked.boxes if shares is None else [box for _, box in shares.here]
+    sent = asked.boxes if shares is None else [box for _, box in shares.own_boxes]
     return _as_delta(memories, given, base, sent, delta_share)
 
 
@@ -328,13 +328,13 @@ def _read_whole(
         number, box = fragment
         return box, found[number].of(box).num_bytes
 
-    memories = list(_read_fragments(found, shares.here))
-    elsewhere = [
+    memories = list(_read_fragments(found, shares.own_boxes))
+    peer_boxes = [
         wire.Shared(holder, some, _digest(_read_fragments(found, some)))
-        for holder, fragments in shares.elsewhere.items()
-        for some in in_requests(fragments, sized, asked.num_bytes)
+        for holder, fragments in shares.peer_boxes.items()
+        for some in split_into_requests(fragments, sized, asked.num_bytes)
     ]
-    assigned = wire.Assigned(shares.num_boxes, shares.here, elsewhere)
+    assigned = wire.Assigned(shares.num_boxes, shares.own_boxes, peer_boxes)
     return memories, wire.Given(_digest(memories), assigned)
 
 

@@ -288,7 +288,7 @@ class StateManager:
         self._ledger.handles.attach(session.peer)
         if is_first:
             self._is_known_what_was.set()
-            self._parts.background.begin(self._settle())
+            self._parts.background.start(self._settle())
         return Welcome(needs_handles=False)
 
     async def _finish_handover(self, session: Session, handover: Handover) -> HandoverFinished:

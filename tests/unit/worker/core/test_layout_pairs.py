@@ -109,15 +109,15 @@ def test_every_byte_of_any_rank_is_exact_and_crosses_to_a_site_once(
     contents, whole = contents_of(shapes), plan(shapes, trainable=False).slots
     version = Version(source, contents)
     num_nodes = data.draw(st.integers(1, 3))
-    for here in nodes_of(target, num_nodes):
-        for rank in here:
-            reader = reader_of(target, whole, rank, here)
+    for own_boxes in nodes_of(target, num_nodes):
+        for rank in own_boxes:
+            reader = reader_of(target, whole, rank, own_boxes)
             assert version.read(reader) == memory_of(reader.slots, contents)
     tensors = tensors_of(whole)
     needed = [
-        fetches(tensors, version.held, {rank: holding_of(ranks[rank]) for rank in here})
+        fetches(tensors, version.held, {rank: holding_of(ranks[rank]) for rank in own_boxes})
         for ranks in (target, other)
-        for here in nodes_of(ranks, num_nodes)
+        for own_boxes in nodes_of(ranks, num_nodes)
     ]
     whole_bytes = sum(math.prod(each.shape) * item_bytes(each.dtype) for each in tensors.values())
     assert crossing_bytes(needed) == whole_bytes
@@ -137,7 +137,7 @@ def crossing_bytes(nodes: Sequence[Sequence[Fetch]]) -> int:
         peer = Peer(f"node{number}:1", "slices")
         for fetch in needed:
             box = Box(fetch.name, [*fetch.start], [*fetch.size])
-            shares = assigned[fetch.part].ask([(box, fetch.num_bytes)], 2**40, [], peer)
-            elements = sum(math.prod(part.size) for _, part in shares.here)
+            shares = assigned[fetch.part].assign([(box, fetch.num_bytes)], 2**40, [], peer)
+            elements = sum(math.prod(part.size) for _, part in shares.own_boxes)
             crossing += elements * fetch.num_bytes // math.prod(fetch.size)
     return crossing

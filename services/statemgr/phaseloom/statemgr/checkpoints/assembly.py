@@ -14,7 +14,7 @@ from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.tensors.resharding import box_runs
 from phaseloom.common.tensors.safetensors import item_bytes, tensor_bytes
-from phaseloom.statemgr.transfer.tensorslices import Box, rest_of
+from phaseloom.statemgr.transfer.tensorslices import Box, subtract
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _assemble(name: str, slices: list[tuple[int, TensorSlot]]) -> WholeTensor:
         if math.prod(slot.shape):
             holders.setdefault(f"{slot.start} + {slot.shape}", (rank, slot))
     for _, slot in holders.values():
-        left = rest_of(left, Box(name, _start(slot), slot.shape))
+        left = subtract(left, Box(name, _start(slot), slot.shape))
     num_elements = sum(math.prod(slot.shape) for _, slot in holders.values())
     if num_elements != math.prod(shape):
         raise _contradiction(name, "its slices do not make a whole")

@@ -184,7 +184,7 @@ class Exporter:
             )
         write = _Write(snapshot, self._background.event())
         self._writes[(key, request.operation)] = write
-        self._background.begin(self._run(write, request))
+        self._background.start(self._run(write, request))
         return write
 
     async def _run(self, write: _Write, request: WriteCheckpoint) -> None:

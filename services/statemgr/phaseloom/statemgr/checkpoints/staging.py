@@ -164,7 +164,7 @@ class Staging:
         # The views are made now: by the time that the task runs, the snapshot may be freed.
         memories = [self._memory[p.extent].view(p.num_bytes) for p in snapshot.parts]
         ended = self._under_way[snapshot] = asyncio.get_running_loop().create_future()
-        self._background.begin(self._take_checksums(snapshot, memories, ended))
+        self._background.start(self._take_checksums(snapshot, memories, ended))
         return ended
 
     async def _take_checksums(

@@ -31,7 +31,7 @@ class Background:
             # Work in threads goes on, whatever becomes of its task, until it is told to stop.
             self.stop()
 
-    def begin(self, work: Coroutine[Any, Any, None], *, is_endless: bool = False) -> None:
+    def start(self, work: Coroutine[Any, Any, None], *, is_endless: bool = False) -> None:
         """Begin a task. Args: is_endless: it never ends by itself: `stop` cancels it."""
         task = self._tasks.create_task(work)
         if is_endless:

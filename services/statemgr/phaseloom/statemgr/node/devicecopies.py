@@ -80,8 +80,8 @@ class DeviceCopies:
         Called before the rank is loaded, when all that it displaces has left the device.
         """
         budget = self._residency.device_budget_bytes[rank.device]
-        taken = self._residency.device_used_bytes(rank.device) + rank.device_bytes
-        self._drop_oldest(rank.device, until_bytes=budget - taken)
+        used_bytes = self._residency.device_used_bytes(rank.device) + rank.device_bytes
+        self._drop_oldest(rank.device, until_bytes=budget - used_bytes)
 
     def used_bytes(self, device: int) -> int:
         return sum(copy.num_bytes for copy in self._copies.values() if copy.device == device)

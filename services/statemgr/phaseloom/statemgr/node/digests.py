@@ -57,7 +57,7 @@ class Digests:
             if is_open and rank.copy is not None and rank.state is rank.copy.state is State.HOST:
                 self._begin(rank)
 
-    async def taken(self, rank: Rank) -> None:
+    async def until_taken(self, rank: Rank) -> None:
         """Wait until the rank's host copy has its digest.
 
         Raises: ResourceError: the rank is lost, or the daemon stops.
@@ -67,7 +67,7 @@ class Digests:
                 raise ResourceError(f"{rank} was lost before the digest of its host copy was taken")
             await asyncio.shield(self._under_way.get(rank) or self._begin(rank))
 
-    async def ended(self, rank: Rank) -> None:
+    async def until_ended(self, rank: Rank) -> None:
         """Wait until nothing reads the rank's host copy for its digest any more.
 
         Called before the copy's memory is given back: a read after that would take memory again.
@@ -82,7 +82,7 @@ class Digests:
         # Taken now: by the time that the task runs, the rank may be lost and its extent freed.
         memory = self._memory[copy.extent].view(copy.num_bytes)
         ended = self._under_way[rank] = asyncio.get_running_loop().create_future()
-        self._background.begin(self._run(rank, copy, memory, ended))
+        self._background.start(self._run(rank, copy, memory, ended))
         return ended
 
     async def _run(
@@ -112,10 +112,10 @@ async def has_digest(memory: memoryview, digest: str) -> bool:
     return bool(digest) and await asyncio.to_thread(digest_in_threads, memory) == digest
 
 
-def bad_copy(rank: Rank, why: str) -> ResourceError:
+def bad_copy(rank: Rank, reason: str) -> ResourceError:
     """The error where the host copy of a rank is bad."""
     return ResourceError(
-        f"the host copy of {rank} is bad: {why}",
+        f"the host copy of {rank} is bad: {reason}",
         code=Code.DATA_LOSS,
         remedy="start a new incarnation, from its last seal",
         details={"deployment": rank.wpg.key, "rank": rank.index},

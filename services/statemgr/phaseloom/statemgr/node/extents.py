@@ -93,8 +93,8 @@ class Extent:
 
     def view(self, num_bytes: int) -> memoryview:
         """The first `num_bytes`, writable."""
-        whole, start = self._mapped()
-        return memoryview(whole)[start : start + num_bytes]
+        mapping, start = self._mapped()
+        return memoryview(mapping)[start : start + num_bytes]
 
     def _mapped(self) -> tuple[mmap.mmap, int]:
         if self._map is None:
@@ -106,8 +106,8 @@ class Extent:
 
         The extent reads as zeroes afterwards.
         """
-        whole, start = self._mapped()
-        whole.madvise(mmap.MADV_REMOVE, start, self.num_bytes)
+        mapping, start = self._mapped()
+        mapping.madvise(mmap.MADV_REMOVE, start, self.num_bytes)
 
     def close(self) -> None:
         """Close the descriptors; the memory goes once the last view on it is gone."""
@@ -146,7 +146,7 @@ class HostMemory:
         return self._extents[extent]
 
     def reserve(
-        self, num_bytes: int, what: str, pool: str = "", *, may_freeze: bool = False
+        self, num_bytes: int, label: str, pool: str = "", *, may_freeze: bool = False
     ) -> int:
         """Reserve an extent of at least `num_bytes`; returns its number.
 
@@ -161,12 +161,12 @@ class HostMemory:
                 del self._idle[number]
                 self._extents[number].num_holders = 1
                 return number
-        self._make_room(size, what)
+        self._make_room(size, label)
         try:
-            extent = Extent(num_bytes, f"phaseloom: {what}", may_freeze=may_freeze)
+            extent = Extent(num_bytes, f"phaseloom: {label}", may_freeze=may_freeze)
         except OSError as error:
             raise ResourceError(
-                f"{num_bytes} bytes of host memory for {what} cannot be had: {error.strerror}",
+                f"{num_bytes} bytes of host memory for {label} cannot be had: {error.strerror}",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="lower the node's host memory budget, or free memory on its machine",
             ) from error
@@ -184,16 +184,16 @@ class HostMemory:
         vacated.is_vacated = True
         self.used_bytes -= vacated.num_bytes
 
-    def occupy(self, extent: int, what: str) -> None:
+    def occupy(self, extent: int, label: str) -> None:
         """Take memory for a vacated extent again."""
         vacated = self._extents[extent]
         assert vacated.is_vacated
-        self._make_room(vacated.num_bytes, what)
+        self._make_room(vacated.num_bytes, label)
         vacated.is_vacated = False
         self.used_bytes += vacated.num_bytes
 
     def take_over(
-        self, extent: int, fd: int, num_bytes: int, what: str, *, is_vacated: bool = False
+        self, extent: int, fd: int, num_bytes: int, label: str, *, is_vacated: bool = False
     ) -> None:
         """Take over an extent of the daemon before; owns `fd` from here on, except where it raises.
 
@@ -208,13 +208,13 @@ class HostMemory:
                 code=Code.RESOURCE_EXHAUSTED,
             )
         try:
-            taken = Extent.take_over(fd, num_bytes)
+            adopted = Extent.take_over(fd, num_bytes)
             if is_vacated:
-                taken.vacate()
+                adopted.vacate()
         except (OSError, ValueError) as error:
-            raise ResourceError(f"the memory for {what} cannot be taken over: {error}") from error
-        taken.is_vacated = is_vacated
-        self._extents[extent] = taken
+            raise ResourceError(f"the memory for {label} cannot be taken over: {error}") from error
+        adopted.is_vacated = is_vacated
+        self._extents[extent] = adopted
         self._last = max(self._last, extent)
         self.used_bytes += size
 
@@ -271,13 +271,15 @@ class HostMemory:
 
     def validate(self) -> None:
         """Raises: AssertionError: an invariant does not hold."""
-        every = self._extents.values()
-        assert self.used_bytes == sum(each.num_bytes for each in every if not each.is_vacated)
+        extents = self._extents.values()
+        assert self.used_bytes == sum(
+            extent.num_bytes for extent in extents if not extent.is_vacated
+        )
         assert 0 <= self.used_bytes <= self.budget_bytes
         assert self._idle.keys() <= self._extents.keys()
-        for number, each in self._extents.items():
-            assert (each.num_holders == 0) == (number in self._idle)
-            assert not each.is_vacated or each.num_holders == 1
+        for number, extent in self._extents.items():
+            assert (extent.num_holders == 0) == (number in self._idle)
+            assert not extent.is_vacated or extent.num_holders == 1
 
     def check_holders(self, recorded: Iterable[int]) -> None:
         """Check that every extent in use has as many holders as records refer to it.
@@ -293,12 +295,12 @@ class HostMemory:
     def _idle_of(self, pool: str) -> list[int]:
         return [extent for extent, owner in self._idle.items() if owner == pool]
 
-    def _make_room(self, size: int, what: str) -> None:
+    def _make_room(self, size: int, label: str) -> None:
         """Give up idle extents until `size` bytes are free."""
         if size > self.free_bytes:
             used_bytes = self.budget_bytes - self.free_bytes
             raise ResourceError(
-                f"{what} needs {size} bytes of host memory: {used_bytes} of {self.budget_bytes} "
+                f"{label} needs {size} bytes of host memory: {used_bytes} of {self.budget_bytes} "
                 "are in use",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="raise the node's host memory budget, or finish jobs that use it",
@@ -323,8 +325,8 @@ def joined(first: Extent, first_bytes: int, second: Extent, second_bytes: int) -
     assert first_bytes % mmap.PAGESIZE == 0
     num_bytes = first_bytes + rounded(second_bytes)
     # The mapping owns what is placed into it: the last reference to it unmaps both.
-    whole = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = ctypes.addressof((ctypes.c_char * num_bytes).from_buffer(whole))
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof((ctypes.c_char * num_bytes).from_buffer(mapping))
     place_file(address, first.fd, first_bytes)
     place_file(address + first_bytes, second.fd, rounded(second_bytes))
-    return memoryview(whole)[: first_bytes + second_bytes]
+    return memoryview(mapping)[: first_bytes + second_bytes]

@@ -92,16 +92,21 @@ class HandleRegistry:
         self._generation = 0
         self._written = b""
         self._agent: Peer[StateMessage] | None = None
-        self._held: set[int] = set()
+        self._kept_handles: set[int] = set()
         self._lock = asyncio.Lock()
 
     def attach(self, agent: Peer[StateMessage]) -> None:
         """Let this agent keep the handles from now on; the handles that it kept so far are void."""
-        self._agent, self._held = agent, set()
+        self._agent, self._kept_handles = agent, set()
         self.index = secrets.token_hex(8)
 
     def take_over(
-        self, agent: Peer[StateMessage], index: str, fds: list[int], generation: int, held: set[int]
+        self,
+        agent: Peer[StateMessage],
+        index: str,
+        fds: list[int],
+        generation: int,
+        kept_handles: set[int],
     ) -> None:
         """Go on with the index of the daemon before, whose handles this agent keeps.
 
@@ -110,12 +115,12 @@ class HandleRegistry:
         """
         close_fds(self._fds)
         self._fds, self._generation, self._written = fds, generation, b""
-        self.index, self._agent, self._held = index, agent, held
+        self.index, self._agent, self._kept_handles = index, agent, kept_handles
 
     def detach(self, agent: Peer[StateMessage]) -> None:
         """Forget the agent, if it is the attached one; nothing is recorded until another comes."""
         if self._agent is agent:
-            self._agent, self._held = None, set()
+            self._agent, self._kept_handles = None, set()
 
     def close(self) -> None:
         close_fds(self._fds)
@@ -134,26 +139,30 @@ class HandleRegistry:
 
     async def _update(self, agent: Peer[StateMessage]) -> None:
         # The index's memfds go last (their handles are negative): the manifest names the others.
-        missing = sorted(self._handles().keys() - self._held, reverse=True)
-        await self._tell(agent, keep=missing, drop=[])
+        missing = sorted(self._handles().keys() - self._kept_handles, reverse=True)
+        await self._send_handles(agent, keep=missing, drop=[])
         self._write()
-        await self._tell(agent, keep=[], drop=sorted(self._held - self._handles().keys()))
+        await self._send_handles(
+            agent, keep=[], drop=sorted(self._kept_handles - self._handles().keys())
+        )
 
     def _handles(self) -> dict[int, int]:
         return self._memory.handles() | dict(zip(INDEX_HANDLES, self._fds, strict=True))
 
-    async def _tell(self, agent: Peer[StateMessage], keep: list[int], drop: list[int]) -> None:
+    async def _send_handles(
+        self, agent: Peer[StateMessage], keep: list[int], drop: list[int]
+    ) -> None:
         """Have the agent keep and drop handles, as long as it is the attached one."""
         for start in range(0, max(len(keep), bool(drop)), MAX_FDS):
             if self._agent is not agent:
                 return
             # Looked up now: an extent may be freed while one before it was on its way.
             handles = self._handles()
-            some = [handle for handle in keep[start : start + MAX_FDS] if handle in handles]
-            message = KeepHandles(self.index, some, drop)
+            batch = [handle for handle in keep[start : start + MAX_FDS] if handle in handles]
+            message = KeepHandles(self.index, batch, drop)
             try:
                 async with asyncio.timeout(_KEEP_TIMEOUT_S):
-                    await agent.call(message, [handles[handle] for handle in some])
+                    await agent.call(message, [handles[handle] for handle in batch])
             except (PhaseloomError, TimeoutError) as error:
                 if not agent.closed.done():
                     log.error("the agent does not keep handles and is cut off: %s", error)
@@ -161,8 +170,8 @@ class HandleRegistry:
                 self.detach(agent)
                 return
             if self._agent is agent:
-                self._held |= set(some)
-                self._held -= set(drop)
+                self._kept_handles |= set(batch)
+                self._kept_handles -= set(drop)
 
     def _write(self) -> None:
         payload = encode_manifest(self._describe())

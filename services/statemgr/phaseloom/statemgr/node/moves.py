@@ -35,7 +35,7 @@ def _future() -> asyncio.Future[None]:
 class Move:
     """One move of a host copy that is under way."""
 
-    what: HostCopy
+    copy: HostCopy
     is_up: bool
     """Whether the copy is promoted; else it is demoted."""
     is_hint: bool
@@ -84,37 +84,37 @@ class Moves:
         """The number of moves under way."""
         return len(self._moves)
 
-    def __contains__(self, what: object) -> bool:
+    def __contains__(self, copy: object) -> bool:
         """Whether a move of the host copy is under way."""
-        return what in self._moves
+        return copy in self._moves
 
     def under_way(self) -> list[Move]:
         return list(self._moves.values())
 
-    async def move(self, what: HostCopy, work: Work, *, is_up: bool) -> None:
+    async def move(self, copy: HostCopy, work: Work, *, is_up: bool) -> None:
         """Move a host copy and wait for the end; the move goes on where the caller is cancelled."""
-        await asyncio.shield(self._begin(what, work, is_up=is_up).done)
+        await asyncio.shield(self._begin(copy, work, is_up=is_up).done)
 
-    async def settled(self, what: HostCopy) -> None:
+    async def until_settled(self, copy: HostCopy) -> None:
         """Wait until no move of the host copy is under way: a promotion is joined, a
         demotion cancelled."""
-        while (move := self._moves.get(what)) is not None:
+        while (move := self._moves.get(copy)) is not None:
             if not move.is_up:
                 move.cancelled.set()
             with contextlib.suppress(PhaseloomError):
                 await asyncio.shield(move.done)
 
-    def hint(self, what: HostCopy, work: Work) -> None:
+    def hint(self, copy: HostCopy, work: Work) -> None:
         """Begin to promote a host copy that will be needed, unless a move of it is under way."""
-        if what not in self._moves:
-            self._begin(what, work, is_up=True, is_hint=True)
+        if copy not in self._moves:
+            self._begin(copy, work, is_up=True, is_hint=True)
 
-    def give_up(self, what: HostCopy, file: Path) -> None:
+    def give_up(self, copy: HostCopy, file: Path) -> None:
         """Give up a host copy that nobody needs: cancel its move, or else remove its file.
 
         A cancelled move removes the file as it ends.
         """
-        move = self._moves.get(what)
+        move = self._moves.get(copy)
         if move is not None:
             move.cancelled.set()
         else:
@@ -125,10 +125,10 @@ class Moves:
         with contextlib.suppress(InternalError), error_boundary(metrics.UNFORESEEN, "move"):
             await asyncio.to_thread(self._directory.discard, file)
 
-    def _begin(self, what: HostCopy, work: Work, *, is_up: bool, is_hint: bool = False) -> Move:
-        assert what not in self._moves
-        move = self._moves[what] = Move(what, is_up, is_hint, self._background.event())
-        self._background.begin(self._run(move, work))
+    def _begin(self, copy: HostCopy, work: Work, *, is_up: bool, is_hint: bool = False) -> Move:
+        assert copy not in self._moves
+        move = self._moves[copy] = Move(copy, is_up, is_hint, self._background.event())
+        self._background.start(self._run(move, work))
         return move
 
     async def _run(self, move: Move, work: Work) -> None:
@@ -142,17 +142,17 @@ class Moves:
         try:
             with metrics.timed(metrics.TRANSFER_DURATION, **labels):
                 await work(move)
-            metrics.count(metrics.TRANSFER_MOVED, move.what.num_bytes, **labels)
+            metrics.count(metrics.TRANSFER_MOVED, move.copy.num_bytes, **labels)
         except InvalidTransition:
             raise
         except PhaseloomError as error:
-            log.info("the %s of %s ended: %s", move.name, move.what, error)
+            log.info("the %s of %s ended: %s", move.name, move.copy, error)
             failure = error
-        file = self._stale_file(move.what)
+        file = self._stale_file(move.copy)
         if file is not None:
             await self.discard(file)
         # Only now: whoever waits for its end finds the next move free to begin.
-        del self._moves[move.what]
+        del self._moves[move.copy]
         if failure is None:
             move.done.set_result(None)
         else:

@@ -115,7 +115,7 @@ class VersionStore:
     ) -> None:
         """Args: connected: the ranks that are connected now."""
         self._ledger = ledger
-        self._node_records = records
+        self._all_records = records
         self.records = records.versions
         self._memory = memory
         self._device_copies = device_copies
@@ -171,7 +171,7 @@ class VersionStore:
             return
         writer = next((r.wpg for r in self._connected if _writes(r.wpg, version)), None)
         is_orphan = version.incarnation is not None and writer is None
-        is_over = not self._node_records.has_job(version.key.policy.job_key)
+        is_over = not self._all_records.has_job(version.key.policy.job_key)
         if not version.is_committed or version.is_bad or is_orphan or is_over:
             self._memory.free(extent)
         else:
@@ -187,7 +187,7 @@ class VersionStore:
 
     def leave_job(self, job: JobKey) -> None:
         """Free the parked memory of a job's versions, once the job has no deployment here."""
-        if not self._node_records.has_job(job):
+        if not self._all_records.has_job(job):
             for pool in self._memory.pools():
                 if pool.startswith(f"{job}."):
                     self._memory.drop_pool(pool)

@@ -40,17 +40,17 @@ def bases_of(configured: Mapping[str, list[str]], section: str = "") -> dict[str
     """
     names: dict[str, str] = {}
     for name, hashes in configured.items():
-        for each in hashes:
+        for hash_ in hashes:
             field = f"{section}frozen_bases.{name}"
-            if not _HASH.fullmatch(each):
+            if not _HASH.fullmatch(hash_):
                 raise CallerError(
-                    f"{each!r} is no BLAKE3 in hex",
+                    f"{hash_!r} is no BLAKE3 in hex",
                     field=field,
                     remedy="take the hash that `phaseloom state --json` shows of the shared copy",
                 )
-            if names.setdefault(each, name) != name:
+            if names.setdefault(hash_, name) != name:
                 raise CallerError(
-                    f"{each} is {names[each]!r} already", field=field, remedy="give it one name"
+                    f"{hash_} is {names[hash_]!r} already", field=field, remedy="give it one name"
                 )
     return names
 

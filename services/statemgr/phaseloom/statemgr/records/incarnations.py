@@ -90,12 +90,12 @@ class InvalidTransition(InternalError):
     """The shell reported a step that the table does not have; carries the deployment's history."""
 
 
-def following(what: Rank | HostCopy, step: Step) -> State:
+def following(item: Rank | HostCopy, step: Step) -> State:
     """The state that follows by a step. Raises: InvalidTransition: the table does not have it."""
-    state = TRANSITIONS.get((what.state, step))
+    state = TRANSITIONS.get((item.state, step))
     if state is None:
-        before = f"; before: {'; '.join(what.history)}" if isinstance(what, Rank) else ""
-        raise InvalidTransition(f"{what} is {what.state}: no {step!r} from there{before}")
+        before = f"; before: {'; '.join(item.history)}" if isinstance(item, Rank) else ""
+        raise InvalidTransition(f"{item} is {item.state}: no {step!r} from there{before}")
     return state
 
 

@@ -138,10 +138,10 @@ def manifest_of(records: Records, endpoint: str = "") -> Manifest:
     )
 
 
-def _entry_of(kind: type[E], record: object, **more: object) -> E:
+def _entry_of(kind: type[E], record: object, **extra: object) -> E:
     """The entry of a record: its attributes with the names of the entry's fields, and `more`."""
-    names = (name for name in kind.__struct_fields__ if name not in more)
-    return kind(**{name: getattr(record, name) for name in names}, **more)
+    names = (name for name in kind.__struct_fields__ if name not in extra)
+    return kind(**{name: getattr(record, name) for name in names}, **extra)
 
 
 def _plain(table: object) -> bytes:
@@ -171,13 +171,13 @@ def encode_record(generation: int, payload: bytes) -> bytes:
     return _PREFIX.pack(MAGIC, generation, len(payload), digest) + payload
 
 
-def newest_record(places: Iterable[bytes]) -> tuple[int, bytes] | None:
+def newest_record(slots: Iterable[bytes]) -> tuple[int, bytes] | None:
     """Generation and payload of the newest record that is whole; None: no record is.
 
     Args: places: the bytes of each place; bytes after the record do not matter.
     """
-    whole = [record for place in places if (record := _decode(place)) is not None]
-    return max(whole, default=None)
+    records = [record for place in slots if (record := _decode(place)) is not None]
+    return max(records, default=None)
 
 
 def _decode(place: bytes) -> tuple[int, bytes] | None:

@@ -67,7 +67,7 @@ class Residency:
 
     # --- who is here ---
 
-    def register(self, asked: RegisterWpg) -> Wpg | None:
+    def register(self, request: RegisterWpg) -> Wpg | None:
         """Register an incarnation, whose ranks will come with their tokens.
 
         Registering the same incarnation again changes nothing.
@@ -76,8 +76,8 @@ class Residency:
         Raises:  CallerError: a bad name, device or token. ResourceError: ABORTED: the incarnation
                  is fenced.
         """
-        key, incarnation = asked.deployment, asked.incarnation
-        tokens, devices = asked.tokens, asked.devices
+        key, incarnation = request.deployment, request.incarnation
+        tokens, devices = request.tokens, request.devices
         check_key(key)
         if not devices or len(tokens) != len(devices):
             raise CallerError(
@@ -92,9 +92,9 @@ class Residency:
                 )
         if incarnation < self._fences.get(key, 0):
             raise _fenced(key, incarnation, self._fences[key])
-        known = self._wpgs.get(key)
-        if known is not None and known.incarnation == incarnation:
-            if [rank.token for rank in known.ranks] == tokens and known.devices == devices:
+        previous = self._wpgs.get(key)
+        if previous is not None and previous.incarnation == incarnation:
+            if [rank.token for rank in previous.ranks] == tokens and previous.devices == devices:
                 return None
             raise CallerError(
                 f"incarnation {incarnation} of {key} is registered already",
@@ -105,9 +105,9 @@ class Residency:
             not token or token in self._tokens for token in tokens
         ):
             raise CallerError("empty, or in use", field="tokens", remedy="draw fresh ones")
-        replaced = self._remove(known) if known is not None else None
-        wpg = Wpg(key, incarnation, asked.seal_seq, rank_offset=asked.rank_offset)
-        wpg.num_ranks = asked.num_ranks or len(devices)
+        replaced = self._remove(previous) if previous is not None else None
+        wpg = Wpg(key, incarnation, request.seal_seq, rank_offset=request.rank_offset)
+        wpg.num_ranks = request.num_ranks or len(devices)
         for index, (token, device) in enumerate(zip(tokens, devices, strict=True)):
             wpg.ranks.append(Rank(wpg, index, device, token))
             self._tokens[token] = wpg.ranks[-1]
@@ -198,8 +198,8 @@ class Residency:
                 extents += rank.extents + rank.borrowed
                 rank.new_extent = None
                 rank.loans.clear()
-                left = self.copies.detach(rank)
-                copies += [left] if left is not None else []
+                copy = self.copies.detach(rank)
+                copies += [copy] if copy is not None else []
         if wpg.is_lost:
             self._retired.discard(wpg)
         return extents, copies
@@ -272,7 +272,7 @@ class Residency:
 
     # --- heaps and switches ---
 
-    def check_heap(self, rank: Rank, asked: RegisterHeap, table: TensorTable) -> None:
+    def check_heap(self, rank: Rank, request: RegisterHeap, table: TensorTable) -> None:
         """Check that a rank may register this heap, with scratch memory beside it.
 
         Args:   table: the heap's layout.
@@ -285,28 +285,28 @@ class Residency:
         if rank.state is not State.AWAITING:
             raise CallerError(f"{rank} is {rank.state}", code=Code.FAILED_PRECONDITION)
         for field in ("host_bytes", "scratch_bytes"):
-            if (num_bytes := getattr(asked, field)) < 0:
+            if (num_bytes := getattr(request, field)) < 0:
                 raise CallerError(f"{num_bytes} bytes", field=field, remedy="use zero or more")
-        if not _MODEL.fullmatch(asked.model):
+        if not _MODEL.fullmatch(request.model):
             raise CallerError("no BLAKE3 in hex", field="model", remedy="give 64 digits, or none")
-        if asked.frozen and asked.host_bytes:
+        if request.frozen and request.host_bytes:
             raise CallerError(
                 "a frozen heap has no state in host memory alone",
                 field="host_bytes",
                 remedy="use 0",
             )
-        check_layout(table, extent_bytes(asked.heap_bytes, asked.host_bytes))
-        device_bytes = asked.heap_bytes + asked.scratch_bytes
+        check_layout(table, extent_bytes(request.heap_bytes, request.host_bytes))
+        device_bytes = request.heap_bytes + request.scratch_bytes
         self._check_room(rank.wpg, rank.device, device_bytes, 0)
 
     def register_heap(
-        self, rank: Rank, asked: RegisterHeap, table: TensorTable, extent: int
+        self, rank: Rank, request: RegisterHeap, table: TensorTable, extent: int
     ) -> None:
         """Record the heap that an awaited rank has registered, and the extent that it was given."""
         self.step(rank, Step.HEAP_REGISTERED)
-        rank.heap_bytes, rank.table = asked.heap_bytes, table
-        rank.host_bytes, rank.scratch_bytes = asked.host_bytes, asked.scratch_bytes
-        rank.pins, rank.frozen, rank.model = asked.pins, asked.frozen, asked.model
+        rank.heap_bytes, rank.table = request.heap_bytes, table
+        rank.host_bytes, rank.scratch_bytes = request.host_bytes, request.scratch_bytes
+        rank.pins, rank.frozen, rank.model = request.pins, request.frozen, request.model
         if rank.frozen:
             rank.new_extent = extent
         else:
@@ -353,26 +353,30 @@ class Residency:
         self._enter_epoch(wpg, epoch)
         self.check_ready(wpg)
         offload: list[Rank] = []
-        own = [rank for rank in wpg.ranks if not ranks or wpg.rank_offset + rank.index in ranks]
-        devices = {rank.device for rank in own}
-        for other in self._named(displaces):
-            if not other.on_device:
+        local_ranks = [
+            rank for rank in wpg.ranks if not ranks or wpg.rank_offset + rank.index in ranks
+        ]
+        devices = {rank.device for rank in local_ranks}
+        for displaced in self._named(displaces):
+            if not displaced.on_device:
                 continue
-            if other is wpg:
+            if displaced is wpg:
                 raise CallerError(f"{wpg} cannot displace itself", field="displaces")
-            if not set(other.devices) & set(wpg.devices):
+            if not set(displaced.devices) & set(wpg.devices):
                 raise CallerError(
-                    f"{other} is on device {_listed(other.devices)}, not {_listed(wpg.devices)}",
+                    f"{displaced} is on device {_listed(displaced.devices)}, not "
+                    f"{_listed(wpg.devices)}",
                     field="displaces",
                 )
-            if other.epoch > epoch:
+            if displaced.epoch > epoch:
                 # A command that was lost on its way and comes again, after others have followed.
                 raise ResourceError(
-                    f"epoch {epoch} of {wpg} is over: {other} was switched in at {other.epoch}",
+                    f"epoch {epoch} of {wpg} is over: {displaced} was switched in at "
+                    f"{displaced.epoch}",
                     code=Code.ABORTED,
                 )
-            offload += [rank for rank in other.on_device if rank.device in devices]
-        load = [rank for rank in own if rank.state is State.HOST]
+            offload += [rank for rank in displaced.on_device if rank.device in devices]
+        load = [rank for rank in local_ranks if rank.state is State.HOST]
         for device in sorted({rank.device for rank in load}):
             leaving = sum(rank.device_bytes for rank in offload if rank.device == device)
             needed = sum(rank.device_bytes for rank in load if rank.device == device)

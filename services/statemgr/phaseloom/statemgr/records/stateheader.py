@@ -87,8 +87,8 @@ class StateHeader(msgspec.Struct, frozen=True, omit_defaults=True):
         Args: blocks: the checksums of the blocks of each part.
         """
         parts = [
-            msgspec.structs.replace(part, digest=combined(own), blocks=own)
-            for part, own in zip(self.parts, blocks, strict=True)
+            msgspec.structs.replace(part, digest=combined(checksums), blocks=checksums)
+            for part, checksums in zip(self.parts, blocks, strict=True)
         ]
         return msgspec.structs.replace(self, block_bytes=block_bytes, parts=parts)
 
@@ -121,14 +121,14 @@ class Place:
     def checksum_of(self, number: int) -> bytes:
         return self.part.blocks[number * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
 
-    def loss(self, why: str, start: int, end: int) -> ResourceError:
+    def loss(self, reason: str, start: int, end: int) -> ResourceError:
         """The DATA_LOSS error for the bytes from `start` to `end` of the part, with the names of
         the tensors there."""
         named = names_within(self.part.tensors, start, end)
         return data_loss(
             self.file,
             f"{self.header.deployment} rank {self.index}, bytes {start} to {end} of its section "
-            f"({named}): {why}",
+            f"({named}): {reason}",
             deployment=self.header.deployment,
             section=self.index,
             offset=start,
@@ -136,9 +136,9 @@ class Place:
         )
 
 
-def data_loss(file: str, why: str, **details: object) -> ResourceError:
+def data_loss(file: str, reason: str, **details: object) -> ResourceError:
     return ResourceError(
-        f"{file}: {why}",
+        f"{file}: {reason}",
         code=Code.DATA_LOSS,
         details={"file": file, **details},
         remedy="use an older seal",

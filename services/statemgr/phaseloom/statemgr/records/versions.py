@@ -131,7 +131,11 @@ class Versions:
 
     def parts_of(self, key: VersionKey) -> list[Version]:
         """The parts of a version that are here, and the copies of its slices."""
-        return [each for found, each in self._versions.items() if found.part and found.whole == key]
+        return [
+            version
+            for part_key, version in self._versions.items()
+            if part_key.part and part_key.whole == key
+        ]
 
     def is_readable(self, key: VersionKey) -> bool:
         """Whether all parts of the version are committed, on whichever nodes; a part by itself is
@@ -147,27 +151,27 @@ class Versions:
 
         Raises: CallerError: NOT_FOUND: the version is not committed here.
         """
-        found = self._versions.get(key)
-        if found is None or not found.is_committed:
+        version = self._versions.get(key)
+        if version is None or not version.is_committed:
             raise not_here(key)
-        parts = [each for each in self.parts_of(key) if each.is_committed and not each.key.is_copy]
-        return [found, *parts]
+        parts = [part for part in self.parts_of(key) if part.is_committed and not part.key.is_copy]
+        return [version, *parts]
 
     def bases_of(self, version: Version) -> list[Version]:
         """The earlier versions of the policy that are in memory in the layout of this one, the
         newest first; of a part, or of a copy of slices, the same part or slices of them."""
         key = version.key
-        found = [
+        matches = [
             earlier
-            for other, earlier in self._versions.items()
-            if (other.policy, other.part) == (key.policy, key.part)
-            and other.seq < key.seq
+            for other_key, earlier in self._versions.items()
+            if (other_key.policy, other_key.part) == (key.policy, key.part)
+            and other_key.seq < key.seq
             and earlier.is_committed
             and earlier.extent is not None
             and not earlier.is_bad
             and (earlier.num_bytes, earlier.table) == (version.num_bytes, version.table)
         ]
-        return sorted(found, key=lambda earlier: earlier.key.seq, reverse=True)
+        return sorted(matches, key=lambda earlier: earlier.key.seq, reverse=True)
 
     def stale_parts(self, policy: object, seq: int) -> list[Version]:
         """The parts here of versions before `seq` that were never committed as a whole."""

@@ -31,7 +31,7 @@ from phaseloom.statemgr.node.stores import HostSealStore
 from phaseloom.statemgr.records.layouts import rounded
 from phaseloom.statemgr.records.stateheader import Place, StateHeader
 from phaseloom.statemgr.transfer import wire
-from phaseloom.statemgr.transfer.fetching import Fetch, Home, LocalError, ask_once
+from phaseloom.statemgr.transfer.fetching import Fetch, Home, LocalError, call_once
 from phaseloom.statemgr.transfer.served import Incoming, Served
 from phaseloom.statemgr.transfer.tensorslices import (
     MAX_BATCH_BOXES,
@@ -119,7 +119,7 @@ class RemoteFile:
             errors: list[PhaseloomError] = []
             for source in self.sources:
                 try:
-                    found = await ask_once(source, asked, wire.FileDescription, self.home)
+                    found = await call_once(source, asked, wire.FileDescription, self.home)
                     _check(self.name, ranks, found.header)
                     return found
                 except PhaseloomError as error:
@@ -243,7 +243,7 @@ class _File:
             )
         return _Block(self, place, number)
 
-    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+    async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
         """Return at once: all of the file is here. The blocks of the request before are sent."""
         self._taken = 0
 

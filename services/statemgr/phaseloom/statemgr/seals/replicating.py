@@ -27,7 +27,7 @@ from phaseloom.statemgr.records.stateheader import StateHeader
 from phaseloom.statemgr.seals.remotefiles import RemoteFile, open_file, parts_of, path_of
 from phaseloom.statemgr.seals.sealing import Sealer
 from phaseloom.statemgr.transfer import wire
-from phaseloom.statemgr.transfer.fetching import Home, ask_once
+from phaseloom.statemgr.transfer.fetching import Home, call_once
 from phaseloom.statemgr.transfer.served import Served
 from phaseloom.statemgr.transfer.wire import FileName, KeepFiles
 from phaseloom.statemgr.versions.weights import Weights
@@ -76,7 +76,7 @@ class Replicator:
     def _note_kept(self, request: FetchState) -> None:
         """Note that versions that ranks here had fetched stay, as the files that are fetched do."""
         for seq in request.versions:
-            self._weights.note_kept(VersionKey(request.deployment, seq))
+            self._weights.mark_kept(VersionKey(request.deployment, seq))
 
     def _lacking(self, request: FetchState) -> FetchState:
         """The request without the seal and the versions that are in host memory."""
@@ -163,12 +163,12 @@ class Replicator:
 
     def _found(self, name: FileName, header: StateHeader) -> None:
         if name.kind == "seal":
-            self._sealer.found(header, str(path_of(self._directory, name)))
+            self._sealer.add_from_disk(header, str(path_of(self._directory, name)))
             return
         key = VersionKey(name.deployment, name.seq, name.part)
         version = self._versions.find(key)
         if version is None:
-            self._weights.found(header)
+            self._weights.add_from_disk(header)
         elif version.digest == header.digest:
             version.is_on_disk = version.is_kept = True
             version.is_ahead = False
@@ -256,7 +256,7 @@ class Replicator:
             wpg.rank_offset,
             wpg.num_ranks,
         )
-        await ask_once(endpoint, asked, wire.FilesKept, self._home)
+        await call_once(endpoint, asked, wire.FilesKept, self._home)
 
 
 def _forgotten(name: FileName) -> ResourceError:

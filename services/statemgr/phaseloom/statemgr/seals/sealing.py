@@ -62,7 +62,7 @@ class Sealer:
         self._seals: dict[DeploymentKey, dict[int, Sealed]] = {}
         self._writing: WeakValueDictionary[DeploymentKey, asyncio.Lock] = WeakValueDictionary()
 
-    def found(self, header: StateHeader, file: str) -> None:
+    def add_from_disk(self, header: StateHeader, file: str) -> None:
         """Add a seal that was found on disk."""
         sealed = Sealed(file, header.digest, header.num_bytes)
         self._seals.setdefault(header.deployment, {})[header.seq] = sealed

@@ -211,7 +211,7 @@ class Sharing:
         self._ledger = ledger
         self._memory = memory
         self._copies = copies
-        self._known = copies.records
+        self._host_copies = copies.records
         self._ranks = ranks
         self._background = background
 
@@ -261,10 +261,10 @@ class Sharing:
                 copy.hash = known
 
     def _is_above(self, copy: HostCopy) -> bool:
-        return self._known.is_known(copy) and copy.state not in ON_NVME
+        return self._host_copies.is_known(copy) and copy.state not in ON_NVME
 
     async def _merge(self, copy: HostCopy) -> None:
-        known = self._known
+        known = self._host_copies
         while known.is_known(copy) and (twin := known.twin(copy)) is not None:
             pair = (copy, twin)
             if any(each.state in _MOVING for each in pair):
@@ -284,7 +284,7 @@ class Sharing:
             self._ledger.announce()
 
     def _is_settled(self, copies: tuple[HostCopy, ...]) -> bool:
-        return not any(c.state in _MOVING and self._known.is_known(c) for c in copies)
+        return not any(c.state in _MOVING and self._host_copies.is_known(c) for c in copies)
 
 
 def _hash(memory: memoryview, stopped: threading.Event) -> str:

@@ -126,7 +126,7 @@ class Switcher:
 
     async def _load(self, ranks: list[Rank], trace: Context, done: Moved) -> None:
         async def load(rank: Rank) -> None:
-            await self._digests.taken(rank)
+            await self._digests.until_taken(rank)
             with self._span("load", rank, trace):
                 self._device_copies.make_way(rank)
                 self._residency.begin_load(rank)
@@ -150,7 +150,7 @@ class Switcher:
             self._residency.step(rank, Step.RELEASE_UNVERIFIED)
             if not rank.frozen:
                 rank.copied(copied.applied, "")
-                await self._digests.taken(rank)
+                await self._digests.until_taken(rank)
             await self._copy_in(rank)
             raise ResourceError(
                 f"{rank} still holds {copied.resident_bytes} bytes of device memory after its "

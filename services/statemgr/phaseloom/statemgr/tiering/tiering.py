@@ -67,7 +67,7 @@ class Tiering:
         self._residency = residency
         self._memory = memory
         self._copies = copies
-        self._known = copies.records
+        self._host_copies = copies.records
         self._moves = copies.moves
         self._directory = copies.directory
         self._ranks = ranks
@@ -157,7 +157,7 @@ class Tiering:
 
         Called once, when the handover is done.
         """
-        kept = {self._copies.file_of(c) for c in self._known.all() if c.state in ON_NVME}
+        kept = {self._copies.file_of(c) for c in self._host_copies.all() if c.state in ON_NVME}
         stale = self._directory.host_copies() - kept
         await asyncio.to_thread(self._directory.discard, *stale)
 
@@ -223,12 +223,12 @@ class Tiering:
         These are the ones on their way down, and the copies that may be demoted as soon as their
         promotion has ended.
         """
-        arriving = {*self._known.demotable()}
+        arriving = {*self._host_copies.demotable()}
         going: dict[Victim, asyncio.Future[None]] = {}
         going.update({each: end for each, end in self.versions.under_way.items()})
         for move in self._moves.under_way():
-            if not move.is_up or move.what in arriving:
-                going[move.what] = move.done
+            if not move.is_up or move.copy in arriving:
+                going[move.copy] = move.done
         return going
 
     def _demotable(self) -> list[HostCopy]:
@@ -240,7 +240,7 @@ class Tiering:
         return sorted(
             (
                 copy
-                for copy in self._known.demotable()
+                for copy in self._host_copies.demotable()
                 if copy.extent
                 and self._memory[copy.extent].num_holders == 1
                 and copy not in self._moves
@@ -250,7 +250,7 @@ class Tiering:
 
     def _with_numbers(self, refusal: ResourceError) -> ResourceError:
         info = refusal.info
-        used, budget = self._known.nvme_used_bytes(), self.nvme_budget_bytes
+        used, budget = self._host_copies.nvme_used_bytes(), self.nvme_budget_bytes
         return ResourceError(
             f"{info.message}; nothing more can go to NVMe, where {used} of {budget} are in use",
             code=info.code,
@@ -259,7 +259,7 @@ class Tiering:
         )
 
     async def _demote(self, copy: HostCopy) -> None:
-        used = self._known.nvme_used_bytes()
+        used = self._host_copies.nvme_used_bytes()
         if used + copy.num_bytes > self.nvme_budget_bytes:
             raise ResourceError(
                 f"{copy} needs {copy.num_bytes} bytes of NVMe: {used} of "
@@ -267,12 +267,12 @@ class Tiering:
                 code=Code.RESOURCE_EXHAUSTED,
             )
         # Before the first await: no two callers that look for room choose the same copy.
-        self._known.step(copy, Step.DEMOTE_BEGUN)
+        self._host_copies.step(copy, Step.DEMOTE_BEGUN)
         await self._moves.move(copy, self._write_down, is_up=False)
 
     async def _write_down(self, move: Move) -> None:
         """Demote a host copy."""
-        copy = move.what
+        copy = move.copy
         self._check_needed(copy)
         with self._failing(copy, Step.DEMOTE_FAILED, "its host copy is bad"):
             digest = await self._write(move)
@@ -280,18 +280,20 @@ class Tiering:
                 await self._ranks.unpin(rank)
         self._check_needed(copy)
         async with self._ledger.change():
-            self._known.step(copy, Step.DEMOTE_VERIFIED)
+            self._host_copies.step(copy, Step.DEMOTE_VERIFIED)
             copy.digest, copy.is_dirty, copy.version = digest, False, None
         # The memory goes only after the manifest names NVMe: the agent has its descriptor, too.
         async with self._ledger.change():
             for rank in [*copy.users]:
-                await (self._ranks.unmap(rank) if copy.is_frozen else self._digests.ended(rank))
+                await (
+                    self._ranks.unmap(rank) if copy.is_frozen else self._digests.until_ended(rank)
+                )
             self._check_needed(copy)
             self._copies.vacate(copy)
 
     async def _write(self, move: Move) -> str:
         """Write the file of a host copy. Returns: the digest of what was written."""
-        copy = move.what
+        copy = move.copy
         (rank, *_), memory = copy.users, self._copies.bytes_of(copy)
         section = Section(copy.num_bytes, rank.tensors, copy.digest)
         header = StateHeader("copy", copy.owner, rank.applied, [section])
@@ -300,23 +302,23 @@ class Tiering:
 
     async def _promote(self, copy: HostCopy) -> None:
         """Wait until no move of the copy is under way; promote it where it is on NVMe."""
-        await self._moves.settled(copy)
-        if copy.state is State.DEMOTED and self._known.is_known(copy):
+        await self._moves.until_settled(copy)
+        if copy.state is State.DEMOTED and self._host_copies.is_known(copy):
             await self._moves.move(copy, self._read_up, is_up=True)
 
     async def _read_up(self, move: Move) -> None:
         """Promote a host copy."""
-        copy = move.what
+        copy = move.copy
         self._check_needed(copy)
         await self._take_memory(copy, copy.next_use_s if move.is_hint else -math.inf)
-        self._known.step(copy, Step.PROMOTE_BEGUN)
+        self._host_copies.step(copy, Step.PROMOTE_BEGUN)
         assert copy.extent is not None
         memory = self._memory[copy.extent]
         try:
             with self._failing(copy, Step.PROMOTE_FAILED, "its state on NVMe is bad"):
                 await asyncio.to_thread(self._read, copy, memory, move.cancelled)
         except PhaseloomError:
-            if self._known.is_known(copy):
+            if self._host_copies.is_known(copy):
                 self._copies.vacate(copy)
             raise
         self._check_needed(copy)
@@ -324,7 +326,7 @@ class Tiering:
             is_frozen = memory.freeze()
             assert is_frozen, "nobody else has ever seen it"
         async with self._ledger.change() as afterwards:
-            self._known.step(copy, Step.PROMOTE_VERIFIED)
+            self._host_copies.step(copy, Step.PROMOTE_VERIFIED)
             afterwards.push_async_callback(self._moves.discard, self._copies.file_of(copy))
         self._copies.compare_later(copy)
 
@@ -336,7 +338,7 @@ class Tiering:
         what = f"the host copy of {copy.users[0].owner}"
         if copy.is_frozen:
             extent = await self.reserve(copy.num_bytes, what, may_freeze=True, after_s=after_s)
-            if self._known.is_known(copy):
+            if self._host_copies.is_known(copy):
                 copy.extent = extent
             else:
                 self._memory.free(extent)
@@ -352,7 +354,7 @@ class Tiering:
 
     def _check_needed(self, copy: HostCopy) -> None:
         """Raises: ResourceError: nobody needs the copy any more."""
-        if not self._known.is_known(copy):
+        if not self._host_copies.is_known(copy):
             raise ResourceError(f"{copy} is not needed any more")
 
     @contextmanager
@@ -367,8 +369,8 @@ class Tiering:
         except PhaseloomError as error:
             if error.info.code is Code.DATA_LOSS:
                 self._ranks.lose(copy, f"{why}: {error}")
-            elif self._known.is_known(copy):
-                self._known.step(copy, back)
+            elif self._host_copies.is_known(copy):
+                self._host_copies.step(copy, back)
                 self._copies.compare_later(copy)
             raise
 

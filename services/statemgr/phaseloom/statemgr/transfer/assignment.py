@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from phaseloom.statemgr.transfer.tensorslices import Box, Fragment, overlap, rest_of
+from phaseloom.statemgr.transfer.tensorslices import Box, Fragment, overlap, subtract
 
 _MAX_FRAGMENTS = 1024
 """The most fragments into which one box is split."""
@@ -37,9 +37,9 @@ class Shares:
     num_boxes: int = 0
     """The number of boxes that are answered, from the first on; the client asks for the others
     again."""
-    here: list[Fragment] = field(default_factory=list)
+    own_boxes: list[Fragment] = field(default_factory=list)
     """The fragments that come from the source that was asked."""
-    elsewhere: dict[Peer, list[Fragment]] = field(default_factory=dict)
+    peer_boxes: dict[Peer, list[Fragment]] = field(default_factory=dict)
     """The fragments that come from peers, by the peer that they were assigned to."""
 
 
@@ -50,7 +50,7 @@ class Assignment:
     _assigned: dict[str, _Assigned] = field(default_factory=dict)
     """The assigned boxes of each tensor, by the tensor's name."""
 
-    def ask(
+    def assign(
         self,
         boxes: Sequence[tuple[Box, int]],
         limit_bytes: int,
@@ -66,20 +66,20 @@ class Assignment:
         assigned_bytes = 0
         for number, (box, num_bytes) in enumerate(boxes):
             assigned = self._assigned.setdefault(box.name, _Assigned())
-            mine, others = _shared(assigned.near(box), box, failed, peer)
-            if len(mine) + len(others) > _MAX_FRAGMENTS:
-                mine, others = [box], []
-            assigned_bytes += num_bytes if mine else 0
-            if assigned_bytes > limit_bytes and shares.here:
+            own, peer_boxes = _divide(assigned.near(box), box, failed, peer)
+            if len(own) + len(peer_boxes) > _MAX_FRAGMENTS:
+                own, peer_boxes = [box], []
+            assigned_bytes += num_bytes if own else 0
+            if assigned_bytes > limit_bytes and shares.own_boxes:
                 break
-            if not others:
-                mine = [box]  # stays in one
+            if not peer_boxes:
+                own = [box]  # stays in one
             shares.num_boxes += 1
-            shares.here += [(number, each) for each in mine]
-            for each, holder in others:
-                shares.elsewhere.setdefault(holder, []).append((number, each))
-            for each in mine:
-                assigned.add(each, peer)
+            shares.own_boxes += [(number, fragment) for fragment in own]
+            for fragment, holder in peer_boxes:
+                shares.peer_boxes.setdefault(holder, []).append((number, fragment))
+            for fragment in own:
+                assigned.add(fragment, peer)
         return shares
 
 
@@ -94,41 +94,45 @@ class _Assigned:
 
     def near(self, box: Box) -> list[tuple[Box, Peer]]:
         """The assigned boxes that may overlap this one, and a few that do not."""
-        return self._boxes[self._places(box)]
+        return self._boxes[self._nearby(box)]
 
     def add(self, box: Box, peer: Peer) -> None:
         """Assign a box to a peer, also where others had it."""
-        places = self._places(box)
-        near = self._boxes[places]
-        kept = [(each, holder) for had, holder in near for each in rest_of([had], box)]
-        kept = sorted([*kept, (box, peer)], key=_start)
-        self._boxes[places] = kept
-        self._starts[places] = map(_start, kept)
+        nearby = self._nearby(box)
+        near = self._boxes[nearby]
+        boxes = [
+            (remaining, holder)
+            for assigned_box, holder in near
+            for remaining in subtract([assigned_box], box)
+        ]
+        boxes = sorted([*boxes, (box, peer)], key=_start)
+        self._boxes[nearby] = boxes
+        self._starts[nearby] = map(_start, boxes)
         self._longest = max(self._longest, _length(box))
 
-    def _places(self, box: Box) -> slice:
+    def _nearby(self, box: Box) -> slice:
         start = _start((box, None))
         first = bisect_right(self._starts, start - self._longest)
         return slice(first, bisect_left(self._starts, start + _length(box)))
 
 
-def _shared(
+def _divide(
     assigned: Iterable[tuple[Box, Peer]], box: Box, failed: Collection[Peer], peer: Peer
 ) -> tuple[list[Box], list[tuple[Box, Peer]]]:
     """The fragments of a box that this peer is to fetch, and those that other peers have."""
-    rest = [box]
-    mine: list[Box] = []
-    others: list[tuple[Box, Peer]] = []
-    for taken, holder in assigned:
-        common = overlap(box, taken)
+    unassigned = [box]
+    own_boxes: list[Box] = []
+    peer_boxes: list[tuple[Box, Peer]] = []
+    for assigned_box, holder in assigned:
+        common = overlap(box, assigned_box)
         if common is None:
             continue
-        rest = rest_of(rest, taken)
+        unassigned = subtract(unassigned, assigned_box)
         if holder == peer or holder in failed:
-            mine.append(common)
+            own_boxes.append(common)
         else:
-            others.append((common, holder))
-    return mine + rest, others
+            peer_boxes.append((common, holder))
+    return own_boxes + unassigned, peer_boxes
 
 
 def _start(assigned: tuple[Box, object]) -> int:

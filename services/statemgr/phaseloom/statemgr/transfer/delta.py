@@ -66,12 +66,12 @@ def encode(base: memoryview, content: memoryview, limit_bytes: int) -> bytes | N
         return None
     changed = np.flatnonzero(is_changed)
     counts = np.bincount(changed // _BLOCK, minlength=_num_blocks(len(base)))
-    places = (changed % _BLOCK).astype(np.uint8)
+    offsets = (changed % _BLOCK).astype(np.uint8)
     xors = old[changed] ^ new[changed]
     tail = bytes(content[len(content) // _ELEMENT_BYTES * _ELEMENT_BYTES :])
     deflating = zlib.compressobj(1, strategy=_STRATEGY)
     body = deflating.compress(b"".join([counts.astype("<u2").tobytes(), xors.tobytes(), tail]))
-    delta = b"".join([body, deflating.flush(), places.tobytes()])
+    delta = b"".join([body, deflating.flush(), offsets.tobytes()])
     return delta if len(delta) <= limit_bytes else None
 
 
@@ -82,7 +82,7 @@ def _num_changed(base: memoryview, content: memoryview) -> int:
         return 0
     # An odd step meets all columns of a matrix, whose rows mostly have an even number of elements.
     step = _ELEMENT_BYTES * (every | 1)
-    old, new = (zip(each[::step], each[1::step], strict=False) for each in (base, content))
+    old, new = (zip(memory[::step], memory[1::step], strict=False) for memory in (base, content))
     return every * sum(then != now for then, now in zip(old, new, strict=True))
 
 
@@ -96,25 +96,25 @@ def apply(base: memoryview, delta: memoryview) -> memoryview:
     num_blocks, num_elements = _num_blocks(len(base)), len(base) // _ELEMENT_BYTES
     num_tail = len(base) % _ELEMENT_BYTES
     # What inflates to more changes more than everything.
-    most = 2 * num_blocks + _ELEMENT_BYTES * num_elements + num_tail
-    body, rest = _inflated(delta, most)
+    limit_bytes = 2 * num_blocks + _ELEMENT_BYTES * num_elements + num_tail
+    body, tail = _inflated(delta, limit_bytes)
     if len(body) < 2 * num_blocks:
         raise DeltaError(f"a delta of {len(body)} bytes for {num_blocks} blocks")
     counts = np.frombuffer(body, "<u2", num_blocks)
     total = int(counts.sum())
-    if len(body) != 2 * num_blocks + _ELEMENT_BYTES * total + num_tail or len(rest) != total:
-        raise DeltaError(f"{total} changed elements, and {len(rest)} places")
-    places = np.frombuffer(rest, np.uint8)
+    if len(body) != 2 * num_blocks + _ELEMENT_BYTES * total + num_tail or len(tail) != total:
+        raise DeltaError(f"{total} changed elements, and {len(tail)} places")
+    offsets = np.frombuffer(tail, np.uint8)
     xors = np.frombuffer(body, "<u2", total, 2 * num_blocks)
-    changed = np.repeat(np.arange(num_blocks) * _BLOCK, counts) + places
+    changed = np.repeat(np.arange(num_blocks) * _BLOCK, counts) + offsets
     if total and changed.max() >= num_elements:
         raise DeltaError(f"element {changed.max()} of {num_elements}")
-    made = bytearray(base)
-    elements = _elements(memoryview(made))
+    content = bytearray(base)
+    elements = _elements(memoryview(content))
     elements[changed] ^= xors
     if num_tail:
-        made[-num_tail:] = body[-num_tail:]
-    return memoryview(made)
+        content[-num_tail:] = body[-num_tail:]
+    return memoryview(content)
 
 
 def joined(memories: Sequence[memoryview]) -> memoryview:
@@ -132,13 +132,13 @@ def _elements(memory: memoryview) -> NDArray[np.uint16]:
     return np.frombuffer(memory, "<u2", len(memory) // _ELEMENT_BYTES)
 
 
-def _inflated(delta: memoryview, most: int) -> tuple[bytes, bytes]:
+def _inflated(delta: memoryview, limit_bytes: int) -> tuple[bytes, bytes]:
     """The deflated beginning of a delta, inflated, and the bytes that follow it."""
     inflating = zlib.decompressobj()
     try:
-        body = inflating.decompress(delta, most + 1)
+        body = inflating.decompress(delta, limit_bytes + 1)
     except zlib.error as error:
         raise DeltaError(str(error)) from error
-    if not inflating.eof or len(body) > most:
-        raise DeltaError(f"it inflates to something else than {most} bytes at most")
+    if not inflating.eof or len(body) > limit_bytes:
+        raise DeltaError(f"it inflates to something else than {limit_bytes} bytes at most")
     return body, inflating.unused_data

@@ -50,8 +50,8 @@ from phaseloom.statemgr.transfer.tls import (
     Stream,
     closed_on_failure,
     connect,
-    explained,
     in_thread,
+    typed_error,
 )
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Memory:
         self, stream: Stream, batch: Batch, timeout_s: float, delta_bytes: int = 0
     ) -> str:
         digest = xxhash.xxh3_128()
-        if batch.most_spans <= _FEW_SPANS:
+        if batch.max_spans <= _FEW_SPANS:
             spans = batch.spans
         else:
             # Narrow slices have hundreds of thousands of spans: others are served meanwhile.
@@ -178,7 +178,7 @@ class Fetch:
     `fetch_all` is called once.
     """
 
-    what: str
+    label: str
     """The name of the fetched object, for errors and logs."""
     open_with: Callable[[list[str], str | None], wire.First]
     """Makes the first message of a stream: to a source, with the parts that are wanted; to a peer,
@@ -186,7 +186,7 @@ class Fetch:
     home: Home
     incoming: Incoming
     sink: Sink
-    connected: dict[str, Stream] = field(default_factory=dict)
+    idle_streams: dict[str, Stream] = field(default_factory=dict)
     """Streams that nothing was opened on yet, by endpoint: they are used before others are made.
     The caller closes those that are left."""
     errors: dict[str, PhaseloomError] = field(default_factory=dict, init=False)
@@ -208,21 +208,21 @@ class Fetch:
     _num_near: int = field(default=1, init=False)
     """The number of streams to each near source."""
     _sources: list[_Source] = field(default_factory=list, init=False)
-    _peers: dict[Peer, deque[tuple[Batch, str]]] = field(default_factory=dict, init=False)
+    _peer_shares: dict[Peer, deque[tuple[Batch, str]]] = field(default_factory=dict, init=False)
     """The batches that each peer is to deliver, each with its checksum."""
     _pulling: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _relaying: list[asyncio.Task[None]] = field(default_factory=list, init=False)
-    _broken: set[Peer] = field(default_factory=set, init=False)
+    _failed_peers: set[Peer] = field(default_factory=set, init=False)
     """Peers that failed."""
     _failure: Exception | None = field(default=None, init=False)
-    _again: Fetch | None = field(default=None, init=False)
+    _retry: Fetch | None = field(default=None, init=False)
     """The second try, where the bytes of the first were bad."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set once everything has come, or nothing more will."""
-    _judged: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _verdict_known: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set once it is known whether the sources have to confirm what came."""
-    _is_to_confirm: bool = field(default=False, init=False)
+    _must_confirm: bool = field(default=False, init=False)
 
     async def fetch_all(self, batches: Sequence[Batch], sources: Mapping[str, list[str]]) -> None:
         """Fetch the batches.
@@ -244,31 +244,31 @@ class Fetch:
         self._sources = [_Source(e, sorted(parts), is_far) for e, parts in parts_of.items()]
         self._check_reachable()
         if self.incoming.is_whole:
-            self._over.set()
-        each = min(_STREAMS, num_threads(), _MAX_STREAMS // max(1, len(self._sources)))
+            self._ended.set()
+        per_source = min(_STREAMS, num_threads(), _MAX_STREAMS // max(1, len(self._sources)))
         num_bytes = sum(batch.num_bytes for batch in batches)
         self._chunk_bytes = chunk_bytes(num_bytes)
-        self._num_near = max(1, min(each, -(-num_bytes // _STREAM_BYTES)))
-        num = max(1, min(each, -(-num_bytes // self._chunk_bytes)))
+        self._num_near = max(1, min(per_source, -(-num_bytes // _STREAM_BYTES)))
+        num_streams = max(1, min(per_source, -(-num_bytes // self._chunk_bytes)))
         async with asyncio.TaskGroup() as group:
             self._group = group
             for source in self._sources:
-                for number in range(num if self.home.site else self._num_near):
+                for number in range(num_streams if self.home.site else self._num_near):
                     self._pulling.append(group.create_task(self._pull(source, number)))
-            await self._over.wait()
+            await self._ended.wait()
             # After a failure the memory is wanted back, however long a source would take yet.
             over = self._relaying if self._failure is None else self._relaying + self._pulling
             for task in over:
                 task.cancel()
             is_sound = await self.sink.is_sound() if self._failure is None else True
-            self._is_to_confirm = not is_sound
-            self._judged.set()
+            self._must_confirm = not is_sound
+            self._verdict_known.set()
         if self._failure is not None:
             raise self._failure
         if is_sound is False:
-            raise ResourceError(f"{self.what} does not match its digest", code=Code.DATA_LOSS)
+            raise ResourceError(f"{self.label} does not match its digest", code=Code.DATA_LOSS)
 
-    async def fetch_sound(
+    async def fetch_with_retry(
         self, batches: Sequence[Batch], sources: Mapping[str, list[str]]
     ) -> Fetch:
         """Fetch the batches, and once more where the fetched bytes are bad: by then the source that
@@ -286,7 +286,7 @@ class Fetch:
             self.sink.base = None
             for batch in batches:
                 self.incoming.forget(batch)
-            again = self._again = replace(self)
+            again = self._retry = replace(self)
             try:
                 await again.fetch_all(batches, sources)
             except PhaseloomError as failed:
@@ -297,10 +297,10 @@ class Fetch:
     def end(self) -> None:
         """End the fetch at once: nobody needs any more what it fetches. `fetch_all` then raises
         ABORTED."""
-        running = self._again or self
-        running._end(ResourceError(f"{self.what} was dropped", code=Code.ABORTED))
+        running = self._retry or self
+        running._end(ResourceError(f"{self.label} was dropped", code=Code.ABORTED))
 
-    def check(self, part: str, digest: str, where: str) -> None:
+    def check(self, part: str, digest: str, source_name: str) -> None:
         """Check that the part at a source has the digest that this fetch expects.
 
         Raises: CallerError: FAILED_PRECONDITION: the part there has another digest.
@@ -308,7 +308,7 @@ class Fetch:
         expected = self.incoming.digests.setdefault(part, digest)
         if expected != digest:
             raise CallerError(
-                f"{self.what} is another at {where}: "
+                f"{self.label} is another at {source_name}: "
                 f"part {part or 'all'} has digest {digest}, not {expected}",
                 code=Code.FAILED_PRECONDITION,
                 field="sources",
@@ -325,9 +325,9 @@ class Fetch:
         stream: Stream | None = None
         is_first = number == 0
         try:
-            while not self._over.is_set() and not source.is_given_up:
+            while not self._ended.is_set() and not source.is_abandoned:
                 is_used = source.is_far or number < self._num_near
-                batch = self._take(source) if is_used else None
+                batch = self._next_batch(source) if is_used else None
                 if batch is None and not (is_first and source.is_far is None):
                     await self._changed.wait()
                     continue
@@ -335,7 +335,7 @@ class Fetch:
                     try:
                         stream = stream or await self._open(source)
                     except BaseException:
-                        self._put_back(batch)
+                        self._requeue(batch)
                         raise
                     if batch is not None:
                         await self._fetch(stream, source, batch)
@@ -345,50 +345,50 @@ class Fetch:
                     if stream is not None:
                         stream.close()
                         stream = None
-                    self._failed(source, error)
+                    self._record_failure(source, error)
                     await asyncio.sleep(_BACKOFF_S * min(source.failures, _MAX_FAILURES))
-            if is_first and not source.is_given_up:
-                await self._judged.wait()
-                if self._is_to_confirm:
+            if is_first and not source.is_abandoned:
+                await self._verdict_known.wait()
+                if self._must_confirm:
                     await self._confirm(source, stream)
         finally:
             if stream is not None:
                 stream.close()
 
-    def _take(self, source: _Source) -> Batch | None:
+    def _next_batch(self, source: _Source) -> Batch | None:
         for part in source.parts:
-            if self._queues[part] and self._is_due(source, part):
-                return self._chunks(part) if source.is_far else self._queues[part].popleft()
+            if self._queues[part] and self._is_next_source(source, part):
+                return self._next_chunks(part) if source.is_far else self._queues[part].popleft()
         return None
 
-    def _chunks(self, part: str) -> Batch:
+    def _next_chunks(self, part: str) -> Batch:
         """The next chunks of a part."""
         queue, limit = self._queues[part], _AHEAD * self._chunk_bytes
         pieces: list[Piece] = []
         num_bytes = 0
         while queue and num_bytes < limit:
             batch = queue.popleft()
-            pieces += (chunk for each in batch.pieces for chunk in each.cut(self._chunk_bytes))
+            pieces += (chunk for piece in batch.pieces for chunk in piece.cut(self._chunk_bytes))
             num_bytes += batch.num_bytes
-        first, *others = grouped(pieces, limit)
-        self._put_back(Batch(part, [piece for some in others for piece in some]))
+        first, *later = grouped(pieces, limit)
+        self._requeue(Batch(part, [piece for group in later for piece in group]))
         return Batch(part, first)
 
-    def _is_due(self, source: _Source, part: str) -> bool:
+    def _is_next_source(self, source: _Source, part: str) -> bool:
         """Whether the part, or the rest of it, is to be fetched from this source now."""
         if not source.is_far:
             return source.is_far is not None
-        others = (each for each in self._sources if each is not source and part in each.parts)
+        rivals = (rival for rival in self._sources if rival is not source and part in rival.parts)
         return all(
-            each.is_given_up
-            or each.failures
-            or (each.is_far and each.rank(part) < source.rank(part))
-            for each in others
+            rival.is_abandoned
+            or rival.failures
+            or (rival.is_far and rival.rank(part) < source.rank(part))
+            for rival in rivals
         )
 
     async def _open(self, source: _Source) -> Stream:
         """Open a stream to a source. Raises: CallerError: it refuses, or has other bytes."""
-        stream, opened = await self._opened(source.endpoint, source.parts)
+        stream, opened = await self._open_stream(source.endpoint, source.parts)
         with closed_on_failure(stream):
             for part in source.parts:
                 self.check(part, opened.digests.get(part, ""), source.endpoint)
@@ -399,33 +399,33 @@ class Fetch:
     async def _fetch(self, stream: Stream, source: _Source, batch: Batch) -> None:
         """Fetch a batch; from a source that assigns chunks, only this node's share of the batch."""
         try:
-            most = self._chunk_bytes if source.is_far else MAX_BATCH_BYTES
-            num_bytes = min(batch.num_bytes, most)
+            limit_bytes = self._chunk_bytes if source.is_far else MAX_BATCH_BYTES
+            num_bytes = min(batch.num_bytes, limit_bytes)
             takes_delta = self.sink.base is not None
-            failed = sorted(self._broken)
+            failed = sorted(self._failed_peers)
             give = wire.Give(batch.part, batch.boxes, num_bytes, failed, takes_delta)
-            given = await self._ask(stream, give, wire.Given)
-            if given.assigned is not None:
-                batch = self._split(batch, given.assigned)
-            if not 0 <= given.delta_bytes <= (batch.num_bytes if takes_delta else 0):
-                raise ConnectionError(f"it sends a delta of {given.delta_bytes} bytes")
+            reply = await self._call(stream, give, wire.Given)
+            if reply.assigned is not None:
+                batch = self._split(batch, reply.assigned)
+            if not 0 <= reply.delta_bytes <= (batch.num_bytes if takes_delta else 0):
+                raise ConnectionError(f"it sends a delta of {reply.delta_bytes} bytes")
             source.delivered.add(batch.part)
-            await self._receive(stream, batch, given.digest, given.delta_bytes)
+            await self._receive(stream, batch, reply.digest, reply.delta_bytes)
         except DeltaError as error:
             # The base is bad, here or at the source: the rest comes whole, also from this source.
-            log.warning("%s from %s: %s; it comes whole", self.what, source.endpoint, error)
+            log.warning("%s from %s: %s; it comes whole", self.label, source.endpoint, error)
             self.sink.base = None
-            self._put_back(batch)
+            self._requeue(batch)
             return
         except BaseException:
-            self._put_back(batch)
+            self._requeue(batch)
             raise
-        source.came()
+        source.succeeded()
         self.fetched_bytes += batch.num_bytes
-        if given.delta_bytes:
-            self.delta_bytes += given.delta_bytes
+        if reply.delta_bytes:
+            self.delta_bytes += reply.delta_bytes
             self.rebuilt_bytes += batch.num_bytes
-        self._came(batch)
+        self._record_arrival(batch)
 
     def _split(self, batch: Batch, assigned: wire.Assigned) -> Batch:
         """Divide a batch as the source has assigned it. Returns: the share that the source sends.
@@ -435,12 +435,14 @@ class Fetch:
         """
         if not 1 <= assigned.num_boxes <= len(batch.pieces):
             raise ConnectionError(f"it tells of {assigned.num_boxes} boxes")
-        told = Batch(batch.part, batch.pieces[: assigned.num_boxes])
-        mine, *others = told.split([assigned.here, *(share.boxes for share in assigned.elsewhere)])
-        for other, share in zip(others, assigned.elsewhere, strict=True):
-            self._relay(other, share)
-        self._put_back(Batch(batch.part, batch.pieces[assigned.num_boxes :]))
-        return mine
+        answered = Batch(batch.part, batch.pieces[: assigned.num_boxes])
+        local, *shares = answered.split(
+            [assigned.own_boxes, *(share.boxes for share in assigned.peer_boxes)]
+        )
+        for peer_batch, share in zip(shares, assigned.peer_boxes, strict=True):
+            self._relay(peer_batch, share)
+        self._requeue(Batch(batch.part, batch.pieces[assigned.num_boxes :]))
+        return local
 
     async def _confirm(self, source: _Source, stream: Stream | None) -> None:
         """Let a source verify the parts that it sent, or gave checksums of. A source that is gone
@@ -452,7 +454,7 @@ class Fetch:
                 if stream is None:
                     stream = opened = await self._open(source)
                 is_asked = True
-                await self._ask(stream, wire.Confirm(part), wire.Confirmed)
+                await self._call(stream, wire.Confirm(part), wire.Confirmed)
         except _FAILURES as error:
             if is_asked and isinstance(error, ResourceError):
                 self._failure = error
@@ -462,28 +464,32 @@ class Fetch:
             if opened is not None:
                 opened.close()
 
-    def _failed(self, source: _Source, error: Exception) -> None:
-        log.warning("%s from %s: %s", self.what, source.endpoint, error)
+    def _record_failure(self, source: _Source, error: Exception) -> None:
+        log.warning("%s from %s: %s", self.label, source.endpoint, error)
         source.failures += 1
         idle_s = time.monotonic() - source.progress_s
         is_bad = isinstance(error, ResourceError) and error.info.code is Code.DATA_LOSS
         is_hopeless = source.failures > _MAX_FAILURES and (is_bad or idle_s > self.home.timeout_s)
         if is_hopeless or isinstance(error, CallerError):
-            source.is_given_up = True
-            self.errors[source.endpoint] = explained(error, source.endpoint, self.home.timeout_s)
+            source.is_abandoned = True
+            self.errors[source.endpoint] = typed_error(error, source.endpoint, self.home.timeout_s)
         self._check_reachable()
         self._announce()
 
     def _check_reachable(self) -> None:
         """End the fetch where batches are queued that no source is left to ask for."""
-        reachable = {part for each in self._sources if not each.is_given_up for part in each.parts}
+        reachable = {
+            part for source in self._sources if not source.is_abandoned for part in source.parts
+        }
         for part, queue in self._queues.items():
             if queue and part not in reachable:
-                self._end(undelivered(f"part {part or 'all'} of {self.what}", self.errors.values()))
+                self._end(
+                    not_delivered(f"part {part or 'all'} of {self.label}", self.errors.values())
+                )
 
     def _end(self, error: Exception) -> None:
         self._failure = error
-        self._over.set()
+        self._ended.set()
         self._announce()
 
     # --- Peers -----------------------------------------------------------------------------------
@@ -491,42 +497,42 @@ class Fetch:
     def _relay(self, batch: Batch, share: wire.Shared) -> None:
         """Have a batch fetched from the peer that it was assigned to."""
         peer = share.holder
-        if peer in self._broken:
-            self._put_back(batch)
-        elif peer in self._peers:
-            self._peers[peer].append((batch, share.digest))
+        if peer in self._failed_peers:
+            self._requeue(batch)
+        elif peer in self._peer_shares:
+            self._peer_shares[peer].append((batch, share.digest))
         else:
-            self._peers[peer] = deque([(batch, share.digest)])
+            self._peer_shares[peer] = deque([(batch, share.digest)])
             self._relaying.append(self._group.create_task(self._pull_from_peer(peer)))
         self._announce()
 
     async def _pull_from_peer(self, peer: Peer) -> None:
-        shares = self._peers[peer]
+        shares = self._peer_shares[peer]
         stream: Stream | None = None
         try:
             # A source that is still being asked may name a peer when all is over.
-            while not self._over.is_set():
+            while not self._ended.is_set():
                 if not shares:
                     await self._changed.wait()
                     continue
                 batch, digest = shares[0]
                 if stream is None:
-                    stream, _ = await self._opened(peer.endpoint, [], peer.session)
+                    stream, _ = await self._open_stream(peer.endpoint, [], peer.session)
                 give = wire.Give(batch.part, batch.boxes, batch.num_bytes)
                 async with asyncio.timeout(PEER_TIMEOUTS * self.home.timeout_s):
-                    given = await self._ask(stream, give, wire.Given)
-                if given.assigned is not None:
+                    reply = await self._call(stream, give, wire.Given)
+                if reply.assigned is not None:
                     raise ConnectionError("it assigns what is not its own")
                 await self._receive(stream, batch, digest)
                 shares.popleft()
                 self.relayed_bytes += batch.num_bytes
-                self._came(batch)
+                self._record_arrival(batch)
         except _FAILURES as error:
-            log.warning("%s by way of %s: %r", self.what, peer, error)
-            self._broken.add(peer)
-            del self._peers[peer]
+            log.warning("%s by way of %s: %r", self.label, peer, error)
+            self._failed_peers.add(peer)
+            del self._peer_shares[peer]
             for batch, _ in shares:
-                self._put_back(batch)
+                self._requeue(batch)
             self._check_reachable()
         finally:
             if stream is not None:
@@ -534,17 +540,17 @@ class Fetch:
 
     # --- Both ------------------------------------------------------------------------------------
 
-    async def _opened(
+    async def _open_stream(
         self, endpoint: str, parts: list[str], session: str | None = None
     ) -> tuple[Stream, wire.Opened]:
-        stream = self.connected.pop(endpoint, None)
+        stream = self.idle_streams.pop(endpoint, None)
         if stream is None:
             stream = await connect(endpoint, self.home.identity, self.home.timeout_s)
         with closed_on_failure(stream):
-            return stream, await self._ask(stream, self.open_with(parts, session), wire.Opened)
+            return stream, await self._call(stream, self.open_with(parts, session), wire.Opened)
 
-    async def _ask(self, stream: Stream, message: wire.First | wire.Ask, answer: type[T]) -> T:
-        return await ask(stream, message, answer, self.home.timeout_s)
+    async def _call(self, stream: Stream, message: wire.First | wire.Ask, answer: type[T]) -> T:
+        return await call(stream, message, answer, self.home.timeout_s)
 
     async def _receive(
         self, stream: Stream, batch: Batch, expected: str, delta_bytes: int = 0
@@ -560,13 +566,13 @@ class Fetch:
             raise DeltaError("a delta makes other bytes")
         raise ResourceError("bytes do not match their checksum", code=Code.DATA_LOSS)
 
-    def _came(self, batch: Batch) -> None:
+    def _record_arrival(self, batch: Batch) -> None:
         self.incoming.add(batch)
         if self.incoming.is_whole:
-            self._over.set()
+            self._ended.set()
         self._announce()
 
-    def _put_back(self, batch: Batch | None) -> None:
+    def _requeue(self, batch: Batch | None) -> None:
         """Queue a batch again, before all others, to be asked of a source."""
         if batch is not None:
             groups = grouped(batch.pieces, self._batch_bytes)
@@ -589,12 +595,12 @@ class _Source:
     """Failures in a row."""
     progress_s: float = field(default_factory=time.monotonic)
     """The time at which the last batch came from the source, on the monotonic clock."""
-    is_given_up: bool = False
+    is_abandoned: bool = False
     """Whether the source is given up."""
     delivered: set[str] = field(default_factory=set)
     """Parts of which the source sent bytes, or gave a checksum."""
 
-    def came(self) -> None:
+    def succeeded(self) -> None:
         self.failures, self.progress_s = 0, time.monotonic()
 
     def rank(self, part: str) -> int:
@@ -603,7 +609,7 @@ class _Source:
         return xxhash.xxh3_64_intdigest(f"{part} {self.endpoint}")
 
 
-async def ask(
+async def call(
     stream: Stream, message: wire.First | wire.Ask, answer: type[T], timeout_s: float
 ) -> T:
     """Send a message and wait for its answer, as long as the other end says that it is at work.
@@ -625,14 +631,14 @@ async def ask(
             raise ConnectionError(f"it answered {type(reply).__name__}")
 
 
-async def ask_once(endpoint: str, message: wire.First, answer: type[T], home: Home) -> T:
+async def call_once(endpoint: str, message: wire.First, answer: type[T], home: Home) -> T:
     """Send one message on a stream of its own and return the answer. Raises: as `ask_first`."""
-    stream, answered = await ask_first(endpoint, message, answer, home)
+    stream, answered = await connect_and_call(endpoint, message, answer, home)
     stream.close()
     return answered
 
 
-async def ask_first(
+async def connect_and_call(
     endpoint: str, message: wire.First, answer: type[T], home: Home
 ) -> tuple[Stream, T]:
     """Connect, and send a first message. Returns: the stream, for the caller to close; the answer.
@@ -643,18 +649,18 @@ async def ask_first(
     stream = await connect(endpoint, home.identity, home.timeout_s)
     with closed_on_failure(stream):
         try:
-            return stream, await ask(stream, message, answer, home.timeout_s)
+            return stream, await call(stream, message, answer, home.timeout_s)
         except (OSError, TimeoutError, msgspec.DecodeError) as error:
-            raise explained(error, endpoint, home.timeout_s) from error
+            raise typed_error(error, endpoint, home.timeout_s) from error
 
 
-def undelivered(what: str, errors: Iterable[PhaseloomError]) -> ResourceError:
+def not_delivered(label: str, errors: Iterable[PhaseloomError]) -> ResourceError:
     """The error where no source could deliver an object. The code is the one that all sources give;
     where they differ, UNAVAILABLE: a later try may succeed."""
-    found = list(errors)
-    codes = {error.info.code for error in found}
+    failures = list(errors)
+    codes = {error.info.code for error in failures}
     return ResourceError(
-        f"{what} could not be fetched: {'; '.join(map(str, found)) or 'no source is named'}",
+        f"{label} could not be fetched: {'; '.join(map(str, failures)) or 'no source is named'}",
         code=codes.pop() if len(codes) == 1 else Code.UNAVAILABLE,
         remedy="retry; name sources that hold the version",
     )

@@ -34,12 +34,12 @@ class Gate:
         """
         if ticket is None:
             raise _denied(f"node {node!r} asks for version {version} without a ticket")
-        why = ""
+        refusal = ""
         if ticket.version != version:
-            why = f"a ticket for version {ticket.version}, not {version}"
+            refusal = f"a ticket for version {ticket.version}, not {version}"
         elif ticket.reader.tenant != version.policy.tenant:
-            why = f"{ticket.reader} is of another tenant than version {version}"
-        self._check(ticket, ticket.reader, node, why, _REMEDY)
+            refusal = f"{ticket.reader} is of another tenant than version {version}"
+        self._check(ticket, ticket.reader, node, refusal, _REMEDY)
 
     def check_files(self, ticket: FilesTicket, deployment: DeploymentKey, node: str) -> None:
         """Check that a ticket lets a node have a deployment's state files.
@@ -48,23 +48,23 @@ class Gate:
         Raises: CallerError: PERMISSION_DENIED, and why.
         """
         is_same = ticket.deployment == deployment
-        why = "" if is_same else f"a ticket for {ticket.deployment}, not {deployment}"
-        self._check(ticket, deployment, node, why, _FILES_REMEDY)
+        refusal = "" if is_same else f"a ticket for {ticket.deployment}, not {deployment}"
+        self._check(ticket, deployment, node, refusal, _FILES_REMEDY)
 
     def _check(
-        self, ticket: Ticket | FilesTicket, key: DeploymentKey, node: str, why: str, remedy: str
+        self, ticket: Ticket | FilesTicket, key: DeploymentKey, node: str, refusal: str, remedy: str
     ) -> None:
         """Check the common part of all tickets. Args: why: the reason why a genuine ticket is
         refused; empty: there is none."""
         newest = self._newest.get((type(ticket), key), 0)
         if not is_genuine(ticket, self._secret):
-            why = f"the ticket of node {node!r} is not signed by this mesh's scheduler"
-        elif not why and node not in ticket.nodes:
-            why = f"a ticket of node {' and '.join(ticket.nodes)} shown by node {node!r}"
-        elif not why and ticket.incarnation < newest:
-            why = f"a ticket of incarnation {ticket.incarnation} of {key}, which is at {newest}"
-        if why:
-            raise _denied(why, remedy)
+            refusal = f"the ticket of node {node!r} is not signed by this mesh's scheduler"
+        elif not refusal and node not in ticket.nodes:
+            refusal = f"a ticket of node {' and '.join(ticket.nodes)} shown by node {node!r}"
+        elif not refusal and ticket.incarnation < newest:
+            refusal = f"a ticket of incarnation {ticket.incarnation} of {key}, which is at {newest}"
+        if refusal:
+            raise _denied(refusal, remedy)
         self._newest[type(ticket), key] = ticket.incarnation
         self._newest.move_to_end((type(ticket), key))
         while len(self._newest) > _MAX_DEPLOYMENTS:
@@ -85,12 +85,12 @@ def check_reader(wpg: Wpg, version: VersionKey, ticket: Ticket | None) -> None:
         )
     check_name(version.policy.job, "version.policy")
     check_name(version.policy.deployment, "version.policy")
-    mine = (wpg.key, wpg.incarnation)
-    if ticket is not None and (ticket.reader, ticket.incarnation) != mine:
+    reader = (wpg.key, wpg.incarnation)
+    if ticket is not None and (ticket.reader, ticket.incarnation) != reader:
         raise _denied(
             f"a ticket of {ticket.reader} incarnation {ticket.incarnation} shown by {wpg}"
         )
 
 
-def _denied(why: str, remedy: str = _REMEDY) -> CallerError:
-    return CallerError(why, code=Code.PERMISSION_DENIED, field="ticket", remedy=remedy)
+def _denied(reason: str, remedy: str = _REMEDY) -> CallerError:
+    return CallerError(reason, code=Code.PERMISSION_DENIED, field="ticket", remedy=remedy)

@@ -17,12 +17,12 @@ from phaseloom.statemgr.transfer.tensorslices import (
     box_of,
     bytes_of,
     contains,
-    inside,
     overlap,
     raw_slot,
-    rest_of,
+    relative_to,
     runs,
     slot_of,
+    subtract,
 )
 
 _FEW_BYTES = 64 * 1024
@@ -52,7 +52,7 @@ class Served(Protocol):
     def find(self, part: str, box: Box) -> Found:
         """The box of a part. Raises: CallerError: the content has no such box."""
 
-    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+    async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
         """Return once the boxes are here. Raises: ResourceError: they will not come."""
 
 
@@ -114,12 +114,12 @@ class OpenParts(dict[str, OpenPart]):
         here; each has the layout of the part in this version."""
 
     def find(self, part: str, box: Box) -> Place:
-        found = self.get(part)
-        if found is None:
+        open_part = self.get(part)
+        if open_part is None:
             raise CallerError(f"part {part!r} was not asked for", field="part")
-        return found.find(box)
+        return open_part.find(box)
 
-    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+    async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
         """Return at once: all of the part is here."""
 
 
@@ -139,9 +139,9 @@ class Incoming:
     _is_given_up: bool = False
 
     def __post_init__(self) -> None:
-        for each in self.slices:
-            self._by_tensor.setdefault((each.part, each.name), []).append(each)
-            self._missing[each.offset] = [box_of(each)]
+        for slice_ in self.slices:
+            self._by_tensor.setdefault((slice_.part, slice_.name), []).append(slice_)
+            self._missing[slice_.offset] = [box_of(slice_)]
 
     @property
     def is_whole(self) -> bool:
@@ -149,30 +149,35 @@ class Incoming:
 
     def find(self, part: str, box: Box) -> Slice | None:
         """The slice that the box is inside."""
-        known = self._by_tensor.get((part, box.name), [])
-        return next((each for each in known if contains(box_of(each), box)), None)
+        candidates = self._by_tensor.get((part, box.name), [])
+        return next(
+            (candidate for candidate in candidates if contains(box_of(candidate), box)), None
+        )
 
     def add(self, batch: Batch) -> None:
         """Record that a batch is here and verified."""
-        for of, box in batch.pieces:
-            left = rest_of(self._missing.pop(of.offset, []), box)
-            if left:
-                self._missing[of.offset] = left
+        for slice_, box in batch.pieces:
+            missing = subtract(self._missing.pop(slice_.offset, []), box)
+            if missing:
+                self._missing[slice_.offset] = missing
         self._announce()
 
     def forget(self, batch: Batch) -> None:
         """Record that a batch that came is bad, and must be fetched again."""
-        for of, box in batch.pieces:
-            self._missing[of.offset] = [*rest_of(self._missing.get(of.offset, []), box), box]
+        for slice_, box in batch.pieces:
+            self._missing[slice_.offset] = [
+                *subtract(self._missing.get(slice_.offset, []), box),
+                box,
+            ]
 
     def give_up(self) -> None:
         """Record that nothing more will come; whoever waits for more is told."""
         self._is_given_up = True
         self._announce()
 
-    async def until_here(self, of: Slice, box: Box) -> None:
+    async def until_arrived(self, slice_: Slice, box: Box) -> None:
         """Return once the box of a slice is here. Raises: ResourceError: it will not come."""
-        while any(overlap(each, box) for each in self._missing.get(of.offset, ())):
+        while any(overlap(missing, box) for missing in self._missing.get(slice_.offset, ())):
             if self._is_given_up:
                 raise ResourceError(f"{box} did not come here", code=Code.UNAVAILABLE)
             await self._changed.wait()
@@ -190,17 +195,17 @@ class Fetched:
     memory: memoryview
 
     def find(self, part: str, box: Box) -> Place:
-        of = self._slice_with(part, box)
-        return Place(self.memory, slot_of(of), inside(of, box))
+        slice_ = self._slice_with(part, box)
+        return Place(self.memory, slot_of(slice_), relative_to(slice_, box))
 
-    async def until_here(self, part: str, boxes: Sequence[Box]) -> None:
+    async def until_arrived(self, part: str, boxes: Sequence[Box]) -> None:
         for box in boxes:
-            await self.incoming.until_here(self._slice_with(part, box), box)
+            await self.incoming.until_arrived(self._slice_with(part, box), box)
 
     def _slice_with(self, part: str, box: Box) -> Slice:
-        of = self.incoming.find(part, box)
-        if of is None:
+        slice_ = self.incoming.find(part, box)
+        if slice_ is None:
             raise CallerError(
                 f"{box} of part {part or 'all'} is not here", code=Code.NOT_FOUND, field="boxes"
             )
-        return of
+        return slice_

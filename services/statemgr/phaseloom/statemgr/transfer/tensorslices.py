@@ -35,7 +35,7 @@ _MIN_CHUNKS = 64
 something to do."""
 _STEP_BYTES = 64 * 1024
 """The unit of chunk sizes: each size is a multiple of these bytes."""
-_MAX_TOLD_BYTES = 48 * 1024
+_MAX_ENCODED_BYTES = 48 * 1024
 """The most bytes that the boxes of a batch of several boxes take in the message that asks for them;
 all else in that message is a few KiB."""
 _RAW = re.compile(r"bytes from ([0-9]{1,18})")
@@ -85,7 +85,7 @@ class Batch:
         return sum(piece.num_bytes for piece in self.pieces)
 
     @property
-    def most_spans(self) -> int:
+    def max_spans(self) -> int:
         """At least the number of `spans`, which take long to find where they are many."""
         return sum(
             1 if piece.box.size[1:] == piece.slice.size[1:] else math.prod(piece.box.size[:-1])
@@ -95,15 +95,15 @@ class Batch:
     @cached_property
     def spans(self) -> list[slice]:
         """The ranges of memory that the boxes belong in, in order; adjacent ranges are merged."""
-        found: list[slice] = []
+        spans: list[slice] = []
         for piece in self.pieces:
-            offsets, length = runs(slot_of(piece.slice), inside(piece.slice, piece.box))
+            offsets, length = runs(slot_of(piece.slice), relative_to(piece.slice, piece.box))
             for at in offsets:
-                if found and found[-1].stop == at + piece.slice.offset:
-                    found[-1] = slice(found[-1].start, found[-1].stop + length)
+                if spans and spans[-1].stop == at + piece.slice.offset:
+                    spans[-1] = slice(spans[-1].start, spans[-1].stop + length)
                 else:
-                    found.append(slice(at + piece.slice.offset, at + piece.slice.offset + length))
-        return found
+                    spans.append(slice(at + piece.slice.offset, at + piece.slice.offset + length))
+        return spans
 
     def put(self, memory: memoryview, content: bytes | memoryview) -> None:
         """Write the bytes of the boxes, which `content` holds end to end, where they belong.
@@ -123,19 +123,19 @@ class Batch:
 
         Raises: CallerError: the shares together are not this batch.
         """
-        left = [[box] for box in self.boxes]
-        found = []
+        missing = [[box] for box in self.boxes]
+        split_batches = []
         for fragments in shares:
             pieces = []
             for number, box in fragments:
-                if not (0 <= number < len(left) and contains(self.pieces[number].box, box)):
+                if not (0 <= number < len(missing) and contains(self.pieces[number].box, box)):
                     raise CallerError(f"{box} of box {number}, which it is not", field="boxes")
-                left[number] = rest_of(left[number], box)
+                missing[number] = subtract(missing[number], box)
                 pieces.append(Piece(self.pieces[number].slice, box))
-            found.append(Batch(self.part, pieces))
-        if any(left) or sum(each.num_bytes for each in found) != self.num_bytes:
+            split_batches.append(Batch(self.part, pieces))
+        if any(missing) or sum(share.num_bytes for share in split_batches) != self.num_bytes:
             raise CallerError("the shares are not what was asked for", field="boxes")
-        return found
+        return split_batches
 
 
 Fragment = tuple[int, Box]
@@ -148,47 +148,51 @@ def slots_of(slices: Sequence[Slice], num_bytes: int) -> list[TensorSlot]:
     Raises: CallerError: a slice is no box, occurs twice, or lies where it cannot.
     """
     slots = []
-    for number, each in enumerate(slices):
-        where = f"slices[{number}]"
+    for number, slice_ in enumerate(slices):
+        field = f"slices[{number}]"
         if (
-            len(each.start) != len(each.size)
-            or min([0, *each.start]) < 0
-            or min([1, *each.size]) < 1
+            len(slice_.start) != len(slice_.size)
+            or min([0, *slice_.start]) < 0
+            or min([1, *slice_.size]) < 1
         ):
-            raise CallerError(f"{each.start} + {each.size} is no box", field=where)
-        if math.prod(each.size) * item_bytes(each.dtype) != each.num_bytes:
+            raise CallerError(f"{slice_.start} + {slice_.size} is no box", field=field)
+        if math.prod(slice_.size) * item_bytes(slice_.dtype) != slice_.num_bytes:
             raise CallerError(
-                f"{each.dtype} {each.size} is not {each.num_bytes} bytes", field=where
+                f"{slice_.dtype} {slice_.size} is not {slice_.num_bytes} bytes", field=field
             )
-        name = f"{each.name} {each.start} + {each.size} of {each.part or 'all'}"
+        name = f"{slice_.name} {slice_.start} + {slice_.size} of {slice_.part or 'all'}"
         slots.append(
-            TensorSlot(name, Role.WEIGHT, each.dtype, each.size, each.offset, each.num_bytes)
+            TensorSlot(
+                name, Role.WEIGHT, slice_.dtype, slice_.size, slice_.offset, slice_.num_bytes
+            )
         )
     check_layout(slots, num_bytes)
     return slots
 
 
-def slot_of(of: Slice) -> TensorSlot:
+def slot_of(slice_: Slice) -> TensorSlot:
     """A slice as a tensor of the reader's memory."""
-    return TensorSlot(of.name, Role.WEIGHT, of.dtype, of.size, of.offset, of.num_bytes)
+    return TensorSlot(
+        slice_.name, Role.WEIGHT, slice_.dtype, slice_.size, slice_.offset, slice_.num_bytes
+    )
 
 
-def all_of(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> list[Slice]:
+def slices_of_part(part: str, tensors: Iterable[TensorSlot], num_bytes: int) -> list[Slice]:
     """The slices that cover a whole part, each at its place in the part: all its tensors, and the
     bytes between them."""
-    found: list[Slice] = []
+    slices: list[Slice] = []
     end = 0
     for slot in sorted(tensors, key=attrgetter("offset")):
         if not _is_plain(slot):
             continue
         if end < slot.offset:
-            found.append(_raw(part, end, slot.offset))
+            slices.append(_raw(part, end, slot.offset))
         start = [0] * len(slot.shape)
-        found.append(
+        slices.append(
             Slice(part, slot.name, slot.dtype, start, slot.shape, slot.offset, slot.num_bytes)
         )
         end = slot.offset + slot.num_bytes
-    return [*found, _raw(part, end, num_bytes)] if end < num_bytes else found
+    return [*slices, _raw(part, end, num_bytes)] if end < num_bytes else slices
 
 
 def raw_slot(name: str, num_bytes: int) -> TensorSlot | None:
@@ -213,37 +217,37 @@ def _is_plain(slot: TensorSlot) -> bool:
         return False
 
 
-def box_of(of: Slice) -> Box:
+def box_of(slice_: Slice) -> Box:
     """The box of the part's tensor that a slice holds."""
-    return Box(of.name, of.start, of.size)
+    return Box(slice_.name, slice_.start, slice_.size)
 
 
-def inside(of: Slice, box: Box) -> Box:
+def relative_to(slice_: Slice, box: Box) -> Box:
     """A box of a part's tensor, with its coordinates turned into those of a slice of the tensor."""
-    start = [at - zero for at, zero in zip(box.start, of.start, strict=True)]
-    return Box(of.name, start, box.size)
+    start = [at - zero for at, zero in zip(box.start, slice_.start, strict=True)]
+    return Box(slice_.name, start, box.size)
 
 
 def chunk_bytes(num_bytes: int) -> int:
     """The size of the chunks in which nodes of a site share a transfer of `num_bytes` bytes."""
-    wanted = -(-num_bytes // _MIN_CHUNKS)
-    steps = -(-wanted // _STEP_BYTES)
+    even_share = -(-num_bytes // _MIN_CHUNKS)
+    steps = -(-even_share // _STEP_BYTES)
     return min(_BATCH_BYTES, max(1, steps) * _STEP_BYTES)
 
 
 def batches(slices: Sequence[Slice]) -> list[Batch]:
     """All slices, split and grouped into batches of about the same size, part by part: a batch is
     a chunk, or several where chunks are small."""
-    limit = max(_SMALL_BATCH_BYTES, chunk_bytes(sum(each.num_bytes for each in slices)))
-    found: list[Batch] = []
+    limit = max(_SMALL_BATCH_BYTES, chunk_bytes(sum(slice_.num_bytes for slice_ in slices)))
+    grouped_batches: list[Batch] = []
     by_part: dict[str, list[Slice]] = {}
-    for each in slices:
-        by_part.setdefault(each.part, []).append(each)
-    for part, mine in by_part.items():
-        whole = (Piece(each, box_of(each)) for each in mine)
-        pieces = (piece for each in whole for piece in each.cut(limit))
-        found += [Batch(part, group) for group in grouped(pieces, limit)]
-    return found
+    for slice_ in slices:
+        by_part.setdefault(slice_.part, []).append(slice_)
+    for part, part_slices in by_part.items():
+        whole_pieces = (Piece(slice_, box_of(slice_)) for slice_ in part_slices)
+        pieces = (piece for slice_ in whole_pieces for piece in slice_.cut(limit))
+        grouped_batches += [Batch(part, group) for group in grouped(pieces, limit)]
+    return grouped_batches
 
 
 @dataclass(slots=True)
@@ -253,97 +257,97 @@ class Room:
     limit_bytes: int
     num_boxes: int = 0
     num_bytes: int = 0
-    told_bytes: int = 0
+    encoded_bytes: int = 0
 
     def take(self, boxes: Sequence[Box], num_bytes: int) -> bool:
         """Count these boxes as taken where they fit into the request; the first boxes always fit.
 
         Returns: whether they fit.
         """
-        told_bytes = sum(len(msgspec.msgpack.encode(box)) for box in boxes)
+        encoded_bytes = sum(len(msgspec.msgpack.encode(box)) for box in boxes)
         is_too_much = (
             self.num_boxes + len(boxes) > MAX_BATCH_BOXES
             or self.num_bytes + num_bytes > self.limit_bytes
-            or self.told_bytes + told_bytes > _MAX_TOLD_BYTES
+            or self.encoded_bytes + encoded_bytes > _MAX_ENCODED_BYTES
         )
         if self.num_boxes and is_too_much:
             return False
         self.num_boxes += len(boxes)
         self.num_bytes += num_bytes
-        self.told_bytes += told_bytes
+        self.encoded_bytes += encoded_bytes
         return True
 
 
-def in_requests(
-    boxes: Iterable[T], box_of: Callable[[T], tuple[Box, int]], limit_bytes: int
+def split_into_requests(
+    items: Iterable[T], box_of: Callable[[T], tuple[Box, int]], limit_bytes: int
 ) -> Iterator[list[T]]:
     """The items in groups, in order, each as large as one request may be.
 
     Args: box_of: gives the box of an item, and the number of bytes of the box.
     """
     group: list[T] = []
-    taken = Room(limit_bytes)
-    for each in boxes:
-        box, num_bytes = box_of(each)
-        if not taken.take([box], num_bytes):
+    room = Room(limit_bytes)
+    for item in items:
+        box, num_bytes = box_of(item)
+        if not room.take([box], num_bytes):
             yield group
-            group, taken = [], Room(limit_bytes)
-            taken.take([box], num_bytes)
-        group.append(each)
+            group, room = [], Room(limit_bytes)
+            room.take([box], num_bytes)
+        group.append(item)
     if group:
         yield group
 
 
 def grouped(pieces: Iterable[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
     """The pieces in groups, in order, each as large as one request may be."""
-    return in_requests(pieces, lambda piece: (piece.box, piece.num_bytes), limit_bytes)
+    return split_into_requests(pieces, lambda piece: (piece.box, piece.num_bytes), limit_bytes)
 
 
-def contains(whole: Box, box: Box) -> bool:
-    return whole.name == box.name and overlap(whole, box) == box
+def contains(outer: Box, inner: Box) -> bool:
+    return outer.name == inner.name and overlap(outer, inner) == inner
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def overlap(first: Box, second: Box) -> Box | None:
     """The common part of two boxes of one tensor; None: they share nothing, or their dims
     differ."""
-    if len({len(one.start), len(one.size), len(other.start), len(other.size)}) > 1:
+    if len({len(first.start), len(first.size), len(second.start), len(second.size)}) > 1:
         return None
     start, size = [], []
-    for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True):
+    for a, n, b, m in zip(first.start, first.size, second.start, second.size, strict=True):
         begin, end = max(a, b), min(a + n, b + m)
         if begin >= end:
             return None
         start.append(begin)
         size.append(end - begin)
-    return Box(one.name, start, size)
+    return Box(first.name, start, size)
 
 
-def rest_of(boxes: Iterable[Box], taken: Box) -> list[Box]:
+def subtract(boxes: Iterable[Box], removed: Box) -> list[Box]:
     """The rest of disjoint boxes of one tensor without `taken`, as disjoint boxes."""
-    left: list[Box] = []
-    for each in boxes:
-        common = overlap(each, taken)
-        left += [each] if common is None else without(each, common)
-    return left
+    remaining: list[Box] = []
+    for box in boxes:
+        common = overlap(box, removed)
+        remaining += [box] if common is None else _subtract_box(box, common)
+    return remaining
 
 
-def without(whole: Box, taken: Box) -> list[Box]:
+def _subtract_box(box: Box, removed: Box) -> list[Box]:
     """The rest of a box without `taken`, which is inside the box, as disjoint boxes."""
-    left: list[Box] = []
-    start, size = list(whole.start), list(whole.size)
-    for dim, (at, length) in enumerate(zip(taken.start, taken.size, strict=True)):
+    remaining: list[Box] = []
+    start, size = list(box.start), list(box.size)
+    for dim, (at, length) in enumerate(zip(removed.start, removed.size, strict=True)):
         before, after = at - start[dim], start[dim] + size[dim] - at - length
         for begin, count in ((start[dim], before), (at + length, after)):
             if count:
-                left.append(
+                remaining.append(
                     Box(
-                        whole.name,
+                        box.name,
                         [*start[:dim], begin, *start[dim + 1 :]],
                         [*size[:dim], count, *size[dim + 1 :]],
                     )
                 )
         start[dim], size[dim] = at, length
-    return left
+    return remaining
 
 
 def bytes_of(tensor: TensorSlot, box: Box) -> int:
@@ -353,8 +357,8 @@ def bytes_of(tensor: TensorSlot, box: Box) -> int:
     """
     shape = tensor.shape
     if not len(box.start) == len(box.size) == len(shape) or not all(
-        at >= 0 and size >= 1 and at + size <= whole
-        for at, size, whole in zip(box.start, box.size, shape, strict=True)
+        at >= 0 and size >= 1 and at + size <= extent
+        for at, size, extent in zip(box.start, box.size, shape, strict=True)
     ):
         raise CallerError(
             f"{box.start} + {box.size} is not inside {tensor.name} of shape {shape}", field="boxes"
@@ -382,10 +386,10 @@ def _split(
     row_bytes = math.prod(size[dim + 1 :]) * item
     step = max(1, limit // row_bytes)
     for done in range(0, size[dim], step):
-        taken = min(step, size[dim] - done)
+        length = min(step, size[dim] - done)
         yield from _split(
             [*start[:dim], start[dim] + done, *start[dim + 1 :]],
-            [*size[:dim], taken, *size[dim + 1 :]],
+            [*size[:dim], length, *size[dim + 1 :]],
             item,
             limit,
         )

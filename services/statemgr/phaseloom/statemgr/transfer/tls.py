@@ -195,7 +195,7 @@ class Stream:
 
     async def _send_all(self, memory: memoryview) -> None:
         # One record at a time: a record that the socket does not take is offered again as it was.
-        await self._move(lambda rest: self._sock.send(rest[:_RECORD_BYTES]), memory)
+        await self._move(lambda unsent: self._sock.send(unsent[:_RECORD_BYTES]), memory)
 
     async def _move(self, step: Callable[[memoryview], int], memory: memoryview) -> int:
         """Read or write all of the memory, by steps that say how many bytes they moved.
@@ -203,10 +203,10 @@ class Stream:
         Returns: the number of bytes; fewer than all where a step moved none.
         """
         done = 0
-        most = _SMALL_BYTES if len(memory) <= _SMALL_BYTES else _INLINE_BYTES
+        limit = _SMALL_BYTES if len(memory) <= _SMALL_BYTES else _INLINE_BYTES
         while done < len(memory):
-            count = self._move_now(step, memory[done : done + most])
-            if count == most and done + count < len(memory):
+            count = self._move_now(step, memory[done : done + limit])
+            if count == limit and done + count < len(memory):
                 count += await in_thread(partial(self._move_now, step), memory[done + count :])
             done += count
             if not count and self._awaits_writing is None:
@@ -279,7 +279,7 @@ async def connect(endpoint: str, identity: Identity, timeout_s: float) -> Stream
             with closed_on_failure(stream):
                 msgspec.msgpack.decode(await stream.receive(_MAX_WELCOME_BYTES), type=Welcome)
     except (OSError, TimeoutError, msgspec.DecodeError) as error:
-        raise explained(error, endpoint, timeout_s) from error
+        raise typed_error(error, endpoint, timeout_s) from error
     return stream
 
 
@@ -309,7 +309,7 @@ def closed_on_failure(opened: Stream | socket.socket) -> Iterator[None]:
         raise
 
 
-def explained(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomError:
+def typed_error(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomError:
     """The typed error for a failure of the stream to an endpoint."""
     if isinstance(error, PhaseloomError):
         return error
@@ -327,8 +327,8 @@ def explained(error: Exception, endpoint: str, timeout_s: float) -> PhaseloomErr
         )
     if isinstance(error, ssl.SSLError) and error.reason == _SPOILED:
         return ResourceError(f"{endpoint}: spoiled on the way", code=Code.DATA_LOSS)
-    why = f"silent for {timeout_s} s" if isinstance(error, TimeoutError) else str(error)
-    return ResourceError(f"{endpoint}: {why}")
+    reason = f"silent for {timeout_s} s" if isinstance(error, TimeoutError) else str(error)
+    return ResourceError(f"{endpoint}: {reason}")
 
 
 Session = Callable[[Stream], Awaitable[None]]

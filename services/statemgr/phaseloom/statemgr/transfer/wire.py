@@ -184,9 +184,9 @@ class Assigned(msgspec.Struct, frozen=True, array_like=True):
     num_boxes: int
     """The number of boxes that are answered, from the first on; the client asks for the others
     again."""
-    here: list[Fragment]
+    own_boxes: list[Fragment]
     """The boxes that the server sends."""
-    elsewhere: list[Shared]
+    peer_boxes: list[Shared]
     """The boxes that peers have."""
 
 

@@ -30,9 +30,15 @@ from phaseloom.statemgr.tiering.tiering import Tiering
 from phaseloom.statemgr.transfer import wire
 from phaseloom.statemgr.transfer.assignment import Peer
 from phaseloom.statemgr.transfer.delta import is_available
-from phaseloom.statemgr.transfer.fetching import Fetch, Home, Memory, ask_first, undelivered
+from phaseloom.statemgr.transfer.fetching import (
+    Fetch,
+    Home,
+    Memory,
+    connect_and_call,
+    not_delivered,
+)
 from phaseloom.statemgr.transfer.served import Incoming
-from phaseloom.statemgr.transfer.tensorslices import all_of, batches
+from phaseloom.statemgr.transfer.tensorslices import batches, slices_of_part
 from phaseloom.statemgr.transfer.tls import Stream, closed_on_failure
 
 log = logging.getLogger(__name__)
@@ -41,7 +47,7 @@ _NOWHERE = frozenset({Code.NOT_FOUND, Code.DATA_LOSS, Code.FAILED_PRECONDITION})
 """The codes that sources answer with where they do not have the version."""
 
 
-class Wanted(NamedTuple):
+class VersionRequest(NamedTuple):
     """A version that is to be in host memory, and where it may be had."""
 
     key: VersionKey
@@ -68,14 +74,14 @@ class VersionFetcher:
         self.suspects = suspects
         self.home = home
         self._versions = versions
-        self._known = versions.records
+        self._version_records = versions.records
         self._tiering = tiering
         self._directory = directory
         self._incoming: WeakKeyDictionary[Version, Incoming] = WeakKeyDictionary()
         """The slices of each version that is being fetched, and of each fetched copy of slices."""
-        self._asked: set[VersionKey] = set()
+        self._requested: set[VersionKey] = set()
         """The versions, parts and copies of slices that other nodes are asked for now."""
-        self._gone: set[VersionKey] = set()
+        self._cancelled: set[VersionKey] = set()
         """Those of them that were dropped since: they are not fetched any more."""
         self._verifying: WeakKeyDictionary[Version, asyncio.Lock] = WeakKeyDictionary()
         """Held by whoever verifies a version's memory for a reader."""
@@ -90,37 +96,37 @@ class VersionFetcher:
         fetched or is a copy of slices; None: it is neither."""
         return self._incoming.get(version)
 
-    def drop(self, is_gone: Callable[[VersionKey], bool]) -> None:
+    def cancel(self, is_gone: Callable[[VersionKey], bool]) -> None:
         """Give up what is asked of other nodes and is not needed any more, where its memory has not
         been reserved yet; a fetch that has memory ends with it (`Version.end_fetch`)."""
-        self._gone.update(filter(is_gone, self._asked))
+        self._cancelled.update(filter(is_gone, self._requested))
 
     @contextmanager
-    def asking(self, key: VersionKey) -> Iterator[None]:
+    def requesting(self, key: VersionKey) -> Iterator[None]:
         """Within the block other nodes are asked for a version, a part or slices of one."""
-        self._asked.add(key)
+        self._requested.add(key)
         try:
             yield
         finally:
-            self._asked.discard(key)
-            self._gone.discard(key)
+            self._requested.discard(key)
+            self._cancelled.discard(key)
 
-    def wanted_now(self, key: VersionKey) -> None:
+    def mark_needed(self, key: VersionKey) -> None:
         """Note that an operation waits for a version, or a copy of slices, whoever fetches it."""
-        version = self._known.find(key)
+        version = self._version_records.find(key)
         if version is not None:
             version.is_ahead = False
 
-    async def get_verified(self, wanted: Wanted) -> Version:
+    async def get_verified(self, request: VersionRequest) -> Version:
         """The committed version, in memory, verified; read or fetched again where it was bad.
 
         Raises: as `get`.
         """
-        version = await self.get(wanted)
-        if await self.is_sound(version, wanted.permit):
+        version = await self.get(request)
+        if await self.is_sound(version, request.permit):
             return version
-        log.warning("version %s is opened again", wanted.key)
-        return await self.get(wanted, is_suspect=True)
+        log.warning("version %s is opened again", request.key)
+        return await self.get(request, is_suspect=True)
 
     async def is_sound(self, version: Version, permit: CommandId | None) -> bool:
         """Whether a version in host memory is what was committed, and is still here.
@@ -135,7 +141,7 @@ class VersionFetcher:
                     version.verified_for = permit
         return not version.is_dropped
 
-    async def get(self, wanted: Wanted, *, is_suspect: bool = False) -> Version:
+    async def get(self, request: VersionRequest, *, is_suspect: bool = False) -> Version:
         """The committed version, in memory. Concurrent requests share one fetch.
 
         Args:   is_suspect: whether to verify first the copy that is here, and drop it if it is bad.
@@ -143,11 +149,11 @@ class VersionFetcher:
                 ResourceError: no source could deliver it; DATA_LOSS; no host memory; UNAVAILABLE:
                 its policy makes it again.
         """
-        key = wanted.key
-        if not wanted.is_ahead:
-            self.wanted_now(key)
+        key = request.key
+        if not request.is_ahead:
+            self.mark_needed(key)
         async with self.lock(key):
-            version = self._known.find(key)
+            version = self._version_records.find(key)
             if version is not None and not version.is_committed:
                 raise CallerError(f"version {key} is not committed yet", code=Code.NOT_FOUND)
             bad: Version | None = None
@@ -156,9 +162,9 @@ class VersionFetcher:
                 bad = version if await self.suspects.drop_if_bad(version) else None
             if bad is not None:
                 # All readers are to have the same.
-                wanted = wanted._replace(digest=wanted.digest or bad.digest)
+                request = request._replace(digest=request.digest or bad.digest)
             try:
-                return await self._read_or_fetch(wanted)
+                return await self._read_or_fetch(request)
             except PhaseloomError as error:
                 if bad is not None:
                     await self.suspects.rebuild(bad)
@@ -168,32 +174,34 @@ class VersionFetcher:
                         raise _lost(key, error) from error
                 raise
 
-    async def _read_or_fetch(self, wanted: Wanted) -> Version:
+    async def _read_or_fetch(self, request: VersionRequest) -> Version:
         """The version from memory, else from disk, else from another node, where both verify it."""
-        version = self._known.find(wanted.key)
+        version = self._version_records.find(request.key)
         if version is not None and version.extent is None:
             try:
-                await self._read(version, is_ahead=wanted.is_ahead)
-                version.verified_for = wanted.permit
+                await self._read(version, is_ahead=request.is_ahead)
+                version.verified_for = request.permit
             except PhaseloomError as error:
-                if not (version.is_dropped and wanted.sources):
+                if not (version.is_dropped and request.sources):
                     raise
                 log.warning("%s; fetching it from another node", error)
                 version = None
         if version is not None:
             return version
-        if not wanted.sources:
-            raise not_here(wanted.key)
-        version = await self._fetch(wanted)
-        version.verified_for = wanted.permit
+        if not request.sources:
+            raise not_here(request.key)
+        version = await self._fetch(request)
+        version.verified_for = request.permit
         return version
 
     async def _read(self, version: Version, *, is_ahead: bool) -> None:
         """Read a version from disk into an extent of its own."""
         key = version.key
         path = self._directory.version(key)
-        what, pool, after_s = f"version {key}", str(key.policy), _after_s(is_ahead=is_ahead)
-        async with self._tiering.reserved(version.num_bytes, what, pool, after_s=after_s) as extent:
+        label, pool, after_s = f"version {key}", str(key.policy), _after_s(is_ahead=is_ahead)
+        async with self._tiering.reserved(
+            version.num_bytes, label, pool, after_s=after_s
+        ) as extent:
             version.check_kept()
             version.extent = extent
         with self._versions.using(version):
@@ -207,34 +215,37 @@ class VersionFetcher:
                 raise
         version.check_kept()
 
-    async def _fetch(self, wanted: Wanted) -> Version:
+    async def _fetch(self, request: VersionRequest) -> Version:
         """Fetch a version from other nodes, as the slices that cover all of it."""
-        with self.asking(wanted.key):
-            endpoint, stream, described = await self._described(wanted)
+        with self.requesting(request.key):
+            endpoint, stream, described = await self._describe(request)
             with closing(stream):
-                return await self._fetch_from(wanted, {endpoint: stream}, described)
+                return await self._fetch_from(request, {endpoint: stream}, described)
 
     async def _fetch_from(
-        self, wanted: Wanted, connected: dict[str, Stream], described: wire.VersionDescription
+        self,
+        request: VersionRequest,
+        idle_streams: dict[str, Stream],
+        described: wire.VersionDescription,
     ) -> Version:
         """Fetch a described version. Args: connected: as that of `Fetch`."""
-        key = wanted.key
+        key = request.key
         size, digest = described.num_bytes, described.digest
         table = TensorTable.of(described.tensors)
         check_layout(table, size)
-        slices = all_of(key.part, described.tensors, size)
+        slices = slices_of_part(key.part, described.tensors, size)
         incoming = Incoming(slices, {key.part: digest})
-        what = f"version {key}"
-        coming = self.coming(key, table, size, incoming, what, is_ahead=wanted.is_ahead)
-        async with coming as version:
+        label = f"version {key}"
+        receiving = self.receiving(key, table, size, incoming, label, is_ahead=request.is_ahead)
+        async with receiving as version:
             everything = await asyncio.to_thread(batches, slices)
-            with self.fetch(version, incoming, wanted.ticket, what, digest) as first:
-                first.connected = connected
-                fetch = await first.fetch_sound(everything, {key.part: list(wanted.sources)})
-            self._known.commit(version, digest)
+            with self.fetch(version, incoming, request.ticket, label, digest) as first:
+                first.idle_streams = idle_streams
+                fetch = await first.fetch_with_retry(everything, {key.part: list(request.sources)})
+            self._version_records.commit(version, digest)
         log.info(
             "version %s came: %d bytes from its source, %d from peers; %s",
-            *(key, fetch.fetched_bytes, fetch.relayed_bytes, counted(fetch)),
+            *(key, fetch.fetched_bytes, fetch.relayed_bytes, count_received(fetch)),
         )
         return version
 
@@ -244,7 +255,7 @@ class VersionFetcher:
         version: Version,
         incoming: Incoming,
         ticket: Ticket | None,
-        what: str,
+        label: str,
         digest: str = "",
     ) -> Iterator[Fetch]:
         """A fetch of a version or slices into memory. An earlier version of the same layout stays
@@ -266,7 +277,7 @@ class VersionFetcher:
                 named = base[1] if base is not None else None
                 return wire.OpenVersion(key.whole, ticket, parts, home.site, me, named, session)
 
-            fetch = Fetch(what, open_with, home, incoming, memory)
+            fetch = Fetch(label, open_with, home, incoming, memory)
             version.check_kept()
             version.end_fetch = fetch.end
             try:
@@ -278,7 +289,7 @@ class VersionFetcher:
         """The newest earlier version, or copy of the same slices, that deltas may be of."""
         if not is_available():
             return None
-        for earlier in self._known.bases_of(version):
+        for earlier in self._version_records.bases_of(version):
             digests = {earlier.key.part: earlier.digest}
             if earlier.key.is_copy:
                 incoming = self._incoming.get(earlier)
@@ -288,13 +299,13 @@ class VersionFetcher:
         return None
 
     @asynccontextmanager
-    async def coming(
+    async def receiving(
         self,
         key: VersionKey,
         table: TensorTable,
         num_bytes: int,
         incoming: Incoming,
-        what: str,
+        label: str,
         *,
         is_ahead: bool,
     ) -> AsyncIterator[Version]:
@@ -304,10 +315,10 @@ class VersionFetcher:
         Args: is_ahead: whether no operation waits for it: it then takes only memory that is free.
         """
         pool, after_s = str(key.policy), _after_s(is_ahead=is_ahead)
-        async with self._tiering.reserved(num_bytes, what, pool, after_s=after_s) as extent:
-            if key in self._gone:
-                raise ResourceError(f"{what} was dropped", code=Code.ABORTED)
-            version = self._known.begin(key, num_bytes, table, extent)
+        async with self._tiering.reserved(num_bytes, label, pool, after_s=after_s) as extent:
+            if key in self._cancelled:
+                raise ResourceError(f"{label} was dropped", code=Code.ABORTED)
+            version = self._version_records.begin(key, num_bytes, table, extent)
             version.is_ahead, version.is_kept = is_ahead, False
         self._incoming[version] = incoming
         with self._versions.using(version):
@@ -323,18 +334,20 @@ class VersionFetcher:
                 if not version.is_committed and not version.is_dropped:
                     self._versions.drop(version)
 
-    async def _described(self, wanted: Wanted) -> tuple[str, Stream, wire.VersionDescription]:
+    async def _describe(
+        self, request: VersionRequest
+    ) -> tuple[str, Stream, wire.VersionDescription]:
         """The description of a version by the first source that has it with the wanted digest.
 
         Returns: the source; a stream to it, on which the version may be opened; the description.
         Raises:  ResourceError: no source has it.
         """
-        key, digest, errors = wanted.key, wanted.digest, list[PhaseloomError]()
-        asked = wire.DescribeVersion(key, wanted.ticket)
-        for endpoint in wanted.sources:
+        key, digest, errors = request.key, request.digest, list[PhaseloomError]()
+        message = wire.DescribeVersion(key, request.ticket)
+        for endpoint in request.sources:
             try:
                 answer = wire.VersionDescription
-                stream, described = await ask_first(endpoint, asked, answer, self.home)
+                stream, described = await connect_and_call(endpoint, message, answer, self.home)
                 with closed_on_failure(stream):
                     if digest not in {"", described.digest}:
                         raise CallerError(
@@ -346,7 +359,7 @@ class VersionFetcher:
             except PhaseloomError as error:
                 log.warning("version %s from %s: %s", key, endpoint, error)
                 errors.append(error)
-        raise undelivered(f"version {key}", errors)
+        raise not_delivered(f"version {key}", errors)
 
 
 def _after_s(*, is_ahead: bool) -> float:
@@ -354,7 +367,7 @@ def _after_s(*, is_ahead: bool) -> float:
     return math.inf if is_ahead else -math.inf
 
 
-def counted(fetch: Fetch) -> str:
+def count_received(fetch: Fetch) -> str:
     """Count what came from other nodes by the form in which it was sent.
 
     Returns: how much came as deltas, for the log.
@@ -421,8 +434,8 @@ class Suspects:
             return
         if version.key.is_copy or not records.residency.is_alive(policy, version.incarnation):
             return
-        whole = records.versions.find(key)
-        pieces = [*([whole] if whole else []), *records.versions.parts_of(key)]
+        manifest = records.versions.find(key)
+        pieces = [*([manifest] if manifest else []), *records.versions.parts_of(key)]
         for piece in pieces:
             self._versions.drop(piece)
         maker = records.residency.find(policy)

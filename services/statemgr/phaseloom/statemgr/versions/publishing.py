@@ -45,7 +45,7 @@ class Publishing:
         self._layouts = layouts
         self._memory = memory
         self._versions = versions
-        self._known = versions.records
+        self._version_records = versions.records
         self._tiering = tiering
         self._fetcher = fetcher
 
@@ -64,7 +64,7 @@ class Publishing:
         table = self._layouts.read(request.tensors)
         check_layout(table, request.num_bytes)
         await self._drop_stale(key, wpg)
-        version = self._known.find(key)
+        version = self._version_records.find(key)
         if version is not None and not version.is_committed:
             # A version that was begun and never committed, by this incarnation or by a fetch; no
             # operation waits for one that is fetched ahead.
@@ -75,7 +75,7 @@ class Publishing:
         if version is not None:
             return description_of(version, tensors=b""), []
         version = await self._begin(wpg, key, request.num_bytes, table, pool_of(wpg))
-        self._known.opened(version, wpg)
+        self._version_records.opened(version, wpg)
         assert version.extent is not None
         return description_of(version, tensors=b""), [self._memory[version.extent].fd]
 
@@ -90,15 +90,19 @@ class Publishing:
         """Begin a version that is to be written."""
         async with self._tiering.reserved(num_bytes, f"version {key}", pool) as extent:
             wpg.check_alive()
-            return self._known.begin(key, num_bytes, table, extent, wpg.incarnation)
+            return self._version_records.begin(key, num_bytes, table, extent, wpg.incarnation)
 
     async def _drop_stale(self, key: VersionKey, wpg: Wpg) -> None:
         """Drop parts of earlier versions that were never committed as a whole, and this part where
         an earlier incarnation wrote it: it may not fit the parts that are written now."""
-        stale = self._known.stale_parts(key.policy, key.seq)
-        mine = self._known.find(key)
-        if mine is not None and mine.is_committed and not self._known.is_readable(key):
-            stale += [mine] if mine.incarnation != wpg.incarnation else []
+        stale = self._version_records.stale_parts(key.policy, key.seq)
+        previous = self._version_records.find(key)
+        if (
+            previous is not None
+            and previous.is_committed
+            and not self._version_records.is_readable(key)
+        ):
+            stale += [previous] if previous.incarnation != wpg.incarnation else []
         for version in stale:
             await self._tiering.versions.discard(version)
 
@@ -111,14 +115,14 @@ class Publishing:
         Raises: CallerError: NOT_FOUND: the policy is not writing the version; ALREADY_EXISTS: it is
                 committed with other bytes.
         """
-        version = self._known.find(request.version)
+        version = self._version_records.find(request.version)
         if version is None or version.key.policy != wpg.key:
             raise CallerError(
                 f"{wpg} is not writing version {request.version}",
                 code=Code.NOT_FOUND,
                 field="version",
             )
-        self._known.commit(version, request.digest)
+        self._version_records.commit(version, request.digest)
 
     async def commit_parts(self, wpg: Wpg, request: CommitParts) -> VersionExtent:
         """Commit a version whose parts are committed, here and elsewhere. Idempotent.
@@ -131,14 +135,14 @@ class Publishing:
         _check_maker(wpg, key, is_whole=True)
         async with self._fetcher.lock(key):
             content = encode_manifest(request.manifest)
-            version = self._known.find(key)
+            version = self._version_records.find(key)
             if version is None or version.digest != digest_of(memoryview(content)):
                 self._check_manifest(wpg, key, request.manifest)
                 await self._discard_earlier(wpg, key, request.manifest)
                 table = TensorTable.of(manifest_slots(len(content)))
                 version = await self._begin(wpg, key, len(content), table)
                 self._versions.bytes_of(version)[:] = content
-                self._known.commit(version, digest_of(memoryview(content)))
+                self._version_records.commit(version, digest_of(memoryview(content)))
             return description_of(version, tensors=b"")
 
     def _check_manifest(self, wpg: Wpg, key: VersionKey, manifest: VersionParts) -> None:
@@ -148,11 +152,11 @@ class Publishing:
         """
         for part in manifest.parts:
             check_part(part.part, "manifest.parts")
-            here = self._known.find(part_of(key, part.part))
-            is_its_own = here is not None and here.incarnation == wpg.incarnation
-            if here is not None and is_its_own and here.digest != part.digest:
+            local = self._version_records.find(part_of(key, part.part))
+            is_its_own = local is not None and local.incarnation == wpg.incarnation
+            if local is not None and is_its_own and local.digest != part.digest:
                 raise CallerError(
-                    f"version {here.key} has digest {here.digest!r}, not {part.digest!r}",
+                    f"version {local.key} has digest {local.digest!r}, not {part.digest!r}",
                     code=Code.FAILED_PRECONDITION,
                     field="manifest.parts",
                 )
@@ -164,7 +168,7 @@ class Publishing:
         Raises: CallerError: ALREADY_EXISTS: the committed manifest is this incarnation's, or the
                 version was written whole.
         """
-        version = self._known.find(key)
+        version = self._version_records.find(key)
         if version is not None and (
             version.incarnation == wpg.incarnation or not version.is_manifest
         ):
@@ -174,13 +178,13 @@ class Publishing:
                 field="manifest",
             )
         digests = {part.part: part.digest for part in manifest.parts}
-        others = [
+        stale_parts = [
             part
-            for part in self._known.parts_of(key)
+            for part in self._version_records.parts_of(key)
             if part.incarnation != wpg.incarnation and part.digest != digests.get(part.key.part)
         ]
-        for each in [*([version] if version else []), *others]:
-            await self._tiering.versions.discard(each)
+        for stale in [*([version] if version else []), *stale_parts]:
+            await self._tiering.versions.discard(stale)
 
 
 def _check_maker(wpg: Wpg, key: VersionKey, *, is_whole: bool = False) -> None:

@@ -41,11 +41,11 @@ from phaseloom.statemgr.records.stateheader import StateHeader
 from phaseloom.statemgr.records.versions import Version, not_here
 from phaseloom.statemgr.tiering.versionmoves import VersionMoves
 from phaseloom.statemgr.transfer import wire
-from phaseloom.statemgr.transfer.fetching import Fetch, ask_once, undelivered
+from phaseloom.statemgr.transfer.fetching import Fetch, call_once, not_delivered
 from phaseloom.statemgr.transfer.permission import check_reader
 from phaseloom.statemgr.transfer.served import Fetched, Incoming, OpenPart, OpenParts, Served
 from phaseloom.statemgr.transfer.tensorslices import Batch, batches, slots_of
-from phaseloom.statemgr.versions.fetch import VersionFetcher, Wanted, counted
+from phaseloom.statemgr.versions.fetch import VersionFetcher, VersionRequest, count_received
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +65,14 @@ class Weights:
         self.fetcher = fetcher
         self._ledger = ledger
         self._records = records
-        self._known = records.versions
+        self._version_records = records.versions
         self._versions = versions
         self._moves = moves
 
-    def found(self, header: StateHeader) -> None:
+    def add_from_disk(self, header: StateHeader) -> None:
         """Add a version that was found on disk."""
         key = VersionKey(header.deployment, header.seq, header.part)
-        self._known.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
+        self._version_records.add_from_disk(key, header.num_bytes, header.tensors, header.digest)
 
     async def open(self, wpg: Wpg, request: OpenVersion) -> tuple[VersionExtent, list[int]]:
         """A version to read, verified, from here or from the first source that has it. For one in
@@ -89,9 +89,9 @@ class Weights:
         get = self.fetcher.get if is_verified_later else self.fetcher.get_verified
         permit, is_ahead = request.permit, request.is_ahead
         version = await get(
-            Wanted(key, request.sources, request.ticket, request.digest, permit, is_ahead)
+            VersionRequest(key, request.sources, request.ticket, request.digest, permit, is_ahead)
         )
-        self._known.opened(version, wpg)
+        self._version_records.opened(version, wpg)
         fds = [self._versions.fd_of(version)]
         described = description_of(version)
         if version.is_manifest:
@@ -111,19 +111,19 @@ class Weights:
         """
         await self._ledger.until_settled(self.fetcher.home.timeout_s)
         async with self._ledger.change():
-            await self.fetcher.get(Wanted(key, sources or (), ticket), is_suspect=True)
+            await self.fetcher.get(VersionRequest(key, sources or (), ticket), is_suspect=True)
 
     async def get(self, ticket: Ticket, sources: list[str]) -> None:
         """Fetch a version into host memory with all of its parts."""
         key = ticket.version
         check_name(key.policy.deployment, "ticket.version.policy")
-        version = await self.fetcher.get(Wanted(key, sources, ticket))
+        version = await self.fetcher.get(VersionRequest(key, sources, ticket))
         if version.is_manifest:
             async with self._used(key):
                 digests = self._digests_in(version)
                 for part in await self._holders(version, sources, ticket):
-                    mine, digest = part_of(key, part.part), digests[part.part]
-                    await self.fetcher.get(Wanted(mine, part.endpoints, ticket, digest))
+                    part_key, digest = part_of(key, part.part), digests[part.part]
+                    await self.fetcher.get(VersionRequest(part_key, part.endpoints, ticket, digest))
 
     async def committed_digests(self, key: VersionKey, parts: list[str]) -> dict[str, str]:
         """The digests of these parts of a version, as its manifest says.
@@ -132,19 +132,19 @@ class Weights:
         """
         if not parts:
             return {}
-        known = {}
+        digests = {}
         async with self.held(key) as version:
             if version.is_manifest:
-                known = self._digests_in(version)
+                digests = self._digests_in(version)
         for part in parts:
-            if part not in known:
+            if part not in digests:
                 raise not_here(part_of(key, part))
-        return {part: known[part] for part in parts}
+        return {part: digests[part] for part in parts}
 
     def _digests_in(self, manifest: Version) -> dict[str, str]:
         """The digest of each part, by name. Raises: ResourceError: DATA_LOSS: a bad manifest."""
-        found = decode_manifest(self._versions.bytes_of(manifest), manifest.key)
-        return {part.part: part.digest for part in found.parts}
+        parts = decode_manifest(self._versions.bytes_of(manifest), manifest.key)
+        return {part.part: part.digest for part in parts.parts}
 
     async def _holders(
         self, manifest: Version, sources: list[str], ticket: Ticket | None
@@ -157,33 +157,35 @@ class Weights:
                 none has it, and a source that may have it does not answer.
         """
         key = manifest.key
-        here = {each.key.part for each in self._known.parts_of(key) if each.is_committed}
-        wanted = [part for part in self._digests_in(manifest) if part not in here]
-        if not wanted:
+        local_parts = {
+            part.key.part for part in self._version_records.parts_of(key) if part.is_committed
+        }
+        missing_parts = [part for part in self._digests_in(manifest) if part not in local_parts]
+        if not missing_parts:
             return []
         named = list(dict.fromkeys(sources))
-        answers = await asyncio.gather(*(self._ask_parts(key, ticket, each) for each in named))
+        answers = await asyncio.gather(*(self._ask_parts(key, ticket, source) for source in named))
         by_source = dict(zip(named, answers, strict=True))
-        errors = [each for each in answers if isinstance(each, PhaseloomError)]
+        errors = [answer for answer in answers if isinstance(answer, PhaseloomError)]
         holders = [
             PartSources(
                 part,
                 [at for at, has in by_source.items() if isinstance(has, set) and part in has],
             )
-            for part in wanted
+            for part in missing_parts
         ]
-        missing = [each.part for each in holders if not each.endpoints]
+        missing = [holder.part for holder in holders if not holder.endpoints]
         if missing:
-            what = f"{', '.join(missing)} of version {key}"
-            raise undelivered(what, errors or [not_here(key)])
+            label = f"{', '.join(missing)} of version {key}"
+            raise not_delivered(label, errors or [not_here(key)])
         return holders
 
     async def _ask_parts(
         self, key: VersionKey, ticket: Ticket | None, source: str
     ) -> set[str] | PhaseloomError:
-        asked = wire.OpenVersion(key, ticket, [])
+        message = wire.OpenVersion(key, ticket, [])
         try:
-            return set((await ask_once(source, asked, wire.Opened, self.fetcher.home)).digests)
+            return set((await call_once(source, message, wire.Opened, self.fetcher.home)).digests)
         except PhaseloomError as error:
             log.warning("which parts of version %s are at %s: %s", key, source, error)
             return error
@@ -191,9 +193,9 @@ class Weights:
     async def digests_of(self, key: VersionKey) -> dict[str, str]:
         """The digests of the parts of a version that this node can give away, by part."""
         await self._ledger.until_settled(self.fetcher.home.timeout_s)
-        if self._known.find(key) is None:
+        if self._version_records.find(key) is None:
             self.fetcher.suspects.check(key)
-        _, *parts = self._known.pieces(key)
+        _, *parts = self._version_records.pieces(key)
         return {part.key.part: part.digest for part in parts}
 
     def _check_readable(self, key: VersionKey) -> None:
@@ -202,7 +204,7 @@ class Weights:
         Raises: CallerError: NOT_FOUND: the key is of a part, and its version is not committed.
                 ResourceError: UNAVAILABLE: the version went bad, and its policy makes it again.
         """
-        if not self._known.is_readable(key):
+        if not self._version_records.is_readable(key):
             self.fetcher.suspects.check(key)
             raise CallerError(
                 f"version {key.whole} is not here, or not all of it is committed",
@@ -214,16 +216,16 @@ class Weights:
     async def keep(self, ticket: Ticket, sources: list[str]) -> None:
         """Fetch a version and write it to this node's disk."""
         await self.get(ticket, sources)
-        self.note_kept(ticket.version)
+        self.mark_kept(ticket.version)
         # The manifest last: where a manifest is on disk, the parts are, too.
-        for piece in reversed(self._known.pieces(ticket.version)):
+        for piece in reversed(self._version_records.pieces(ticket.version)):
             async with self.held(piece.key) as version:
                 await self._moves.persist(version)
 
-    def note_kept(self, key: VersionKey) -> None:
+    def mark_kept(self, key: VersionKey) -> None:
         """Note that what is here of a version stays, whether or not ranks here read it."""
-        whole = self._known.find(key)
-        for piece in [*([whole] if whole else []), *self._known.parts_of(key)]:
+        manifest = self._version_records.find(key)
+        for piece in [*([manifest] if manifest else []), *self._version_records.parts_of(key)]:
             piece.is_kept, piece.is_ahead = True, False
 
     @asynccontextmanager
@@ -236,7 +238,7 @@ class Weights:
     async def open_fetched(self, key: VersionKey) -> AsyncIterator[Served]:
         """Open a version, a part or slices that this node has fetched or is fetching; the memory
         stays while peers take from it."""
-        version = self._known.find(key)
+        version = self._version_records.find(key)
         incoming = self.fetcher.incoming(version) if version is not None else None
         if incoming is None and not key.is_copy:
             async with self.open_part(key) as part:
@@ -256,18 +258,18 @@ class Weights:
         """
         await self._ledger.until_settled(self.fetcher.home.timeout_s)
         self._check_readable(key)
-        known = self._known.find(key)
-        if known is None or not known.is_committed:
+        cached = self._version_records.find(key)
+        if cached is None or not cached.is_committed:
             # It may be on its way here, and the one that asks may be the one that fetches it.
             self.fetcher.suspects.check(key)
             raise not_here(key)
-        await self.fetcher.get(Wanted(key))
+        await self.fetcher.get(VersionRequest(key))
         async with self._used(key) as version:
             yield version
 
     @asynccontextmanager
     async def _used(self, key: VersionKey) -> AsyncIterator[Version]:
-        version = self._known.find(key)
+        version = self._version_records.find(key)
         if version is None:
             # Dropped while it was being fetched.
             raise not_here(key)
@@ -276,12 +278,12 @@ class Weights:
 
     async def drop(self, keys: list[VersionKey]) -> None:
         """Drop versions that nobody needs any more, with their parts, from memory and disk."""
-        self.fetcher.drop(lambda asked: asked.whole in keys)
+        self.fetcher.cancel(lambda request_key: request_key.whole in keys)
         for key in keys:
             # The manifest first: without it no part can be read.
-            version = self._known.find(key)
-            for each in [*([version] if version else []), *self._known.parts_of(key)]:
-                await self._moves.discard(each)
+            version = self._version_records.find(key)
+            for piece in [*([version] if version else []), *self._version_records.parts_of(key)]:
+                await self._moves.discard(piece)
 
     async def leave_job(self, job: JobKey) -> None:
         """Drop the versions that ranks of a job had fetched here, once none of its deployments
@@ -293,8 +295,8 @@ class Weights:
         def is_gone(key: VersionKey) -> bool:
             return key.policy.job_key == job and not self._records.residency.newest(key.policy)
 
-        self.fetcher.drop(is_gone)
-        for version in self._known.known():
+        self.fetcher.cancel(is_gone)
+        for version in self._version_records.known():
             if is_gone(version.key) and not version.is_kept:
                 await self._moves.discard(version)
 
@@ -313,61 +315,69 @@ class Weights:
         check_reader(wpg, key, request.ticket)
         # Tens of thousands of slices: others are answered meanwhile.
         slots, name = await asyncio.to_thread(_slots_and_name, request)
-        mine = part_of(key, name)
+        copy_key = part_of(key, name)
         if not request.is_ahead:
-            self.fetcher.wanted_now(mine)
-        async with self.fetcher.lock(mine):
-            version = self._known.find(mine)
+            self.fetcher.mark_needed(copy_key)
+        async with self.fetcher.lock(copy_key):
+            version = self._version_records.find(copy_key)
             if version is not None and not (
                 request.is_ahead or await self.fetcher.is_sound(version, request.permit)
             ):
                 await self.fetcher.suspects.drop_if_bad(version)
-                version = self._known.find(mine)
+                version = self._version_records.find(copy_key)
             if version is None:
-                with self.fetcher.asking(mine):
-                    version = await self._fetch_slices(mine, request, slots)
+                with self.fetcher.requesting(copy_key):
+                    version = await self._fetch_slices(copy_key, request, slots)
         return description_of(version), [self._versions.fd_of(version)]
 
     async def _fetch_slices(
-        self, mine: VersionKey, request: OpenSlices, slots: TensorTable
+        self, copy_key: VersionKey, request: OpenSlices, slots: TensorTable
     ) -> Version:
         key = request.version
-        parts = sorted({each.part for each in request.slices} - {""})
+        parts = sorted({slice_.part for slice_ in request.slices} - {""})
         incoming = Incoming(request.slices, await self.committed_digests(key, parts))
-        size, what = request.num_bytes, f"slices of version {key}"
-        coming = self.fetcher.coming(mine, slots, size, incoming, what, is_ahead=request.is_ahead)
-        async with coming as version:
+        size, label = request.num_bytes, f"slices of version {key}"
+        receiving = self.fetcher.receiving(
+            copy_key, slots, size, incoming, label, is_ahead=request.is_ahead
+        )
+        async with receiving as version:
             memory = self._versions.bytes_of(version)
-            with self.fetcher.fetch(version, incoming, request.ticket, what) as fetch:
+            with self.fetcher.fetch(version, incoming, request.ticket, label) as fetch:
                 await self._fill(fetch, memory, request)
             digest = await asyncio.to_thread(digest_in_threads, memory)
-            self._known.commit(version, digest)
+            self._version_records.commit(version, digest)
             version.verified_for = request.permit
         return version
 
     async def _fill(self, fetch: Fetch, memory: memoryview, request: OpenSlices) -> None:
         """Fill the memory from parts that are on this node, and the rest from other nodes."""
-        sources = {each.part: each.endpoints for each in request.sources}
+        sources = {part_sources.part: part_sources.endpoints for part_sources in request.sources}
         by_part: dict[str, list[Batch]] = {}
         for batch in await asyncio.to_thread(batches, request.slices):
             by_part.setdefault(batch.part, []).append(batch)
         away: list[Batch] = []
         here_bytes = 0
-        for some in by_part.values():
+        for part_batches in by_part.values():
             try:
-                here_bytes += await self._copy_here(fetch, memory, request, some)
+                here_bytes += await self._copy_here(fetch, memory, request, part_batches)
             except PhaseloomError as error:
                 if error.info.code is not Code.NOT_FOUND:
                     raise
-                away += some
-        fetch = await fetch.fetch_sound(away, sources)
+                away += part_batches
+        fetch = await fetch.fetch_with_retry(away, sources)
         log.info(
             "%s came: %d bytes from other nodes, %d from here, %d by peers; %s",
-            *(fetch.what, fetch.fetched_bytes, here_bytes, fetch.relayed_bytes, counted(fetch)),
+            *(
+                fetch.label,
+                fetch.fetched_bytes,
+                here_bytes,
+                fetch.relayed_bytes,
+                count_received(fetch),
+            ),
         )
 
     async def _copy_here(
-        self, fetch: Fetch, memory: memoryview, request: OpenSlices, some: list[Batch]
+        self, fetch: Fetch, memory: memoryview, request: OpenSlices, part_batches: list[Batch]
     ) -> int:
         """Copy slices of a part that is on this node, and verify the part: nobody does so later.
 
@@ -375,15 +385,20 @@ class Weights:
         Raises:  CallerError: NOT_FOUND: the part is not here. ResourceError: DATA_LOSS: the part is
                  bad, and no source has a good one.
         """
-        part = some[0].part
+        part = part_batches[0].part
         key = part_of(request.version, part)
-        sources = [e for each in request.sources if each.part == part for e in each.endpoints]
+        sources = [
+            e
+            for part_sources in request.sources
+            if part_sources.part == part
+            for e in part_sources.endpoints
+        ]
         for _ in range(_TRIES):
-            async with self.open_part(key) as found:
-                fetch.check(part, found.version.digest, "this node")
-                num_bytes = await asyncio.to_thread(_copy, found, some, memory)
-                if await has_digest(found.memory, found.version.digest):
-                    for batch in some:
+            async with self.open_part(key) as open_part:
+                fetch.check(part, open_part.version.digest, "this node")
+                num_bytes = await asyncio.to_thread(_copy, open_part, part_batches, memory)
+                if await has_digest(open_part.memory, open_part.version.digest):
+                    for batch in part_batches:
                         fetch.incoming.add(batch)
                     return num_bytes
             await self.verify(key, sources, request.ticket)
@@ -406,8 +421,8 @@ def _copy(part: OpenPart, batches: Sequence[Batch], memory: memoryview) -> int:
     Returns: the number of bytes that were copied.
     """
     for batch in batches:
-        found = (part.find(box).read() for box in batch.boxes)
-        batch.put(memory, b"".join(run for runs in found for run in runs))
+        runs_of_boxes = (part.find(box).read() for box in batch.boxes)
+        batch.put(memory, b"".join(run for runs in runs_of_boxes for run in runs))
     return sum(batch.num_bytes for batch in batches)
 
 
@@ -415,6 +430,6 @@ def _slots_and_name(request: OpenSlices) -> tuple[TensorTable, str]:
     """The layout of the reader's memory, and the name of the copy of slices, which is equal for all
     requests for the same slices."""
     slots = slots_of(request.slices, request.num_bytes)
-    what = msgspec.msgpack.encode((request.num_bytes, request.slices))
-    name = f"{COPY_PREFIX}{hashlib.blake2b(what, digest_size=16).hexdigest()}"
+    identity = msgspec.msgpack.encode((request.num_bytes, request.slices))
+    name = f"{COPY_PREFIX}{hashlib.blake2b(identity, digest_size=16).hexdigest()}"
     return TensorTable.of(slots), name
