@@ -195,7 +195,7 @@ powercuts: $(VENV)/.test
 
 ## gpu-check: what needs a GPU, proved on this machine's, where it has one; needs only torch
 gpu-check:
-	PYTHONPATH=services/worker $(or $(wildcard $(BIN)/python),$(PYTHON)) -m phaseloom.worker.gpucheck $(ARGS)
+	PYTHONPATH=services/worker $(or $(wildcard $(BIN)/python),$(PYTHON)) -m loadtest.gpu $(ARGS)
 
 ## simulate: every scenario of the scheduler's simulator; results in runs/simulate
 simulate: $(VENV)/.test

@@ -308,7 +308,7 @@ LAYERS: dict[str, list[tuple[str, ...]]] = {
         ("config", "core", "cuda"),
         ("state",),
         ("backends",),
-        ("rank", "gpucheck"),
+        ("rank",),
         ("agent",),
         ("main", "measuring"),
     ],

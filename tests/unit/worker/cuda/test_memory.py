@@ -43,7 +43,7 @@ from tests.support.emulatedcuda import (
     EmulatedDriver,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SIZE = 3 * GRANULARITY_BYTES // 2
 MAPPED = 2 * GRANULARITY_BYTES
 DEVICE_BYTES = 64 * MAPPED
@@ -434,7 +434,7 @@ def test_this_machines_gpu_keeps_every_promise() -> None:
     except CudaUnavailable as why:
         pytest.skip(str(why))
     done = subprocess.run(
-        [sys.executable, "-m", "phaseloom.worker.gpucheck", "--sizes-mib", "64,1024"],
+        [sys.executable, "-m", "loadtest.gpu", "--sizes-mib", "64,1024"],
         cwd=ROOT,
         capture_output=True,
         text=True,

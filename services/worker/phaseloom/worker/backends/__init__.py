@@ -47,7 +47,7 @@ def backend_factory(name: str) -> BackendFactory:
             ImportError: its runtime is not installed here (`missing_modules`).
     """
     if name not in BACKENDS:
-        # Not above: `gpucheck` imports this package where only torch is installed.
+        # Not above: `make gpu-check` imports this package where only torch is installed.
         from phaseloom.common.contract.errors import CallerError
 
         raise CallerError(

@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from loadtest.gpu import backends
 from phaseloom.common.contract.arrays import float32s
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.operations import (
@@ -37,7 +38,6 @@ from phaseloom.worker.backends.batch import loss_batch, without_loss
 from phaseloom.worker.backends.experts import file_tensors
 from phaseloom.worker.backends.model import build_model
 from phaseloom.worker.backends.packing import passes
-from phaseloom.worker.gpucheck import backends
 from phaseloom.worker.state.heap import Heap
 from tests.support.megatron import EXPERTS, spec, tiny
 from tests.support.saved import load, save

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phaseloom.worker.cuda.driver import Driver
-from phaseloom.worker.gpucheck.proofs import (
+from loadtest.gpu.proofs import (
     Found,
     Skipped,
     offload_and_load,
     require,
     with_heap,
 )
+from phaseloom.worker.cuda.driver import Driver
 
 if TYPE_CHECKING:
     from phaseloom.worker.state.devicememory import DeviceMemory

@@ -1,7 +1,7 @@
 """`make gpu-check`: prove on this machine what needs a GPU, or say why nothing can be proved.
 
-    python -m phaseloom.worker.gpucheck [--device 0] [--sizes-mib 64,1024,3072,16384]
-                                        [--limit-s 150] [--out FILE]
+    python -m loadtest.gpu [--device 0] [--sizes-mib 64,1024,3072,16384]
+                           [--limit-s 150] [--out FILE]
 
 Needs torch and the standard library only; the proofs of whole backends need their runtimes too, and
 are skipped by name where these are not installed. Each proof runs in a process of its own: an error
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from phaseloom.worker.cuda.driver import CudaError, CudaUnavailable, Driver, load
 
 if TYPE_CHECKING:
-    from phaseloom.worker.gpucheck.proofs import Found
+    from loadtest.gpu.proofs import Found
 
 MiB = 1024 * 1024
 DEFAULT_SIZES_MIB = "64,1024,3072,16384"
@@ -61,7 +61,7 @@ class Outcome:
 
 def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
     """The proofs by name, in their order."""
-    from phaseloom.worker.gpucheck import backends, proofs, sharding
+    from loadtest.gpu import backends, proofs, sharding
 
     planned: dict[str, Callable[[Driver], Found]] = {
         f"offload and load, {size} MiB": partial(proofs.round_trip, num_bytes=size * MiB)
@@ -94,7 +94,7 @@ def plan(sizes_mib: Sequence[int]) -> dict[str, Callable[[Driver], Found]]:
 
 def run_proof(name: str, prove: Callable[[], Found]) -> Outcome:
     """Outcome of a proof in this process, whatever goes wrong in it."""
-    from phaseloom.worker.gpucheck.proofs import Disproved, Skipped
+    from loadtest.gpu.proofs import Disproved, Skipped
 
     started_s = time.perf_counter()
 
@@ -214,7 +214,7 @@ def _prove(driver: Driver, options: argparse.Namespace) -> int:
 def _command(options: argparse.Namespace, name: str) -> list[str]:
     sizes = ",".join(map(str, options.sizes_mib))
     arguments = ["--device", str(options.device), "--sizes-mib", sizes, "--proof", name, "--out"]
-    return [sys.executable, "-m", "phaseloom.worker.gpucheck", *arguments]
+    return [sys.executable, "-m", "loadtest.gpu", *arguments]
 
 
 def _found(device: int) -> tuple[Driver, dict[str, str]]:

@@ -1,6 +1,6 @@
 """The other processes of the proofs: one with which device memory is shared, and a forked one.
 
-    python -m phaseloom.worker.gpucheck.peer <read|make> <socket descriptor> <device> <bytes> <seed>
+    python -m loadtest.gpu.peer <read|make> <socket descriptor> <device> <bytes> <seed>
 
 The first says each step in a word on the socket and then waits to be killed.
 """
@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from loadtest.gpu.patterns import fill, num_differing
 from phaseloom.worker.cuda.driver import Driver, load
 from phaseloom.worker.cuda.memory import CudaHeap, DeviceRange
 from phaseloom.worker.cuda.tensors import memory_tensor
-from phaseloom.worker.gpucheck.patterns import fill, num_differing
 
 WORD_BYTES = 64
 

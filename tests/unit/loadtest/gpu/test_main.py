@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from phaseloom.worker.cuda import driver as cuda
-from phaseloom.worker.cuda.driver import CudaError, Driver
-from phaseloom.worker.gpucheck import __main__ as gpucheck
-from phaseloom.worker.gpucheck import patterns
-from phaseloom.worker.gpucheck.__main__ import (
+from loadtest.gpu import __main__ as gpucheck
+from loadtest.gpu import patterns
+from loadtest.gpu.__main__ import (
     Outcome,
     Verdict,
     described,
@@ -25,9 +23,11 @@ from phaseloom.worker.gpucheck.__main__ import (
     run_proof,
     table,
 )
-from phaseloom.worker.gpucheck.proofs import Disproved, Found, Skipped
+from loadtest.gpu.proofs import Disproved, Found, Skipped
+from phaseloom.worker.cuda import driver as cuda
+from phaseloom.worker.cuda.driver import CudaError, Driver
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 NOT_NEEDED = ("msgspec", "xxhash", "nats", "opentelemetry", "transformers", "safetensors")
 
 
@@ -48,7 +48,7 @@ def test_where_there_is_no_gpu_nothing_is_proved_and_the_exit_status_says_so(
 
 def test_proofs_need_torch_and_the_standard_library_only() -> None:
     blocked = f"import sys; sys.modules.update(dict.fromkeys({NOT_NEEDED!r}))"
-    wanted = "from phaseloom.worker.gpucheck import __main__ as g; print(len(g.plan([8, 9])))"
+    wanted = "from loadtest.gpu import __main__ as g; print(len(g.plan([8, 9])))"
     done = subprocess.run(
         [sys.executable, "-c", f"{blocked}; {wanted}"],
         cwd=ROOT,

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from phaseloom.worker.cuda.driver import Driver
-from phaseloom.worker.gpucheck.proofs import (
+from loadtest.gpu.proofs import (
     SLACK_BYTES,
     Found,
     MiB,
@@ -32,6 +31,7 @@ from phaseloom.worker.gpucheck.proofs import (
     require,
     with_heap,
 )
+from phaseloom.worker.cuda.driver import Driver
 
 WIDTH, LAYERS, STEPS = 1024, 3, 4
 RATE = 10.0

@@ -1,7 +1,7 @@
 """Proofs that a GPU's memory keeps what `cuda.memory` promises, on a machine that has one.
 
 Each function proves one thing and raises `Disproved` where it does not hold. They need torch and
-the standard library only. `gpucheck` runs them and prints what they found.
+the standard library only. `make gpu-check` runs them and prints what they found.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
+from loadtest.gpu.patterns import fill, num_differing
+from loadtest.gpu.peer import hear, in_fork
 from phaseloom.worker.backends.optimizer import Hyperparameters, Moments, take_step
 from phaseloom.worker.cuda.driver import QUIET_CHECK, Driver
 from phaseloom.worker.cuda.memory import CudaHeap, DeviceRange, PinnedMemory
 from phaseloom.worker.cuda.tensors import memory_tensor
-from phaseloom.worker.gpucheck.patterns import fill, num_differing
-from phaseloom.worker.gpucheck.peer import hear, in_fork
 
 MiB = 1024 * 1024
 TURNS = 5
@@ -41,7 +41,7 @@ SLACK_BYTES = 64 * MiB
 PRELOADED = (
     "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",
-    "phaseloom.worker.gpucheck.peer",
+    "loadtest.gpu.peer",
 )
 """The modules that a rank's fork server has imported; those that are not installed are passed
 over."""
@@ -478,7 +478,7 @@ def _peer(
     ours.settimeout(PEER_TIMEOUT_S)
     arguments = [role, str(theirs.fileno()), str(device), str(num_bytes), str(seed)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "phaseloom.worker.gpucheck.peer", *arguments],
+        [sys.executable, "-m", "loadtest.gpu.peer", *arguments],
         pass_fds=[theirs.fileno()],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from loadtest.gpu import backends
+from loadtest.gpu.proofs import Skipped
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.cuda.driver import Driver
-from phaseloom.worker.gpucheck import backends
-from phaseloom.worker.gpucheck.proofs import Skipped
 from phaseloom.worker.state.heap import Heap
 
 SMALL = {
