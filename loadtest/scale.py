@@ -22,8 +22,8 @@ import msgspec
 
 from loadtest.records import Machine, describe, quantile
 from phaseloom.common.contract.events import Event
+from phaseloom.common.contract.specs import SchedulerConfig, SchedulerSettings
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.main import Config
 from phaseloom.simulator.agenda import Agenda
 from phaseloom.simulator.engine import Engine
 from phaseloom.simulator.jobs import ROLLOUT, TRAIN, Phase, SimJob, Take
@@ -118,7 +118,7 @@ def measure(settings: Settings, work: Path) -> ScaleReport:
     costs = Costs(stop_s=1.0, restart_s=10.0, seal_s=2.0, mirror_s=10.0)
     jobs = [_job(number, settings) for number in range(settings.jobs)]
     world = World(agenda, engine.append, meter, jobs, pools, costs=costs, faults=faults)
-    engine.run(world, live_config(), fail_s + _DOWN_S + 60.0)
+    engine.run(world, SchedulerConfig.of(SchedulerSettings()), fail_s + _DOWN_S + 60.0)
     begin_s = fail_s - settings.work_s
     working = [s for at_s, _, s in meter.taken if begin_s <= at_s < fail_s]
     submitted = [s for _, kind, s in meter.taken if kind == "JobSubmitted"]
@@ -138,11 +138,6 @@ def measure(settings: Settings, work: Path) -> ScaleReport:
         len(working) / settings.work_s,
         *_stored(engine.core, work),
     )
-
-
-def live_config() -> Config:
-    """The settings that a live scheduler has where nobody gives any."""
-    return Config()
 
 
 def _job(number: int, settings: Settings) -> SimJob:

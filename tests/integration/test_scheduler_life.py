@@ -110,7 +110,17 @@ from tests.support.warm import signal_programs
 ACME = "acme"
 A = JobKey(ACME, "a")
 POLICY = DeploymentKey(ACME, "a", "policy")
-CONFIG = SchedulerConfig("pack", "hrrs", 0.03, 2.0, 0, 3, 64, 1.0, speculative_switch_in=False)
+CONFIG = SchedulerConfig(
+    placement="pack",
+    ordering="hrrs",
+    idle_grace_s=0.03,
+    quantum_s=2.0,
+    seal_every=0,
+    max_losses=3,
+    max_reading=64,
+    phase_hold_s=1.0,
+    speculative_switch_in=False,
+)
 
 
 def key(seq: int, job: str = "a") -> OperationKey:

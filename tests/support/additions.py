@@ -62,7 +62,7 @@ pairs = Multiplexing(lambda view: [1] * len(view.claims) if len(view.claims) <= 
 from phaseloom.scheduler.core.policies.registry import check_policies
 from tests.unit.scheduler.test_shares import overlap_s, world_of
 
-check_policies("pack", "hrrs", multiplexing="pairs")
+check_policies("pack", "hrrs", "pairs", 0.0)
 world = world_of("pairs")
 world.queue("a", "policy", 1, "forward_backward")
 world.queue("b", "policy", 1, "forward_backward")

@@ -7,11 +7,15 @@ from typing import Any, Protocol
 import msgspec
 import pytest
 
+from phaseloom.cli.meshconfig import SCHEDULER_SETTINGS, MeshConfig
 from phaseloom.common.contract.errors import CallerError
+from phaseloom.common.contract.specs import SchedulerConfig, SchedulerSettings
 from phaseloom.common.process import machine
+from phaseloom.common.process.config import description_of
 from phaseloom.console.main import ConsoleConfig
 from phaseloom.gateway.main import GatewayConfig
 from phaseloom.router.main import RouterConfig
+from phaseloom.scheduler.core.state.cluster import Limits
 from phaseloom.scheduler.main import Config
 from phaseloom.statemgr.main import StateManagerConfig
 from phaseloom.worker.config import WorkerConfig
@@ -92,3 +96,18 @@ def test_settings_that_could_not_work_are_refused(
         settings(kind, changes).check()
     assert refused.value.info.field == field
     assert refused.value.info.remedy
+
+
+def test_setting_of_the_scheduler_has_one_default_everywhere() -> None:
+    """A mesh without settings, a scheduler without settings and a placement policy agree."""
+    scheduler, mesh, limits = Config(), MeshConfig(), Limits()
+    for name in SCHEDULER_SETTINGS:
+        assert getattr(mesh, name) == getattr(scheduler, name), name
+    for name in {*SchedulerSettings.__struct_fields__} & {*Limits.__struct_fields__}:
+        assert getattr(limits, name) == getattr(scheduler, name), name
+    assert SchedulerConfig.of(Config(quantum_s=5.0)).quantum_s == 5.0
+
+
+@pytest.mark.parametrize("name", SchedulerSettings.__struct_fields__)
+def test_every_setting_of_the_scheduler_is_described_for_the_command_line(name: str) -> None:
+    assert description_of(SchedulerSettings, name).endswith(".")

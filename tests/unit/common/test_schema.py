@@ -12,10 +12,10 @@ import pytest
 from phaseloom.common.contract import agents, api, commands, events, operations, specs
 from phaseloom.common.contract.codec import Message
 from phaseloom.common.contract.commands import NodeCommand
-from phaseloom.common.contract.specs import SchedulerConfig
+from phaseloom.common.contract.specs import SchedulerConfig, SchedulerSettings
 from tests.support import schema
 
-BASES = {Message, NodeCommand}
+BASES = {Message, NodeCommand, SchedulerSettings}
 
 
 @pytest.mark.parametrize("name", schema.DOCUMENTS)

@@ -11,7 +11,12 @@ import msgspec
 
 from phaseloom.common.contract.errors import CallerError, Code
 from phaseloom.common.contract.ids import check_name
-from phaseloom.common.contract.specs import SCHEDULER_BOUNDS, DeviceKind, Residency
+from phaseloom.common.contract.specs import (
+    SCHEDULER_BOUNDS,
+    DeviceKind,
+    Residency,
+    SchedulerSettings,
+)
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 from phaseloom.common.process import config, machine, slowdowns
 from phaseloom.common.tensors.modelfiles import check_directory
@@ -26,6 +31,7 @@ from phaseloom.worker.backends import BACKENDS
 
 SETTINGS = "settings.json"
 """The file of a run directory that holds the settings of its mesh."""
+_SCHEDULER = SchedulerSettings()
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,7 +121,10 @@ def _demo_nodes() -> list[NodeConfig]:
 
 
 class MeshConfig(msgspec.Struct, frozen=True):
-    """The settings of a whole mesh: the section `mesh`, or PHASELOOM_MESH_<FIELD>."""
+    """The settings of a whole mesh: the section `mesh`, or PHASELOOM_MESH_<FIELD>.
+
+    Settings without a docstring are the scheduler's: `SchedulerSettings` documents them.
+    """
 
     nodes: list[NodeConfig] = msgspec.field(default_factory=_demo_nodes)
     """The nodes of the mesh. The default is one rollout and one train device, which the two jobs of
@@ -126,46 +135,29 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """The number of router replicas."""
     schedulers: int = 1
     """The number of schedulers, of which one leads and the others stand by."""
-    placement: str = "pack"
-    """The policy that decides which nodes of each pool a job is pinned to, and with whom."""
-    ordering: str = "hrrs"
-    """The policy that decides which ready operation a device runs next."""
-    multiplexing: str = "off"
-    """The policy that decides which operations run side by side on a device of several cores."""
+    placement: str = _SCHEDULER.placement
+    ordering: str = _SCHEDULER.ordering
+    multiplexing: str = _SCHEDULER.multiplexing
     slowdowns: str = ""
-    """The file that `phaseloom measure-slowdown` has written on such a machine, by which that
-    policy decides; empty: nothing is known."""
-    max_group_jobs: int = 5
-    """The most jobs that one node group takes."""
-    duty_limit: float = 0.5
-    """The largest share of its time that a job may be predicted to wait for the jobs on its
-    nodes."""
-    switch_s: float = 0.0
-    """Seconds planned for a context switch in each phase on shared nodes, by placement policies
-    that promise an SLO."""
-    slo_percentile: float = 0.0
-    """The percentage of a job's single iterations that `coexec_repack` keeps within its SLO, beside
-    the mean over its life; 0: the mean alone."""
-    idle_grace_s: float = 0.03
-    """How long a device is kept for a job that has nothing ready while another waits."""
+    """File that `phaseloom measure-slowdown` has written on a machine like this one, by which
+    `multiplexing` decides; empty: nothing was measured."""
+    max_group_jobs: int = _SCHEDULER.max_group_jobs
+    duty_limit: float = _SCHEDULER.duty_limit
+    switch_s: float = _SCHEDULER.switch_s
+    slo_percentile: float = _SCHEDULER.slo_percentile
+    idle_grace_s: float = _SCHEDULER.idle_grace_s
     frozen_bases: dict[str, list[str]] = {}
     """Models that never change, and that tenants may share: for each name the BLAKE3 of each rank's
     content. `phaseloom state --json` shows the hashes."""
     models: dict[str, str] = {}
     """Models to register, as `phaseloom model add` does: for each name a directory."""
-    seal_every: int = 60
-    """The number of mutating operations between two seals of a trainable deployment; 0: never."""
-    max_losses: int = 3
-    """An operation fails once more WPGs than this have died while they ran it."""
-    node_grace_s: float = 30.0
-    """Seconds for which a node may be away before its deployments are rebuilt elsewhere, where they
-    can."""
-    node_gone_s: float = 1800.0
-    """Seconds after which a node that is away counts as gone for good; 0: only an operator says
-    so."""
+    seal_every: int = _SCHEDULER.seal_every
+    max_losses: int = _SCHEDULER.max_losses
+    node_grace_s: float = _SCHEDULER.node_grace_s
+    node_gone_s: float = _SCHEDULER.node_gone_s
     nats_servers: int = 1
-    """The number of NATS servers: 1, or 3 that replicate everything, so that any one of them may be
-    lost."""
+    """Number of NATS servers: 1, or 3 that replicate everything, so that the mesh survives the loss
+    of any one."""
     fsync: bool = True
     """Whether NATS has a message on disk before it acknowledges it. Otherwise what it has
     acknowledged survives a killed process, but not a power cut."""
@@ -177,15 +169,15 @@ class MeshConfig(msgspec.Struct, frozen=True):
     """The directory of checkpoints, which later runs can load too. Empty: one in the run's own
     directory."""
     gateway_port: int = 0
-    """The port of this machine at which a gateway serves the Tinker API and OpenAI's; 0: none. A
-    tenant's API key is `tml-` and its password."""
+    """Port of this machine at which a gateway serves the Tinker and OpenAI APIs; 0: no gateway. A
+    tenant's API key is `tml-` followed by its password."""
     gateways: int = 1
-    """The number of replicas of the gateway, which share its port."""
+    """Number of replicas of the gateway, which share its port."""
     gateway_session_s: float = 600.0
     """How long a session of the Tinker SDK may be silent before its models are ended."""
     console_port: int = 0
-    """The port of this machine at which the console, a web page, shows the mesh. 0: `phaseloom up`
-    chooses one, and leaves the page out with `--console-port 0` alone."""
+    """Port of this machine for the console, a web page that shows the mesh; 0: `phaseloom up`
+    chooses one (8900 if it is free)."""
     metrics: bool = False
     """Whether each service serves metrics to Prometheus, at a free port of this machine."""
 
@@ -215,9 +207,8 @@ class MeshConfig(msgspec.Struct, frozen=True):
         for name, directory in self.models.items():
             check_name(name, "mesh.models")
             check_directory(Path(directory), f"mesh.models.{name}")
-        shared = SCHEDULER_BOUNDS.keys() & set(self.__struct_fields__)
-        bounds = {name: SCHEDULER_BOUNDS[name] for name in shared}
-        config.check_bounds(self, "mesh", {**_BOUNDS, **bounds})
+        shared = {n: bounds for n, bounds in SCHEDULER_BOUNDS.items() if n in SCHEDULER_SETTINGS}
+        config.check_bounds(self, "mesh", {**_BOUNDS, **shared})
         if self.gateway_port and self.gateway_port == self.console_port:
             raise CallerError(
                 f"gateway and console cannot both have port {self.gateway_port}",
@@ -286,6 +277,15 @@ class MeshConfig(msgspec.Struct, frozen=True):
                     field=setting,
                     remedy=f"give the settings that are in {run_dir / SETTINGS}",
                 )
+
+
+# `slowdowns` differs: a mesh file names the table's file.
+SCHEDULER_SETTINGS = [
+    name
+    for name in SchedulerSettings.__struct_fields__
+    if name in MeshConfig.__struct_fields__ and name != "slowdowns"
+]
+"""The scheduler's settings that a mesh passes on."""
 
 
 def _identity(node: NodeConfig) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ from socket import create_server
 
 import msgspec
 
-from phaseloom.cli.meshconfig import MeshConfig, NodeConfig
+from phaseloom.cli.meshconfig import SCHEDULER_SETTINGS, MeshConfig, NodeConfig
 from phaseloom.common.process import config as configuration
 from phaseloom.common.transport.certificates import directory_of
 from phaseloom.common.transport.natsserver import Credentials
@@ -69,19 +69,8 @@ def _schedulers(config: MeshConfig, secret: str) -> list[ChildSpec]:
         name = f"scheduler-{number}" if number else "scheduler"
         settings = {
             "NAME": name,
-            "PLACEMENT": config.placement,
-            "ORDERING": config.ordering,
-            "MULTIPLEXING": config.multiplexing,
+            **{setting.upper(): getattr(config, setting) for setting in SCHEDULER_SETTINGS},
             "SLOWDOWNS_FILE": Path(config.slowdowns).absolute() if config.slowdowns else "",
-            "MAX_GROUP_JOBS": config.max_group_jobs,
-            "DUTY_LIMIT": config.duty_limit,
-            "SWITCH_S": config.switch_s,
-            "SLO_PERCENTILE": config.slo_percentile,
-            "IDLE_GRACE_S": config.idle_grace_s,
-            "SEAL_EVERY": config.seal_every,
-            "MAX_LOSSES": config.max_losses,
-            "NODE_GRACE_S": config.node_grace_s,
-            "NODE_GONE_S": config.node_gone_s,
             "STATE_SECRET": secret,
         }
         specs.append(ChildSpec(name, "phaseloom.scheduler.main", _section("SCHEDULER", settings)))

@@ -9,8 +9,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from socket import create_server
+from typing import Annotated
 
 import uvloop
+from cyclopts import Parameter
+from msgspec import Struct
 from msgspec.structs import replace
 
 from phaseloom.cli.extras import check_installed, missing
@@ -19,6 +22,7 @@ from phaseloom.cli.processes import api_key
 from phaseloom.cli.rundir import new_run_dir, run_to_resume
 from phaseloom.cli.supervisor import Mesh
 from phaseloom.common.contract.errors import CallerError, Code
+from phaseloom.common.contract.specs import SchedulerSettings
 from phaseloom.common.process import config
 from phaseloom.scheduler.core.policies.registry import check_policies
 
@@ -29,63 +33,53 @@ _WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "psutil")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def _overriding(field: str, kind: type[Struct] = MeshConfig, *, unless: str = "") -> Parameter:
+    """Document an option by the mesh file's setting that it stands for."""
+    return Parameter(help=f"{config.description_of(kind, field)} Overrides the mesh file{unless}.")
+
+
 def up(
     *,
     mesh_file: Path | None = None,
     runs: Path = Path("runs"),
-    placement: str | None = None,
-    ordering: str | None = None,
-    multiplexing: str | None = None,
-    nats_servers: int = 0,
-    slowdowns: Path | None = None,
-    slo_percentile: float | None = None,
-    gateway: int = 0,
-    gateways: int = 0,
+    placement: Annotated[str | None, _overriding("placement", SchedulerSettings)] = None,
+    ordering: Annotated[str | None, _overriding("ordering", SchedulerSettings)] = None,
+    multiplexing: Annotated[str | None, _overriding("multiplexing", SchedulerSettings)] = None,
+    nats_servers: Annotated[int, _overriding("nats_servers", unless=" unless 0")] = 0,
+    slowdowns: Annotated[Path | None, _overriding("slowdowns")] = None,
+    slo_percentile: Annotated[
+        float | None, _overriding("slo_percentile", SchedulerSettings)
+    ] = None,
+    gateway: Annotated[int, _overriding("gateway_port", unless=" unless 0")] = 0,
+    gateways: Annotated[int, _overriding("gateways", unless=" unless 0")] = 0,
     console_port: int | None = None,
     resume: bool = False,
     run: str = "",
     accept_loss: bool = False,
 ) -> None:
-    """Run a nats-server and every service on this machine until Ctrl-C, for your own controllers.
+    """Run a NATS server and every service on this machine until Ctrl-C. Controllers can connect.
 
     Parameters
     ----------
     mesh_file
-        TOML with a table [mesh]: nodes, tenants, policies. Without it: one rollout and one train
-        device, both emulated, and the tenant `demo`; with --resume, the settings of the run.
+        TOML file with a table [mesh]: nodes, tenants, policies. Without it the mesh has one
+        emulated rollout device, one emulated train device and the tenant `demo`, or with --resume
+        the settings of the earlier run.
     runs
-        Folder in which the run's directory is made, with its logs, spans, credentials, and the
+        Directory in which each run gets a directory for its logs, spans, credentials and the
         server's store.
-    placement
-        Policy that decides which nodes a job is pinned to, and with whom. It overrides the file's.
-    ordering
-        Policy that decides which ready operation a device runs next. It overrides the file's.
-    multiplexing
-        Policy that decides what runs beside what on a device of several cores. It overrides the
-        file's.
-    slowdowns
-        File of `phaseloom measure-slowdown`, by which that policy decides. It overrides the file's.
-    slo_percentile
-        Percentage of a job's single iterations that `coexec_repack` keeps within its SLO, beside
-        their mean. It overrides the file's.
-    nats_servers
-        How many NATS servers there are: 1, or 3 that replicate everything, so that the mesh goes on
-        when one is lost; 0: the file's, or one.
-    gateway
-        Port of this machine for the Tinker API and OpenAI's; 0: the file's, or none.
-    gateways
-        How many replicas of the gateway share that port; 0: the file's, or one.
     console_port
-        Port of this machine for the console, a web page that shows the mesh; 0: none. Without it:
-        the file's, else 8900, else any that is free.
+        Port of this machine for the console, a web page that shows the mesh; 0: no console. If it
+        is left out: the mesh file's port, or 8900, or any free port.
     resume
-        Go on in the directory of an earlier run, with its settings, jobs, checkpoints, keys and the
-        gateway's records. A mesh file must have its nodes, tenants and checkpoints again.
+        Continue an earlier run in its directory, with its settings, jobs, checkpoints, keys and
+        gateway records. If you give a mesh file, it must keep the run's nodes, tenants and
+        checkpoint directory.
     run
-        The run to go on with, by name or path; without it, the newest.
+        Run to resume, by name or path. Default: the newest.
     accept_loss
-        Go on with a store that has lost its newest messages, or is an older copy. What the nodes
-        have is set aside, and jobs fall back to their checkpoints, or fail where they have none.
+        Resume although the server's store has lost its newest messages or is an older copy. State
+        on the nodes is set aside; jobs fall back to their checkpoints, and jobs without one fail.
     """
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
@@ -284,7 +278,7 @@ def with_policies(
     check_policies(
         settings.placement,
         settings.ordering,
-        multiplexing=settings.multiplexing,
-        slo_percentile=settings.slo_percentile,
+        settings.multiplexing,
+        settings.slo_percentile,
     )
     return settings

@@ -28,7 +28,7 @@ from phaseloom.common.contract.codec import content_type_of, decode
 from phaseloom.common.contract.errors import Code, PhaseloomError, ResourceError
 from phaseloom.common.contract.ids import OperationKey
 from phaseloom.common.contract.operations import Completion
-from phaseloom.common.contract.specs import SCHEDULER_BOUNDS, SchedulerConfig
+from phaseloom.common.contract.specs import SCHEDULER_BOUNDS, SchedulerConfig, SchedulerSettings
 from phaseloom.common.process import collector, config, lifecycle, slowdowns
 from phaseloom.common.transport.bus import Bus
 from phaseloom.common.transport.decisionlog import log_went_back
@@ -53,19 +53,9 @@ _GOODBYE_S = 3.0
 """Time for each of the last things to do; the process has 10 s to stop in."""
 
 
-class Config(SchedulerConfig, frozen=True):
-    """The core's settings (`SchedulerConfig`), which enter the decision log, and the process's
-    own."""
+class Config(SchedulerSettings, frozen=True, kw_only=True):
+    """The core's settings, which enter the decision log, and those of the process itself."""
 
-    placement: str = "pack"
-    ordering: str = "hrrs"
-    idle_grace_s: float = 0.03
-    quantum_s: float = 2.0
-    seal_every: int = 60
-    max_losses: int = 3
-    max_reading: int = 64
-    phase_hold_s: float = 1.0
-    speculative_switch_in: bool = True
     snapshot_every: int = 2000
     """Events of the log between two snapshots."""
     lease_margin_s: float = 3.0
@@ -87,9 +77,9 @@ class Config(SchedulerConfig, frozen=True):
         check_policies(
             self.placement,
             self.ordering,
-            "scheduler.",
-            multiplexing=self.multiplexing,
-            slo_percentile=self.slo_percentile,
+            self.multiplexing,
+            self.slo_percentile,
+            section="scheduler.",
         )
 
 
@@ -180,7 +170,8 @@ async def _lead(bus: Bus, settings: Config, gauges: Gauges, stop: asyncio.Event)
     core = await lifecycle.unless_stopped(stop, restored(bus, snapshots))
     sink = BusSink(bus, snapshots, secret=settings.state_secret)
     decisions = RetryingLog(bus, "scheduler")
-    shell = Shell(core, decisions, sink, _policy(settings), settings.snapshot_every)
+    policy = SchedulerConfig.of(settings)
+    shell = Shell(core, decisions, sink, policy, settings.snapshot_every)
     keeping = Housekeeping(bus, decisions, shell)
     with gauges.of(core, bus):
         async with asyncio.TaskGroup() as tasks:
@@ -254,12 +245,6 @@ async def _leave_snapshot(shell: Shell, sink: BusSink) -> None:
             await sink.save(shell.core.state.sequence, shell.core.snapshot(), is_last=True)
     except (TimeoutError, PhaseloomError, NatsError, NatsTimeoutError) as error:
         log.warning("no snapshot at the end: %r", error)
-
-
-def _policy(settings: Config) -> SchedulerConfig:
-    """The part of the settings that the core decides by, as it enters the log."""
-    shared = {name: getattr(settings, name) for name in SchedulerConfig.__struct_fields__}
-    return SchedulerConfig(**shared)
 
 
 async def _serve_api(bus: Bus, shell: Shell) -> None:

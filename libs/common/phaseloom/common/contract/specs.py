@@ -252,68 +252,91 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
         ]
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True):
-    """The settings that the scheduler's core decides by, from `[scheduler]` of the configuration.
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that the scheduler's core decides by: `[scheduler]` of the configuration.
 
-    They are the first entry of the decision log, and a new one at each change.
+    Each setting has its type, default and documentation here alone. The scheduler's own
+    configuration inherits them; the mesh file and the options of `phaseloom up` derive from them.
     """
 
-    placement: str
-    """Policy that chooses which nodes of each pool a job is pinned to, and with whom it shares
+    placement: str = "pack"
+    """Policy that decides which nodes of each pool a job is pinned to, and which jobs share
     them."""
-    ordering: str
-    """Policy that chooses which ready operation a device runs next."""
-    idle_grace_s: float
-    """Seconds for which a device is kept for a job that has nothing ready while another waits."""
-    quantum_s: float
-    """Seconds for which the ready operations of a job go before those of another on a device that
-    the job holds; after that the others' go first. 0: the ordering policy alone decides."""
-    seal_every: int
-    """The number of mutating operations between two seals of a trainable deployment; 0: never."""
-    max_losses: int
-    """The number of losses of a WPG, without an operation completed in between, that are survived:
-    the next one fails the operation that runs, or the job where none does."""
-    max_reading: int
-    """The most reading operations of one activation that run at once."""
-    phase_hold_s: float
-    """The most seconds for which a declared phase keeps a device that others wait for, after its
-    last operation there; 0: it keeps none."""
-    speculative_switch_in: bool
-    """Whether activations are opened on idle devices before the operation that is predicted
-    comes."""
+    ordering: str = "hrrs"
+    """Policy that decides which ready operation a device runs next."""
+    idle_grace_s: float = 0.03
+    """How long a device waits for a job that has nothing ready while another job waits, in
+    seconds."""
+    quantum_s: float = 2.0
+    """How long a job that holds a device goes first there, in seconds. Then the ready operations of
+    other jobs go first. 0: the ordering policy alone decides."""
+    seal_every: int = 60
+    """Mutating operations between two seals of a trainable deployment; 0: never seal."""
+    max_losses: int = 3
+    """Consecutive WPG deaths to tolerate. The next one fails the running operation, or the job if
+    none was running. A completed operation resets the count."""
+    max_reading: int = 64
+    """Reading operations that one activation runs at once, at most."""
+    phase_hold_s: float = 1.0
+    """How long a declared phase keeps a device that others wait for, after the phase's last
+    operation there, in seconds; 0: not at all."""
+    speculative_switch_in: bool = True
+    """Whether an idle device is prepared for an operation that is predicted but not there yet."""
     seal_bytes: int = 128 * 2**20
-    """The bytes of mutating operations' payloads since the last seal after which a seal is made."""
+    """Seal a deployment once its mutating operations have brought this many payload bytes since its
+    last seal."""
     seal_age_s: float = 600.0
-    """The age of a seal in seconds after which it is made again, if anything has changed since."""
+    """Seal a deployment again once its seal is this old and its state has changed, in seconds."""
     max_open_operations: int = 10_000
-    """The most operations of one deployment without an outcome; more are refused."""
+    """Operations of one deployment that may lack an outcome; further ones are refused."""
     outcome_retention_s: float = 86_400.0
-    """Seconds for which outcomes that no rebuild needs, and the name of an ended job, are kept."""
+    """How long outcomes that no rebuild needs, and the name of an ended job, are kept, in
+    seconds."""
     max_group_jobs: int = 5
-    """The most jobs in one node group."""
+    """Jobs in one node group, at most."""
     duty_limit: float = 0.5
-    """The largest share of its cycle that a member of a group may be predicted to wait."""
+    """Largest share of its time that a job may be predicted to wait for the jobs on its nodes."""
     switch_s: float = 0.0
-    """Seconds planned for the switch before each phase of a shared group, by policies that promise
-    an SLO."""
+    """Seconds planned for a context switch before each phase on shared nodes, by placement policies
+    that promise an SLO."""
     slo_percentile: float = 0.0
-    """The percentage of a job's single iterations that must be within its SLO as well, for
-    placement by policies that let jobs spend in some iterations what they saved in others. 0: only
-    the mean over a job's life must."""
+    """Percentage of a job's single iterations that `coexec_repack` keeps within its SLO, in
+    addition to the mean over the job's life; 0: the mean only."""
     node_grace_s: float = 30.0
-    """Seconds for which a node may be away before its deployments are rebuilt elsewhere, where they
-    can."""
+    """How long a node may be away before its deployments are rebuilt elsewhere if possible, in
+    seconds."""
     node_gone_s: float = 1800.0
-    """Seconds after which a node that is away counts as gone for good: jobs that need what it alone
-    had fall back or fail. 0: only an operator can say so (`phaseloom drain NODE --gone`)."""
+    """How long until a node that is away counts as permanently gone, in seconds. Jobs that need
+    state which only that node had then fall back or fail. 0: only an operator can declare it
+    (`phaseloom drain NODE --gone`)."""
     multiplexing: str = "off"
-    """Policy that chooses what runs beside what on a device of several compute units, and with
-    which shares of them."""
+    """Policy that decides which operations run side by side on a device of several cores, and how
+    many cores each of them gets."""
     slowdowns: SlowdownTable | None = None
-    """How much slower operations are with a share of a device and beside one another, as it was
-    measured. Policies decide by it what is worth running side by side. None: nothing is known."""
+    """Measured slowdown of operations that share a device, by which multiplexing decides what is
+    worth running side by side. None: nothing was measured."""
     corrects_slowdowns: bool = True
-    """Whether what is seen to be slower side by side than the table says is believed."""
+    """Whether observed slowdowns that are worse than the table's replace them."""
+
+
+class SchedulerConfig(SchedulerSettings, frozen=True, kw_only=True):
+    """The scheduler's settings in the decision log: its first entry, and a new one at each
+    change."""
+
+    # An entry must name these: as messages they have no default.
+    placement: str
+    ordering: str
+    idle_grace_s: float
+    quantum_s: float
+    seal_every: int
+    max_losses: int
+    max_reading: int
+    phase_hold_s: float
+    speculative_switch_in: bool
+
+    @classmethod
+    def of(cls, settings: SchedulerSettings) -> SchedulerConfig:
+        return cls(**{name: getattr(settings, name) for name in cls.__struct_fields__})
 
 
 SCHEDULER_BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -333,7 +356,7 @@ SCHEDULER_BOUNDS: Mapping[str, tuple[float, float]] = {
     "node_grace_s": (0, math.inf),
     "node_gone_s": (0, math.inf),
 }
-"""The least and the greatest value of the numbers of `SchedulerConfig`."""
+"""The least and the greatest value of each number of `SchedulerSettings`."""
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -8,10 +8,14 @@ never goes unseen.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import os
+import textwrap
 import tomllib
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -92,6 +96,23 @@ def check_bounds(
                 field=f"{section}.{name}",
                 remedy=f"use {least} or more" if most == math.inf else f"use {least} to {most}",
             )
+
+
+def description_of(kind: type[msgspec.Struct], field: str) -> str:
+    """Return the docstring of a setting in one line, for `--help`.
+
+    Python does not keep the strings below fields, so this reads the source of the class.
+    """
+    (declared,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(declared, ast.ClassDef)
+    for statement, text in pairwise(declared.body):
+        match statement, text:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(docstring))),
+            ) if name == field:
+                return " ".join(docstring.split())
+    raise AssertionError(f"{kind.__name__}.{field} has no docstring")
 
 
 def is_given(section: str, environ: Mapping[str, str] | None = None) -> bool:

@@ -23,20 +23,14 @@ HOST_BYTES = 2 * 10**12
 """The host memory of a node (WEAVE Table 1)."""
 
 
-def config(
-    placement: str,
-    ordering: str,
-    *,
-    max_group_jobs: int = 5,
-    duty_limit: float = 0.5,
-    switch_s: float = 0.0,
-    slo_percentile: float = 0.0,
-) -> SchedulerConfig:
-    """A configuration in which the policies alone decide.
+def config(placement: str, ordering: str, **settings: float) -> SchedulerConfig:
+    """Return a configuration in which only the policies decide.
 
     There is no quantum, no idle grace, no speculative switch-in, and there are no seals.
+
+    Args: settings: settings that differ from their defaults.
     """
-    return SchedulerConfig(
+    quiet = SchedulerConfig(
         placement=placement,
         ordering=ordering,
         idle_grace_s=0.0,
@@ -46,11 +40,8 @@ def config(
         max_reading=64,
         phase_hold_s=0.0,
         speculative_switch_in=False,
-        max_group_jobs=max_group_jobs,
-        duty_limit=duty_limit,
-        switch_s=switch_s,
-        slo_percentile=slo_percentile,
     )
+    return replace(quiet, **settings)
 
 
 def pools(rollout: int, train: int) -> list[PoolSpec]:

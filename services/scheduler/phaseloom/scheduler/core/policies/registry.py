@@ -73,16 +73,16 @@ MULTIPLEXING: dict[str, Multiplexing] = {
 def check_policies(
     placement: str,
     ordering: str,
-    section: str = "",
+    multiplexing: str,
+    slo_percentile: float,
     *,
-    multiplexing: str = "off",
-    slo_percentile: float = 0.0,
+    section: str = "",
 ) -> None:
     """Check that policies of these names are registered, and that the percentile is one.
 
-    Args:   section: the beginning of the name of a field that an error names.
-    Raises: CallerError: there is no policy of that name, and the remedy lists those that there are;
-        or the percentile is none.
+    Args:   section: prefix of the field that an error names.
+    Raises: CallerError: a policy is unknown (the remedy lists the known ones), or the percentile is
+            not within 0 and 100.
     """
     if not 0 <= slo_percentile <= 100:
         raise CallerError(

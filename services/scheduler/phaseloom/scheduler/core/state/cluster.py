@@ -15,9 +15,10 @@ import msgspec
 
 from phaseloom.common.contract.errors import ErrorInfo
 from phaseloom.common.contract.ids import NodeId
-from phaseloom.common.contract.specs import Capabilities, Cycle
+from phaseloom.common.contract.specs import Capabilities, Cycle, SchedulerSettings
 
 Pool = str
+_DEFAULTS = SchedulerSettings()
 
 
 class Demand(msgspec.Struct, frozen=True, order=True):
@@ -152,12 +153,12 @@ class Group(msgspec.Struct):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    max_group_jobs: int = 5
-    duty_limit: float = 0.5
-    switch_s: float = 0.0
-    """Seconds of switching that are planned for each phase of a group of several jobs."""
-    slo_percentile: float = 0.0
-    """The percentage of a job's single iterations that must be within its SLO; 0: none."""
+    """The settings that placement depends on: see `SchedulerSettings`."""
+
+    max_group_jobs: int = _DEFAULTS.max_group_jobs
+    duty_limit: float = _DEFAULTS.duty_limit
+    switch_s: float = _DEFAULTS.switch_s
+    slo_percentile: float = _DEFAULTS.slo_percentile
     counts_on_space: bool = False
     """Whether jobs are placed by what they get side by side, and run beside one another only where
     that was counted on."""
