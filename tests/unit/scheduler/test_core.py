@@ -114,8 +114,8 @@ def test_snapshot_of_another_core_version_is_refused() -> None:
 
 
 def test_snapshot_that_is_refused_for_its_core_version_need_not_be_readable() -> None:
-    payload = msgspec.msgpack.encode({"core_version": 1, "state": {"nodes": "of another shape"}})
-    with pytest.raises(ResourceError, match="of core version 1") as caught:
+    payload = msgspec.msgpack.encode({"core_version": 2, "state": {"nodes": "of another shape"}})
+    with pytest.raises(ResourceError, match="of core version 2") as caught:
         Core.restore(payload)
     assert caught.value.info.code is Code.FAILED_PRECONDITION
     assert caught.value.info.remedy

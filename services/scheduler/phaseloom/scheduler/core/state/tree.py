@@ -18,7 +18,7 @@ from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Leave, Node
 from phaseloom.scheduler.core.state.observed import MOST_SIZES, Observed, name_of
 
-CORE_VERSION = 19
+CORE_VERSION = 1
 """Raised whenever the same log would give other commands, or the state has another shape; the
 snapshot of an older version is taken over as `upgrades.py` says."""
 
