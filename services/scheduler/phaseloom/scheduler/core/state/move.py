@@ -15,27 +15,25 @@ from phaseloom.scheduler.core.state.wpg import RankAssignment
 
 
 class Relocation(msgspec.Struct):
-    """The way of a deployment to other devices."""
+    """A deployment's way to other devices."""
 
     assignments: list[RankAssignment]
-    """The devices that the deployment is to have."""
-    is_sealed: bool = False
-    """Whether the seal of the move was asked for. It is asked for once, whether or not it comes."""
-    is_last: bool = False
-    """Whether the deployment leaves with the seal that is made now: nothing runs meanwhile."""
+    """The devices that the deployment will have."""
+    stage: MoveStage = MoveStage.PREPARING
+    requested_seal: int = 0
+    """Seq of the seal that the move requested in its newest try; 0: none was needed."""
     began_s: float = 0.0
-    """When the sealing and copying began."""
+    """When sealing and copying began."""
     copy_s: float = 0.0
-    """How long the sealing and copying took."""
-    stage: MoveStage = MoveStage.BEGUN
+    """How long sealing and copying took."""
     fetching: list[NodeId] = []
-    """The new nodes that have not yet said that they have their copy."""
-    asked: int = 0
+    """The new nodes that have not yet reported their copy."""
+    fetch_sequence: int = 0
     """Log sequence at which the new nodes were told to fetch their copies."""
     retry_at_s: float = 0.0
-    """A new node that could not take its copy is not asked again before this time."""
+    """The move is not retried before this time."""
     failures: int = 0
-    """Failed tries to take a copy in a row."""
+    """Consecutive failures to take a copy."""
 
 
 class Move(msgspec.Struct):

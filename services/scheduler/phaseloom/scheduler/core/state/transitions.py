@@ -50,13 +50,19 @@ class JobState(StrEnum):
 
 class MoveStage(StrEnum):
     WAITING = "waiting"
-    """A node that the deployment is to go to is not there: it runs on where it is."""
-    BEGUN = "begun"
-    """The deployment is to be sealed as soon as nothing runs on it."""
+    """A new node is down or could not take its copy; the deployment runs where it is."""
+    PREPARING = "preparing"
+    """The deployment is sealed as soon as nothing runs on it, if a seal is needed."""
     SEALING = "sealing"
-    MIRRORING = "mirroring"
-    """The deployment runs on while its new nodes fetch what it will begin with."""
+    COPYING = "copying"
+    """The deployment runs while its new nodes fetch the state that it will start from there."""
     LEAVING = "leaving"
+    """As soon as nothing runs on it, the deployment is sealed once more or stopped."""
+    LAST_SEALING = "last sealing"
+    """The deployment gets no operations while it is sealed for the last time before it leaves."""
+    LAST_COPYING = "last copying"
+    """The deployment gets no operations while its new nodes fetch the last seal."""
+    STOPPING = "stopping"
     """The deployment is stopped as soon as nothing runs on it."""
 
 
@@ -100,17 +106,18 @@ class JobEvent(StrEnum):
 
 class MoveEvent(StrEnum):
     PUT_OFF = "put off"
-    """A new node is not there, or could not take its copy."""
-    TRIED_AGAIN = "tried again"
-    SEAL_ASKED = "seal asked"
-    """The seal was asked for, or none is wanted."""
+    """A new node is down or could not take its copy."""
+    RETRIED = "retried"
+    SEAL_REQUESTED = "seal requested"
+    """The seal was requested, or none is needed."""
     SEAL_ENDED = "seal ended"
-    FETCHED = "fetched"
+    """The seal was committed or failed, and the new nodes were told to fetch their copies."""
+    COPIED = "copied"
     """All new nodes have their copies."""
     NODE_RESTARTED = "node restarted"
-    """A new node has a new lease, and does not fetch what it was told to under the last one."""
-    LAST_SEAL_ASKED = "last seal asked"
-    """Running again what came after the seal would take longer than another copy."""
+    """A new node has a new lease, so it does not fetch the copy requested under the last one."""
+    LAST_SEAL_REQUESTED = "last seal requested"
+    """Replaying the operations after the seal would take longer than another copy."""
 
 
 S = TypeVar("S", bound=StrEnum)
@@ -161,12 +168,15 @@ JOBS = _table(
 
 
 MOVES = _table(
-    ([MoveStage.WAITING], MoveEvent.TRIED_AGAIN, MoveStage.BEGUN),
-    ([MoveStage.BEGUN], MoveEvent.SEAL_ASKED, MoveStage.SEALING),
-    ([MoveStage.SEALING], MoveEvent.SEAL_ENDED, MoveStage.MIRRORING),
-    ([MoveStage.MIRRORING], MoveEvent.FETCHED, MoveStage.LEAVING),
-    ([MoveStage.MIRRORING], MoveEvent.NODE_RESTARTED, MoveStage.SEALING),
-    ([MoveStage.LEAVING], MoveEvent.LAST_SEAL_ASKED, MoveStage.SEALING),
+    ([MoveStage.WAITING], MoveEvent.RETRIED, MoveStage.PREPARING),
+    ([MoveStage.PREPARING], MoveEvent.SEAL_REQUESTED, MoveStage.SEALING),
+    ([MoveStage.SEALING], MoveEvent.SEAL_ENDED, MoveStage.COPYING),
+    ([MoveStage.COPYING], MoveEvent.COPIED, MoveStage.LEAVING),
+    ([MoveStage.COPYING], MoveEvent.NODE_RESTARTED, MoveStage.SEALING),
+    ([MoveStage.LEAVING], MoveEvent.LAST_SEAL_REQUESTED, MoveStage.LAST_SEALING),
+    ([MoveStage.LAST_SEALING], MoveEvent.SEAL_ENDED, MoveStage.LAST_COPYING),
+    ([MoveStage.LAST_COPYING], MoveEvent.COPIED, MoveStage.STOPPING),
+    ([MoveStage.LAST_COPYING], MoveEvent.NODE_RESTARTED, MoveStage.LAST_SEALING),
     (MoveStage, MoveEvent.PUT_OFF, MoveStage.WAITING),
 )
 """A move ends when the deployment is up on its new nodes, stays after all, or has ended."""

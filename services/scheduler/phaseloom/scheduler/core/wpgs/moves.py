@@ -19,6 +19,8 @@ nodes are up. The old nodes keep the seal that it was rebuilt from until it has 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from phaseloom.common.contract.commands import MirrorState, Ticket
 from phaseloom.common.contract.events import StateMirrored
 from phaseloom.common.contract.ids import NodeId
@@ -99,15 +101,19 @@ def is_possible(step: Step, deployment: Deployment, move: Relocation) -> bool:
 
 
 def is_paused(deployment: Deployment) -> bool:
-    """Whether a deployment is given no new operations: it is about to be sealed, or to leave."""
+    """Whether a deployment gets no new operations because it will soon be sealed or leave."""
     move = deployment.move.relocation
     if move is None or deployment.queue.snapshots:
         return False
-    if move.stage is MoveStage.BEGUN:
-        return _is_to_be_sealed(deployment, move) and not _has_gradients_to_use(deployment)
-    if move.stage is MoveStage.LEAVING:
-        return not _has_gradients_to_use(deployment)
-    return move.is_last and move.stage is not MoveStage.WAITING
+    match move.stage:
+        case MoveStage.PREPARING:
+            return _needs_seal(deployment) and not _has_gradients_to_use(deployment)
+        case MoveStage.LEAVING | MoveStage.STOPPING:
+            return not _has_gradients_to_use(deployment)
+        case MoveStage.LAST_SEALING | MoveStage.LAST_COPYING:
+            return True
+        case MoveStage.WAITING | MoveStage.SEALING | MoveStage.COPYING:
+            return False
 
 
 def must_wait(deployment: Deployment, op: Op) -> bool:
@@ -119,8 +125,9 @@ def _waits_for_snapshot(deployment: Deployment) -> bool:
     move = deployment.move.relocation
     if move is None or not deployment.queue.snapshots:
         return False
-    is_to_be_sealed = move.stage is MoveStage.BEGUN and _is_to_be_sealed(deployment, move)
-    return is_to_be_sealed or move.stage is MoveStage.LEAVING
+    if move.stage is MoveStage.PREPARING:
+        return _needs_seal(deployment)
+    return move.stage in (MoveStage.LEAVING, MoveStage.STOPPING)
 
 
 def describe(deployment: Deployment) -> str:
@@ -128,62 +135,111 @@ def describe(deployment: Deployment) -> str:
     move = deployment.move.relocation
     if move is None:
         return ""
-    nodes = ", ".join(assigned.node for assigned in move.assignments)
-    return f"to {nodes}: {_waits_for(deployment, move)}"
-
-
-def _waits_for(deployment: Deployment, move: Relocation) -> str:
     if _waits_for_snapshot(deployment):
         seqs = ", ".join(str(seq) for seq in deployment.queue.snapshots)
-        return f"once save_state {seqs} is durable"
-    match move.stage:
-        case MoveStage.WAITING:
-            return "once that can take it"
-        case MoveStage.BEGUN:
-            return "once what runs has ended, and it is sealed"
-        case MoveStage.SEALING:
-            return "it is being sealed"
-        case MoveStage.MIRRORING:
-            return f"{', '.join(move.fetching)} is fetching its state"
-        case MoveStage.LEAVING:
-            return "once what runs has ended"
+        reason = f"once save_state {seqs} is durable"
+    else:
+        reason = _REASONS[move.stage].format(nodes=", ".join(move.fetching))
+    nodes = ", ".join(assigned.node for assigned in move.assignments)
+    return f"to {nodes}: {reason}"
+
+
+_REASONS = {
+    MoveStage.WAITING: "once that can take it",
+    MoveStage.PREPARING: "once what runs has ended, and it is sealed",
+    MoveStage.SEALING: "it is being sealed",
+    MoveStage.COPYING: "{nodes} is fetching its state",
+    MoveStage.LEAVING: "once what runs has ended",
+    MoveStage.LAST_SEALING: "it is being sealed",
+    MoveStage.LAST_COPYING: "{nodes} is fetching its state",
+    MoveStage.STOPPING: "once what runs has ended",
+}
 
 
 def advance(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Take the move of a running deployment as far as it can go now.
+    """Advance the move of a running deployment as far as is possible now.
 
-    Returns: whether the deployment is to be stopped now, to start on its new nodes.
+    Returns: whether to stop the deployment now, so that it starts on its new nodes.
     """
     if not is_possible(step, deployment, move):
-        _wait(step, deployment, move)
+        _put_off(step, deployment, move)
         return False
-    if move.stage is MoveStage.WAITING and step.now_s >= move.retry_at_s:
-        move.is_sealed = False
-        step.advance_move(deployment, MoveEvent.TRIED_AGAIN)
-    if move.stage is MoveStage.BEGUN and _has_sealed(step, deployment, move):
-        move.began_s = step.now_s
-        step.advance_move(deployment, MoveEvent.SEAL_ASKED)
-    if move.stage is MoveStage.SEALING and not deployment.durability.sealing:
-        _mirror(step, deployment, move)
-        step.advance_move(deployment, MoveEvent.SEAL_ENDED)
-    if move.stage is MoveStage.MIRRORING and not move.fetching:
-        move.copy_s = step.now_s - move.began_s
-        step.advance_move(deployment, MoveEvent.FETCHED)
-    is_busy = (
-        deployment.activation.running
-        or deployment.activation.opening_on
-        or deployment.durability.sealing
-        or deployment.queue.snapshots
-    )
-    if move.stage is not MoveStage.LEAVING or is_busy or _has_gradients_to_use(deployment):
-        return False
-    has_failed = move.is_sealed and not deployment.durability.seal_asked
-    if move.is_last or has_failed or _replay_s(deployment) <= move.copy_s:
-        return True
-    move.is_last = True
+    while (event := _NEXT_EVENT[move.stage](step, deployment, move)) is not None:
+        step.advance_move(deployment, event)
+        if event is MoveEvent.LAST_SEAL_REQUESTED:
+            return False  # even if the seal was skipped, the move continues with the next event
+    return move.stage in (MoveStage.LEAVING, MoveStage.STOPPING) and _can_stop(deployment)
+
+
+def _retry(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
+    return MoveEvent.RETRIED if step.now_s >= move.retry_at_s else None
+
+
+def _request_seal(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
+    """Request the move's seal as soon as it can be made, if it needs one."""
+    if deployment.durability.sealing or _has_gradients_to_use(deployment):
+        return None
+    move.requested_seal = 0
+    if _needs_seal(deployment):
+        if _is_busy(deployment):
+            return None
+        move.requested_seal = deployment.durability.applied
+        seals.seal(step, deployment)
+    move.began_s = step.now_s
+    return MoveEvent.SEAL_REQUESTED
+
+
+def _request_copies(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
+    """Have the new nodes fetch their copies once the seal has been committed or has failed."""
+    if deployment.durability.sealing:
+        return None
+    _mirror(step, deployment, move)
+    return MoveEvent.SEAL_ENDED
+
+
+def _measure_copies(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
+    if move.fetching:
+        return None
+    move.copy_s = step.now_s - move.began_s
+    return MoveEvent.COPIED
+
+
+def _request_last_seal(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
+    """Seal once more if a replay of the operations since the seal would take longer than that."""
+    # A deployment whose seal has just failed leaves without one.
+    has_failed = move.requested_seal and not deployment.durability.seal_asked
+    if not _can_stop(deployment) or has_failed or _replay_s(deployment) <= move.copy_s:
+        return None
     seals.seal(step, deployment)
-    step.advance_move(deployment, MoveEvent.LAST_SEAL_ASKED)
-    return False
+    return MoveEvent.LAST_SEAL_REQUESTED
+
+
+def _stop(step: Step, deployment: Deployment, move: Relocation) -> MoveEvent | None:
+    """Nothing more happens before the deployment is stopped."""
+    return None
+
+
+_NEXT_EVENT: dict[MoveStage, Callable[[Step, Deployment, Relocation], MoveEvent | None]] = {
+    MoveStage.WAITING: _retry,
+    MoveStage.PREPARING: _request_seal,
+    MoveStage.SEALING: _request_copies,
+    MoveStage.COPYING: _measure_copies,
+    MoveStage.LEAVING: _request_last_seal,
+    MoveStage.LAST_SEALING: _request_copies,
+    MoveStage.LAST_COPYING: _measure_copies,
+    MoveStage.STOPPING: _stop,
+}
+"""Stage → the function that takes the next action, if it is possible now, and returns its event."""
+
+
+def _is_busy(deployment: Deployment) -> bool:
+    activation = deployment.activation
+    return bool(activation.running or activation.opening_on or deployment.queue.snapshots)
+
+
+def _can_stop(deployment: Deployment) -> bool:
+    is_busy = _is_busy(deployment) or deployment.durability.sealing
+    return not is_busy and not _has_gradients_to_use(deployment)
 
 
 def _replay_s(deployment: Deployment) -> float:
@@ -200,43 +256,22 @@ def _replay_s(deployment: Deployment) -> float:
     )
 
 
-def _wait(step: Step, deployment: Deployment, move: Relocation) -> None:
+def _put_off(step: Step, deployment: Deployment, move: Relocation) -> None:
     move.fetching = []
-    move.is_last = False
     step.advance_move(deployment, MoveEvent.PUT_OFF)
 
 
-def _has_sealed(step: Step, deployment: Deployment, move: Relocation) -> bool:
-    """Ask for the seal of a move, as soon as the seal can be made.
-
-    Returns: whether the seal was asked for, or none is wanted.
-    """
-    if deployment.durability.sealing or _has_gradients_to_use(deployment):
-        return False
-    if not _is_to_be_sealed(deployment, move):
-        return True
-    if (
-        deployment.activation.running
-        or deployment.activation.opening_on
-        or deployment.queue.snapshots
-    ):
-        return False
-    move.is_sealed = True
-    seals.seal(step, deployment)
-    return True
-
-
-def _is_to_be_sealed(deployment: Deployment, move: Relocation) -> bool:
+def _needs_seal(deployment: Deployment) -> bool:
     """Whether a seal makes a deployment's move shorter, and may be made.
 
     A deployment that does not train needs none: its last operations rebuild it as fast. A seal with
-    gradients in it would bring them back after a refused step has thrown them away.
+    gradients would bring them back after a refused step has discarded them.
     """
     has_changed = deployment.durability.applied > max(
         deployment.durability.seal_seq, deployment.wpg.origin_seq
     )
     is_worth_it = deployment.spec.trainable and has_changed and not gradients.pending(deployment)
-    return is_worth_it and not move.is_sealed and not deployment.durability.sealing
+    return is_worth_it and not deployment.durability.sealing
 
 
 def _has_gradients_to_use(deployment: Deployment) -> bool:
@@ -249,10 +284,11 @@ def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
     """Have each new node of a move fetch the part of the seal and the versions that it lacks."""
     fetching: list[NodeId] = []
     versions = retention.durable_needed_seqs(step, deployment)
+    holds = deployment.durability.holds
     for index, assigned in enumerate(move.assignments):
         having = holders.nodes_with_part(deployment, index)
         seal_seq = 0 if assigned.node in having else deployment.durability.seal_seq
-        if seal_seq or versions or deployment.durability.holds is not None:
+        if seal_seq or versions or holds is not None:
             fetching.append(assigned.node)
             step.send(
                 MirrorState,
@@ -262,20 +298,16 @@ def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
                 versions=versions,
                 sources=seals.sources(step, deployment, index, but=assigned.node),
                 ticket=holders.files_ticket(deployment, [assigned.node]),
-                holds=_ticket_of_held(deployment, assigned.node),
+                holds=None
+                if holds is None
+                else Ticket(
+                    holds, deployment.key, deployment.wpg.incarnation, [str(assigned.node)]
+                ),
                 rank_offset=sum(len(before.devices) for before in move.assignments[:index]),
                 num_ranks=deployment.spec.layout.num_ranks,
             )
-    move.asked = step.sequence
+    move.fetch_sequence = step.sequence
     move.fetching = fetching
-
-
-def _ticket_of_held(deployment: Deployment, node: NodeId) -> Ticket | None:
-    if deployment.durability.holds is None:
-        return None
-    return Ticket(
-        deployment.durability.holds, deployment.key, deployment.wpg.incarnation, [str(node)]
-    )
 
 
 def mirrored(step: Step, event: StateMirrored) -> None:
@@ -287,7 +319,7 @@ def mirrored(step: Step, event: StateMirrored) -> None:
     if deployment is None or deployment.move.relocation is None:
         return
     move = deployment.move.relocation
-    if event.command.sequence != move.asked or event.node not in move.fetching:
+    if event.command.sequence != move.fetch_sequence or event.node not in move.fetching:
         return
     move.fetching.remove(event.node)
     if event.error is not None:
@@ -295,7 +327,7 @@ def mirrored(step: Step, event: StateMirrored) -> None:
         move.retry_at_s = step.now_s + holders.retry_pause_s(move.failures)
         step.set_timer(f"retry/{deployment.name}/{step.sequence}", move.retry_at_s)
         step.notify("move put off", f"{event.node}: {event.error.message}", deployment.name)
-        _wait(step, deployment, move)
+        _put_off(step, deployment, move)
     elif event.seq and event.seq == deployment.durability.seal_seq:
         index = next(
             i for i, assigned in enumerate(move.assignments) if assigned.node == event.node
@@ -309,7 +341,9 @@ def node_restarted(step: Step, deployment: Deployment, node: NodeId) -> None:
     The copy that the node was told to fetch under its last lease never comes.
     """
     move = deployment.move.relocation
-    if move is not None and move.stage is MoveStage.MIRRORING and node in move.fetching:
+    if move is None or node not in move.fetching:
+        return
+    if move.stage in (MoveStage.COPYING, MoveStage.LAST_COPYING):
         step.advance_move(deployment, MoveEvent.NODE_RESTARTED)
 
 
