@@ -23,7 +23,7 @@ from phaseloom.common.contract.events import (
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import SlowdownTable
-from phaseloom.scheduler.core.dispatch import corrections
+from phaseloom.scheduler.core.dispatch import shares
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.observed import (
     ALONE,
@@ -234,7 +234,7 @@ def step_of(world: World) -> Step:
 
 
 def slower(world: World) -> list[str]:
-    return corrections.describe(step_of(world), world.core.state.jobs["t.a"])
+    return shares.describe_corrections(step_of(world), world.core.state.jobs["t.a"])
 
 
 def beside_s(world: World, first: int, last: int) -> float:

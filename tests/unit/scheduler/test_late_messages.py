@@ -33,7 +33,7 @@ from phaseloom.common.contract.ids import DeploymentKey, JobKey, NodeId, Operati
 from phaseloom.common.contract.operations import After, Outcome
 from phaseloom.common.contract.specs import JobSpec, SchedulerConfig
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.dispatch import idle_hold
+from phaseloom.scheduler.core.dispatch import choice
 from phaseloom.scheduler.core.dispatch.dispatch import MAX_REFUSALS
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.outputs import Output
@@ -278,7 +278,7 @@ def test_ended_job_leaves_nothing_that_grows() -> None:
 def test_quantum_is_over_when_its_timer_is_due() -> None:
     state = Teller(replace(CONFIG, quantum_s=0.3)).core.state
     for since_s in (1000.0 + 0.1 * n for n in range(200)):
-        assert idle_hold.is_quantum_over(Step(state, 0, since_s + 0.3), since_s)
+        assert choice.is_quantum_over(Step(state, 0, since_s + 0.3), since_s)
 
 
 # --- what a rebuild begins with -----------------------------------------------------------------

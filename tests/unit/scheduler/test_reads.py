@@ -27,7 +27,7 @@ from phaseloom.common.contract.specs import (
     SchedulerConfig,
 )
 from phaseloom.scheduler.core.core import Core
-from phaseloom.scheduler.core.dispatch import phases
+from phaseloom.scheduler.core.dispatch import ready
 from phaseloom.scheduler.core.state import outputs
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.validate import validate
@@ -163,7 +163,7 @@ def test_job_whose_weights_are_named_is_the_one_that_is_kept_waiting() -> None:
     step = Step(state, state.sequence, world.now_s)
     ops = [op for op in waiting.operations.values() if op.payer]
     assert len(ops) == 2
-    assert all(phases.slack_s(step, state.deployments["t.b.sampler"], op) < 1e9 for op in ops)
+    assert all(ready.slack_s(step, state.deployments["t.b.sampler"], op) < 1e9 for op in ops)
     queued_s = world.now_s
     settle(world)
     began_s = [start_s for start_s, _, key in world.runs if key == "t.b.sampler.2"]

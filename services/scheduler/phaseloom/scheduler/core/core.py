@@ -19,7 +19,7 @@ import msgspec
 
 from phaseloom.common.contract import events
 from phaseloom.common.contract.errors import Code, ErrorInfo, InternalError, ResourceError
-from phaseloom.scheduler.core.dispatch import corrections, dispatch, hints, shares, tails
+from phaseloom.scheduler.core.dispatch import dispatch, shares, speculative, tails
 from phaseloom.scheduler.core.durability import replicas, retention, seals
 from phaseloom.scheduler.core.jobs import cancel, deployments, jobs, outcomes, sessions
 from phaseloom.scheduler.core.operations import operations
@@ -86,8 +86,8 @@ The second time is for follow-ups that were asked for by one further down. Where
 turn, a later event uses it: no event costs more than two looks at what waits.
 """
 AFTER_EACH_STEP: tuple[tuple[FollowUp, Action], ...] = (
-    (FollowUp.PREFETCH, _per_subject(hints.prefetch_version)),
-    (FollowUp.HINT, _per_subject(hints.tell)),
+    (FollowUp.PREFETCH, _per_subject(speculative.prefetch_version)),
+    (FollowUp.HINT, _per_subject(speculative.send_hints)),
     (FollowUp.SHOW_JOB, _per_subject(jobs.show)),
 )
 """The follow-ups that are done once a step, after all events of its entry and after devices have
@@ -230,7 +230,7 @@ def _configured(step: Step, event: events.SchedulerConfigured) -> None:
     step.configure(event.config)
     assignment.configured(step, event.config)
     is_other_table = before is not None and before.slowdowns != event.config.slowdowns
-    if is_other_table or not corrections.are_on(step):
+    if is_other_table or not shares.corrects_table(step):
         step.state.forget_all_observed()
 
 

@@ -5,27 +5,67 @@ scheduling), so that the jobs beside it are served as fairly as on a device of t
 several devices may miss each other for ever: once the deployment has waited for `GANG_TIMEOUT`
 quanta, being chosen on one device is enough. Being chosen is a claim on all of its devices at once,
 and claims are in one order on every device: nothing deadlocks.
+
+The view of a free device that ordering policies get: its candidates, and who is expected.
+
+Cost: O(candidates), and for round robin O(jobs of the device).
+
+The idle hold: how long a device is kept for the job that used it last, its *holder*.
+
+The parts of one phase should cost no switch between them. While the holder has ready operations
+they go first, for a quantum: the next operation of a job that submits serially has not waited yet
+and would lose against anyone who has (PlexRL's HRRS has that weakness). While it has none, another
+job's operation waits for the idle grace, the time in which the holder's controller may answer and
+go on. That wait ends early when the holder has said that its next work here comes after work
+elsewhere; where the profiler knows when the next operation usually comes, the wait lasts until that
+is overdue, or is not begun.
+
+A phase that the controller declared keeps the device past the grace: up to the hold of the
+configuration, never past the quantum, and not after the controller ended it (then there is no
+grace either), was lost or was followed by another. It is a hint: a dead or waiting controller
+blocks nobody.
+
+Nothing starves: when a quantum ends, others go first. A quantum of 0 leaves the order to the policy
+alone.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from phaseloom.scheduler.core.devices import devices, estimates
-from phaseloom.scheduler.core.dispatch import device_views, idle_hold, ready, tails
-from phaseloom.scheduler.core.dispatch.device_views import Option
-from phaseloom.scheduler.core.policies.device_view import Ordering, Wait
+from phaseloom.common.contract.events import PhaseDeclared
+from phaseloom.scheduler.core.devices import devices, estimates, round_robin
+from phaseloom.scheduler.core.dispatch import ready, tails
+from phaseloom.scheduler.core.policies.device_view import (
+    Candidate,
+    DeviceView,
+    Member,
+    Ordering,
+    Resident,
+    Wait,
+)
 from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
+from phaseloom.scheduler.core.state.transitions import JOB_ENDED, JobState, WpgState
 
 GANG_TIMEOUT = 2.0
 """Quanta for which a deployment over several devices waits to be chosen on all of them."""
 LEAST_GANG_TIMEOUT_S = 1.0
 NEVER_S = float("inf")
+ABSENCE_TIMEOUT = 2.0
+"""Quanta for which a job of which no period is known is waited for after its last operation."""
+Option = tuple[Deployment, Op]
+_AT_WORK = frozenset({JobState.PLACED, JobState.PROFILING, JobState.ACTIVE})
+MAX_GRACES = 2.0
+"""Times the idle grace: an operation known to come later than that is not waited for at all."""
+OVERDUE = 1.5
+"""Times its usual gap: an operation that has not come by then is not waited for any longer."""
 
 
 class Contenders(NamedTuple):
@@ -86,11 +126,7 @@ def contenders_on(step: Step, slot: Slot) -> Contenders:
     quantum_s = step.config.quantum_s
     of_holder = list(ready.on(step, slot, of_job=slot.holder))
     is_alone = len(of_holder) == len(slot.ready)
-    if (
-        of_holder
-        and not slot.speculative
-        and not idle_hold.is_quantum_over(step, slot.held_since_s)
-    ):
+    if of_holder and not slot.speculative and not is_quantum_over(step, slot.held_since_s):
         lets_in_s = NEVER_S if is_alone else slot.held_since_s + quantum_s
         return Contenders(_after_quantum(step, slot, of_holder), [], lets_in_s, may_wait=False)
     others = [] if is_alone else list(ready.on(step, slot, but_job=slot.holder))
@@ -98,7 +134,7 @@ def contenders_on(step: Step, slot: Slot) -> Contenders:
         return Contenders(_after_quantum(step, slot, of_holder), [], NEVER_S)
     if slot.speculative or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
         return Contenders([*of_holder, *others], [], NEVER_S)
-    lets_in_s = 0.0 if of_holder else idle_hold.held_until_s(step, slot)
+    lets_in_s = 0.0 if of_holder else held_until_s(step, slot)
     if lets_in_s > step.now_s:
         return Contenders([], [], lets_in_s)
     return Contenders(others, of_holder, NEVER_S)
@@ -106,11 +142,7 @@ def contenders_on(step: Step, slot: Slot) -> Contenders:
 
 def _after_quantum(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
     """The options without the deployment whose quantum is over, if its job has others."""
-    if (
-        len(options) > 1
-        and step.config.quantum_s
-        and idle_hold.is_quantum_over(step, slot.used_since_s)
-    ):
+    if len(options) > 1 and step.config.quantum_s and is_quantum_over(step, slot.used_since_s):
         return [o for o in options if o[0].name != slot.used_by] or options
     return options
 
@@ -153,10 +185,204 @@ def _gang_timeout_s(step: Step, deployment: Deployment) -> float:
 def prefer(step: Step, slot: Slot, options: list[Option], *, may_wait: bool) -> Option | Wait:
     """Ask the ordering policy about a free slot."""
     policy = policy_of(step)
-    if len(options) == 1 and not (
-        may_wait and device_views.has_alternative(step, slot, options[0], policy)
-    ):
+    if len(options) == 1 and not (may_wait and _has_alternative(step, slot, options[0], policy)):
         return options[0]
-    view = device_views.view_of(step, slot, options, policy, may_wait=may_wait)
+    view = view_of(step, slot, options, policy, may_wait=may_wait)
     chosen = policy.choose(view)
     return chosen if isinstance(chosen, Wait) else options[view.candidates.index(chosen)]
+
+
+def view_of(
+    step: Step,
+    slot: Slot,
+    options: Sequence[Option],
+    policy: Ordering,
+    *,
+    may_wait: bool,
+    is_plan: bool = False,
+) -> DeviceView:
+    """Args: options: at least one. may_wait: whether the policy may, where it ever does.
+    is_plan: whether what the options take is asked for though the policy does not weigh it."""
+    present = candidate_of if policy.weighs or is_plan else _unweighed
+    return DeviceView(
+        now_s=step.now_s,
+        candidates=[present(step, slot, d, op) for d, op in options],
+        resident=_resident(step, slot) if policy.may_wait else None,
+        members=_members(step, slot, options, may_wait) if policy.is_strict else (),
+        may_wait=may_wait and policy.may_wait,
+    )
+
+
+def candidate_of(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Candidate:
+    setup_s = estimates.switch_s(step.state, deployment)
+    return Candidate(
+        operation=str(op.key),
+        deployment=deployment.name,
+        job=deployment.job_name,
+        arrival_s=op.ready_s,
+        arrival=op.arrival,
+        duration_s=estimates.duration_s(step.state, deployment, op.kind),
+        switch_s=0.0 if deployment.activation.epoch else setup_s,
+        setup_s=setup_s,
+        phase_s=estimates.phase_s(step.state, deployment),
+        back_s=_back_s(step, slot, deployment),
+        slack_s=ready.slack_s(step, deployment, op),
+        served=slot.served.get(deployment.job_name, 0),
+        continues=ready.is_continued(step, slot, deployment, ready.kind_of(deployment, op)),
+    )
+
+
+def _unweighed(step: Step, slot: Slot, deployment: Deployment, op: Op) -> Candidate:
+    """A candidate without durations and slack, for policies that do not weigh them."""
+    return Candidate(
+        operation=str(op.key),
+        deployment=deployment.name,
+        job=deployment.job_name,
+        arrival_s=op.ready_s,
+        arrival=op.arrival,
+        duration_s=0.0,
+        switch_s=0.0,
+        served=slot.served.get(deployment.job_name, 0),
+        continues=ready.is_continued(step, slot, deployment, ready.kind_of(deployment, op)),
+    )
+
+
+def _back_s(step: Step, slot: Slot, newcomer: Deployment) -> float:
+    """The dearest switch back of what the newcomer displaces of the holder."""
+    if newcomer.activation.epoch or newcomer.job_name == slot.holder:
+        return 0.0
+    leaving = [d for d in devices.victims(step, slot, newcomer) if d.job_name == slot.holder]
+    return max((estimates.switch_s(step.state, d) for d in leaving), default=0.0)
+
+
+def _resident(step: Step, slot: Slot) -> Resident | None:
+    job = step.state.jobs.get(slot.holder)
+    if job is None or not _is_alive(job):
+        return None
+    expected = None if slot.is_released else slot.expected.get(slot.holder)
+    return Resident(
+        job=slot.holder,
+        since_s=slot.held_since_s,
+        idle_since_s=slot.idle_since_s,
+        at_s=expected.at_s if expected else NEVER_S,
+        late_s=expected.late_s if expected else NEVER_S,
+        phase_until_s=ready.goes_on_until_s(step, slot),
+    )
+
+
+def _is_alive(job: Job) -> bool:
+    return job.controller.is_attached and job.state in _AT_WORK
+
+
+def _has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) -> bool:
+    """Whether a policy could leave the device idle rather than run the only option."""
+    if not policy.may_wait:
+        return False
+    if policy.is_strict:
+        deployments, own = step.state.deployments, option[0].job_name
+        return any([deployments[name].job_name != own for name in slot.placed])
+    holder = slot.holder
+    if holder in ("", option[0].job_name):
+        return False
+    job = step.state.jobs.get(holder)
+    return holder in slot.expected or (job is not None and bool(job.controller.phases))
+
+
+def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) -> list[Member]:
+    """The jobs of the device by their next round-robin positions on it.
+
+    Where the policy may wait, up to the first that has an option: it looks at none behind it.
+    """
+    here: dict[str, list[Deployment]] = {}
+    for name in slot.placed:
+        deployment = step.state.deployments[name]
+        here.setdefault(deployment.job_name, []).append(deployment)
+    by_position = round_robin.in_order(step.state, slot, here)
+    if not may_wait:
+        return [Member(job, 0.0) for job in by_position]
+    ready_jobs = {deployment.job_name for deployment, _ in options}
+    since_s = max(slot.idle_since_s, min(op.ready_s for _, op in options))
+    members = []
+    for job in by_position:
+        if job in ready_jobs:
+            members.append(Member(job, 0.0))
+            break
+        members.append(Member(job, _awaited_until_s(step, job, here, since_s)))
+    return members
+
+
+def _awaited_until_s(
+    step: Step, name: str, here: dict[str, list[Deployment]], since_s: float
+) -> float:
+    """Until when a job that has nothing ready on a device is waited for; a past time: not at all.
+
+    A job that is busy on other devices is waited for during one round at most: two devices whose
+    orders differ could wait for each other.
+
+    Args: here: the deployments of each job of the device. since_s: when the waiting began.
+    """
+    job = step.state.jobs[name]
+    if not _is_alive(job) or all(d.wpg.state is not WpgState.READY for d in here[name]):
+        return 0.0
+    unknown_s = ABSENCE_TIMEOUT * step.config.quantum_s
+    every = step.deployments_of(job)
+    if any(d.activation.running or ready.first(step, d) is not None for d in every):
+        round_s = sum(estimates.worst_period_s(step.state, member) for member in here)
+        return since_s + (round_s or unknown_s)
+    last_s = max(d.activation.idle_since_s for d in every)
+    return last_s + (estimates.worst_period_s(step.state, name) or unknown_s) if last_s else 0.0
+
+
+def is_quantum_over(step: Step, since_s: float) -> bool:
+    # As its timer is set: a difference of the two may round to less.
+    return step.now_s >= since_s + step.config.quantum_s
+
+
+def held_until_s(step: Step, slot: Slot) -> float:
+    """The time until which a device is kept for a holder with nothing ready; 0: it is not kept."""
+    job = step.state.jobs.get(slot.holder)
+    if job is None or job.state in JOB_ENDED or not job.controller.is_attached or slot.is_released:
+        return 0.0
+    phase_s = _phase_until_s(step, slot) if ready.has_phase(step, job, slot) else 0.0
+    return max(phase_s, _grace_until_s(step, slot, job))
+
+
+def _grace_until_s(step: Step, slot: Slot, job: Job) -> float:
+    grace_s = step.config.idle_grace_s
+    gap_s = estimates.next_gap_s(step.state, slot.holder, slot.last)
+    until_s = slot.idle_since_s + max(grace_s, OVERDUE * gap_s)
+    if gap_s > MAX_GRACES * grace_s or until_s <= step.now_s:
+        return 0.0
+    pool = ready.pool_of(step, slot)
+    if any(ready.waits_elsewhere(d) for d in step.deployments_of(job) if d.spec.pool == pool):
+        return 0.0
+    return until_s
+
+
+def _phase_until_s(step: Step, slot: Slot) -> float:
+    until_s = slot.idle_since_s + step.config.phase_hold_s
+    quantum_s = step.config.quantum_s
+    return min(until_s, slot.held_since_s + quantum_s) if quantum_s else until_s
+
+
+def declare_phase(step: Step, event: PhaseDeclared) -> None:
+    """Open or close the phase that a controller declared on a pool; older sessions have no say."""
+    job = step.state.jobs.get(str(event.job))
+    if job is None or job.state in JOB_ENDED or event.session != job.controller.session:
+        return
+    if event.is_open:
+        job.controller.phases[event.pool] = event.session
+        _set_released(step, job, event.pool, is_released=False)
+    else:
+        job.controller.phases.pop(event.pool, None)
+        _set_released(step, job, event.pool, is_released=True)
+
+
+def _set_released(step: Step, job: Job, pool: str, *, is_released: bool) -> None:
+    for deployment in step.deployments_of(job):
+        if deployment.spec.pool != pool:
+            continue
+        for slot in devices.slots_of(step, deployment):
+            if slot.holder == deployment.job_name:
+                devices.set_released(slot, is_released)
+                step.dirty.add((slot.node, slot.device))

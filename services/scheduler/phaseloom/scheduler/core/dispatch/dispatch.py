@@ -26,18 +26,11 @@ from msgspec.structs import replace
 from phaseloom.common.contract.commands import CloseActivation, OpenActivation, Permit
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import ActivationOpened, ActivationRefused, PermitReturned
-from phaseloom.scheduler.core.devices import devices
-from phaseloom.scheduler.core.dispatch import (
-    choice,
-    idle_hold,
-    phases,
-    ready,
-    shares,
-    speculative,
-    tails,
-)
+from phaseloom.scheduler.core.devices import devices, estimates, round_robin
+from phaseloom.scheduler.core.dispatch import choice, ready, shares, speculative, tails
 from phaseloom.scheduler.core.durability import retention, seals
 from phaseloom.scheduler.core.operations import gradients, operations, reads
+from phaseloom.scheduler.core.policies.registry import ORDERING
 from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
@@ -57,7 +50,7 @@ BUSY = 4
 
 def dispatch(step: Step) -> None:
     """Give every device that the step has touched its next operations, if any may begin."""
-    ready.note(step)
+    _record_ready(step)
     while step.dirty:
         place = min(step.dirty)
         step.dirty.remove(place)
@@ -68,9 +61,20 @@ def dispatch(step: Step) -> None:
             slot = devices.slot(step.state, name, index)
             _dispatch(step, slot)
             if slot.shares:
-                while (newcomer := shares.beside(step, slot)) is not None:
+                while (newcomer := shares.next_neighbour(step, slot)) is not None:
                     _begin_beside(step, newcomer)
-                shares.note_paces(step, slot)
+                shares.record_paces(step, slot)
+
+
+def _record_ready(step: Step) -> None:
+    """Note on their devices which of the touched deployments have a ready operation."""
+    for name in sorted(step.touched):
+        deployment = step.state.deployments.get(name)
+        if deployment is None:
+            continue
+        step.request_hints(deployment)
+        is_ready = next(iter(ready.operations(step, deployment)), None) is not None
+        devices.note_ready(step, deployment, is_ready=is_ready)
 
 
 def _dispatch(step: Step, slot: Slot) -> None:
@@ -115,7 +119,7 @@ def _begin(step: Step, deployment: Deployment) -> None:
             return
     devices.unclaim(step, deployment)
     deployment.activation.leave_out(taken)
-    shares.give(step, deployment)
+    shares.give_share(step, deployment)
     if not deployment.activation.epoch:
         _open(step, deployment)
     elif seals.is_due(step, deployment, times=BUSY) and not taken:
@@ -172,20 +176,29 @@ def _join(step: Step, deployment: Deployment) -> None:
     slots = devices.slots_of(step, deployment)
     if room <= 0 or deployment.name not in slots[0].ready:
         return
-    ops = ready.joiners(step, deployment, room)
+    ops = _joiners(step, deployment, room)
     if not ops or any(_is_closed(step, slot, deployment) for slot in slots):
         return
     _permit(step, deployment, ops, slots)
+
+
+def _joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
+    """Reading operations that may begin beside those that run: none from behind a mutating one."""
+    running = deployment.queue.find(deployment.activation.running[0])
+    if running is None or running.is_mutating or running.uncertain:
+        return []
+    chosen = ready.batch(step, deployment, room)
+    return [op for op in chosen if not (op.is_mutating or op.uncertain)]
 
 
 def _is_closed(step: Step, slot: Slot, deployment: Deployment) -> bool:
     """Whether what runs in a slot must drain, because others go next."""
     if devices.claimant(step, slot) is not None:
         return True
-    if not idle_hold.is_quantum_over(step, slot.used_since_s):
+    if not choice.is_quantum_over(step, slot.used_since_s):
         return False
     job = slot.holder
-    is_over = idle_hold.is_quantum_over(step, slot.held_since_s)
+    is_over = choice.is_quantum_over(step, slot.held_since_s)
     if is_over and ready.is_any_on(step, slot, but_job=job):
         return True
     return any(d is not deployment for d, _ in ready.on(step, slot, of_job=job))
@@ -259,7 +272,7 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
         step.advance_op(op, OpEvent.PERMITTED)
     op.permitted_s = step.now_s
     speculative.came(step, deployment, op, slots)
-    phases.began(step, deployment, op, slots)
+    _record_phase(step, deployment, op, slots)
     reads.record_copies(step, deployment, op)
     deployment.activation.began(op.key)
     devices.use(step, deployment, slots)
@@ -288,6 +301,47 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
         units=shares.units_for(step, deployment, slots),
     )
     step.send_built(node, permit)
+
+
+def _record_phase(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
+    """Note an operation that is about to be permitted: it continues a phase, or begins one.
+
+    Args: slots: those of its deployment.
+    """
+    _record_lag(step, deployment, op)
+    if deployment.activation.running:
+        return  # It joins others.
+    name, kind = deployment.job_name, ready.kind_of(deployment, op)
+    # What begins beside others leaves the phase of the device to those.
+    here = [
+        s for s in slots if s.running in ("", deployment.name) or not s.share_of(deployment.name)
+    ]
+    is_new = False
+    for slot in here:
+        continues = ready.is_continued(step, slot, deployment, kind)
+        devices.serve(step, slot, name, kind, continues=continues)
+        is_new = is_new or not continues
+    if is_new and ORDERING[step.config.ordering].is_strict:
+        round_robin.began(step, deployment, here)
+
+
+def _record_lag(step: Step, deployment: Deployment, op: Op) -> None:
+    """Note for the job that an operation is run for how long it was kept waiting.
+
+    What several operations of a job wait for at once counts as the wait of the first.
+    """
+    running = deployment.activation.running
+    if running and not op.payer:
+        return
+    payer = step.payer_of(deployment, op)
+    for key in running:
+        if step.payer_of(deployment, deployment.queue.find(key)) is payer:
+            return
+    if payer.progress.began_s < 0:
+        payer.progress.began_s = op.ready_s
+    payer.progress.lag_s += ready.waited_s(step, deployment, op)
+    if deployment.activation.epoch == step.sequence:
+        payer.progress.lag_s += estimates.switch_s(step.state, deployment)
 
 
 def _seal_idle(step: Step, slot: Slot) -> None:

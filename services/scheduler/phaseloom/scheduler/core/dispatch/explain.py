@@ -17,7 +17,7 @@ from phaseloom.common.contract.events import KindEstimate
 from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 from phaseloom.common.contract.operations import After, Completion, result_kind
 from phaseloom.scheduler.core.devices import devices, estimates
-from phaseloom.scheduler.core.dispatch import choice, device_views, idle_hold, ready
+from phaseloom.scheduler.core.dispatch import choice, ready
 from phaseloom.scheduler.core.operations import reads
 from phaseloom.scheduler.core.policies.device_view import Candidate, Wait
 from phaseloom.scheduler.core.state.deployment import Deployment
@@ -30,7 +30,6 @@ from phaseloom.scheduler.core.wpgs import moves
 _MOST_QUEUED = 64
 """The most operations of a deployment that a prediction looks at: it takes no longer where
 thousands are queued, and a quantum is over by then."""
-
 Queue = list[tuple[Candidate, str]]
 """Deployments in the order in which they are expected to begin, each with the reason."""
 
@@ -238,7 +237,7 @@ def _holder(step: Step, asker: Deployment, slot: Slot) -> str:
     whom = _job(asker, slot.holder)
     if ready.is_any_on(step, slot, of_job=slot.holder):
         return f"{whom}, whose quantum is not over"
-    if idle_hold.has_phase(step, job, slot):
+    if ready.has_phase(step, job, slot):
         return f"{whom}, which has declared a phase"
     return f"{whom}, whose next operation may come"
 
@@ -249,7 +248,7 @@ def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
         return 0.0
     if ready.is_any_on(step, slot, of_job=slot.holder):
         return slot.held_since_s + step.config.quantum_s
-    return idle_hold.held_until_s(step, slot)
+    return choice.held_until_s(step, slot)
 
 
 def _let_in_s(step: Step, deployment: Deployment) -> float:
@@ -282,17 +281,17 @@ def _queue_on(step: Step, slot: Slot) -> Queue:
         left = [option for option in options if option[0] is not claimed]
         queue += [(c, why + what) for c, why in _ordered(step, slot, left)]
     if claimed is not None and (op := ready.first(step, claimed)) is not None:
-        first_of_all = device_views.candidate(step, slot, claimed, op)
+        first_of_all = choice.candidate_of(step, slot, claimed, op)
         queue.insert(0, (first_of_all, "it has claimed its devices"))
     return queue
 
 
-def _ordered(step: Step, slot: Slot, options: list[device_views.Option]) -> Queue:
+def _ordered(step: Step, slot: Slot, options: list[choice.Option]) -> Queue:
     """The options in the order in which the policy would choose them now."""
     if not options:
         return []
     policy = choice.policy_of(step)
-    view = device_views.view_of(step, slot, options, policy, may_wait=False, is_plan=True)
+    view = choice.view_of(step, slot, options, policy, may_wait=False, is_plan=True)
     left, queue = list(view.candidates), []
     while left:
         chosen = policy.choose(replace(view, candidates=left))
@@ -371,7 +370,7 @@ def _arrival_s(step: Step, slot: Slot) -> float:
     """Seconds until the holder's next operation is expected on an idle device that is kept for it;
     -1: none is, or it may come too late."""
     expected = slot.expected.get(slot.holder)
-    until_s = idle_hold.held_until_s(step, slot)
+    until_s = choice.held_until_s(step, slot)
     is_usual = bool(_usual_s(step, slot, set()))
     if expected is None or not is_usual or not step.now_s < until_s >= expected.at_s:
         return -1.0
@@ -385,7 +384,7 @@ def _to_come(step: Step, slot: Slot) -> list[float]:
     durations = [estimates.recent_s(step.state, d, op.kind) for d, op in queued]
     last = _known(step, slot).get(kinds[-1] if kinds else _runs(step, slot))
     # After a kind with a long gap the device is given away, whatever has not run in this phase.
-    if last is not None and last.next_gap_s > idle_hold.SOON * step.config.idle_grace_s:
+    if last is not None and last.next_gap_s > choice.MAX_GRACES * step.config.idle_grace_s:
         return durations
     usual = _usual_s(step, slot, set(kinds))
     if usual and last is not None and (kinds or slot.running):

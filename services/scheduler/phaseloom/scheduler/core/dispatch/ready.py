@@ -4,6 +4,13 @@ Of the ordered ones that is the mutating one at `head_seq`, or the reading ones 
 first mutating one or gap; of the unordered ones every one. An operation counts once what it names
 in `after` is done, while its WPG is up.
 Cost: O(operations looked at); a device knows by name which of its deployments have any.
+
+Phases as a device sees them, and how much its jobs have been kept waiting.
+
+A phase is a run of the operations of one job on one device in which no kind comes twice; where the
+controller declared it, it lasts until that ends it, at most a cycle. It may go on while more kinds
+are to come and the next is predicted soon.
+Ordering policies that serve phases go by it. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -13,8 +20,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from phaseloom.common.contract.ids import OperationKey
-from phaseloom.scheduler.core.devices import devices
+from phaseloom.scheduler.core.devices import estimates
 from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Mutation, Op
 from phaseloom.scheduler.core.state.step import Step
@@ -24,17 +32,8 @@ from phaseloom.scheduler.core.wpgs import moves
 READ_AHEAD = 512
 """How far above `head_seq` reading operations may run: it bounds the ended ones that are kept, and
 how many are looked at."""
-
-
-def note(step: Step) -> None:
-    """Note on their devices which of the touched deployments have a ready operation."""
-    for name in sorted(step.touched):
-        deployment = step.state.deployments.get(name)
-        if deployment is None:
-            continue
-        step.request_hints(deployment)
-        is_ready = next(iter(operations(step, deployment)), None) is not None
-        devices.note_ready(step, deployment, is_ready=is_ready)
+LONGEST_GAP = 0.05
+"""Share of a job's period: a longer gap is not within a phase. As the profiler splits segments."""
 
 
 def on(
@@ -120,15 +119,6 @@ def _in_turns(deployment: Deployment, ops: list[Op], room: int) -> list[Op]:
     return [op for _, _, op in heapq.nsmallest(room, turns, key=lambda turn: turn[:2])]
 
 
-def joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
-    """Reading operations that may begin beside those that run: none from behind a mutating one."""
-    running = deployment.queue.find(deployment.activation.running[0])
-    if running is None or running.is_mutating or running.uncertain:
-        return []
-    chosen = batch(step, deployment, room)
-    return [op for op in chosen if not (op.is_mutating or op.uncertain)]
-
-
 def waits_elsewhere(deployment: Deployment) -> bool:
     """Whether its next ordered operation is known and comes after others'."""
     head = deployment.queue.operations.get(deployment.queue.head_seq)
@@ -209,3 +199,80 @@ def _replay_op(step: Step, deployment: Deployment) -> Op:
         queued_s=since_s,
         eligible_s=since_s,
     )
+
+
+def has_phase(step: Step, job: Job, slot: Slot) -> bool:
+    """Whether the job's present controller has a phase open on the device's pool."""
+    declared = job.controller.phases
+    return bool(declared) and declared.get(pool_of(step, slot)) == job.controller.session
+
+
+def pool_of(step: Step, slot: Slot) -> str:
+    used_by = step.state.deployments.get(slot.used_by)
+    return used_by.spec.pool if used_by is not None else ""
+
+
+def is_continued(step: Step, slot: Slot, deployment: Deployment, kind: str) -> bool:
+    """Whether an operation of this kind belongs to the phase that the device is in."""
+    if slot.phase.job != deployment.job_name:
+        return False
+    if kind not in slot.phase.kinds:
+        return True
+    job = step.job_of(deployment)
+    if not has_phase(step, job, slot):
+        return False
+    config = step.config
+    longest_s = estimates.worst_period_s(step.state, deployment.job_name)
+    longest_s = longest_s or max(config.quantum_s, config.phase_hold_s)
+    return step.now_s < slot.phase.began_s + longest_s
+
+
+def kind_of(deployment: Deployment, op: Op) -> str:
+    return f"{deployment.key.deployment}.{op.kind}"
+
+
+def goes_on_until_s(step: Step, slot: Slot) -> float:
+    """The time until which a phase with nothing ready may go on; 0: it is over."""
+    job = step.state.jobs.get(slot.phase.job)
+    if job is None or slot.is_released:
+        return 0.0
+    if has_phase(step, job, slot):
+        return slot.idle_since_s + step.config.phase_hold_s
+    expected = slot.expected.get(slot.phase.job)
+    if expected is None:
+        return 0.0
+    soon_s = LONGEST_GAP * estimates.period_s(step.state, slot.phase.job)
+    if expected.at_s - expected.ended_s > soon_s or _is_complete(step, slot):
+        return 0.0
+    return max(expected.late_s, expected.ended_s + soon_s)
+
+
+def _is_complete(step: Step, slot: Slot) -> bool:
+    """Whether every kind of operation that the job is known to run here has come."""
+    trace = step.state.traces.get(slot.phase.job)
+    if trace is None:
+        return True
+    here = {step.state.deployments[name].key for name in slot.placed}
+    names = {key.deployment for key in here if str(key.job_key) == slot.phase.job}
+    usual = {f"{e.deployment}.{e.kind}" for e in trace.estimates if e.deployment in names}
+    return usual <= set(slot.phase.kinds)
+
+
+def waited_s(step: Step, deployment: Deployment, op: Op) -> float:
+    """Seconds for which other operations kept this one from running."""
+    return max(0.0, step.now_s - max(op.ready_s, deployment.activation.idle_since_s))
+
+
+def slack_s(step: Step, deployment: Deployment, op: Op) -> float:
+    """How much longer the operation may wait before the job that it is run for misses its SLO.
+
+    It counts from the job's first operation: the time that was neither waiting nor switching would
+    have passed alone as well.
+    Returns: inf where it has none.
+    """
+    job = step.payer_of(deployment, op)
+    if job.spec.slo <= 0:
+        return float("inf")
+    age_s = step.now_s - (job.progress.began_s if job.progress.began_s >= 0 else op.ready_s)
+    alone_s = age_s - job.progress.lag_s - waited_s(step, deployment, op)
+    return job.spec.slo * alone_s - age_s

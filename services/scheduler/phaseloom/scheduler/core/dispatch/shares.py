@@ -19,49 +19,89 @@ all company that jobs have. The table is corrected by what is seen (`corrections
 begin, the ordering policy says who is next; one that cannot be beside what runs is overtaken only
 until it has waited for a quantum.
 Cost: O(ready deployments of the device), where it has several units and a policy that shares them.
+
+The table of slowdowns, corrected by what is seen to be slower beside others than it says.
+
+A table can be wrong: it was measured with another model, on another machine, or without a neighbour
+that there is now. Where it promises too much, operations would run side by side for ever that are
+done sooner in turns, and jobs with an SLO would have company that they cannot stand. So each
+operation that ends is compared with others of its deployment and kind (`state/observed.py`), and
+what is surely slower is believed: policies and the protection of SLOs go by the corrected table.
+Sharing that loses then stops by itself. It is tried again after `HELD_FOR` operations.
+
+That needs operations that run alone, to compare with. Where next to none does by itself, because
+all jobs always have work, and as long as it is open whether sharing loses, some are let run alone
+(`shares`), so that at any time there are `ENOUGH_ALONE`.
+
+- A device's table is corrected by the deployments that are placed on it, for pairs of kinds of
+  sub-stages. Of what several others were beside nothing is learnt.
+- Nothing is corrected to be faster: what never runs side by side shows no gain, and what does needs
+  none.
+- Where placement promises by the table what jobs get side by side, nothing is corrected: a job that
+  was kept apart, or was found to have other company, would not have what it was promised.
+
+Cost: none where no table is configured, or nothing is shared in space; else some additions for each
+change of what runs on a device, and a look at the deployments placed there for each decision.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from phaseloom.common.contract.commands import AdjustClaims
-from phaseloom.common.contract.events import ClaimsAdjusted
+from phaseloom.common.contract.events import ClaimsAdjusted, OperationFinished
 from phaseloom.common.contract.kinds import KINDS
+from phaseloom.common.contract.operations import Outcome
 from phaseloom.common.contract.specs import Capabilities, CommandId, Residency, SlowdownTable
 from phaseloom.scheduler.core.devices import devices, estimates
-from phaseloom.scheduler.core.dispatch import choice, corrections, phases, ready
+from phaseloom.scheduler.core.dispatch import choice, ready
 from phaseloom.scheduler.core.planning.chains import Stage
 from phaseloom.scheduler.core.planning.weave import company
 from phaseloom.scheduler.core.planning.weave.pool import has_promise
 from phaseloom.scheduler.core.policies.device_view import Wait
 from phaseloom.scheduler.core.policies.registry import MULTIPLEXING
 from phaseloom.scheduler.core.policies.sharing_view import (
+    MARGIN,
     Claim,
     Multiplexing,
     SharingView,
+    alike,
     speeds,
     stages_of,
 )
 from phaseloom.scheduler.core.state.deployment import Deployment
+from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.node import Share, Slot
-from phaseloom.scheduler.core.state.observed import ALONE, TOGETHER, UNKNOWN
+from phaseloom.scheduler.core.state.observed import (
+    ALONE,
+    ENOUGH_ALONE,
+    TOGETHER,
+    UNKNOWN,
+    Finding,
+    perhaps,
+    surely,
+)
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
 LEAST_PATIENCE_S = 1.0
 """For so long at least one that cannot be beside what runs is overtaken, if there is no quantum."""
-
-
 MOST_AHEAD = 8
 """The number of a job's next operations that are predicted."""
 LEAST_LEFT = 0.1
 """The share of its usual duration that an operation is taken to have left, however long it has
 run."""
+LEAST_PART = 0.5
+"""The part of the time from its permit until its end was known that an operation must have run to
+be counted: the rest is its switch and the way of messages, and nobody knows what ran beside it
+when."""
+Pair = tuple[str, str]
+"""A kind of sub-stage, and another one beside it."""
 
 
 def policy_of(step: Step) -> Multiplexing:
@@ -72,7 +112,7 @@ def is_on(step: Step, slot: Slot) -> bool:
     return policy_of(step).is_on and devices.units_of(step.state, slot) > 1
 
 
-def give(step: Step, deployment: Deployment) -> None:
+def give_share(step: Step, deployment: Deployment) -> None:
     """Give a deployment that is about to run alone its share of each device that is shared."""
     if not policy_of(step).is_on:
         return
@@ -103,7 +143,7 @@ def units_for(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int
     return [] if len(units) == devices.units_of(step.state, slots[0]) else units
 
 
-def beside(step: Step, slot: Slot) -> Deployment | None:
+def next_neighbour(step: Step, slot: Slot) -> Deployment | None:
     """Bring the shares of a slot nearer to what the policy wants.
 
     Args:    slot: one in which something runs with a share.
@@ -112,7 +152,7 @@ def beside(step: Step, slot: Slot) -> Deployment | None:
     if not is_on(step, slot):
         return None
     running = [_claim_of(step, step.state.deployments[name]) for name in slot.runs]
-    found = _next(step, slot, running)
+    found = _choose_neighbour(step, slot, running)
     if found is None:
         _grow(step, slot, _counts(step, slot, running) or [])
         return None
@@ -127,10 +167,10 @@ def beside(step: Step, slot: Slot) -> Deployment | None:
     return newcomer
 
 
-def note_paces(step: Step, slot: Slot) -> None:
+def record_paces(step: Step, slot: Slot) -> None:
     """Note how fast all that run in a slot are from now on, by the table as it was measured."""
     table = step.config.slowdowns
-    if table is None or not corrections.are_on(step) or not is_on(step, slot):
+    if table is None or not corrects_table(step) or not is_on(step, slot):
         return
     claims = [_running(step, step.state.deployments[name]) for name in slot.runs]
     units, counts = devices.units_of(step.state, slot), [len(share.units) for share in slot.shares]
@@ -158,7 +198,9 @@ def adjusted(step: Step, event: ClaimsAdjusted) -> None:
             step.dirty.add((slot.node, slot.device))
 
 
-def _next(step: Step, slot: Slot, running: list[Claim]) -> tuple[Deployment, list[int]] | None:
+def _choose_neighbour(
+    step: Step, slot: Slot, running: list[Claim]
+) -> tuple[Deployment, list[int]] | None:
     """What begins beside all that runs, and the units of each, the newcomer's last."""
     if choice.policy_of(step).is_strict or not _takes_company(step, slot):
         return None
@@ -179,7 +221,7 @@ def _next(step: Step, slot: Slot, running: list[Claim]) -> tuple[Deployment, lis
             ):
                 is_kept_apart = _is_kept_apart(step, slot, running, newcomer)
                 return None if is_kept_apart else (deployment, counts)
-        if phases.waited_s(step, deployment, op) >= patience_s:
+        if ready.waited_s(step, deployment, op) >= patience_s:
             return None
         options = [option for option in options if option[0] is not deployment]
     return None
@@ -226,7 +268,7 @@ def _is_excluded(step: Step, newcomer: Deployment, running: list[Claim]) -> bool
 def _keeps_slos(step: Step, slot: Slot, claims: list[Claim], counts: list[int]) -> bool:
     """Whether no job that runs would be slower beside the newcomer, the last, than its SLO allows.
     The newcomer would wait else, which is slower still."""
-    table = corrections.table_of(step, slot)
+    table = table_of(step, slot)
     if table is None:
         return True
     units = devices.units_of(step.state, slot)
@@ -249,11 +291,10 @@ def _is_kept_apart(step: Step, slot: Slot, running: list[Claim], newcomer: Claim
         asked.append(running[0])
     deployments = step.state.deployments
     if not any(
-        corrections.lacks_comparison(step, deployments[claim.deployment], claim.kinds)
-        for claim in asked
+        lacks_comparison(step, deployments[claim.deployment], claim.kinds) for claim in asked
     ):
         return False
-    table = corrections.table_in_doubt(step, slot)
+    table = table_in_doubt(step, slot)
     return _counts(step, slot, running, newcomer, table=table) is None
 
 
@@ -356,7 +397,7 @@ def _counts(
 ) -> list[int] | None:
     """The units of each by the policy. Args: table: in place of the device's table of slowdowns."""
     jobs = {step.state.deployments[name].job_name for name in slot.placed}
-    units, table = devices.units_of(step.state, slot), table or corrections.table_of(step, slot)
+    units, table = devices.units_of(step.state, slot), table or table_of(step, slot)
     return policy_of(step).share(SharingView(units, len(jobs), running, newcomer, table))
 
 
@@ -364,7 +405,7 @@ def _ask_back(step: Step, slot: Slot, share: Share, count: int) -> None:
     """Ask a rank for all but so many of its units, unless it was asked for that already."""
     if len(share.asked) != count:
         kept = share.units[:count]
-        devices.ask_back(share, kept, _tell(step, slot, share, kept, shrinks=True))
+        devices.ask_back(share, kept, _send_units(step, slot, share, kept, shrinks=True))
 
 
 def _grow(step: Step, slot: Slot, counts: list[int]) -> None:
@@ -376,10 +417,133 @@ def _grow(step: Step, slot: Slot, counts: list[int]) -> None:
         if more or share.asked:
             units = sorted([*share.units, *more])
             devices.grow(share, units)
-            _tell(step, slot, share, units, shrinks=False)
+            _send_units(step, slot, share, units, shrinks=False)
 
 
-def _tell(step: Step, slot: Slot, share: Share, units: list[int], *, shrinks: bool) -> CommandId:
+def _send_units(
+    step: Step, slot: Slot, share: Share, units: list[int], *, shrinks: bool
+) -> CommandId:
     deployment = step.state.deployments[share.deployment]
     node = step.node(slot.node)
     return step.send_for(AdjustClaims, node, deployment, units=units, shrinks=shrinks)
+
+
+def corrects_table(step: Step) -> bool:
+    """Whether the table is corrected: not where placement promises by it what jobs get side by
+    side."""
+    return step.config.corrects_slowdowns and not step.state.cluster.limits.counts_on_space
+
+
+def table_of(step: Step, slot: Slot) -> SlowdownTable | None:
+    """The table of slowdowns for a device, corrected; the configured one where nothing is surely
+    slower."""
+    table = step.config.slowdowns
+    return None if table is None else _corrected(table, _factors(step, slot))
+
+
+def table_in_doubt(step: Step, slot: Slot) -> SlowdownTable | None:
+    """The table for a device, with all that may be slower taken to be so, as far as it was looked
+    at."""
+    table = step.config.slowdowns
+    return None if table is None else _corrected(table, _factors(step, slot, perhaps))
+
+
+def _corrected(table: SlowdownTable, factors: dict[Pair, float]) -> SlowdownTable:
+    if not factors:
+        return table
+    beside = {kind: dict(row) for kind, row in table.beside.items()}
+    for (stage, other), factor in factors.items():
+        for one in alike(stage):
+            row = beside.setdefault(one, {})
+            row |= {each: table.factor(one, each) * factor for each in alike(other)}
+    return replace(table, beside=beside)
+
+
+def _factors(
+    step: Step, slot: Slot, bound: Callable[[Sequence[Finding]], float] = surely
+) -> dict[Pair, float]:
+    """By which factor a kind of sub-stage beside another is slower on a device than the table says,
+    where it is."""
+    if not step.state.observed:
+        return {}
+    found = {pair: bound(findings) for pair, findings in _findings(step, slot).items()}
+    return {pair: factor for pair, factor in found.items() if factor > 1.0}
+
+
+def lacks_comparison(step: Step, deployment: Deployment, kinds: Collection[str]) -> bool:
+    """Whether too few operations of these kinds of a deployment run beside nothing."""
+    found = step.state.observed.get(deployment.name, {}).values()
+    records = [observed for observed in found if observed.kind in kinds]
+    return sum(each.alone for each in records) < ENOUGH_ALONE
+
+
+def _findings(step: Step, slot: Slot) -> dict[Pair, list[Finding]]:
+    found: dict[Pair, list[Finding]] = defaultdict(list)
+    for name in slot.placed:
+        for observed in step.state.observed.get(name, {}).values():
+            for other, finding in observed.findings.items():
+                found[observed.stage, other].append(finding)
+    return found
+
+
+def observe(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
+    """Take in an operation that has ended, and whose device is still the deployment's.
+
+    Nothing is learnt of what failed or was run again, of the first operation of a kind, which finds
+    everything cold, of what shared its steps with others of its deployment, and of what was beside
+    several others.
+    """
+    slots = devices.slots_of(step, deployment)
+    share = slots[0].share_of(deployment.name) if len(slots) == 1 else None
+    if share is None or share.pace is None or op is None or not share.pace.stage:
+        return
+    pace = share.pace
+    took_s = step.now_s - pace.began_s
+    is_single = event.share >= 1.0 and op.permitted_s == pace.began_s
+    is_first = event.kind not in deployment.recent
+    has_run = event.outcome is Outcome.COMPLETED and not event.replay
+    if not (is_single and has_run) or is_first or event.duration_s <= LEAST_PART * took_s:
+        return
+    devices.pass_time(share, step.now_s)
+    if any(TOGETHER in company for company in pace.beside_s):
+        return
+    beside = {company: seconds / took_s for company, seconds in pace.beside_s.items()}
+    work_s = event.duration_s * pace.work_s / took_s
+    before = _factors(step, slots[0])
+    step.state.age_observed(deployment.name)
+    observed = step.state.observe(deployment.name, event.kind, pace.stage, event.num_tokens)
+    observed.take(work_s, beside)
+    for pair, why in _describe_slower(step, slots[0]).items():
+        if before.get(pair, 1.0) <= 1 + MARGIN:
+            step.notify("slower than the table says", why, f"{slots[0].node}/{slots[0].device}")
+
+
+def _describe_slower(step: Step, slot: Slot) -> dict[Pair, str]:
+    """A line for each pair that is slower on a device than the table says, by more than tables
+    err."""
+    told = {}
+    findings = _findings(step, slot)
+    for (stage, other), factor in _factors(step, slot).items():
+        if factor > 1 + MARGIN:
+            count = sum(finding.count for finding in findings[stage, other])
+            told[stage, other] = (
+                f"{stage} beside {other} takes at least {factor:.2f} times as long as the table of "
+                f"slowdowns says, by {count:.0f} operations"
+            )
+    return told
+
+
+def describe_corrections(step: Step, job: Job) -> list[str]:
+    """Lines that say what is slower on the devices of a job than the table of slowdowns says."""
+    if not step.state.observed:
+        return []
+    slots = {
+        (slot.node, slot.device): slot
+        for deployment in step.deployments_of(job)
+        for slot in devices.slots_of(step, deployment)
+    }
+    return [
+        f"device {device} of {node}: {why}"
+        for (node, device), slot in sorted(slots.items())
+        for why in _describe_slower(step, slot).values()
+    ]

@@ -9,7 +9,7 @@ from phaseloom.common.contract.api import DeploymentStatus, JobStatus
 from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
 from phaseloom.common.contract.specs import ModelSpec
-from phaseloom.scheduler.core.dispatch import corrections
+from phaseloom.scheduler.core.dispatch import shares
 from phaseloom.scheduler.core.durability import retention
 from phaseloom.scheduler.core.jobs import deployments, rollback
 from phaseloom.scheduler.core.operations import operations
@@ -374,5 +374,5 @@ def status(step: Step, job: Job) -> JobStatus:
         ],
         placement=assignment.describe(step, job),
         device_s=dict(job.device_s),
-        slower=corrections.describe(step, job),
+        slower=shares.describe_corrections(step, job),
     )

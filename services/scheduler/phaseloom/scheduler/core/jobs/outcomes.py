@@ -6,7 +6,7 @@ from phaseloom.common.contract.errors import Code, ErrorInfo
 from phaseloom.common.contract.events import OperationFinished, StateSnapshotTaken
 from phaseloom.common.contract.operations import Outcome
 from phaseloom.scheduler.core.devices import devices, estimates, round_robin
-from phaseloom.scheduler.core.dispatch import corrections, speculative
+from phaseloom.scheduler.core.dispatch import shares, speculative
 from phaseloom.scheduler.core.durability import seals
 from phaseloom.scheduler.core.jobs import rollback
 from phaseloom.scheduler.core.operations import gradients, operations
@@ -36,7 +36,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     if is_current:
         if event.key in deployment.activation.running:
             _note_latency(step, deployment, op, event)
-            corrections.note(step, deployment, op, event)
+            shares.observe(step, deployment, op, event)
             _note_duration(deployment, event)
             devices.free(step, deployment, event.key, event.kind)
             speculative.expect(step, deployment, event.kind)

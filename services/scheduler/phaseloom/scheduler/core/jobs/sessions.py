@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phaseloom.common.contract.events import PhaseDeclared, SessionLost, SessionOpened
 from phaseloom.common.contract.ids import JobKey
-from phaseloom.scheduler.core.dispatch import idle_hold
+from phaseloom.scheduler.core.dispatch import choice
 from phaseloom.scheduler.core.state.job import Job
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED
@@ -46,7 +46,7 @@ def lost(step: Step, event: SessionLost) -> None:
 def declared(step: Step, event: PhaseDeclared) -> None:
     job = _live(step, event.job)
     if job is not None:
-        idle_hold.declare(step, event)
+        choice.declare_phase(step, event)
 
 
 def _live(step: Step, key: JobKey) -> Job | None:
@@ -56,4 +56,6 @@ def _live(step: Step, key: JobKey) -> Job | None:
 
 def _end_phases(step: Step, job: Job) -> None:
     for pool in sorted({spec.pool for spec in job.spec.deployments}):
-        idle_hold.declare(step, PhaseDeclared(job.key, job.controller.session, pool, is_open=False))
+        choice.declare_phase(
+            step, PhaseDeclared(job.key, job.controller.session, pool, is_open=False)
+        )
