@@ -628,7 +628,7 @@ def standing(world: World, operation: str) -> tuple[list[str], int, float]:
         owner.queue.operations.get(int(slot)) if slot.isdigit() else owner.queue.unordered.get(slot)
     )
     assert op is not None
-    return explain.why_not(step, owner, op), *explain.place_of(step, owner, op)
+    return explain.waiting_reasons(step, owner, op), *explain.queue_position(step, owner, op)
 
 
 def test_waiting_operation_knows_what_runs_and_its_place() -> None:

@@ -65,7 +65,7 @@ def test_waiting_operation_is_told_the_names_of_its_own_tenant_only(
     state = world.core.state
     mine = state.deployments["t.mine.policy"]
     step = Step(state, state.sequence, world.now_s)
-    (line,) = explain.why_not(step, mine, mine.queue.operations[1])
+    (line,) = explain.waiting_reasons(step, mine, mine.queue.operations[1])
     is_own = tenant == "t"
     assert ("secret" in line) is is_own
     assert ("another tenant" in line) is not is_own

@@ -228,14 +228,14 @@ def test_waiting_operation_knows_for_what_the_policy_leaves_the_device_idle(
     step = Step(state, state.sequence, world.now_s)
     waiting = state.deployments[str(loops[1].key)]
     op = waiting.queue.operations[1]
-    (line,) = explain.why_not(step, waiting, op)
-    place, start_s = explain.place_of(step, waiting, op)
+    (line,) = explain.waiting_reasons(step, waiting, op)
+    place, start_s = explain.queue_position(step, waiting, op)
     assert line.startswith("device 0 of t0, which waits up to ")
     assert line.endswith(f"s for job t.a: {why}")
     assert place == 1
     world.run()
     assert world.runs[1][0] == pytest.approx(1051.0 + start_s)
-    assert explain.why_not(step, waiting, op) != [line]
+    assert explain.waiting_reasons(step, waiting, op) != [line]
 
 
 def test_quantum_of_the_configuration_is_kept_under_a_policy_that_waits() -> None:

@@ -127,7 +127,7 @@ def _ask(step: Step, predicted: dict[OperationKey, tuple[float, float]]) -> None
     for deployment in step.state.deployments.values():
         for op in ready.operations(step, deployment):
             if op.key not in predicted:
-                _, start_s = explain.place_of(step, deployment, op)
+                _, start_s = explain.queue_position(step, deployment, op)
                 predicted[op.key] = step.now_s, start_s
 
 

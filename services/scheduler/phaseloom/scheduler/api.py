@@ -340,11 +340,11 @@ def job_api(
         if completion is None and not is_open:
             completion = await outcome_of(key)  # it may have ended meanwhile
         if completion is not None:
-            return explain.ended(key, op, completion)
+            return explain.explain_ended(key, op, completion)
         if deployment is not None and op is not None and is_open:
             return explain.explain(step, deployment, op)
         if deployment is not None:
-            raise to_exception(explain.not_open(deployment, key))
+            raise to_exception(explain.not_open_error(deployment, key))
         what = f"deployment {key.deployment_key} does not exist"
         raise CallerError(
             what, code=Code.NOT_FOUND, field="deployment", remedy="see `phaseloom jobs`"

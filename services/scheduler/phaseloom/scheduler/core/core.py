@@ -41,29 +41,29 @@ S = TypeVar("S", bound=msgspec.Struct)
 Action = Callable[[Step, Subjects], None]
 
 
-def _without_subject(do: Callable[[Step], None]) -> Action:
-    return lambda step, follow_ups: do(step)
+def _without_subject(action: Callable[[Step], None]) -> Action:
+    return lambda step, follow_ups: action(step)
 
 
-def _per_subject(do: Callable[[Step, str], None]) -> Action:
+def _per_subject(action: Callable[[Step, str], None]) -> Action:
     """Make a follow-up that is done for each subject, in the order of their names."""
 
-    def run(step: Step, follow_ups: Subjects) -> None:
+    def run_for_all(step: Step, follow_ups: Subjects) -> None:
         for name in sorted(follow_ups):
-            do(step, name)
+            action(step, name)
 
-    return run
+    return run_for_all
 
 
-def _per_failed_subject(do: Callable[[Step, str, ErrorInfo], None]) -> Action:
+def _per_failed_subject(action: Callable[[Step, str, ErrorInfo], None]) -> Action:
     """The same as `_per_subject`, with the error that is the reason given to `do`."""
 
-    def run(step: Step, follow_ups: Subjects) -> None:
+    def run_for_all(step: Step, follow_ups: Subjects) -> None:
         for name, error in sorted(follow_ups.items()):
             assert error is not None, name
-            do(step, name, error)
+            action(step, name, error)
 
-    return run
+    return run_for_all
 
 
 AFTER_EACH_EVENT: tuple[tuple[FollowUp, Action], ...] = (
@@ -88,7 +88,7 @@ turn, a later event uses it: no event costs more than two looks at what waits.
 AFTER_EACH_STEP: tuple[tuple[FollowUp, Action], ...] = (
     (FollowUp.PREFETCH, _per_subject(speculative.prefetch_version)),
     (FollowUp.HINT, _per_subject(speculative.send_hints)),
-    (FollowUp.SHOW_JOB, _per_subject(jobs.show)),
+    (FollowUp.SHOW_JOB, _per_subject(jobs.publish_status)),
 )
 """The follow-ups that are done once a step, after all events of its entry and after devices have
 been given their next operations, each with its function."""
@@ -115,9 +115,9 @@ class Core:
             _follow_up(step)
         dispatch.dispatch(step)
         if step.follow_ups:
-            for what, do in AFTER_EACH_STEP:
-                if what in step.follow_ups:
-                    do(step, step.follow_ups.pop(what))
+            for kind, action in AFTER_EACH_STEP:
+                if kind in step.follow_ups:
+                    action(step, step.follow_ups.pop(kind))
         return step.outputs
 
     def snapshot(self) -> bytes:
@@ -187,18 +187,18 @@ def _follow_up(step: Step) -> None:
     for _ in range(MAX_PASSES):
         if not follow_ups:
             return
-        for what, do in AFTER_EACH_EVENT:
-            if what in follow_ups:
-                do(step, follow_ups.pop(what))
+        for kind, action in AFTER_EACH_EVENT:
+            if kind in follow_ups:
+                action(step, follow_ups.pop(kind))
 
 
 def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one arm a timer
-    due_s = step.state.pop_timer(event.timer)
-    if due_s is None:
+    set_for_s = step.state.pop_timer(event.timer)
+    if set_for_s is None:
         return
-    if due_s > step.now_s:
+    if set_for_s > step.now_s:
         # The shell's clock runs ahead of the log's.
-        step.set_timer(event.timer, due_s)
+        step.set_timer(event.timer, set_for_s)
         return
     match event.timer.split("/"):
         case ["expire", key]:
@@ -209,8 +209,8 @@ def _timer(step: Step, event: events.TimerFired) -> None:  # noqa: PLR0912 - one
                 step.request_hints(deployment)
         case ["forget", job_name, sequence]:
             jobs.forget(step, job_name, int(sequence))
-        case ["away" | "gone" as what, node, revision]:
-            evacuation.missed(step, what, node, int(revision))
+        case ["away" | "gone" as absence, node, revision]:
+            evacuation.missed(step, absence, node, int(revision))
         case ["version", job_name, _]:
             step.follow_up(FollowUp.RELEASE, job_name)
         case ["copies", _]:

@@ -22,9 +22,9 @@ def validate(state: State) -> None:
             assert len(device.slots) == 1, f"{node.node}: {len(device.slots)} slots"
             _check_slot(state, device.slots[0], device.memory_bytes)
         _check_claims(state, node)
-    waiting = [name for name, job in state.jobs.items() if job.state is JobState.SUBMITTED]
-    known = [member.job for member in state.cluster.waiting]
-    assert sorted(known) == sorted(waiting), "not every job that waits is known to"
+    waiting_jobs = [name for name, job in state.jobs.items() if job.state is JobState.SUBMITTED]
+    member_names = [member.job for member in state.cluster.waiting]
+    assert sorted(member_names) == sorted(waiting_jobs), "not every job that waits is known to"
     groups.validate(state.cluster)
     _check_hosts(state)
     _check_pins(state)
@@ -63,38 +63,38 @@ def _check_pins(state: State) -> None:
 
 
 def _check_slot(state: State, slot: Slot, memory_bytes: int) -> None:
-    where = f"device {slot.device} of {slot.node}"
+    label = f"device {slot.device} of {slot.node}"
     active = [name for name in slot.resident if state.deployments[name].activation.epoch]
     used = sum(state.deployments[name].wpg.state_bytes for name in active)
-    assert used <= memory_bytes, f"I3 {where}: {used} of {memory_bytes} bytes claimed"
-    assert len(set(slot.resident)) == len(slot.resident), f"{where}: resident twice"
-    assert set(slot.resident) <= set(slot.placed), f"{where}: resident but not placed"
-    assert set(slot.ready) <= set(slot.placed), f"{where}: ready but not placed"
+    assert used <= memory_bytes, f"I3 {label}: {used} of {memory_bytes} bytes claimed"
+    assert len(set(slot.resident)) == len(slot.resident), f"{label}: resident twice"
+    assert set(slot.resident) <= set(slot.placed), f"{label}: resident but not placed"
+    assert set(slot.ready) <= set(slot.placed), f"{label}: ready but not placed"
     jobs = {str(state.deployments[name].key.job_key) for name in slot.placed}
     for seen in (slot.served, slot.rounds):
-        assert set(seen) <= jobs, f"{where}: a job that has left is not forgotten"
+        assert set(seen) <= jobs, f"{label}: a job that has left is not forgotten"
     for name in slot.runs:
         deployment = state.deployments[name]
         has_turn = deployment.activation.running or deployment.activation.is_opening
-        assert has_turn, f"{where}: {name} runs nothing"
-        assert deployment.activation.epoch, f"{where}: {name} runs without an activation"
-        assert name in slot.resident, f"{where}: {name} is not resident"
-    _check_shares(state, slot, where)
+        assert has_turn, f"{label}: {name} runs nothing"
+        assert deployment.activation.epoch, f"{label}: {name} runs without an activation"
+        assert name in slot.resident, f"{label}: {name} is not resident"
+    _check_shares(state, slot, label)
 
 
-def _check_shares(state: State, slot: Slot, where: str) -> None:
+def _check_shares(state: State, slot: Slot, label: str) -> None:
     """The shares of a device never overlap, and each has at least one unit."""
     if not slot.shares:
         return
     units = [unit for share in slot.shares for unit in share.units]
     every = range(devices.units_of(state, slot))
-    assert slot.running == slot.shares[0].deployment, f"{where}: {slot.running} has no share"
-    assert len(set(slot.runs)) == len(slot.runs), f"I3 {where}: two shares of one deployment"
-    assert len(set(units)) == len(units), f"I3 {where}: shares overlap {slot.shares}"
-    assert set(units) <= set(every), f"I3 {where}: shares of units that it does not have"
+    assert slot.running == slot.shares[0].deployment, f"{label}: {slot.running} has no share"
+    assert len(set(slot.runs)) == len(slot.runs), f"I3 {label}: two shares of one deployment"
+    assert len(set(units)) == len(units), f"I3 {label}: shares overlap {slot.shares}"
+    assert set(units) <= set(every), f"I3 {label}: shares of units that it does not have"
     for share in slot.shares:
-        assert share.units, f"I3 {where}: {share.deployment} runs with no unit"
-        assert set(share.asked) < set(share.units) or not share.asked, f"I3 {where}: {share}"
+        assert share.units, f"I3 {label}: {share.deployment} runs with no unit"
+        assert set(share.asked) < set(share.units) or not share.asked, f"I3 {label}: {share}"
 
 
 def _check_claims(state: State, node: Node) -> None:
@@ -102,8 +102,8 @@ def _check_claims(state: State, node: Node) -> None:
     for name in node.claims:
         deployment = state.deployments[name]
         assert node.node in deployment.nodes, f"{node.node}: claimed by {name} of another node"
-        for other in deployment.nodes:
-            assert name in state.nodes[other].claims, f"I3 {name}: claims a part of its devices"
+        for node_name in deployment.nodes:
+            assert name in state.nodes[node_name].claims, f"I3 {name}: claims a part of its devices"
         assert not deployment.activation.running, f"{name}: runs, and waits for its devices"
 
 

@@ -124,20 +124,20 @@ def contenders_on(step: Step, slot: Slot) -> Contenders:
     if not slot.ready:
         return NO_CONTENDERS
     quantum_s = step.config.quantum_s
-    of_holder = list(ready.on(step, slot, of_job=slot.holder))
+    of_holder = list(ready.options_on(step, slot, of_job=slot.holder))
     is_alone = len(of_holder) == len(slot.ready)
     if of_holder and not slot.speculative and not is_quantum_over(step, slot.held_since_s):
         lets_in_s = NEVER_S if is_alone else slot.held_since_s + quantum_s
         return Contenders(_after_quantum(step, slot, of_holder), [], lets_in_s, may_wait=False)
-    others = [] if is_alone else list(ready.on(step, slot, but_job=slot.holder))
-    if not others:
+    outsiders = [] if is_alone else list(ready.options_on(step, slot, but_job=slot.holder))
+    if not outsiders:
         return Contenders(_after_quantum(step, slot, of_holder), [], NEVER_S)
     if slot.speculative or (of_holder and (quantum_s == 0 or policy_of(step).may_wait)):
-        return Contenders([*of_holder, *others], [], NEVER_S)
+        return Contenders([*of_holder, *outsiders], [], NEVER_S)
     lets_in_s = 0.0 if of_holder else held_until_s(step, slot)
     if lets_in_s > step.now_s:
         return Contenders([], [], lets_in_s)
-    return Contenders(others, of_holder, NEVER_S)
+    return Contenders(outsiders, of_holder, NEVER_S)
 
 
 def _after_quantum(step: Step, slot: Slot, options: list[Option]) -> list[Option]:
@@ -154,13 +154,13 @@ def _elsewhere_s(step: Step, slot: Slot, deployment: Deployment, op: Op) -> floa
         return 0.0
     timeout_s = _gang_timeout_s(step, deployment)
     until_s = max(op.ready_s, deployment.activation.idle_since_s) + timeout_s
-    for other in slots:
-        if until_s <= step.now_s or other is slot or tails.may_go_without(step, deployment, other):
+    for peer in slots:
+        if until_s <= step.now_s or peer is slot or tails.can_start_without(step, deployment, peer):
             continue
-        among = contenders_on(step, other)
+        among = contenders_on(step, peer)
         if not among.options:
             return min(until_s, among.lets_in_s)
-        preferred = prefer(step, other, among.options, may_wait=among.may_wait)
+        preferred = prefer(step, peer, among.options, may_wait=among.may_wait)
         if isinstance(preferred, Wait):
             return min(until_s, among.lets_in_s, preferred.until_s)
         if preferred[0] is not deployment:
@@ -174,8 +174,8 @@ def _gang_timeout_s(step: Step, deployment: Deployment) -> float:
     if not policy_of(step).is_strict:
         return least_s
     # It waits for a round of all that it could meet: sooner, it would break the order.
-    here = {name for slot in devices.slots_of(step, deployment) for name in slot.placed}
-    jobs = {step.state.deployments[name].job_name for name in here}
+    neighbours = {name for slot in devices.slots_of(step, deployment) for name in slot.placed}
+    jobs = {step.state.deployments[name].job_name for name in neighbours}
     group = step.state.cluster.groups.get(step.state.cluster.placed.get(deployment.job_name, ""))
     jobs.update(group.members if group is not None else ())
     periods_s = [estimates.worst_period_s(step.state, job) for job in jobs]
@@ -266,7 +266,7 @@ def _resident(step: Step, slot: Slot) -> Resident | None:
         idle_since_s=slot.idle_since_s,
         at_s=expected.at_s if expected else NEVER_S,
         late_s=expected.late_s if expected else NEVER_S,
-        phase_until_s=ready.goes_on_until_s(step, slot),
+        phase_until_s=ready.phase_until_s(step, slot),
     )
 
 
@@ -279,8 +279,8 @@ def _has_alternative(step: Step, slot: Slot, option: Option, policy: Ordering) -
     if not policy.may_wait:
         return False
     if policy.is_strict:
-        deployments, own = step.state.deployments, option[0].job_name
-        return any([deployments[name].job_name != own for name in slot.placed])
+        deployments, job_name = step.state.deployments, option[0].job_name
+        return any([deployments[name].job_name != job_name for name in slot.placed])
     holder = slot.holder
     if holder in ("", option[0].job_name):
         return False
@@ -293,11 +293,11 @@ def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) 
 
     Where the policy may wait, up to the first that has an option: it looks at none behind it.
     """
-    here: dict[str, list[Deployment]] = {}
+    by_job: dict[str, list[Deployment]] = {}
     for name in slot.placed:
         deployment = step.state.deployments[name]
-        here.setdefault(deployment.job_name, []).append(deployment)
-    by_position = round_robin.in_order(step.state, slot, here)
+        by_job.setdefault(deployment.job_name, []).append(deployment)
+    by_position = round_robin.in_order(step.state, slot, by_job)
     if not may_wait:
         return [Member(job, 0.0) for job in by_position]
     ready_jobs = {deployment.job_name for deployment, _ in options}
@@ -307,12 +307,12 @@ def _members(step: Step, slot: Slot, options: Sequence[Option], may_wait: bool) 
         if job in ready_jobs:
             members.append(Member(job, 0.0))
             break
-        members.append(Member(job, _awaited_until_s(step, job, here, since_s)))
+        members.append(Member(job, _awaited_until_s(step, job, by_job, since_s)))
     return members
 
 
 def _awaited_until_s(
-    step: Step, name: str, here: dict[str, list[Deployment]], since_s: float
+    step: Step, name: str, by_job: dict[str, list[Deployment]], since_s: float
 ) -> float:
     """Until when a job that has nothing ready on a device is waited for; a past time: not at all.
 
@@ -322,14 +322,14 @@ def _awaited_until_s(
     Args: here: the deployments of each job of the device. since_s: when the waiting began.
     """
     job = step.state.jobs[name]
-    if not _is_alive(job) or all(d.wpg.state is not WpgState.READY for d in here[name]):
+    if not _is_alive(job) or all(d.wpg.state is not WpgState.READY for d in by_job[name]):
         return 0.0
     unknown_s = ABSENCE_TIMEOUT * step.config.quantum_s
-    every = step.deployments_of(job)
-    if any(d.activation.running or ready.first(step, d) is not None for d in every):
-        round_s = sum(estimates.worst_period_s(step.state, member) for member in here)
+    deployments = step.deployments_of(job)
+    if any(d.activation.running or ready.first(step, d) is not None for d in deployments):
+        round_s = sum(estimates.worst_period_s(step.state, member) for member in by_job)
         return since_s + (round_s or unknown_s)
-    last_s = max(d.activation.idle_since_s for d in every)
+    last_s = max(d.activation.idle_since_s for d in deployments)
     return last_s + (estimates.worst_period_s(step.state, name) or unknown_s) if last_s else 0.0
 
 

@@ -40,11 +40,11 @@ from phaseloom.scheduler.core.state.transitions import OpEvent, OpState, WpgStat
 REFUSAL_PAUSE_S = 0.5
 """Pause before an activation that was refused is tried again."""
 MAX_REFUSALS = 3
-_FOR_GOOD = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
+_PERMANENT = frozenset({Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT})
 """Codes of refused switch-ins that will be refused again."""
 RETRY_PAUSE_S = 0.5
 """Pause before an operation whose permit came back unused is permitted again."""
-BUSY = 4
+BUSY_FACTOR = 4
 """Times the usual number of mutations, after which a state is sealed between two operations."""
 
 
@@ -52,17 +52,17 @@ def dispatch(step: Step) -> None:
     """Give every device that the step has touched its next operations, if any may begin."""
     _record_ready(step)
     while step.dirty:
-        place = min(step.dirty)
-        step.dirty.remove(place)
-        name, index = place
+        device_ref = min(step.dirty)
+        step.dirty.remove(device_ref)
+        name, index = device_ref
         node = step.state.nodes[name]
         # A node may have come back with fewer devices.
         if node.is_up and index < len(node.devices):
             slot = devices.slot(step.state, name, index)
             _dispatch(step, slot)
             if slot.shares:
-                while (newcomer := shares.next_neighbour(step, slot)) is not None:
-                    _begin_beside(step, newcomer)
+                while (neighbour := shares.next_neighbour(step, slot)) is not None:
+                    _start_neighbour(step, neighbour)
                 shares.record_paces(step, slot)
 
 
@@ -80,23 +80,23 @@ def _record_ready(step: Step) -> None:
 def _dispatch(step: Step, slot: Slot) -> None:
     if slot.running:
         for name in slot.runs:
-            _go_on(step, step.state.deployments[name])
+            _continue(step, step.state.deployments[name])
         return
-    deployment = _claimant(step, slot)
+    deployment = _next_claimant(step, slot)
     if deployment is not None:
-        _begin(step, deployment)
+        _start(step, deployment)
         return
-    deployment, again_s = choice.choose(step, slot)
+    deployment, retry_s = choice.choose(step, slot)
     if deployment is not None:
-        _begin(step, deployment)
-    elif again_s < choice.NEVER_S:
-        _wake_at(step, slot, again_s)
+        _start(step, deployment)
+    elif retry_s < choice.NEVER_S:
+        _look_again_at(step, slot, retry_s)
     elif not ready.is_any_on(step, slot):
         _seal_idle(step, slot)
         _open_speculatively(step, slot)
 
 
-def _claimant(step: Step, slot: Slot) -> Deployment | None:
+def _next_claimant(step: Step, slot: Slot) -> Deployment | None:
     """The deployment that has claimed the device. A claim of one that cannot run is dropped."""
     while (deployment := devices.claimant(step, slot)) is not None:
         if ready.first(step, deployment) is not None:
@@ -106,23 +106,23 @@ def _claimant(step: Step, slot: Slot) -> Deployment | None:
     return None
 
 
-def _begin(step: Step, deployment: Deployment) -> None:
+def _start(step: Step, deployment: Deployment) -> None:
     """Run what a deployment has, or claim its devices where not all that it needs are free."""
     slots = devices.slots_of(step, deployment)
     # A lone rank's device is the one on which the deployment was chosen: it is free.
-    taken = _taken(step, deployment, slots) if len(slots) > 1 else []
+    taken_ranks = _taken_ranks(step, deployment, slots) if len(slots) > 1 else []
     ops = _batch(step, deployment)
-    if taken:
-        ops = tails.in_part(step, deployment, ops, taken)
+    if taken_ranks:
+        ops = tails.startable_without(step, deployment, ops, taken_ranks)
         if not ops:
             devices.claim(step, deployment)
             return
     devices.unclaim(step, deployment)
-    deployment.activation.leave_out(taken)
+    deployment.activation.leave_out(taken_ranks)
     shares.give_share(step, deployment)
     if not deployment.activation.epoch:
         _open(step, deployment)
-    elif seals.is_due(step, deployment, times=BUSY) and not taken:
+    elif seals.is_due(step, deployment, times=BUSY_FACTOR) and not taken_ranks:
         # It is never displaced and never idle: its log must not grow for ever.
         seals.seal(step, deployment)
     if deployment.activation.opening_on:
@@ -131,7 +131,7 @@ def _begin(step: Step, deployment: Deployment) -> None:
     _permit(step, deployment, ops, slots)
 
 
-def _taken(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int]:
+def _taken_ranks(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int]:
     """The ranks whose devices run something, or are claimed by others."""
     return [
         rank
@@ -140,11 +140,11 @@ def _taken(step: Step, deployment: Deployment, slots: list[Slot]) -> list[int]:
     ]
 
 
-def _begin_beside(step: Step, deployment: Deployment) -> None:
+def _start_neighbour(step: Step, deployment: Deployment) -> None:
     """Run what a deployment has, beside others on its device: it has its share already."""
     if not deployment.activation.epoch:
         _open(step, deployment)
-    elif seals.is_due(step, deployment, times=BUSY):
+    elif seals.is_due(step, deployment, times=BUSY_FACTOR):
         seals.seal(step, deployment)
     _permit(step, deployment, _batch(step, deployment), devices.slots_of(step, deployment))
 
@@ -153,15 +153,15 @@ def _batch(step: Step, deployment: Deployment) -> list[Op]:
     return ready.batch(step, deployment, max(1, step.config.max_reading))
 
 
-def _go_on(step: Step, deployment: Deployment) -> None:
+def _continue(step: Step, deployment: Deployment) -> None:
     """Run more of the deployment that holds a device, or what its activation was opened for."""
     if deployment.activation.running:
         _join(step, deployment)
     elif not deployment.activation.opening_on:
-        _begin_opened(step, deployment)
+        _start_opened(step, deployment)
 
 
-def _begin_opened(step: Step, deployment: Deployment) -> None:
+def _start_opened(step: Step, deployment: Deployment) -> None:
     """Run what an activation was opened for, now that it is open on all nodes."""
     ops = _batch(step, deployment)
     _permit(step, deployment, ops, devices.slots_of(step, deployment))
@@ -177,7 +177,7 @@ def _join(step: Step, deployment: Deployment) -> None:
     if room <= 0 or deployment.name not in slots[0].ready:
         return
     ops = _joiners(step, deployment, room)
-    if not ops or any(_is_closed(step, slot, deployment) for slot in slots):
+    if not ops or any(_must_drain(step, slot, deployment) for slot in slots):
         return
     _permit(step, deployment, ops, slots)
 
@@ -191,7 +191,7 @@ def _joiners(step: Step, deployment: Deployment, room: int) -> list[Op]:
     return [op for op in chosen if not (op.is_mutating or op.uncertain)]
 
 
-def _is_closed(step: Step, slot: Slot, deployment: Deployment) -> bool:
+def _must_drain(step: Step, slot: Slot, deployment: Deployment) -> bool:
     """Whether what runs in a slot must drain, because others go next."""
     if devices.claimant(step, slot) is not None:
         return True
@@ -201,10 +201,10 @@ def _is_closed(step: Step, slot: Slot, deployment: Deployment) -> bool:
     is_over = choice.is_quantum_over(step, slot.held_since_s)
     if is_over and ready.is_any_on(step, slot, but_job=job):
         return True
-    return any(d is not deployment for d, _ in ready.on(step, slot, of_job=job))
+    return any(d is not deployment for d, _ in ready.options_on(step, slot, of_job=job))
 
 
-def _wake_at(step: Step, slot: Slot, due_s: float) -> None:
+def _look_again_at(step: Step, slot: Slot, due_s: float) -> None:
     if step.state.timers.get(slot.timer, -1.0) != due_s:
         devices.note_timer(slot, f"grace/{slot.node}/{slot.device}/{step.sequence}")
         step.set_timer(slot.timer, due_s)
@@ -215,25 +215,25 @@ def _open_speculatively(step: Step, slot: Slot) -> None:
     if target is None:
         return
     if open_s > step.now_s:
-        _wake_at(step, slot, open_s)
-    elif not speculative.try_skip(step, target):
+        _look_again_at(step, slot, open_s)
+    elif not speculative.skip_guess(step, target):
         _open(step, target, is_speculative=True)
-        speculative.opened(step, target)
+        speculative.record_guess(step, target)
 
 
 def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -> None:
     """Open an activation on all of its nodes: its epoch is this event's place in the log."""
     opening_on = deployment.nodes if len(deployment.wpg.assignments) > 1 else []
     deployment.activation.open(step.sequence, step.now_s, opening_on)
-    gone: list[Deployment] = []
+    displaced: list[Deployment] = []
     ranks = tails.ranks_of(deployment)
     for node in step.nodes_of(deployment):
-        held = devices.held_slots(step.state, deployment)
-        slots = [slot for slot in held if slot.node == node.node]
+        held_slots = devices.held_slots(step.state, deployment)
+        slots = [slot for slot in held_slots if slot.node == node.node]
         leaving: list[Deployment] = []
         for slot in slots:
-            found = devices.victims(step, slot, deployment)
-            leaving += [victim for victim in found if victim not in leaving]
+            victims = devices.victims(step, slot, deployment)
+            leaving += [victim for victim in victims if victim not in leaving]
         for victim in leaving:
             _displace(step, victim, slots)
         devices.switch_in(slots, deployment)
@@ -246,8 +246,8 @@ def _open(step: Step, deployment: Deployment, *, is_speculative: bool = False) -
             is_speculative=is_speculative,
             ranks=ranks,
         )
-        gone += [victim for victim in leaving if victim not in gone]
-    for victim in gone:
+        displaced += [victim for victim in leaving if victim not in displaced]
+    for victim in displaced:
         if not victim.activation.running and seals.is_due(step, victim):
             seals.seal(step, victim)
 
@@ -257,7 +257,7 @@ def _displace(step: Step, victim: Deployment, slots: list[Slot]) -> None:
     in others until it must go."""
     if not victim.activation.idle_ranks:
         victim.activation.close()
-        speculative.displaced(step, victim)
+        speculative.record_displaced(step, victim)
     devices.switch_out(slots, victim)
 
 
@@ -271,7 +271,7 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
     if not replay:
         step.advance_op(op, OpEvent.PERMITTED)
     op.permitted_s = step.now_s
-    speculative.came(step, deployment, op, slots)
+    speculative.record_start(step, deployment, op, slots)
     _record_phase(step, deployment, op, slots)
     reads.record_copies(step, deployment, op)
     deployment.activation.began(op.key)
@@ -296,7 +296,7 @@ def _permit_one(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -
         ticket=None if op.version is None else retention.ticket(step, deployment, op.version),
         sealing=deployment.durability.sealing if len(deployment.wpg.assignments) > 1 else 0,
         ranks=[] if is_lone else tails.ranks_of(deployment),
-        tail_on=[] if is_lone else tails.gathers_on(step, deployment, op),
+        tail_on=[] if is_lone else tails.tail_ranks(step, deployment, op),
         adapter=op.adapter,
         units=shares.units_for(step, deployment, slots),
     )
@@ -313,16 +313,16 @@ def _record_phase(step: Step, deployment: Deployment, op: Op, slots: list[Slot])
         return  # It joins others.
     name, kind = deployment.job_name, ready.kind_of(deployment, op)
     # What begins beside others leaves the phase of the device to those.
-    here = [
+    phase_slots = [
         s for s in slots if s.running in ("", deployment.name) or not s.share_of(deployment.name)
     ]
     is_new = False
-    for slot in here:
+    for slot in phase_slots:
         continues = ready.is_continued(step, slot, deployment, kind)
         devices.serve(step, slot, name, kind, continues=continues)
         is_new = is_new or not continues
     if is_new and ORDERING[step.config.ordering].is_strict:
-        round_robin.began(step, deployment, here)
+        round_robin.began(step, deployment, phase_slots)
 
 
 def _record_lag(step: Step, deployment: Deployment, op: Op) -> None:
@@ -359,16 +359,16 @@ def opened(step: Step, event: ActivationOpened) -> None:
     if deployment is None:
         return
     if deployment.activation.epoch and deployment.activation.epoch == event.epoch:
-        _opened_part(step, deployment, event)
+        _record_opened(step, deployment, event)
     if deployment.wpg.state is not WpgState.STOPPED:
         step.state.record_switch(deployment.name, event.offload_s, event.load_s)
 
 
-def _opened_part(step: Step, deployment: Deployment, event: ActivationOpened) -> None:
+def _record_opened(step: Step, deployment: Deployment, event: ActivationOpened) -> None:
     if deployment.activation.opened_on(event.node):
         step.touch(deployment)
     if not deployment.activation.opening_on:
-        speculative.took(step, deployment)
+        speculative.record_lead(step, deployment)
 
 
 def refused(step: Step, event: ActivationRefused) -> None:
@@ -376,7 +376,7 @@ def refused(step: Step, event: ActivationRefused) -> None:
 
     An operation whose activation was refused too often is given up.
     """
-    ops = _closed(step, event)
+    ops = _close_refused(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is None:
         return
@@ -386,18 +386,20 @@ def refused(step: Step, event: ActivationRefused) -> None:
             step.advance_op(op, OpEvent.TAKEN_BACK)
         op.refusals += 1
         if op.refusals >= MAX_REFUSALS:
-            operations.end_or_settle(step, deployment, op, _given_up(event.error, op.refusals))
+            operations.end_or_settle(
+                step, deployment, op, _switch_in_error(event.error, op.refusals)
+            )
         else:
             operations.end_if_unwanted(step, deployment, op)
-    if deployment.wpg.state is WpgState.RECOVERING and event.error.code in _FOR_GOOD:
+    if deployment.wpg.state is WpgState.RECOVERING and event.error.code in _PERMANENT:
         deployment.wpg.count_refusal()
         if deployment.wpg.refusals >= MAX_REFUSALS:
-            error = _given_up(event.error, deployment.wpg.refusals)
+            error = _switch_in_error(event.error, deployment.wpg.refusals)
             step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, error)
     _retry_at(step, deployment, step.now_s + REFUSAL_PAUSE_S)
 
 
-def _given_up(error: ErrorInfo, refusals: int) -> ErrorInfo:
+def _switch_in_error(error: ErrorInfo, refusals: int) -> ErrorInfo:
     return replace(
         error, message=f"its state could not be switched in ({refusals} times): {error.message}"
     )
@@ -428,7 +430,7 @@ def _retry_at(step: Step, deployment: Deployment, retry_at_s: float) -> None:
     step.set_timer(f"retry/{deployment.name}/{step.sequence}", retry_at_s)
 
 
-def _closed(step: Step, event: ActivationRefused) -> list[Op]:
+def _close_refused(step: Step, event: ActivationRefused) -> list[Op]:
     """Close an activation that one of its nodes has refused; returns what it was opened for.
 
     What it should have displaced may be on the devices still: it stays noted there, without an
@@ -437,20 +439,20 @@ def _closed(step: Step, event: ActivationRefused) -> list[Op]:
     deployment = step.deployment(event.deployment)
     if deployment is None or deployment.activation.epoch != event.epoch:
         return []
-    ops = _opened_for(step, deployment)
+    ops = _intended_ops(step, deployment)
     for node in step.nodes_of(deployment):
         if node.node != event.node:
             step.send_for(CloseActivation, node, deployment, epoch=deployment.activation.epoch)
     devices.vacate(step, deployment)
     for slot in devices.slots_of(step, deployment):
         for name in slot.placed:
-            other = step.state.deployments[name]
-            if other.wpg.incarnation and other is not deployment:
-                devices.book_again(step, other)
+            displaced = step.state.deployments[name]
+            if displaced.wpg.incarnation and displaced is not deployment:
+                devices.book_again(step, displaced)
     return ops
 
 
-def _opened_for(step: Step, deployment: Deployment) -> list[Op]:
+def _intended_ops(step: Step, deployment: Deployment) -> list[Op]:
     """Operations that have a permit, or would get one once all of their nodes were ready."""
     if deployment.activation.running:
         ops = [deployment.queue.find(key) for key in deployment.activation.running]

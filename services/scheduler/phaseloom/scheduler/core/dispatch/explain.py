@@ -41,13 +41,15 @@ def explain(step: Step, deployment: Deployment, op: Op) -> Explanation:
     waits_for = _waits_for(step, deployment, op)
     if waits_for:
         return Explanation(op.key, op.kind, op.state, waits_for)
-    waits_for = why_not(step, deployment, op)
-    place, start_s = place_of(step, deployment, op)
-    reasons = [why for c, why in _queue_of(step, deployment) if c.deployment == deployment.name]
-    return Explanation(op.key, op.kind, op.state, waits_for, place, start_s, "; ".join(reasons))
+    waits_for = waiting_reasons(step, deployment, op)
+    position, start_s = queue_position(step, deployment, op)
+    reasons = [
+        reason for c, reason in _queue_of(step, deployment) if c.deployment == deployment.name
+    ]
+    return Explanation(op.key, op.kind, op.state, waits_for, position, start_s, "; ".join(reasons))
 
 
-def ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanation:
+def explain_ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanation:
     """How an operation ended. Args: op: where it is still in its queue."""
     kind = op.kind if op is not None else ""
     if completion.result is not None:
@@ -56,7 +58,7 @@ def ended(key: OperationKey, op: Op | None, completion: Completion) -> Explanati
     return Explanation(key, kind, completion.outcome, why=error.message if error else "")
 
 
-def not_open(deployment: Deployment, key: OperationKey) -> ErrorInfo:
+def not_open_error(deployment: Deployment, key: OperationKey) -> ErrorInfo:
     """Why an operation is not open: it is not in its queue, or only keeps its place there."""
     seq = key.seq
     has_ended = seq is not None and deployment.queue.is_done(seq)
@@ -77,16 +79,16 @@ def not_open(deployment: Deployment, key: OperationKey) -> ErrorInfo:
 
 def _waits_for(step: Step, deployment: Deployment, op: Op) -> list[str]:
     """The things that must happen before the device of an operation is asked at all."""
-    lines = _of_job(step, deployment)
+    lines = _job_reasons(step, deployment)
     if op.is_settling:
         lines.append("what is stored as its outcome, which is being looked up")
-    before = _comes_first(deployment, op)
+    before = _first_blocking_seq(deployment, op)
     if before is not None:
-        lines.append(f"{_name(deployment, before)}, which comes first")
+        lines.append(f"{_op_name(deployment, before)}, which comes first")
     for after in op.after:
-        other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
-        if other is not None and not other.queue.is_done(after.seq):
-            lines.append(f"{_name(other, after.seq)}, which `after` names")
+        dependency = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
+        if dependency is not None and not dependency.queue.is_done(after.seq):
+            lines.append(f"{_op_name(dependency, after.seq)}, which `after` names")
     publish = reads.running_publish(step, op)
     if publish is not None:
         lines.append(f"{publish.key}, whose version it names")
@@ -104,7 +106,7 @@ def _why_not_up(step: Step, deployment: Deployment) -> str:
     return f"{died}, and are started again in {pause_s:.1f} s"
 
 
-def _of_job(step: Step, deployment: Deployment) -> list[str]:
+def _job_reasons(step: Step, deployment: Deployment) -> list[str]:
     job = step.job(deployment.key.job_key)
     reason = f": {job.error.message}" if job.error else ""
     match job.state:
@@ -116,18 +118,18 @@ def _of_job(step: Step, deployment: Deployment) -> list[str]:
             return []
 
 
-def _comes_first(deployment: Deployment, op: Op) -> int | None:
+def _first_blocking_seq(deployment: Deployment, op: Op) -> int | None:
     """The lowest seq of the same deployment that must end before it."""
     for seq in range(deployment.queue.next_seq, op.key.seq or 0):
-        other = deployment.queue.operations.get(seq)
-        has_snapshot = other is not None and other.has_snapshot
-        is_together = other is not None and not (op.is_mutating or other.is_mutating)
+        lower = deployment.queue.operations.get(seq)
+        has_snapshot = lower is not None and lower.has_snapshot
+        is_together = lower is not None and not (op.is_mutating or lower.is_mutating)
         if not (deployment.queue.is_done(seq) or is_together or has_snapshot):
             return seq
     return None
 
 
-def _name(deployment: Deployment, seq: int) -> str:
+def _op_name(deployment: Deployment, seq: int) -> str:
     op = deployment.queue.operations.get(seq)
     state = f"{op.kind}, {op.state}" if op else "not published yet"
     return f"{deployment.key.deployment} {seq} ({state})"
@@ -139,33 +141,33 @@ def _queue_of(step: Step, deployment: Deployment) -> Queue:
     return max(queues, key=lambda queue: _index_in(queue, deployment), default=[])
 
 
-def place_of(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
+def queue_position(step: Step, deployment: Deployment, op: Op) -> tuple[int, float]:
     """The place of an operation among what is ready on its devices, and its predicted start.
 
     Returns: the place, and seconds from now; (0, -1) where it is not ready.
     """
-    own = list(ready.operations(step, deployment))
-    queue = _queue_of(step, deployment) if op in own else []
+    ready_ops = list(ready.operations(step, deployment))
+    queue = _queue_of(step, deployment) if op in ready_ops else []
     ahead = _index_in(queue, deployment)
     if ahead < 0:
         return 0, -1.0
     slots = devices.slots_of(step, deployment)
     free_s = max((_remaining_s(step, slot) for slot in slots), default=0.0)
-    free_s = max(free_s, _let_in_s(step, deployment) - step.now_s)
+    free_s = max(free_s, _admitted_s(step, deployment) - step.now_s)
     timeline, ordered = choice.policy_of(step).timeline, [c for c, _ in queue]
     wait_s = timeline(ordered, free_s)[ahead].start_s
     for slot in slots:
         # What the phase on the device still brings is part of it, queued or not.
         phase_s = _phase_left_s(step, slot)
-        others = [c for c in ordered[: ahead + 1] if c.job != slot.holder]
+        outsiders = [c for c in ordered[: ahead + 1] if c.job != slot.holder]
         if phase_s > 0.0 and deployment.job_name != slot.holder:
-            wait_s = max(wait_s, timeline(others, max(free_s, phase_s))[-1].start_s)
-    batches = _batches_before(step, deployment, own, op)
+            wait_s = max(wait_s, timeline(outsiders, max(free_s, phase_s))[-1].start_s)
+    batches = _batches_before(step, deployment, ready_ops, op)
     wait_s += sum(estimates.recent_s(step.state, deployment, kind) for kind in batches)
-    return 1 + ahead + own.index(op), wait_s + step.state.latency_s
+    return 1 + ahead + ready_ops.index(op), wait_s + step.state.latency_s
 
 
-def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
+def waiting_reasons(step: Step, deployment: Deployment, op: Op) -> list[str]:
     """The reasons why an operation waits that waits for no other of its job; one line each."""
     if deployment.activation.retry_at_s > step.now_s:
         pause_s = deployment.activation.retry_at_s - step.now_s
@@ -173,7 +175,7 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
     if not ready.is_reachable(step, deployment, op):
         return [f"weights version {op.version}, which is being rebuilt"]
     if deployment.activation.running and op.is_mutating:
-        return [f"{_running(step, deployment, deployment.name)}: it runs alone"]
+        return [f"{_describe_running(step, deployment, deployment.name)}: it runs alone"]
     if moves.is_paused(deployment) or moves.must_wait(deployment, op):
         return [f"the move of its deployment {moves.describe(deployment)}"]
     if deployment.activation.is_opening:
@@ -181,32 +183,34 @@ def why_not(step: Step, deployment: Deployment, op: Op) -> list[str]:
         return [f"its activation, which is not open yet on {nodes}"]
     lines = []
     for slot in devices.slots_of(step, deployment):
-        lines += _of_slot(step, deployment, slot)
+        lines += _device_reasons(step, deployment, slot)
     return list(dict.fromkeys(lines))
 
 
-def _of_slot(step: Step, deployment: Deployment, slot: Slot) -> list[str]:
-    where = f"device {slot.device} of {slot.node}"
+def _device_reasons(step: Step, deployment: Deployment, slot: Slot) -> list[str]:
+    label = f"device {slot.device} of {slot.node}"
     lines = []
     for name in slot.runs:
         share = slot.share_of(name)
         is_asked = share is not None and bool(share.asked)
-        asked = "; it was asked for a part of the device" if is_asked else ""
-        lines.append(f"{where}, which runs {_running(step, deployment, name)}{asked}")
+        suffix = "; it was asked for a part of the device" if is_asked else ""
+        lines.append(f"{label}, which runs {_describe_running(step, deployment, name)}{suffix}")
     claimant = devices.claimant(step, slot)
     if claimant is not None and claimant is not deployment:
-        lines.append(f"{where}, which {_named(deployment, claimant.name)} has claimed")
+        lines.append(f"{label}, which {_named(deployment, claimant.name)} has claimed")
     until_s = _held_s(step, slot, deployment)
     if until_s > step.now_s and not slot.running:
         left_s = until_s - step.now_s
-        lines.append(f"{where}, which is kept {left_s:.2f} s for {_holder(step, deployment, slot)}")
+        lines.append(
+            f"{label}, which is kept {left_s:.2f} s for {_describe_holder(step, deployment, slot)}"
+        )
     wait = _wait_on(step, slot)
     if wait is not None and wait.job != deployment.job_name:
-        left_s, whom = wait.until_s - step.now_s, _job(deployment, wait.job)
-        lines.append(f"{where}, which waits up to {left_s:.2f} s for {whom}: {wait.why}")
+        left_s, job_name = wait.until_s - step.now_s, _job_name(deployment, wait.job)
+        lines.append(f"{label}, which waits up to {left_s:.2f} s for {job_name}: {wait.why}")
     for name in slot.resident:
         if step.state.deployments[name].durability.sealing:
-            lines.append(f"{where}, while {_named(deployment, name)} is being sealed")
+            lines.append(f"{label}, while {_named(deployment, name)} is being sealed")
     return lines
 
 
@@ -216,7 +220,7 @@ def _named(asker: Deployment, name: str) -> str:
     return name if is_own else "one of another tenant"
 
 
-def _job(asker: Deployment, name: str) -> str:
+def _job_name(asker: Deployment, name: str) -> str:
     is_own = name.startswith(f"{asker.key.tenant}.")
     return f"job {name}" if is_own else "a job of another tenant"
 
@@ -232,14 +236,14 @@ def _wait_on(step: Step, slot: Slot) -> Wait | None:
     return preferred if isinstance(preferred, Wait) else None
 
 
-def _holder(step: Step, asker: Deployment, slot: Slot) -> str:
+def _describe_holder(step: Step, asker: Deployment, slot: Slot) -> str:
     job = step.state.jobs[slot.holder]
-    whom = _job(asker, slot.holder)
+    job_name = _job_name(asker, slot.holder)
     if ready.is_any_on(step, slot, of_job=slot.holder):
-        return f"{whom}, whose quantum is not over"
+        return f"{job_name}, whose quantum is not over"
     if ready.has_phase(step, job, slot):
-        return f"{whom}, which has declared a phase"
-    return f"{whom}, whose next operation may come"
+        return f"{job_name}, which has declared a phase"
+    return f"{job_name}, whose next operation may come"
 
 
 def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
@@ -251,7 +255,7 @@ def _held_s(step: Step, slot: Slot, deployment: Deployment) -> float:
     return choice.held_until_s(step, slot)
 
 
-def _let_in_s(step: Step, deployment: Deployment) -> float:
+def _admitted_s(step: Step, deployment: Deployment) -> float:
     until_s = 0.0
     for slot in devices.slots_of(step, deployment):
         if not slot.running and not ready.is_any_on(step, slot, of_job=slot.holder):
@@ -262,26 +266,30 @@ def _let_in_s(step: Step, deployment: Deployment) -> float:
     return until_s
 
 
-def _running(step: Step, asker: Deployment, name: str) -> str:
+def _describe_running(step: Step, asker: Deployment, name: str) -> str:
     keys = step.state.deployments[name].activation.running
     if not keys:
         return f"{_named(asker, name)}, which is being switched in"
-    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"{_named(asker, str(keys[0]))}{more}"
+    suffix = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"{_named(asker, str(keys[0]))}{suffix}"
 
 
 def _queue_on(step: Step, slot: Slot) -> Queue:
     among = choice.contenders_on(step, slot)
-    every = list(ready.on(step, slot))
+    every = list(ready.options_on(step, slot))
     first = [*among.options, *among.rest]
     later = [option for option in every if option[0] not in [d for d, _ in first]]
-    claimed = devices.claimant(step, slot)
+    claimant = devices.claimant(step, slot)
     queue: Queue = []
-    for options, what in ((among.options, ""), (among.rest, "; its quantum is over"), (later, "")):
-        left = [option for option in options if option[0] is not claimed]
-        queue += [(c, why + what) for c, why in _ordered(step, slot, left)]
-    if claimed is not None and (op := ready.first(step, claimed)) is not None:
-        first_of_all = choice.candidate_of(step, slot, claimed, op)
+    for options, suffix in (
+        (among.options, ""),
+        (among.rest, "; its quantum is over"),
+        (later, ""),
+    ):
+        remaining = [option for option in options if option[0] is not claimant]
+        queue += [(c, reason + suffix) for c, reason in _ordered(step, slot, remaining)]
+    if claimant is not None and (op := ready.first(step, claimant)) is not None:
+        first_of_all = choice.candidate_of(step, slot, claimant, op)
         queue.insert(0, (first_of_all, "it has claimed its devices"))
     return queue
 
@@ -292,12 +300,12 @@ def _ordered(step: Step, slot: Slot, options: list[choice.Option]) -> Queue:
         return []
     policy = choice.policy_of(step)
     view = choice.view_of(step, slot, options, policy, may_wait=False, is_plan=True)
-    left, queue = list(view.candidates), []
-    while left:
-        chosen = policy.choose(replace(view, candidates=left))
+    remaining, queue = list(view.candidates), []
+    while remaining:
+        chosen = policy.choose(replace(view, candidates=remaining))
         assert not isinstance(chosen, Wait), f"{step.config.ordering} waits unasked"
         queue.append((chosen, policy.why(chosen, view)))
-        left.remove(chosen)
+        remaining.remove(chosen)
     return queue
 
 
@@ -306,11 +314,11 @@ def _index_in(queue: Queue, deployment: Deployment) -> int:
     return names.index(deployment.name) if deployment.name in names else -1
 
 
-def _batches_before(step: Step, deployment: Deployment, own: list[Op], op: Op) -> list[str]:
+def _batches_before(step: Step, deployment: Deployment, ready_ops: list[Op], op: Op) -> list[str]:
     """Kinds of the operations of its own deployment that must end before it begins."""
-    before = own[: own.index(op)]
-    mutating = [other.kind for other in before if other.is_mutating]
-    reading = [other.kind for other in before if not other.is_mutating]
+    before = ready_ops[: ready_ops.index(op)]
+    mutating = [earlier.kind for earlier in before if earlier.is_mutating]
+    reading = [earlier.kind for earlier in before if not earlier.is_mutating]
     size = max(1, step.config.max_reading)
     return mutating + reading[size - 1 :: size]
 
@@ -349,11 +357,11 @@ def _phase_left_s(step: Step, slot: Slot) -> float:
     quantum_left_s = inf
     if quantum_s and not policy.may_wait:
         quantum_left_s = slot.held_since_s + quantum_s - step.now_s
-    for duration_s in _to_come(step, slot):
+    for duration_s in _upcoming_s(step, slot):
         if left_s >= quantum_left_s:  # what runs then is not cut short
             return left_s
         left_s += duration_s + step.state.latency_s
-    if quantum_left_s < inf and _comes_back_at_once(step, slot):
+    if quantum_left_s < inf and _returns_within_grace(step, slot):
         return max(left_s, quantum_left_s)
     return left_s
 
@@ -377,22 +385,22 @@ def _arrival_s(step: Step, slot: Slot) -> float:
     return max(0.0, expected.at_s - step.now_s)
 
 
-def _to_come(step: Step, slot: Slot) -> list[float]:
+def _upcoming_s(step: Step, slot: Slot) -> list[float]:
     """The durations of what follows in a device's phase: what is queued, then what is usual."""
     queued = _queued(step, slot)
     kinds = [f"{d.key.deployment}.{op.kind}" for d, op in queued]
     durations = [estimates.recent_s(step.state, d, op.kind) for d, op in queued]
-    last = _known(step, slot).get(kinds[-1] if kinds else _runs(step, slot))
+    latest = _holder_estimates(step, slot).get(kinds[-1] if kinds else _current_kind(step, slot))
     # After a kind with a long gap the device is given away, whatever has not run in this phase.
-    if last is not None and last.next_gap_s > choice.MAX_GRACES * step.config.idle_grace_s:
+    if latest is not None and latest.next_gap_s > choice.MAX_GRACES * step.config.idle_grace_s:
         return durations
     usual = _usual_s(step, slot, set(kinds))
-    if usual and last is not None and (kinds or slot.running):
-        usual[0] += max(0.0, last.next_gap_s)
+    if usual and latest is not None and (kinds or slot.running):
+        usual[0] += max(0.0, latest.next_gap_s)
     return durations + usual
 
 
-def _runs(step: Step, slot: Slot) -> str:
+def _current_kind(step: Step, slot: Slot) -> str:
     """The kind that runs on a device, or ran there last: `<deployment>.<kind>`."""
     deployment = step.state.deployments.get(slot.running)
     for key in deployment.activation.running if deployment is not None else ():
@@ -404,66 +412,70 @@ def _runs(step: Step, slot: Slot) -> str:
 
 def _queued(step: Step, slot: Slot) -> list[tuple[Deployment, Op]]:
     """The operations that the holder of a device has queued for it."""
-    here = _of_holder(step, slot)
-    names = {deployment.name for deployment in here}
-    return [(d, op) for d in here for op in _queued_behind(step, d, names)]
+    deployments = _holder_deployments(step, slot)
+    names = {deployment.name for deployment in deployments}
+    return [(d, op) for d in deployments for op in _queued_behind(step, d, names)]
 
 
-def _of_holder(step: Step, slot: Slot) -> list[Deployment]:
+def _holder_deployments(step: Step, slot: Slot) -> list[Deployment]:
     placed = (step.state.deployments[name] for name in slot.placed)
     return [deployment for deployment in placed if deployment.job_name == slot.holder]
 
 
-def _queued_behind(step: Step, deployment: Deployment, here: set[str]) -> list[Op]:
+def _queued_behind(step: Step, deployment: Deployment, names: set[str]) -> list[Op]:
     """The operations of a deployment that begin one behind the other on its device: up to the first
     that waits for one of a deployment elsewhere, or is not published yet."""
 
     def waits_elsewhere(after: After) -> bool:
         key = DeploymentKey(deployment.key.tenant, deployment.key.job, after.deployment)
-        other = step.deployment(key)
-        if other is None or other.name in here:
+        dependency = step.deployment(key)
+        if dependency is None or dependency.name in names:
             return False
-        return not other.queue.is_done(after.seq)
+        return not dependency.queue.is_done(after.seq)
 
-    found = []
+    ops = []
     for seq in range(deployment.queue.next_seq, deployment.queue.next_seq + _MOST_QUEUED):
         op = deployment.queue.operations.get(seq)
         if op is None or any(map(waits_elsewhere, op.after)):
             break
         if op.state is OpState.QUEUED:
-            found.append(op)
-    return found
+            ops.append(op)
+    return ops
 
 
-def _known(step: Step, slot: Slot) -> dict[str, KindEstimate]:
+def _holder_estimates(step: Step, slot: Slot) -> dict[str, KindEstimate]:
     """The estimates of the kinds that the holder of a device runs there, by
     `<deployment>.<kind>`."""
     trace = step.state.traces.get(slot.holder)
-    here = {deployment.key.deployment for deployment in _of_holder(step, slot)}
-    every = trace.estimates if trace is not None else []
-    return {f"{e.deployment}.{e.kind}": e for e in every if e.deployment in here}
+    names = {deployment.key.deployment for deployment in _holder_deployments(step, slot)}
+    all_estimates = trace.estimates if trace is not None else []
+    return {f"{e.deployment}.{e.kind}": e for e in all_estimates if e.deployment in names}
 
 
-def _comes_back_at_once(step: Step, slot: Slot) -> bool:
+def _returns_within_grace(step: Step, slot: Slot) -> bool:
     """Whether the holder's next operation there comes before the device is given away, whichever
     kind it has run last: it keeps the device for its quantum."""
-    known, grace_s = _known(step, slot), step.config.idle_grace_s
+    estimates_by_kind, grace_s = _holder_estimates(step, slot), step.config.idle_grace_s
     kinds = {f"{d.key.deployment}.{op.kind}" for d, op in _queued(step, slot)}
-    if not known or not kinds <= known.keys():
+    if not estimates_by_kind or not kinds <= estimates_by_kind.keys():
         return False
-    return all(0.0 <= estimate.next_gap_s <= grace_s for estimate in known.values())
+    return all(0.0 <= estimate.next_gap_s <= grace_s for estimate in estimates_by_kind.values())
 
 
 def _usual_s(step: Step, slot: Slot, queued: set[str]) -> list[float]:
     """The durations of what usually follows in a phase and is not queued: one operation of each
     kind of the holder there that has not begun in it."""
-    known = _known(step, slot)
-    have_begun = [known[kind].count for kind in slot.phase.kinds if kind in known]
+    estimates_by_kind = _holder_estimates(step, slot)
+    have_begun = [
+        estimates_by_kind[kind].count for kind in slot.phase.kinds if kind in estimates_by_kind
+    ]
     # A kind that runs in fewer than half of the phases is not usual.
     rare = max(have_begun, default=0) / 2
-    here = {deployment.key.deployment: deployment for deployment in _of_holder(step, slot)}
+    deployments = {
+        deployment.key.deployment: deployment for deployment in _holder_deployments(step, slot)
+    }
     return [
-        estimates.recent_s(step.state, here[estimate.deployment], estimate.kind)
-        for kind, estimate in known.items()
+        estimates.recent_s(step.state, deployments[estimate.deployment], estimate.kind)
+        for kind, estimate in estimates_by_kind.items()
         if estimate.count > rare and kind not in slot.phase.kinds and kind not in queued
     ]

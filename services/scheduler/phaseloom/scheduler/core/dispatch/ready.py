@@ -36,7 +36,7 @@ LONGEST_GAP = 0.05
 """Share of a job's period: a longer gap is not within a phase. As the profiler splits segments."""
 
 
-def on(
+def options_on(
     step: Step, slot: Slot, *, of_job: str | None = None, but_job: str = ""
 ) -> Iterator[tuple[Deployment, Op]]:
     """Deployments with something to run on the device, each with what it would begin with.
@@ -52,7 +52,7 @@ def on(
 
 
 def is_any_on(step: Step, slot: Slot, *, of_job: str | None = None, but_job: str = "") -> bool:
-    return next(on(step, slot, of_job=of_job, but_job=but_job), None) is not None
+    return next(options_on(step, slot, of_job=of_job, but_job=but_job), None) is not None
 
 
 def operations(step: Step, deployment: Deployment) -> Iterable[Op]:
@@ -89,21 +89,21 @@ def batch(step: Step, deployment: Deployment, room: int) -> list[Op]:
     runs alone: should it be what kills it, the others do not suffer for it again, and the blame is
     clear.
     """
-    found: list[Op] = []
-    is_shared = False
+    ops: list[Op] = []
+    has_payers = False
     for op in operations(step, deployment):
-        is_shared = is_shared or bool(op.payer)
-        if len(found) >= room and (not is_shared or len(found) >= READ_AHEAD):
+        has_payers = has_payers or bool(op.payer)
+        if len(ops) >= room and (not has_payers or len(ops) >= READ_AHEAD):
             break
         if not is_reachable(step, deployment, op):
             continue
         if op.is_mutating or op.uncertain:
-            return _in_turns(deployment, found, room) if found else [op]
-        found.append(op)
-    return _in_turns(deployment, found, room)
+            return _fair_share(deployment, ops, room) if ops else [op]
+        ops.append(op)
+    return _fair_share(deployment, ops, room)
 
 
-def _in_turns(deployment: Deployment, ops: list[Op], room: int) -> list[Op]:
+def _fair_share(deployment: Deployment, ops: list[Op], room: int) -> list[Op]:
     """As many of these as there is room for: one of each job after the other, by arrival.
 
     What runs of a job on the deployment counts.
@@ -231,7 +231,7 @@ def kind_of(deployment: Deployment, op: Op) -> str:
     return f"{deployment.key.deployment}.{op.kind}"
 
 
-def goes_on_until_s(step: Step, slot: Slot) -> float:
+def phase_until_s(step: Step, slot: Slot) -> float:
     """The time until which a phase with nothing ready may go on; 0: it is over."""
     job = step.state.jobs.get(slot.phase.job)
     if job is None or slot.is_released:
@@ -252,8 +252,8 @@ def _is_complete(step: Step, slot: Slot) -> bool:
     trace = step.state.traces.get(slot.phase.job)
     if trace is None:
         return True
-    here = {step.state.deployments[name].key for name in slot.placed}
-    names = {key.deployment for key in here if str(key.job_key) == slot.phase.job}
+    keys = {step.state.deployments[name].key for name in slot.placed}
+    names = {key.deployment for key in keys if str(key.job_key) == slot.phase.job}
     usual = {f"{e.deployment}.{e.kind}" for e in trace.estimates if e.deployment in names}
     return usual <= set(slot.phase.kinds)
 

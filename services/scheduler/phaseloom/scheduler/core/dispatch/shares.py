@@ -89,14 +89,14 @@ from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 from phaseloom.scheduler.core.state.transitions import OpState, WpgState
 
-LEAST_PATIENCE_S = 1.0
+MIN_PATIENCE_S = 1.0
 """For so long at least one that cannot be beside what runs is overtaken, if there is no quantum."""
-MOST_AHEAD = 8
+MAX_PREDICTED = 8
 """The number of a job's next operations that are predicted."""
-LEAST_LEFT = 0.1
+MIN_REMAINING = 0.1
 """The share of its usual duration that an operation is taken to have left, however long it has
 run."""
-LEAST_PART = 0.5
+MIN_RUN_SHARE = 0.5
 """The part of the time from its permit until its end was known that an operation must have run to
 be counted: the rest is its switch and the way of messages, and nobody knows what ran beside it
 when."""
@@ -152,14 +152,14 @@ def next_neighbour(step: Step, slot: Slot) -> Deployment | None:
     if not is_on(step, slot):
         return None
     running = [_claim_of(step, step.state.deployments[name]) for name in slot.runs]
-    found = _choose_neighbour(step, slot, running)
-    if found is None:
+    choice_made = _choose_neighbour(step, slot, running)
+    if choice_made is None:
         _grow(step, slot, _counts(step, slot, running) or [])
         return None
-    newcomer, counts = found
+    newcomer, counts = choice_made
     for share, count in zip(slot.shares, counts, strict=False):
         if count < len(share.units):
-            _ask_back(step, slot, share, count)
+            _request_units(step, slot, share, count)
     free = devices.free_units(step, slot)
     if len(free) < counts[-1]:
         return None
@@ -172,18 +172,18 @@ def record_paces(step: Step, slot: Slot) -> None:
     table = step.config.slowdowns
     if table is None or not corrects_table(step) or not is_on(step, slot):
         return
-    claims = [_running(step, step.state.deployments[name]) for name in slot.runs]
+    claims = [_present_claim(step, step.state.deployments[name]) for name in slot.runs]
     units, counts = devices.units_of(step.state, slot), [len(share.units) for share in slot.shares]
     stages = [next(iter(claim.stages), "") for claim in claims]
-    found = speeds(table, units, claims, counts)
-    for place, (share, speed) in enumerate(zip(slot.shares, found, strict=True)):
-        others = filter(None, (*stages[:place], *stages[place + 1 :]))
-        company = TOGETHER.join(sorted(others))
+    speeds_now = speeds(table, units, claims, counts)
+    for index, (share, speed) in enumerate(zip(slot.shares, speeds_now, strict=True)):
+        other_stages = filter(None, (*stages[:index], *stages[index + 1 :]))
+        neighbours = TOGETHER.join(sorted(other_stages))
         if share.pace is not None and len(share.units) > share.pace.least_units:
             # Decoding uses more units from the next step on, all else from its next pass, if any.
-            decodes = all(KINDS[kind].shares_calls for kind in claims[place].kinds)
-            company = company if decodes else UNKNOWN
-        devices.set_pace(share, step.now_s, stages[place], company, speed)
+            decodes = all(KINDS[kind].shares_calls for kind in claims[index].kinds)
+            neighbours = neighbours if decodes else UNKNOWN
+        devices.set_pace(share, step.now_s, stages[index], neighbours, speed)
 
 
 def adjusted(step: Step, event: ClaimsAdjusted) -> None:
@@ -202,10 +202,10 @@ def _choose_neighbour(
     step: Step, slot: Slot, running: list[Claim]
 ) -> tuple[Deployment, list[int]] | None:
     """What begins beside all that runs, and the units of each, the newcomer's last."""
-    if choice.policy_of(step).is_strict or not _takes_company(step, slot):
+    if choice.policy_of(step).is_strict or not _allows_neighbours(step, slot):
         return None
-    options = [option for option in ready.on(step, slot) if option[0].name not in slot.runs]
-    patience_s = step.config.quantum_s or LEAST_PATIENCE_S
+    options = [option for option in ready.options_on(step, slot) if option[0].name not in slot.runs]
+    patience_s = step.config.quantum_s or MIN_PATIENCE_S
     while options:
         preferred = choice.prefer(step, slot, options, may_wait=False)
         assert not isinstance(preferred, Wait), f"{step.config.ordering} waits unasked"
@@ -227,21 +227,21 @@ def _choose_neighbour(
     return None
 
 
-def _takes_company(step: Step, slot: Slot) -> bool:
+def _allows_neighbours(step: Step, slot: Slot) -> bool:
     node = step.node(slot.node)
     if node.residency is Residency.JOB or devices.claimant(step, slot) is not None:
         return False
-    here = [step.state.deployments[name] for name in slot.runs]
-    return all(_is_divisible(step, d) and not d.activation.is_opening for d in here)
+    running = [step.state.deployments[name] for name in slot.runs]
+    return all(_is_divisible(step, d) and not d.activation.is_opening for d in running)
 
 
 def _is_divisible(step: Step, deployment: Deployment) -> bool:
     """Whether a deployment can run with a part of its device."""
     if len(deployment.places) != 1 or deployment.wpg.state is not WpgState.READY:
         return False
-    known = _capabilities_of(step, deployment)
+    capabilities = _capabilities_of(step, deployment)
     # The ranks of adapters may share a process, and with it the process's cores.
-    return deployment.spec.model.adapter is None and (known is None or known.divides)
+    return deployment.spec.model.adapter is None and (capabilities is None or capabilities.divides)
 
 
 def _capabilities_of(step: Step, deployment: Deployment) -> Capabilities | None:
@@ -272,10 +272,10 @@ def _keeps_slos(step: Step, slot: Slot, claims: list[Claim], counts: list[int]) 
     if table is None:
         return True
     units = devices.units_of(step.state, slot)
-    found = zip(claims[:-1], speeds(table, units, claims, counts), strict=False)
+    paired = zip(claims[:-1], speeds(table, units, claims, counts), strict=False)
     return all(
         speed * (step.state.jobs[claim.job].spec.slo or math.inf) >= 1
-        for claim, speed in found
+        for claim, speed in paired
         if claim.job != claims[-1].job
     )
 
@@ -285,13 +285,13 @@ def _is_kept_apart(step: Step, slot: Slot, running: list[Claim], newcomer: Claim
     what runs does, which has been alone so far: as long as it is open whether sharing loses."""
     if len(running) > 1:
         return False
-    asked = [newcomer]
+    compared = [newcomer]
     pace = slot.shares[0].pace
     if pace is None or {pace.company, *pace.beside_s} == {ALONE}:
-        asked.append(running[0])
+        compared.append(running[0])
     deployments = step.state.deployments
     if not any(
-        lacks_comparison(step, deployments[claim.deployment], claim.kinds) for claim in asked
+        lacks_comparison(step, deployments[claim.deployment], claim.kinds) for claim in compared
     ):
         return False
     table = table_in_doubt(step, slot)
@@ -308,10 +308,10 @@ def _is_counted_on(step: Step, slot: Slot, claims: list[Claim]) -> bool:
     placed = {step.state.deployments[name].job_name for name in slot.placed}
     if group is None or not has_promise(group) or len(placed) < 2:
         return True
-    known = {member.job for member in company.users_of(group, slot.node)}
+    member_names = {member.job for member in company.users_of(group, slot.node)}
     jobs = {claim.job for claim in claims}
     # A second part of the device for one job would be lacking to another.
-    if len(jobs) < len(claims) or not jobs <= known:
+    if len(jobs) < len(claims) or not jobs <= member_names:
         return False
     return company.slowdown_on(cluster, group, slot.node) is not None
 
@@ -322,25 +322,25 @@ def _ops_of(deployment: Deployment, begins: Op | None = None) -> list[Op]:
     return [op for op in (*running, begins) if op is not None]
 
 
-def _running(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:
+def _present_claim(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:
     """The claim of a deployment, without what is predicted of it."""
     kinds = {op.kind for op in _ops_of(deployment, begins)}
-    known = _capabilities_of(step, deployment)
-    most_units = 0 if known is None else known.most_units
+    capabilities = _capabilities_of(step, deployment)
+    most_units = 0 if capabilities is None else capabilities.most_units
     return Claim(deployment.name, deployment.job_name, tuple(sorted(kinds)), most_units)
 
 
 def _claim_of(step: Step, deployment: Deployment, begins: Op | None = None) -> Claim:
-    claim = _running(step, deployment, begins)
+    claim = _present_claim(step, deployment, begins)
     if not policy_of(step).predicts:
         return claim
     progress = step.job_of(deployment).progress
     age_s = step.now_s - progress.began_s if progress.began_s >= 0 else 0.0
-    ahead = _ahead(step, deployment, _ops_of(deployment, begins))
+    ahead = _predict_stages(step, deployment, _ops_of(deployment, begins))
     return replace(claim, ahead=ahead, age_s=age_s, lag_s=min(progress.lag_s, age_s))
 
 
-def _ahead(step: Step, deployment: Deployment, ops: list[Op]) -> list[Stage]:
+def _predict_stages(step: Step, deployment: Deployment, ops: list[Op]) -> list[Stage]:
     """The stages that a job is predicted to go through on a device from now on.
 
     Args: ops: of the deployment, those that run, then the one that begins. The last one of them
@@ -353,15 +353,15 @@ def _ahead(step: Step, deployment: Deployment, ops: list[Op]) -> list[Stage]:
     ran_s = 0.0 if newest.state is OpState.QUEUED else step.now_s - newest.permitted_s
     stages = _stages(step, deployment, newest.kind, ran_s)
     (slot,) = devices.slots_of(step, deployment)
-    own = [step.state.deployments[name] for name in slot.placed]
+    placed = [step.state.deployments[name] for name in slot.placed]
     queued = sorted(
-        (waits, op.arrival, each.name, op.kind)
-        for each in own
-        if each.job_name == deployment.job_name
-        for waits, op in _queued(each)
+        (waits, op.arrival, deployment_here.name, op.kind)
+        for deployment_here in placed
+        if deployment_here.job_name == deployment.job_name
+        for waits, op in _queued(deployment_here)
         if op is not newest
     )
-    for _, _, name, kind in queued[:MOST_AHEAD]:
+    for _, _, name, kind in queued[:MAX_PREDICTED]:
         stages += _stages(step, step.state.deployments[name], kind, 0.0)
     return [Stage(kind, seconds, number) for number, (kind, seconds) in enumerate(stages)]
 
@@ -370,7 +370,7 @@ def _queued(deployment: Deployment) -> Iterator[tuple[bool, Op]]:
     """The next ordered operations of a deployment that wait, and whether they do for one of another
     deployment, or come after one that does."""
     queue, waits = deployment.queue, False
-    for seq in range(queue.head_seq, queue.head_seq + MOST_AHEAD):
+    for seq in range(queue.head_seq, queue.head_seq + MAX_PREDICTED):
         op = queue.operations.get(seq)
         if op is not None and op.state is OpState.QUEUED:
             waits = waits or op.eligible_s < 0
@@ -380,11 +380,11 @@ def _queued(deployment: Deployment) -> Iterator[tuple[bool, Op]]:
 def _stages(step: Step, deployment: Deployment, kind: str, ran_s: float) -> list[tuple[str, float]]:
     """The sub-stage of an operation and its time that is left; none: it moves state, which takes
     next to no compute units."""
-    known = _capabilities_of(step, deployment)
-    found = stages_of(kind, 0 if known is None else known.most_units)
+    capabilities = _capabilities_of(step, deployment)
+    stages = stages_of(kind, 0 if capabilities is None else capabilities.most_units)
     duration_s = estimates.duration_s(step.state, deployment, kind)
-    left_s = max(duration_s - ran_s, LEAST_LEFT * duration_s)
-    return [(found[0], left_s)] if found else []
+    remaining_s = max(duration_s - ran_s, MIN_REMAINING * duration_s)
+    return [(stages[0], remaining_s)] if stages else []
 
 
 def _counts(
@@ -401,11 +401,11 @@ def _counts(
     return policy_of(step).share(SharingView(units, len(jobs), running, newcomer, table))
 
 
-def _ask_back(step: Step, slot: Slot, share: Share, count: int) -> None:
+def _request_units(step: Step, slot: Slot, share: Share, count: int) -> None:
     """Ask a rank for all but so many of its units, unless it was asked for that already."""
     if len(share.asked) != count:
-        kept = share.units[:count]
-        devices.ask_back(share, kept, _send_units(step, slot, share, kept, shrinks=True))
+        remaining = share.units[:count]
+        devices.ask_back(share, remaining, _send_units(step, slot, share, remaining, shrinks=True))
 
 
 def _grow(step: Step, slot: Slot, counts: list[int]) -> None:
@@ -413,9 +413,9 @@ def _grow(step: Step, slot: Slot, counts: list[int]) -> None:
     free = devices.free_units(step, slot)
     for share, count in zip(slot.shares, counts, strict=True):
         missing = max(0, count - len(share.units))
-        more, free = free[:missing], free[missing:]
-        if more or share.asked:
-            units = sorted([*share.units, *more])
+        extra, free = free[:missing], free[missing:]
+        if extra or share.asked:
+            units = sorted([*share.units, *extra])
             devices.grow(share, units)
             _send_units(step, slot, share, units, shrinks=False)
 
@@ -451,12 +451,15 @@ def table_in_doubt(step: Step, slot: Slot) -> SlowdownTable | None:
 def _corrected(table: SlowdownTable, factors: dict[Pair, float]) -> SlowdownTable:
     if not factors:
         return table
-    beside = {kind: dict(row) for kind, row in table.beside.items()}
-    for (stage, other), factor in factors.items():
-        for one in alike(stage):
-            row = beside.setdefault(one, {})
-            row |= {each: table.factor(one, each) * factor for each in alike(other)}
-    return replace(table, beside=beside)
+    factors_by_stage = {kind: dict(row) for kind, row in table.beside.items()}
+    for (stage, neighbour), factor in factors.items():
+        for stage_name in alike(stage):
+            row = factors_by_stage.setdefault(stage_name, {})
+            row |= {
+                neighbour_name: table.factor(stage_name, neighbour_name) * factor
+                for neighbour_name in alike(neighbour)
+            }
+    return replace(table, beside=factors_by_stage)
 
 
 def _factors(
@@ -466,24 +469,24 @@ def _factors(
     where it is."""
     if not step.state.observed:
         return {}
-    found = {pair: bound(findings) for pair, findings in _findings(step, slot).items()}
-    return {pair: factor for pair, factor in found.items() if factor > 1.0}
+    factors = {pair: bound(findings) for pair, findings in _findings(step, slot).items()}
+    return {pair: factor for pair, factor in factors.items() if factor > 1.0}
 
 
 def lacks_comparison(step: Step, deployment: Deployment, kinds: Collection[str]) -> bool:
     """Whether too few operations of these kinds of a deployment run beside nothing."""
-    found = step.state.observed.get(deployment.name, {}).values()
-    records = [observed for observed in found if observed.kind in kinds]
-    return sum(each.alone for each in records) < ENOUGH_ALONE
+    all_observed = step.state.observed.get(deployment.name, {}).values()
+    records = [observed for observed in all_observed if observed.kind in kinds]
+    return sum(observed.alone for observed in records) < ENOUGH_ALONE
 
 
 def _findings(step: Step, slot: Slot) -> dict[Pair, list[Finding]]:
-    found: dict[Pair, list[Finding]] = defaultdict(list)
+    findings: dict[Pair, list[Finding]] = defaultdict(list)
     for name in slot.placed:
         for observed in step.state.observed.get(name, {}).values():
-            for other, finding in observed.findings.items():
-                found[observed.stage, other].append(finding)
-    return found
+            for neighbour, finding in observed.findings.items():
+                findings[observed.stage, neighbour].append(finding)
+    return findings
 
 
 def observe(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
@@ -502,35 +505,35 @@ def observe(step: Step, deployment: Deployment, op: Op | None, event: OperationF
     is_single = event.share >= 1.0 and op.permitted_s == pace.began_s
     is_first = event.kind not in deployment.recent
     has_run = event.outcome is Outcome.COMPLETED and not event.replay
-    if not (is_single and has_run) or is_first or event.duration_s <= LEAST_PART * took_s:
+    if not (is_single and has_run) or is_first or event.duration_s <= MIN_RUN_SHARE * took_s:
         return
     devices.pass_time(share, step.now_s)
-    if any(TOGETHER in company for company in pace.beside_s):
+    if any(TOGETHER in neighbours for neighbours in pace.beside_s):
         return
-    beside = {company: seconds / took_s for company, seconds in pace.beside_s.items()}
+    share_beside = {neighbours: seconds / took_s for neighbours, seconds in pace.beside_s.items()}
     work_s = event.duration_s * pace.work_s / took_s
     before = _factors(step, slots[0])
     step.state.age_observed(deployment.name)
     observed = step.state.observe(deployment.name, event.kind, pace.stage, event.num_tokens)
-    observed.take(work_s, beside)
-    for pair, why in _describe_slower(step, slots[0]).items():
+    observed.take(work_s, share_beside)
+    for pair, line in _describe_slower(step, slots[0]).items():
         if before.get(pair, 1.0) <= 1 + MARGIN:
-            step.notify("slower than the table says", why, f"{slots[0].node}/{slots[0].device}")
+            step.notify("slower than the table says", line, f"{slots[0].node}/{slots[0].device}")
 
 
 def _describe_slower(step: Step, slot: Slot) -> dict[Pair, str]:
     """A line for each pair that is slower on a device than the table says, by more than tables
     err."""
-    told = {}
+    lines = {}
     findings = _findings(step, slot)
-    for (stage, other), factor in _factors(step, slot).items():
+    for (stage, neighbour), factor in _factors(step, slot).items():
         if factor > 1 + MARGIN:
-            count = sum(finding.count for finding in findings[stage, other])
-            told[stage, other] = (
-                f"{stage} beside {other} takes at least {factor:.2f} times as long as the table of "
-                f"slowdowns says, by {count:.0f} operations"
+            count = sum(finding.count for finding in findings[stage, neighbour])
+            lines[stage, neighbour] = (
+                f"{stage} beside {neighbour} takes at least {factor:.2f} times as long as the "
+                f"table of slowdowns says, by {count:.0f} operations"
             )
-    return told
+    return lines
 
 
 def describe_corrections(step: Step, job: Job) -> list[str]:
@@ -543,7 +546,7 @@ def describe_corrections(step: Step, job: Job) -> list[str]:
         for slot in devices.slots_of(step, deployment)
     }
     return [
-        f"device {device} of {node}: {why}"
+        f"device {device} of {node}: {line}"
         for (node, device), slot in sorted(slots.items())
-        for why in _describe_slower(step, slot).values()
+        for line in _describe_slower(step, slot).values()
     ]

@@ -71,7 +71,7 @@ def expect(step: Step, deployment: Deployment, kind: str) -> None:
         devices.expect(slot, deployment.job_name, expected)
 
 
-def came(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
+def record_start(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
     """Learn from an operation that begins what follows what, and whether a guess was right.
 
     Args: slots: those of its deployment.
@@ -87,7 +87,7 @@ def came(step: Step, deployment: Deployment, op: Op, slots: list[Slot]) -> None:
             job.speculation.follows[expected.after] = deployment.key.deployment
 
 
-def displaced(step: Step, victim: Deployment) -> None:
+def record_displaced(step: Step, victim: Deployment) -> None:
     """Count a miss where an activation that leaves its device was opened for nothing."""
     step.request_hints(victim)
     guessed = [slot for slot in devices.slots_of(step, victim) if slot.speculative == victim.name]
@@ -104,7 +104,7 @@ def plan(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
     if not step.config.speculative_switch_in or slot.speculative:
         return None, NEVER_S
     for name, expected in sorted(slot.expected.items(), key=lambda item: item[1].at_s):
-        target = None if expected.is_tried else _target(step, slot, name, expected)
+        target = None if expected.is_tried else _switchable(step, slot, name, expected)
         if target is None:
             continue
         slots = devices.slots_of(step, target)
@@ -116,20 +116,22 @@ def plan(step: Step, slot: Slot) -> tuple[Deployment | None, float]:
     return None, NEVER_S
 
 
-def next_of(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment | None:
+def predicted_deployment(
+    step: Step, slot: Slot, name: str, expected: Expected
+) -> Deployment | None:
     """The deployment that a job is predicted to need next on a device."""
     if expected.late_s <= step.now_s:
         return None
     job = step.state.jobs[name]
-    here = [d for d in step.deployments_of(job) if d.name in slot.placed]
-    queued = [d for d in here if ready.waits_elsewhere(d)]
-    usual = [d for d in here if d.key.deployment == job.speculation.follows.get(expected.after)]
+    placed = [d for d in step.deployments_of(job) if d.name in slot.placed]
+    queued = [d for d in placed if ready.waits_elsewhere(d)]
+    usual = [d for d in placed if d.key.deployment == job.speculation.follows.get(expected.after)]
     return next(iter([*queued, *usual]), None)
 
 
-def _target(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment | None:
+def _switchable(step: Step, slot: Slot, name: str, expected: Expected) -> Deployment | None:
     """The deployment of `next_of`, if it is not active and could be switched in."""
-    deployment = next_of(step, slot, name, expected)
+    deployment = predicted_deployment(step, slot, name, expected)
     if deployment is None:
         return None
     is_up = (
@@ -143,31 +145,31 @@ def _free_s(step: Step, slot: Slot, target: Deployment, expected: Expected) -> f
     """The time from which nothing that is likely sooner would be displaced in this slot."""
     if slot.running or slot.ready or devices.claimant(step, slot):
         return NEVER_S
-    own = target.job_name
+    job_name = target.job_name
     free_s = 0.0
-    if slot.holder != own:
+    if slot.holder != job_name:
         free_s = choice.held_until_s(step, slot)
     for victim in devices.victims(step, slot, target):
-        if victim.job_name != own:
-            free_s = max(free_s, _gone_s(slot, victim.job_name, expected))
+        if victim.job_name != job_name:
+            free_s = max(free_s, _unlikely_from_s(slot, victim.job_name, expected))
     return free_s
 
 
-def _gone_s(slot: Slot, resident: str, expected: Expected) -> float:
+def _unlikely_from_s(slot: Slot, resident: str, expected: Expected) -> float:
     """The time from which a resident job is not likely to come before the expected one."""
-    its = slot.expected.get(resident)
-    if its is None:
+    resident_expected = slot.expected.get(resident)
+    if resident_expected is None:
         return NEVER_S
-    return its.late_s if its.at_s <= expected.at_s else 0.0
+    return resident_expected.late_s if resident_expected.at_s <= expected.at_s else 0.0
 
 
 def _is_first(step: Step, slot: Slot, target: Deployment, expected: Expected) -> bool:
     """Whether nothing that it would displace is likely to come before the job that is expected."""
-    known = slot.expected
-    others = {victim.job_name for victim in devices.victims(step, slot, target)}
+    expected_by_job = slot.expected
+    victims = {victim.job_name for victim in devices.victims(step, slot, target)}
     return all(
-        name in known and known[name].soonest_s > expected.at_s
-        for name in others - {target.job_name}
+        name in expected_by_job and expected_by_job[name].soonest_s > expected.at_s
+        for name in victims - {target.job_name}
     )
 
 
@@ -176,7 +178,7 @@ def _lead_s(step: Step, target: Deployment) -> float:
     return max(target.activation.lead_s, estimates.switch_s(step.state, target))
 
 
-def took(step: Step, deployment: Deployment) -> None:
+def record_lead(step: Step, deployment: Deployment) -> None:
     """Note how long an activation took to open.
 
     The longest recent time counts, because an activation that is begun too late is in vain.
@@ -185,7 +187,7 @@ def took(step: Step, deployment: Deployment) -> None:
     deployment.activation.lead_s = max(taken_s, MEMORY * deployment.activation.lead_s)
 
 
-def opened(step: Step, deployment: Deployment) -> None:
+def record_guess(step: Step, deployment: Deployment) -> None:
     """Note that an activation was opened for an operation that is only predicted."""
     for slot in devices.slots_of(step, deployment):
         devices.note_speculative(slot, deployment.name)
@@ -194,7 +196,7 @@ def opened(step: Step, deployment: Deployment) -> None:
             expected.is_tried = True
 
 
-def try_skip(step: Step, deployment: Deployment) -> bool:
+def skip_guess(step: Step, deployment: Deployment) -> bool:
     """Whether this gap passes without a guess, after ones that were wrong."""
     job = step.job_of(deployment)
     if job.speculation.skips == 0:
@@ -265,7 +267,7 @@ def _is_waiting(step: Step, deployment: Deployment) -> bool:
 def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
     """The predictions by which the deployment runs next of its job on a device."""
     job = deployment.job_name
-    found = []
+    predictions = []
     if deployment.wpg.state is not WpgState.READY or deployment.move.relocation is not None:
         return []
     for slot in devices.slots_of(step, deployment):
@@ -273,9 +275,9 @@ def _predictions(step: Step, deployment: Deployment) -> list[Expected]:
         expected = slot.expected.get(job)
         if expected is None or (running is not None and running.job_name == job):
             continue
-        if next_of(step, slot, job, expected) is deployment:
-            found.append(expected)
-    return found
+        if predicted_deployment(step, slot, job, expected) is deployment:
+            predictions.append(expected)
+    return predictions
 
 
 def _send_hint(step: Step, deployment: Deployment, use_s: float) -> None:

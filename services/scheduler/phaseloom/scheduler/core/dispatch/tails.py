@@ -27,23 +27,26 @@ from phaseloom.scheduler.core.state.node import Slot
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.step import Step
 
-MOST_LACKING = 1 / 3
+MAX_LACKING = 1 / 3
 """Share of its devices without which a rollout begins."""
 
 
-def gathers_on(step: Step, deployment: Deployment, op: Op) -> list[int]:
+def tail_ranks(step: Step, deployment: Deployment, op: Op) -> list[int]:
     """The ranks on which the tail of an operation is to be gathered; none: it is not."""
     if not (_is_divisible(deployment) and KINDS[op.kind].shares_calls):
         return []
-    places = deployment.places
-    ranks = ranks_of(deployment) or list(range(len(places)))
-    others = _others(step, deployment)
-    uses = {rank: sum(places[rank] in other.places for other in others) for rank in ranks}
+    device_refs = deployment.places
+    ranks = ranks_of(deployment) or list(range(len(device_refs)))
+    neighbours = _neighbours(step, deployment)
+    uses = {
+        rank: sum(device_refs[rank] in neighbour.places for neighbour in neighbours)
+        for rank in ranks
+    }
     num_kept = math.ceil(len(ranks) * deployment.spec.tail_share)
-    kept = sorted(sorted(ranks, key=lambda rank: uses[rank])[:num_kept])
-    stays = {places[rank] for rank in kept}
-    helps_any = any(_can_begin_without(other, stays) for other in others)
-    return kept if helps_any and len(kept) < len(ranks) else []
+    kept_ranks = sorted(sorted(ranks, key=lambda rank: uses[rank])[:num_kept])
+    stays = {device_refs[rank] for rank in kept_ranks}
+    helps_any = any(_can_start_without(neighbour, stays) for neighbour in neighbours)
+    return kept_ranks if helps_any and len(kept_ranks) < len(ranks) else []
 
 
 def ranks_of(deployment: Deployment) -> list[int]:
@@ -68,27 +71,29 @@ def gathered(step: Step, event: TailGathered) -> None:
         step.touch(deployment)
 
 
-def in_part(step: Step, deployment: Deployment, ops: list[Op], without: list[int]) -> list[Op]:
+def startable_without(
+    step: Step, deployment: Deployment, ops: list[Op], without: list[int]
+) -> list[Op]:
     """The operations that may begin although these ranks' devices are taken; none: it waits."""
-    if not _can_begin_without(deployment, {deployment.places[rank] for rank in without}):
+    if not _can_start_without(deployment, {deployment.places[rank] for rank in without}):
         return []
     slots = devices.slots_of(step, deployment)
-    if not all(may_go_without(step, deployment, slots[rank]) for rank in without):
+    if not all(can_start_without(step, deployment, slots[rank]) for rank in without):
         return []
     return [op for op in ops if KINDS[op.kind].shares_calls]
 
 
-def may_go_without(step: Step, deployment: Deployment, slot: Slot) -> bool:
+def can_start_without(step: Step, deployment: Deployment, slot: Slot) -> bool:
     """Whether what runs in a slot is a tail, without whose device a deployment may begin."""
     runs = step.state.deployments.get(slot.running)
     is_tail = runs is not None and runs is not deployment and bool(runs.activation.idle_ranks)
     return is_tail and _is_divisible(deployment)
 
 
-def _can_begin_without(deployment: Deployment, taken: set[tuple[NodeId, int]]) -> bool:
-    num_lacking = sum(place in taken for place in deployment.places)
-    most = MOST_LACKING * len(deployment.places) if _is_divisible(deployment) else 0
-    return num_lacking <= most
+def _can_start_without(deployment: Deployment, taken_refs: set[tuple[NodeId, int]]) -> bool:
+    num_lacking = sum(device_ref in taken_refs for device_ref in deployment.places)
+    max_lacking = MAX_LACKING * len(deployment.places) if _is_divisible(deployment) else 0
+    return num_lacking <= max_lacking
 
 
 def _is_divisible(deployment: Deployment) -> bool:
@@ -102,8 +107,8 @@ def _is_divisible(deployment: Deployment) -> bool:
     return is_replicated and is_on_one_node and is_shared and spec.tail_share > 0
 
 
-def _others(step: Step, deployment: Deployment) -> list[Deployment]:
+def _neighbours(step: Step, deployment: Deployment) -> list[Deployment]:
     """The deployments of other jobs that share a device with this one."""
-    here = {name for slot in devices.slots_of(step, deployment) for name in slot.placed}
-    placed = [step.state.deployments[name] for name in sorted(here)]
-    return [other for other in placed if other.key.job_key != deployment.key.job_key]
+    names = {name for slot in devices.slots_of(step, deployment) for name in slot.placed}
+    placed = [step.state.deployments[name] for name in sorted(names)]
+    return [neighbour for neighbour in placed if neighbour.key.job_key != deployment.key.job_key]

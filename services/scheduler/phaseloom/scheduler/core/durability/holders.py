@@ -30,7 +30,7 @@ def nodes_with_part(deployment: Deployment, index: int) -> list[NodeId]:
 def add_replica(deployment: Deployment, index: int, node: NodeId) -> None:
     """Note that one more node has this part of a deployment's newest seal."""
     if not deployment.durability.replicas:
-        deployment.durability.set_replicas([[own] for own in deployment.nodes])
+        deployment.durability.set_replicas([[leader] for leader in deployment.nodes])
     deployment.durability.note_replica(index, node)
 
 
@@ -96,8 +96,8 @@ def drop_other_parts(step: Step, deployment: Deployment) -> None:
     A node has at most one part of a deployment's seal.
     """
     for index, node in enumerate(move_targets(deployment)):
-        others = [part for i, part in enumerate(deployment.durability.replicas) if i != index]
-        if node not in deployment.nodes and any(node in part for part in others):
+        other_parts = [part for i, part in enumerate(deployment.durability.replicas) if i != index]
+        if node not in deployment.nodes and any(node in part for part in other_parts):
             deployment.durability.drop_replicas_on({node})
             forget_at(step, deployment, node)
 
@@ -143,7 +143,7 @@ def copy_candidates(step: Step, deployment: Deployment) -> list[NodeId]:
     First come the nodes that the deployment is moving to, or that have a copy of an earlier seal;
     then the nodes of its own pool, where it could be rebuilt at once; then all others.
     """
-    known = nodes_with(deployment)
+    familiar = nodes_with(deployment)
     fit = [
         host
         for host in step.state.cluster.hosts.values()
@@ -153,7 +153,7 @@ def copy_candidates(step: Step, deployment: Deployment) -> list[NodeId]:
     ]
     fit.sort(
         key=lambda host: (
-            host.node not in known,
+            host.node not in familiar,
             host.pool != deployment.spec.pool,
             host.node,
         )

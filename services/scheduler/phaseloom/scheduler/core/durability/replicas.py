@@ -7,7 +7,7 @@ it. Where that node cannot, another one is asked, again and again. The copy on t
 stays there until the next seal is committed, or until nobody needs the version.
 
 A seal that is under way, or a move, makes copies of its own: nothing is asked for here meanwhile.
-Cost of `go_on`: linear in the deployments while some node is to be left; else nothing.
+Cost of `request_copies`: linear in the deployments while some node is to be left; else nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phaseloom.scheduler.core.state.step import FollowUp, Step
 from phaseloom.scheduler.core.state.transitions import JOB_ENDED, WpgState
 
 
-def go_on(step: Step) -> None:
+def request_copies(step: Step) -> None:
     """Ask for the copies that are missing; called when nodes, or copies on them, may have changed.
 
     Nothing is done where no node is to be left.
@@ -34,7 +34,7 @@ def go_on(step: Step) -> None:
     if not step.state.closing:
         return
     for _, deployment in sorted(step.state.deployments.items()):
-        if _has_rest(deployment):
+        if _is_idle(deployment):
             at_risk = list(_parts_at_risk(step, deployment))
             _give_up_failed(step, deployment, at_risk)
             for part in at_risk:
@@ -47,7 +47,7 @@ def go_on(step: Step) -> None:
 # --- what is at risk -----------------------------------------------------------------------------
 
 
-def _has_rest(deployment: Deployment) -> bool:
+def _is_idle(deployment: Deployment) -> bool:
     """Whether neither a seal nor a move is making copies of a deployment's state now."""
     return not deployment.durability.sealing and not deployment.is_on_its_way
 
@@ -102,14 +102,14 @@ def _give_up_failed(step: Step, deployment: Deployment, at_risk: Collection[int]
 
 def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
     before = next((c for c in deployment.durability.copying if c.part == part), None)
-    if not _is_to_be_asked(step, before):
+    if not _needs_request(step, before):
         return
     sources = seals.sources(step, deployment, part, but=NodeId(""))
-    taken = holders.nodes_in_use(deployment)
+    nodes_in_use = holders.nodes_in_use(deployment)
     if before is not None:
-        taken.discard(before.node)
-    fit = [node for node in holders.copy_candidates(step, deployment) if node not in taken]
-    node = _another(fit, before)
+        nodes_in_use.discard(before.node)
+    fit = [node for node in holders.copy_candidates(step, deployment) if node not in nodes_in_use]
+    node = _next_node(fit, before)
     if node is None or not sources:
         return
     command = step.send(
@@ -137,16 +137,18 @@ def _copy_part(step: Step, deployment: Deployment, part: int) -> None:
 def _copy_retained(step: Step, job: Job, version: VersionKey) -> None:
     name = str(version)
     before = job.versions.copying.get(name)
-    if not _is_to_be_asked(step, before):
+    if not _needs_request(step, before):
         return
     nodes = job.versions.retained[name]
     sources = [step.node(node).state_endpoint for node in nodes if step.node(node).is_up]
     hosts = step.state.cluster.hosts.values()
-    told = [n for n, names in step.state.stopping.items() if str(version.policy) in names]
-    fit = [h.node for h in hosts if h.is_up and h.node not in (*nodes, *told)]
-    own = {node for deployment in step.deployments_of(job) for node in deployment.nodes}
-    fit.sort(key=lambda node: (node not in own, node))  # the job's nodes, which read it, first
-    node = _another(fit, before)
+    forgetting = [n for n, names in step.state.stopping.items() if str(version.policy) in names]
+    fit = [h.node for h in hosts if h.is_up and h.node not in (*nodes, *forgetting)]
+    job_nodes = {node for deployment in step.deployments_of(job) for node in deployment.nodes}
+    fit.sort(
+        key=lambda node: (node not in job_nodes, node)
+    )  # the job's nodes, which read it, first
+    node = _next_node(fit, before)
     if node is None or not sources:
         return
     incarnation = _newest_incarnation(step, job, version)
@@ -176,11 +178,11 @@ def _newest_incarnation(step: Step, job: Job, version: VersionKey) -> int:
     A ticket of an earlier incarnation is refused.
     """
     successor = step.deployment(version.policy)
-    known = job.earlier.incarnations.get(version.policy.deployment, 0)
-    return max(known, successor.wpg.incarnation if successor is not None else 0)
+    earlier = job.earlier.incarnations.get(version.policy.deployment, 0)
+    return max(earlier, successor.wpg.incarnation if successor is not None else 0)
 
 
-def _is_to_be_asked(step: Step, before: Copying | None) -> bool:
+def _needs_request(step: Step, before: Copying | None) -> bool:
     if before is None:
         return True
     if before.has_failed:
@@ -188,7 +190,7 @@ def _is_to_be_asked(step: Step, before: Copying | None) -> bool:
     return not before.is_under_way(step.node(before.node))
 
 
-def _another(fit: list[NodeId], before: Copying | None) -> NodeId | None:
+def _next_node(fit: list[NodeId], before: Copying | None) -> NodeId | None:
     """The node to ask next for a copy; None where none fits.
 
     After a failure the nodes are asked in turn, from the one after the node that failed.
@@ -211,17 +213,19 @@ def mirrored(step: Step, event: StateMirrored) -> bool:
     if deployment is not None:
         for copying in deployment.durability.copying:
             if copying.command == event.command:
-                _part_came(step, deployment, copying, event)
+                _record_part(step, deployment, copying, event)
                 return True
     job = step.state.jobs.get(str(event.deployment.job_key))
     for name, copying in job.versions.copying.items() if job is not None else ():
         if job is not None and copying.command == event.command:
-            _retained_came(step, job, name, event)
+            _record_retained(step, job, name, event)
             return True
     return False
 
 
-def _part_came(step: Step, deployment: Deployment, copying: Copying, event: StateMirrored) -> None:
+def _record_part(
+    step: Step, deployment: Deployment, copying: Copying, event: StateMirrored
+) -> None:
     if event.error is not None:
         _failed(step, copying, event, deployment.name)
         return
@@ -230,7 +234,7 @@ def _part_came(step: Step, deployment: Deployment, copying: Copying, event: Stat
     step.follow_up(FollowUp.PLACE)  # people may wait to hear that a node is not needed any more
 
 
-def _retained_came(step: Step, job: Job, name: str, event: StateMirrored) -> None:
+def _record_retained(step: Step, job: Job, name: str, event: StateMirrored) -> None:
     if name not in job.versions.retained:
         job.versions.end_copying(name)
         retention.release_at(step, [event.node], [_version(name)])
@@ -253,27 +257,27 @@ def _failed(step: Step, copying: Copying, event: StateMirrored, subject: str) ->
 # --- in words ------------------------------------------------------------------------------------
 
 
-def counted_on(step: Step, node: NodeId) -> list[str]:
+def describe_needed_copies(step: Step, node: NodeId) -> list[str]:
     """The copies that would be too few if this node were switched off, as lines for people."""
     lines = []
     for _, deployment in sorted(step.state.deployments.items()):
         for part in _parts_at_risk(step, deployment):
             if node in holders.nodes_with_part(deployment, part) and node not in deployment.nodes:
                 seal_seq = deployment.durability.seal_seq
-                what = f"{deployment.name}: a copy of its seal at {seal_seq} counts here"
+                line = f"{deployment.name}: a copy of its seal at {seal_seq} counts here"
                 copying = next((c for c in deployment.durability.copying if c.part == part), None)
-                lines.append(f"{what}; {_progress(step, deployment, copying)}")
+                lines.append(f"{line}; {_progress(step, deployment, copying)}")
     for _, job in sorted(step.state.jobs.items()):
         for version in _retained_at_risk(step, job):
             if node in job.versions.retained[str(version)]:
-                what = f"weights version {version}, which nobody can make again, is here"
+                line = f"weights version {version}, which nobody can make again, is here"
                 copying = job.versions.copying.get(str(version))
-                lines.append(f"{what}; {_progress(step, None, copying)}")
+                lines.append(f"{line}; {_progress(step, None, copying)}")
     return lines
 
 
 def _progress(step: Step, deployment: Deployment | None, copying: Copying | None) -> str:
-    if deployment is not None and not _has_rest(deployment):
+    if deployment is not None and not _is_idle(deployment):
         return "another one is being made"
     if copying is None:
         return "there is no other node that could take one"

@@ -58,13 +58,13 @@ def versions_in_use(step: Step, job: Job, *, but: Deployment | None = None) -> s
     """
     named = job.versions.named
     needed = {v for v in job.versions.published if str(v) in named and named[str(v)].is_read}
-    for other in step.deployments_of(job):
-        if other is but:
+    for reader in step.deployments_of(job):
+        if reader is but:
             continue
-        if other.durability.holds is not None:
-            needed.add(other.durability.holds)
-        needed.update(other.queue.queued_syncs.values())
-        needed.update(m.version for m in other.durability.history if m.version is not None)
+        if reader.durability.holds is not None:
+            needed.add(reader.durability.holds)
+        needed.update(reader.queue.queued_syncs.values())
+        needed.update(m.version for m in reader.durability.history if m.version is not None)
     return needed
 
 
@@ -101,8 +101,8 @@ def ticket(step: Step, reader: Deployment, version: VersionKey) -> Ticket:
 def needed_seqs(step: Step, deployment: Deployment) -> set[int]:
     """Seqs of the needed versions that this policy has published."""
     needed = needed_versions(step, step.job_of(deployment))
-    own = {version.seq for version in needed if version.policy == deployment.key}
-    return {seq for seq in own if seq >= deployment.queue.first_seq}
+    published = {version.seq for version in needed if version.policy == deployment.key}
+    return {seq for seq in published if seq >= deployment.queue.first_seq}
 
 
 def volatile_versions(step: Step, deployment: Deployment) -> set[int]:
@@ -150,26 +150,26 @@ def release_restored(step: Step, deployment: Deployment) -> None:
     durability = deployment.durability
     seqs = [*durability.durable_versions, *durability.take_unfinished()]
     restored = [VersionKey(deployment.key, seq) for seq in seqs]
-    gone = [version for version in restored if version not in needed]
-    if gone:
+    unneeded = [version for version in restored if version not in needed]
+    if unneeded:
         for node in step.nodes_of(deployment):
-            step.send(ReleaseVersions, node, versions=gone)
+            step.send(ReleaseVersions, node, versions=unneeded)
 
 
-def _release(step: Step, job: Job, gone: list[VersionKey]) -> None:
-    if not gone:
+def _release(step: Step, job: Job, versions: list[VersionKey]) -> None:
+    if not versions:
         return
-    places = {node for d in step.deployments_of(job) for node in holders.nodes_with(d)}
-    places.update(node for nodes in job.versions.retained.values() for node in nodes)
-    places.update(copying.node for copying in job.versions.copying.values())
-    for version in gone:
+    holder_nodes = {node for d in step.deployments_of(job) for node in holders.nodes_with(d)}
+    holder_nodes.update(node for nodes in job.versions.retained.values() for node in nodes)
+    holder_nodes.update(copying.node for copying in job.versions.copying.values())
+    for version in versions:
         named = job.versions.drop_name(str(version))
-        places.update(named.nodes)
+        holder_nodes.update(named.nodes)
         touch_readers(step, named)
-    release_at(step, places, gone)
-    published = [version for version in job.versions.published if version not in gone]
+    release_at(step, holder_nodes, versions)
+    published = [version for version in job.versions.published if version not in versions]
     job.versions.published = published
-    for version in gone:
+    for version in versions:
         nodes = job.versions.drop_retained(str(version))
         prefix = f"{version.policy}."
         if nodes and not any(name.startswith(prefix) for name in job.versions.retained):

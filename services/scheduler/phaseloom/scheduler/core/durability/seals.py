@@ -92,14 +92,14 @@ def seal(step: Step, deployment: Deployment) -> None:
     A `remote` seal is skipped, and people are told so, where too few nodes can take copies of it.
     """
     durability = step.job_of(deployment).spec.durability
-    replicas = _replicas(step, deployment) if durability is Durability.REMOTE else {}
+    replicas = _choose_replicas(step, deployment) if durability is Durability.REMOTE else {}
     if replicas is None:
         step.notify("not sealed", "no other node is there to keep a copy of it", deployment.name)
         deployment.durability.skip_seal()
         return
     # Should the seal come to nothing, they may have a part of it all the same.
-    asked = [name for copies in replicas.values() for name in copies]
-    deployment.move.keep([*deployment.move.stale_holders, *asked])
+    copy_nodes = [name for copies in replicas.values() for name in copies]
+    deployment.move.keep([*deployment.move.stale_holders, *copy_nodes])
     deployment.durability.seal()
     applied = deployment.durability.applied
     versions = [seq for seq in retention.needed_seqs(step, deployment) if seq <= applied]
@@ -127,20 +127,20 @@ def committed(step: Step, event: SealCommitted) -> None:
         return
     if event.seq <= max(deployment.durability.seal_seq, deployment.wpg.origin_seq):
         return
-    versions = _note_part(deployment, event)
+    versions = _record_part(deployment, event)
     if versions is None:
         return
-    _note_copies(step, deployment, event, versions)
+    _record_replicas(step, deployment, event, versions)
     holders.drop_other_parts(step, deployment)
     deployment.durability.count_from_seal(step.now_s)
     floor = _purge_floor(step, deployment)
     delete_operations(step, deployment, deployment.durability.forget_up_to(floor))
     retention.release_versions(step, step.job_of(deployment))
     holders.clear_stale_holders(step, deployment)
-    _look_at_copies(step)
+    _review_copies(step)
 
 
-def _look_at_copies(step: Step) -> None:
+def _review_copies(step: Step) -> None:
     """Look again at the nodes that are to be left: the copies that count on them may have changed.
 
     Nothing is done where no node is to be left.
@@ -149,7 +149,7 @@ def _look_at_copies(step: Step) -> None:
         step.follow_up(FollowUp.PLACE)
 
 
-def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
+def _record_part(deployment: Deployment, event: SealCommitted) -> list[int] | None:
     """Note a node's part of the seal that was asked for last.
 
     Returns: the seqs of the weights versions that are durable with the whole seal; None while parts
@@ -166,7 +166,7 @@ def _note_part(deployment: Deployment, event: SealCommitted) -> list[int] | None
     return sorted(set.intersection(*(set(part) for part in parts.values())))
 
 
-def _note_copies(
+def _record_replicas(
     step: Step, deployment: Deployment, event: SealCommitted, versions: list[int]
 ) -> None:
     """Note which nodes have a deployment's new seal.
@@ -174,24 +174,24 @@ def _note_copies(
     Nodes that have only the seal before it become stale holders, except those that the deployment
     is about to move to.
     """
-    before = holders.copy_nodes(deployment)
+    previous = holders.copy_nodes(deployment)
     parts = (
         deployment.durability.part_copies
         if len(deployment.wpg.assignments) > 1
         else {event.node: event.copies}
     )
     # A part that was noted by a core that knew of no copies has none.
-    gone = {name for name, leave in step.state.closing.items() if leave.why is Closing.GONE}
+    gone_nodes = {name for name, leave in step.state.closing.items() if leave.why is Closing.GONE}
     replicas = [
-        [node, *(copy for copy in parts.get(node, []) if copy not in gone)]
+        [node, *(copy for copy in parts.get(node, []) if copy not in gone_nodes)]
         for node in deployment.nodes
     ]
     deployment.durability.sealed(event.seq, versions, replicas)
-    for node in sorted(gone & {copy for copies in parts.values() for copy in copies}):
+    for node in sorted(gone_nodes & {copy for copies in parts.values() for copy in copies}):
         holders.forget_at(step, deployment, node)  # in case the node comes back all the same
-    having = {node for part in deployment.durability.replicas for node in part}
-    having.update(holders.move_targets(deployment))
-    deployment.move.keep([*deployment.move.stale_holders, *before], but=having)
+    current_nodes = {node for part in deployment.durability.replicas for node in part}
+    current_nodes.update(holders.move_targets(deployment))
+    deployment.move.keep([*deployment.move.stale_holders, *previous], but=current_nodes)
 
 
 def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> list[str]:
@@ -202,15 +202,17 @@ def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> l
 
     Args: but: a node that is left out: the one that fetches.
     """
-    own = holders.nodes_with_part(deployment, index)
+    part_nodes = holders.nodes_with_part(deployment, index)
     parts = range(len(deployment.wpg.assignments))
-    others = {node for i in parts if i != index for node in holders.nodes_with_part(deployment, i)}
+    other_part_nodes = {
+        node for i in parts if i != index for node in holders.nodes_with_part(deployment, i)
+    }
     names = [
-        *own,
+        *part_nodes,
         *(
             node
             for node in [*deployment.nodes, *deployment.move.stale_holders]
-            if node not in others
+            if node not in other_part_nodes
         ),
     ]
     if deployment.durability.holds is not None:
@@ -219,22 +221,22 @@ def sources(step: Step, deployment: Deployment, index: int, *, but: NodeId) -> l
     return [node.state_endpoint for node in nodes if node.is_up]
 
 
-def _replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
+def _choose_replicas(step: Step, deployment: Deployment) -> dict[NodeId, dict[NodeId, str]] | None:
     """For each node of a deployment, the other node (with its endpoint) that copies its part.
 
     Returns: None where too few nodes can take a copy.
     """
-    wanted = holders.move_targets(deployment)
+    move_targets = holders.move_targets(deployment)
     names = holders.copy_candidates(step, deployment)
-    others = [name for name in names if name not in wanted]
+    remaining = [name for name in names if name not in move_targets]
     chosen: dict[NodeId, dict[NodeId, str]] = {}
     for index, node in enumerate(deployment.nodes):
         # A node that the deployment is moving to gets the part that it is to run.
-        name = wanted[index] if len(wanted) == len(deployment.wpg.assignments) else None
+        name = move_targets[index] if len(move_targets) == len(deployment.wpg.assignments) else None
         if name is None or name not in names:
-            if not others:
+            if not remaining:
                 return None
-            name = others.pop(0)
+            name = remaining.pop(0)
         chosen[node] = {name: step.node(name).state_endpoint}
     return chosen
 
@@ -248,7 +250,7 @@ def failed(step: Step, event: SealFailed) -> None:
     if event.seq != deployment.durability.seal_asked:
         return  # this seal is given up already, since another node failed first
     deployment.durability.seal_failed()
-    _look_at_copies(step)
+    _review_copies(step)
 
 
 def _purge_floor(step: Step, deployment: Deployment) -> int:

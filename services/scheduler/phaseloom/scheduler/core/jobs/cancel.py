@@ -42,10 +42,10 @@ def _refusal(
     deployment: Deployment | None, op: Op | None, event: CancelRequested
 ) -> ErrorInfo | None:
     if deployment is None:
-        what = f"deployment {event.key.deployment_key} does not exist"
-        return ErrorInfo(Code.NOT_FOUND, what, field="deployment")
+        message = f"deployment {event.key.deployment_key} does not exist"
+        return ErrorInfo(Code.NOT_FOUND, message, field="deployment")
     if op is None or op.state not in (OpState.QUEUED, OpState.PERMITTED):
-        return explain.not_open(deployment, event.key)
+        return explain.not_open_error(deployment, event.key)
     if op.is_mutating and (op.state is OpState.PERMITTED or op.uncertain):
         return ErrorInfo(
             Code.FAILED_PRECONDITION,

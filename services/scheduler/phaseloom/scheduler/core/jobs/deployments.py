@@ -33,13 +33,13 @@ def add(step: Step, job: Job, spec: DeploymentSpec) -> Deployment:
     last_seq = job.earlier.last_seqs.get(spec.name, 0)
     # No stop of an earlier one is told again: the next seal replaces what is left of its seals.
     # Those that were told may be confirmed late, and an incarnation dies once.
-    told = [step.state.withdraw_forget(node, str(key)) for node in step.state.stopping]
+    stop_incarnations = [step.state.withdraw_forget(node, str(key)) for node in step.state.stopping]
     deployment = Deployment(
         key=key,
         spec=spec,
         queue=OperationQueue(first_seq=last_seq + 1, next_seq=last_seq + 1, head_seq=last_seq + 1),
         wpg=Wpg(
-            incarnation=max([job.earlier.incarnations.get(spec.name, 0), *told]),
+            incarnation=max([job.earlier.incarnations.get(spec.name, 0), *stop_incarnations]),
             origin_seq=last_seq,
         ),
         durability=DeploymentDurability(applied=last_seq),
@@ -53,24 +53,24 @@ def create(step: Step, job: Job, spec: DeploymentSpec) -> ErrorInfo | None:
 
     It is placed now, or together with the job where that waits.
     """
-    if any(other.name == spec.name for other in job.spec.deployments):
+    if any(existing.name == spec.name for existing in job.spec.deployments):
         return ErrorInfo(
             Code.ALREADY_EXISTS,
             f"job {job.key} has a deployment {spec.name!r}",
             field="spec.name",
             remedy="choose another name, or delete that one",
         )
-    where: list[RankAssignment] = []
+    assignments: list[RankAssignment] = []
     if job.state is not JobState.SUBMITTED:
-        found = assignment.room_for(step, job, spec)
-        if isinstance(found, ErrorInfo):
-            return found
-        where = found
+        room = assignment.room_for(step, job, spec)
+        if isinstance(room, ErrorInfo):
+            return room
+        assignments = room
     job.have([*job.spec.deployments, spec])
     deployment = add(step, job, spec)
-    if where:
+    if assignments:
         deployment.wpg.try_alone()
-        assignment.extend(step, job, deployment, where)
+        assignment.extend(step, job, deployment, assignments)
     else:
         assignment.repin(step, job)
     step.job_changed(str(job.key))
@@ -84,7 +84,7 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     """
     deployment = step.deployment(DeploymentKey(job.key.tenant, job.key.job, name))
     if deployment is None:
-        return unknown(job, name)
+        return unknown_error(job, name)
     if len(job.spec.deployments) == 1:
         return ErrorInfo(
             Code.FAILED_PRECONDITION,
@@ -99,21 +99,21 @@ def delete(step: Step, job: Job, name: str) -> ErrorInfo | None:
     retained = {version.rpartition(".")[0] for version in job.versions.retained}
     is_forgotten = deployment.name not in retained
     wpgs.stop(step, deployment, forget=is_forgotten)
-    shrink(step, deployment)
+    shrink_record(step, deployment)
     job.earlier.note_incarnation(name, deployment.wpg.incarnation + 1)
     devices.note_ready(step, deployment, is_ready=False)
     job.have([spec for spec in job.spec.deployments if spec.name != name])
     step.state.drop_deployment(deployment.name)
     retention.release_versions(step, job)
-    _wake_those_that_wait(step, deployment)
-    for other in step.deployments_of(job):
-        step.touch(other)  # a sync may have waited for it to be rebuilt
+    _wake_waiters(step, deployment)
+    for sibling in step.deployments_of(job):
+        step.touch(sibling)  # a sync may have waited for it to be rebuilt
     step.job_changed(str(job.key))
     assignment.repin(step, job)
     return None
 
 
-def unknown(job: Job, name: str) -> ErrorInfo:
+def unknown_error(job: Job, name: str) -> ErrorInfo:
     names = ", ".join(spec.name for spec in job.spec.deployments)
     return ErrorInfo(
         Code.NOT_FOUND,
@@ -127,13 +127,13 @@ def _retain_versions(step: Step, job: Job, policy: Deployment) -> None:
     """Note which nodes have the weights versions of a policy that others want."""
     if not policy.wpg.assignments:
         return
-    wanted = retention.versions_in_use(step, job, but=policy)
+    in_use = retention.versions_in_use(step, job, but=policy)
     for version in job.versions.published:
-        if version.policy == policy.key and version in wanted:
+        if version.policy == policy.key and version in in_use:
             job.versions.retain(str(version), retention.nodes_of(step, version))
 
 
-def _wake_those_that_wait(step: Step, deployment: Deployment) -> None:
+def _wake_waiters(step: Step, deployment: Deployment) -> None:
     """Wake the operations that wait for one which was never published on a deployment, and never
     will be."""
     prefix = f"{deployment.name}."
@@ -157,7 +157,7 @@ def end_alone(step: Step, name: str, error: ErrorInfo) -> None:
     assignment.repin(step, step.job(deployment.key.job_key))
 
 
-def shrink(step: Step, deployment: Deployment) -> None:
+def shrink_record(step: Step, deployment: Deployment) -> None:
     """Shrink the record of an ended deployment to what is still asked for."""
     seals.delete_operations(
         step, deployment, [mutation.seq for mutation in deployment.durability.history]

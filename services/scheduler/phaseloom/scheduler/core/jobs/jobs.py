@@ -50,7 +50,7 @@ def submit(step: Step, event: events.JobSubmitted) -> None:
         submitted_sequence=step.sequence,
     )
     if old is not None:
-        _succeed(step, job, old)
+        _inherit_name(step, job, old)
     step.state.jobs[name] = job
     step.job_changed(name)
     for spec in event.spec.deployments:
@@ -60,7 +60,7 @@ def submit(step: Step, event: events.JobSubmitted) -> None:
     step.emit(outputs.Answer(event.request, status=status(step, job)))
 
 
-def _succeed(step: Step, job: Job, old: Job) -> None:
+def _inherit_name(step: Step, job: Job, old: Job) -> None:
     """Take over the name of an ended job.
 
     Outcomes, seals and late messages of that job may still be about: sequence numbers and
@@ -109,16 +109,16 @@ def _place_waiting(step: Step, only: str = "") -> None:
         shared = sorted(blocked & member.needs.keys())
         if only in ("", member.job):
             if shared:
-                why = f"an older job waits for pool {', '.join(shared)}, and goes first"
-                _take(step, job, member, Waits(why))
+                reason = f"an older job waits for pool {', '.join(shared)}, and goes first"
+                _apply_decision(step, job, member, Waits(reason))
             else:
-                _take(step, job, member, assignment.seek(step, job, member))
+                _apply_decision(step, job, member, assignment.seek(step, job, member))
         is_first = not blocked.issuperset(member.needs)
         if job.state is JobState.SUBMITTED and not may_overtake and is_first:
             blocked |= admission.blocked_pools(cluster, member)
 
 
-def _take(step: Step, job: Job, member: Member, decision: Decision) -> None:
+def _apply_decision(step: Step, job: Job, member: Member, decision: Decision) -> None:
     """Start a job where placement has put it."""
     match decision:
         case Placed():
@@ -128,15 +128,15 @@ def _take(step: Step, job: Job, member: Member, decision: Decision) -> None:
         case Refused(error):
             _fail(step, job, error)
         case Waits(why) if not job.spec.may_wait:
-            _fail(step, job, _no_room(step, why))
+            _fail(step, job, _no_room_error(step, why))
         case Waits(why):
-            _wait(step, job, why)
+            _keep_waiting(step, job, why)
 
 
-def _wait(step: Step, job: Job, why: str) -> None:
+def _keep_waiting(step: Step, job: Job, reason: str) -> None:
     error = ErrorInfo(
         Code.UNAVAILABLE,
-        f"the job waits for a place: {why}",
+        f"the job waits for a place: {reason}",
         field="spec.deployments",
         remedy="start more nodes, or finish a job; "
         f"known pools: {assignment.known_pools(step.state.cluster)}",
@@ -146,10 +146,10 @@ def _wait(step: Step, job: Job, why: str) -> None:
         step.job_changed(str(job.key))
 
 
-def _no_room(step: Step, why: str) -> ErrorInfo:
+def _no_room_error(step: Step, reason: str) -> ErrorInfo:
     return ErrorInfo(
         Code.RESOURCE_EXHAUSTED,
-        f"there is no place for the job now, and it may not wait: {why}",
+        f"there is no place for the job now, and it may not wait: {reason}",
         field="spec.may_wait",
         remedy="let it wait, try again once a job has ended, or start more nodes; "
         f"known pools: {assignment.known_pools(step.state.cluster)}",
@@ -184,7 +184,7 @@ def review(step: Step, name: str) -> None:
         job.failed(None)
 
 
-def show(step: Step, name: str) -> None:
+def publish_status(step: Step, name: str) -> None:
     """Publish the status of a job."""
     job = step.state.jobs[name]
     step.emit(outputs.PutView(job.key, status(step, job)))
@@ -211,7 +211,7 @@ def drain(step: Step, event: events.DrainRequested) -> None:
 def _end_drained(step: Step, job: Job) -> None:
     if job.state is not JobState.DRAINING:
         return
-    if not any(_open(deployment) for deployment in step.deployments_of(job)):
+    if not any(_open_ops(deployment) for deployment in step.deployments_of(job)):
         job.failed(None)
         _end(step, job, JobEvent.FINISHED, "it was drained")
 
@@ -240,7 +240,7 @@ def _drain(step: Step, job: Job) -> ErrorInfo | None:
     return None
 
 
-def _open(deployment: Deployment) -> list[Op]:
+def _open_ops(deployment: Deployment) -> list[Op]:
     return [op for op in deployment.queue.every if not op.has_ended]
 
 
@@ -248,8 +248,8 @@ def _end_stranded(step: Step, job: Job, deployment: Deployment) -> None:
     gap = deployment.queue.next_seq
     while gap in deployment.queue.operations:
         gap += 1
-    for op in _open(deployment):
-        missing = _missing(step, deployment, op, gap)
+    for op in _open_ops(deployment):
+        missing = _unpublished_dependency(step, deployment, op, gap)
         if missing and not op.is_settling:
             error = ErrorInfo(
                 Code.FAILED_PRECONDITION,
@@ -259,16 +259,16 @@ def _end_stranded(step: Step, job: Job, deployment: Deployment) -> None:
             operations.end_or_settle(step, deployment, op, error)
 
 
-def _missing(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
+def _unpublished_dependency(step: Step, deployment: Deployment, op: Op, gap: int) -> str:
     """The operation that will never come for which this one waits."""
     seq = op.key.seq
     if seq is not None and seq > gap:
         return f"{deployment.key.deployment} {gap}"
     for after in op.after:
-        other = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
-        if other is None:
+        dependency = step.deployment(DeploymentKey(op.key.tenant, op.key.job, after.deployment))
+        if dependency is None:
             continue
-        if not other.queue.is_done(after.seq) and after.seq not in other.queue.operations:
+        if not dependency.queue.is_done(after.seq) and after.seq not in dependency.queue.operations:
             return f"{after.deployment} {after.seq}"
     return ""
 
@@ -277,7 +277,7 @@ def create_deployment(step: Step, event: events.DeploymentCreated) -> None:
     job = step.state.jobs.get(str(event.job))
     error = None
     if job is not None:
-        error = _closed(job) or deployments.create(step, job, event.spec)
+        error = _closed_error(job) or deployments.create(step, job, event.spec)
         if job.state is JobState.SUBMITTED:
             _place_waiting(step, str(job.key))
     _answer(step, event.request, job or event.job, error)
@@ -288,17 +288,17 @@ def delete_deployment(step: Step, event: events.DeploymentDeleted) -> None:
     job = step.state.jobs.get(str(key.job_key))
     error = None
     if job is not None:
-        error = _ended(job) or deployments.delete(step, job, key.deployment)
+        error = _ended_error(job) or deployments.delete(step, job, key.deployment)
     _answer(step, event.request, job or key.job_key, error)
 
 
-def _closed(job: Job) -> ErrorInfo | None:
+def _closed_error(job: Job) -> ErrorInfo | None:
     if job.state is JobState.DRAINING:
         return operations.draining_error(job)
-    return _ended(job)
+    return _ended_error(job)
 
 
-def _ended(job: Job) -> ErrorInfo | None:
+def _ended_error(job: Job) -> ErrorInfo | None:
     if job.state not in JOB_ENDED:
         return None
     return ErrorInfo(
@@ -315,8 +315,8 @@ def _answer(step: Step, request: str, job: Job | JobKey, error: ErrorInfo | None
     Args: job: the job's key, where it does not exist.
     """
     if isinstance(job, JobKey):
-        what = f"job {job} does not exist"
-        error = ErrorInfo(Code.NOT_FOUND, what, field="job", remedy="see `phaseloom jobs`")
+        message = f"job {job} does not exist"
+        error = ErrorInfo(Code.NOT_FOUND, message, field="job", remedy="see `phaseloom jobs`")
     if error is not None or isinstance(job, JobKey):
         step.emit(outputs.Answer(request, error=error))
     else:
@@ -339,7 +339,7 @@ def _end(step: Step, job: Job, event: JobEvent, reason: str) -> None:
     for deployment in step.deployments_of(job):
         operations.abort_all(step, deployment, error)
         wpgs.stop(step, deployment)
-        deployments.shrink(step, deployment)
+        deployments.shrink_record(step, deployment)
     retention.release_all(step, job)
     step.state.drop_trace(str(job.key))
     operations.forget_waiters(step, job.key)

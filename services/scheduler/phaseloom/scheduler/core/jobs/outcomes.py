@@ -26,7 +26,7 @@ def finish(step: Step, event: OperationFinished) -> None:
     if deployment is None:
         return
     if event.incarnation == 0:
-        _settle(step, deployment, event)
+        _record_settled(step, deployment, event)
         return
     op = deployment.queue.find(event.key)
     _charge(step, deployment, op, event)
@@ -45,14 +45,14 @@ def finish(step: Step, event: OperationFinished) -> None:
         # This is late word of a dead incarnation: the operation is being run again and will tell.
         return
     if event.dirty and is_current:
-        _record(step, deployment, op, event)
+        _record_outcome(step, deployment, op, event)
         wpgs.rebuild(step, deployment, event.error)
     elif deployment.durability.replay and event.key.seq == deployment.durability.replay[0]:
         if event.key.seq in deployment.queue.snapshots:
-            _record(step, deployment, op, event)
+            _record_outcome(step, deployment, op, event)
         wpgs.replayed(step, deployment, deployment.durability.replay[0])
     else:
-        _record(step, deployment, op, event)
+        _record_outcome(step, deployment, op, event)
 
 
 def snapshot_taken(step: Step, event: StateSnapshotTaken) -> None:
@@ -98,7 +98,9 @@ def _charge(step: Step, deployment: Deployment, op: Op | None, event: OperationF
     step.payer_of(deployment, op).charge(deployment.spec.pool, device_s)
 
 
-def _record(step: Step, deployment: Deployment, op: Op | None, event: OperationFinished) -> None:
+def _record_outcome(
+    step: Step, deployment: Deployment, op: Op | None, event: OperationFinished
+) -> None:
     seq = event.key.seq
     if op is None or op.has_ended:
         return
@@ -107,7 +109,7 @@ def _record(step: Step, deployment: Deployment, op: Op | None, event: OperationF
         step.advance_op(op, OpEvent.PERMITTED)
     completed = event.outcome is Outcome.COMPLETED
     step.advance_op(op, OpEvent(event.outcome))
-    rollback.note_checkpoint(step, event)
+    rollback.record_checkpoint(step, event)
     if op.is_mutating and completed:
         assert seq is not None
         deployment.durability.took_effect(
@@ -126,7 +128,7 @@ def _record(step: Step, deployment: Deployment, op: Op | None, event: OperationF
         seals.delete_operations(step, deployment, gradients.drop(deployment, op))
 
 
-def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> None:
+def _record_settled(step: Step, deployment: Deployment, event: OperationFinished) -> None:
     """Take in what was stored as the outcome of an operation whose incarnation died.
 
     Where it changes what is in effect, a live incarnation has been made from something else.
@@ -135,7 +137,7 @@ def _settle(step: Step, deployment: Deployment, event: OperationFinished) -> Non
     if op is None:
         return
     applied, history = deployment.durability.applied, list(deployment.durability.history)
-    _record(step, deployment, op, event)
+    _record_outcome(step, deployment, op, event)
     if op.is_mutating and op.state is OpState.COMPLETED:
         deployment.durability.start_from(applied)
     is_up = deployment.wpg.state in (WpgState.RECOVERING, WpgState.READY)

@@ -21,7 +21,7 @@ from phaseloom.scheduler.core.wpgs import wpgs
 _CAN_ROLL_BACK = frozenset({JobState.ACTIVE, JobState.ROLLED_BACK})
 
 
-def note_checkpoint(step: Step, event: OperationFinished) -> None:
+def record_checkpoint(step: Step, event: OperationFinished) -> None:
     """Make a `save_state` with a controller's blob the job's last checkpoint."""
     if event.checkpoints:
         job = step.job(event.key.job_key)

@@ -15,19 +15,19 @@ from phaseloom.scheduler.core.state.deployment import Deployment
 from phaseloom.scheduler.core.state.operation import Op
 from phaseloom.scheduler.core.state.tree import State
 
-_Place = tuple[str, int]
+_OpRef = tuple[str, int]
 """(deployment's text form, seq)"""
 
 
 def record_targets(state: State, op: Op) -> None:
     """Note up to which seq of each deployment an operation's `after` waits."""
     for after in op.after:
-        other = state.deployments.get(_name(op, after.deployment))
-        if other is not None:
-            other.queue.awaited_seq = max(other.queue.awaited_seq, after.seq)
+        target = state.deployments.get(_name(op, after.deployment))
+        if target is not None:
+            target.queue.awaited_seq = max(target.queue.awaited_seq, after.seq)
 
 
-def find(state: State, deployment: Deployment, op: Op) -> list[str]:
+def find_cycle(state: State, deployment: Deployment, op: Op) -> list[str]:
     """The cycle that this operation closes, as `<deployment> <seq>` from itself to itself; empty
     where it closes none."""
     if not deployment.queue.awaited_seq:
@@ -36,28 +36,28 @@ def find(state: State, deployment: Deployment, op: Op) -> list[str]:
     if seq is None or deployment.queue.awaited_seq < seq:
         return []
     start = (deployment.name, seq)
-    came_from: dict[_Place, _Place] = {}
+    came_from: dict[_OpRef, _OpRef] = {}
     open_seqs: dict[str, list[int]] = {}
     frontier = [start]
     seen = {start}
     while frontier:
-        place = frontier.pop()
-        for target in _waits_for(state, place, open_seqs):
+        op_ref = frontier.pop()
+        for target in _waits_for(state, op_ref, open_seqs):
             if target == start:
-                return _path(came_from, place, start)
+                return _path(came_from, op_ref, start)
             if target not in seen:
                 seen.add(target)
-                came_from[target] = place
+                came_from[target] = op_ref
                 frontier.append(target)
     return []
 
 
-def _waits_for(state: State, place: _Place, open_seqs: dict[str, list[int]]) -> list[_Place]:
+def _waits_for(state: State, op_ref: _OpRef, open_seqs: dict[str, list[int]]) -> list[_OpRef]:
     """The operations that directly hold back the one at a place, as far as is known.
 
     Args: open_seqs: of each deployment looked at so far, in order.
     """
-    name, seq = place
+    name, seq = op_ref
     deployment = state.deployments.get(name)
     op = deployment.queue.operations.get(seq) if deployment else None
     if deployment is None or op is None or op.has_ended:
@@ -90,8 +90,8 @@ def _name(op: Op, deployment: str) -> str:
     return f"{op.key.tenant}.{op.key.job}.{deployment}"
 
 
-def _path(came_from: dict[_Place, _Place], last: _Place, start: _Place) -> list[str]:
-    places = [start, last]
-    while places[-1] != start:
-        places.append(came_from[places[-1]])
-    return [f"{name.rpartition('.')[2]} {seq}" for name, seq in reversed(places)]
+def _path(came_from: dict[_OpRef, _OpRef], last: _OpRef, start: _OpRef) -> list[str]:
+    cycle = [start, last]
+    while cycle[-1] != start:
+        cycle.append(came_from[cycle[-1]])
+    return [f"{name.rpartition('.')[2]} {seq}" for name, seq in reversed(cycle)]

@@ -62,13 +62,13 @@ def drop(deployment: Deployment, op: Op) -> list[int]:
 
 def pending(deployment: Deployment) -> list[int]:
     """Seqs of the `forward_backward`s whose gradients are in the state."""
-    found: list[int] = []
+    seqs: list[int] = []
     for mutation in reversed(deployment.durability.history):
         if mutation.kind in _ENDS_A_BATCH:
             break
         if mutation.kind in _ADDS:
-            found.append(mutation.seq)
-    return found[::-1]
+            seqs.append(mutation.seq)
+    return seqs[::-1]
 
 
 def _forget_missing(deployment: Deployment, op: Op) -> None:

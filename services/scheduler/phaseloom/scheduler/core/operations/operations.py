@@ -68,7 +68,9 @@ def enqueue(step: Step, event: QueuedOperation) -> None:
         ttl_s=event.ttl_s,
         payer=event.payer,
     )
-    error = event.error or _closed(step, deployment, event) or _too_many(step, deployment)
+    error = (
+        event.error or _closed_error(step, deployment, event) or _too_many_error(step, deployment)
+    )
     deployment.queue.add(op, seq)
     if error is not None:
         # Refused, yet it keeps its place: whoever comes later must not wait for a gap.
@@ -80,7 +82,7 @@ def enqueue(step: Step, event: QueuedOperation) -> None:
 
 def _admit(step: Step, deployment: Deployment, op: Op) -> None:
     after_cycles.record_targets(step.state, op)
-    cycle = after_cycles.find(step.state, deployment, op)
+    cycle = after_cycles.find_cycle(step.state, deployment, op)
     if cycle:
         error = ErrorInfo(
             Code.FAILED_PRECONDITION,
@@ -100,7 +102,7 @@ def _admit(step: Step, deployment: Deployment, op: Op) -> None:
         step.set_timer(_expiry_timer(op.key), op.expires_s)
 
 
-def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> ErrorInfo | None:
+def _closed_error(step: Step, deployment: Deployment, event: QueuedOperation) -> ErrorInfo | None:
     """Why an operation that its router found sound cannot be taken."""
     job = step.job_of(deployment)
     if job.state in JOB_ENDED:
@@ -110,7 +112,7 @@ def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> Error
     if job.state is JobState.DRAINING:
         return draining_error(job)
     if deployment.wpg.state is WpgState.STOPPED:
-        return _could_not_start(deployment)
+        return _could_not_start_error(deployment)
     if event.session <= job.controller.ended_session:
         return session_over_error(job, event.session)
     if event.session < job.controller.session:
@@ -119,7 +121,7 @@ def _closed(step: Step, deployment: Deployment, event: QueuedOperation) -> Error
     return None
 
 
-def _too_many(step: Step, deployment: Deployment) -> ErrorInfo | None:
+def _too_many_error(step: Step, deployment: Deployment) -> ErrorInfo | None:
     num_open = len(deployment.queue.operations) + len(deployment.queue.unordered)
     if num_open >= step.config.max_open_operations:
         return ErrorInfo(
@@ -139,7 +141,7 @@ def draining_error(job: Job) -> ErrorInfo:
     )
 
 
-def _could_not_start(deployment: Deployment) -> ErrorInfo:
+def _could_not_start_error(deployment: Deployment) -> ErrorInfo:
     reason = deployment.wpg.error.message if deployment.wpg.error else "it was stopped"
     return ErrorInfo(
         Code.FAILED_PRECONDITION,
@@ -184,8 +186,8 @@ def await_dependencies(step: Step, deployment: Deployment, op: Op) -> None:
     """Find out whether anything that `op` names is still open; wait for the first that is."""
     for after in op.after:
         name = f"{deployment.job_name}.{after.deployment}"
-        other = step.state.deployments.get(name)
-        if other is None:
+        dependency = step.state.deployments.get(name)
+        if dependency is None:
             error = ErrorInfo(
                 Code.NOT_FOUND,
                 f"`after` names deployment {after.deployment!r}, which this job does not have",
@@ -193,7 +195,7 @@ def await_dependencies(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_now(step, deployment, op, error)
             return
-        if other.queue.was_not_completed(after.seq) or after.seq < other.queue.first_seq:
+        if dependency.queue.was_not_completed(after.seq) or after.seq < dependency.queue.first_seq:
             error = ErrorInfo(
                 Code.FAILED_PRECONDITION,
                 f"{after.deployment} {after.seq} was not completed",
@@ -202,7 +204,7 @@ def await_dependencies(step: Step, deployment: Deployment, op: Op) -> None:
             )
             end_now(step, deployment, op, error)
             return
-        if not other.queue.is_done(after.seq):
+        if not dependency.queue.is_done(after.seq):
             step.state.wait_for(f"{name}.{after.seq}", str(op.key))
             return
     if op.version is not None:

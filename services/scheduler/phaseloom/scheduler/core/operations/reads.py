@@ -48,10 +48,10 @@ def resolve(step: Step, deployment: Deployment, op: Op) -> ErrorInfo | None:
     policy = _policy(step, version)
     if isinstance(policy, ErrorInfo):
         return policy
-    why = _misfit(policy.spec.model, deployment.spec)
-    if why:
-        what = f"{deployment.key.deployment} cannot read version {version}: {why}"
-        return ErrorInfo(Code.FAILED_PRECONDITION, what, field=_FIELD, remedy=_LOAD)
+    reason = _misfit(policy.spec.model, deployment.spec)
+    if reason:
+        message = f"{deployment.key.deployment} cannot read version {version}: {reason}"
+        return ErrorInfo(Code.FAILED_PRECONDITION, message, field=_FIELD, remedy=_LOAD)
     op.adapter = policy.spec.model.adapter
     return None
 
@@ -72,40 +72,42 @@ def _policy(step: Step, version: VersionKey) -> Deployment | ErrorInfo:
     """The policy that has published a version, or why there is none."""
     job = step.state.jobs.get(str(version.policy.job_key))
     if job is None:
-        what = f"there is no job {version.policy.job!r}"
-        return ErrorInfo(Code.NOT_FOUND, what, field=f"{_FIELD}.job", remedy=_KEEP)
+        message = f"there is no job {version.policy.job!r}"
+        return ErrorInfo(Code.NOT_FOUND, message, field=f"{_FIELD}.job", remedy=_KEEP)
     policy = step.deployment(version.policy)
     is_its = policy is not None and version.seq >= policy.queue.first_seq
     if policy is None or not is_its or version not in job.versions.published:
-        what = f"weights version {version} does not exist, or not any more"
-        return ErrorInfo(Code.NOT_FOUND, what, field=f"{_FIELD}.version", remedy=_KEEP)
+        message = f"weights version {version} does not exist, or not any more"
+        return ErrorInfo(Code.NOT_FOUND, message, field=f"{_FIELD}.version", remedy=_KEEP)
     return policy
 
 
-def _misfit(theirs: ModelSpec, spec: DeploymentSpec) -> str:
+def _misfit(version_model: ModelSpec, spec: DeploymentSpec) -> str:
     """Why a deployment cannot read weights of another model; empty: it can, as far as can be told
     here."""
-    own = spec.model
-    if theirs.adapter is None:
-        return "" if own.adapter is None else "it has all weights of its model, and no adapter"
-    if own.adapter is None:
+    own_model = spec.model
+    if version_model.adapter is None:
+        return (
+            "" if own_model.adapter is None else "it has all weights of its model, and no adapter"
+        )
+    if own_model.adapter is None:
         return "it is of an adapter, and this deployment has all weights of its model"
-    if _base(theirs) != _base(own):
+    if _base(version_model) != _base(own_model):
         return "it is an adapter on another base"
     if spec.trainable:
-        is_alike = replace(theirs.adapter, seed=own.adapter.seed) == own.adapter
+        is_alike = replace(version_model.adapter, seed=own_model.adapter.seed) == own_model.adapter
         return "" if is_alike else "a trainer reads adapters of its rank, alpha and targets alone"
-    return _no_room(theirs.adapter, own.adapter, spec)
+    return _no_room(version_model.adapter, own_model.adapter, spec)
 
 
-def _no_room(theirs: Adapter, own: Adapter, spec: DeploymentSpec) -> str:
+def _no_room(adapter: Adapter, own_adapter: Adapter, spec: DeploymentSpec) -> str:
     """Why a sampler has no place for an adapter beside its own; empty: it has one."""
     if not spec.max_adapters:
         return "this deployment has no room for other adapters: declare it with max_adapters"
-    if theirs.rank > own.rank:
-        return f"it has rank {theirs.rank}, and there is room for {own.rank}"
-    others = sorted({*theirs.targets} - {*own.targets})
-    return f"this deployment has no adapter on {', '.join(others)}" if others else ""
+    if adapter.rank > own_adapter.rank:
+        return f"it has rank {adapter.rank}, and there is room for {own_adapter.rank}"
+    extra_targets = sorted({*adapter.targets} - {*own_adapter.targets})
+    return f"this deployment has no adapter on {', '.join(extra_targets)}" if extra_targets else ""
 
 
 def _base(model: ModelSpec) -> object:

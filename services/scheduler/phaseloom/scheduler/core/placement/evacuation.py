@@ -119,9 +119,11 @@ def go_on(step: Step) -> None:
     for name, leave in sorted(step.state.closing.items()):
         for job in _jobs_on(step, name):
             _leave(step, job, name, leave.why)
-    replicas.go_on(step)
+    replicas.request_copies(step)
     for name, leave in sorted(step.state.closing.items()):
-        is_in_use = bool(_deployments_on(step, name)) or bool(replicas.counted_on(step, name))
+        is_in_use = bool(_deployments_on(step, name)) or bool(
+            replicas.describe_needed_copies(step, name)
+        )
         if not leave.is_told and not is_in_use:
             leave.is_told = True
             step.notify("node is empty", f"nothing is on it any more ({leave.why})", name)
@@ -236,7 +238,7 @@ def status(step: Step, name: NodeId) -> NodeStatus:
     deployments = _deployments_on(step, name)
     waits = [] if leave is None else [_why_there(step, d, name) for d in deployments]
     if leave is not None and leave.why is Closing.DRAIN:
-        waits += replicas.counted_on(step, name)
+        waits += replicas.describe_needed_copies(step, name)
     return NodeStatus(
         node=name,
         is_up=node.is_up,

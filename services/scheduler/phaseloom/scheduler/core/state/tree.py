@@ -111,15 +111,15 @@ class State(msgspec.Struct):
         """
         records = self.observed.setdefault(deployment, {})
         name = name_of(kind, num_tokens)
-        records[name] = found = records.pop(name, None) or Observed(kind, stage)
+        records[name] = observed = records.pop(name, None) or Observed(kind, stage)
         if len(records) > MOST_SIZES:
             del records[next(iter(records))]
-        return found
+        return observed
 
     def age_observed(self, deployment: str) -> None:
         """Note that an operation of a deployment has ended."""
-        for found in self.observed.get(deployment, {}).values():
-            found.age()
+        for observed in self.observed.get(deployment, {}).values():
+            observed.age()
 
     def forget_observed(self, deployment: str) -> None:
         """Forget what was seen of a deployment: it has left its device."""

@@ -42,13 +42,15 @@ def start(step: Step, deployment: Deployment, assignments: list[RankAssignment])
     A move to where the deployment is already just ends any move that is under way.
     """
     name = deployment.name
-    assignments = _arranged(deployment, assignments)
+    assignments = _ordered_by_rank(deployment, assignments)
     release_nodes(step, deployment)
     holders.stop_copying(step, deployment)
     if deployment.move.relocation is not None:
         # There may be a copy on the nodes that the earlier move was to go to.
-        having = {node for part in deployment.durability.replicas for node in part}
-        deployment.move.keep(holders.nodes_with(deployment), but={*deployment.nodes, *having})
+        current_nodes = {node for part in deployment.durability.replicas for node in part}
+        deployment.move.keep(
+            holders.nodes_with(deployment), but={*deployment.nodes, *current_nodes}
+        )
     if assignments == deployment.wpg.assignments:
         deployment.move.end()
     else:
@@ -63,7 +65,9 @@ def start(step: Step, deployment: Deployment, assignments: list[RankAssignment])
     step.touch(deployment)
 
 
-def _arranged(deployment: Deployment, assignments: list[RankAssignment]) -> list[RankAssignment]:
+def _ordered_by_rank(
+    deployment: Deployment, assignments: list[RankAssignment]
+) -> list[RankAssignment]:
     """Order the assignments of a move by rank.
 
     A node that stays keeps its ranks, and one that has a copy of a part gets the ranks of that.
@@ -71,14 +75,14 @@ def _arranged(deployment: Deployment, assignments: list[RankAssignment]) -> list
     if len(assignments) != len(deployment.wpg.assignments):
         return assignments
     new = {assigned.node: assigned for assigned in assignments}
-    kept = [new.pop(node, None) for node in deployment.nodes]
-    for index, assigned in enumerate(kept):
+    by_rank = [new.pop(node, None) for node in deployment.nodes]
+    for index, assigned in enumerate(by_rank):
         if assigned is None:
-            have_it = holders.nodes_with_part(deployment, index)
-            having = next((node for node in have_it if node in new), None)
-            kept[index] = None if having is None else new.pop(having)
-    rest = iter(new.values())
-    return [next(rest) if assigned is None else assigned for assigned in kept]
+            holders_of_part = holders.nodes_with_part(deployment, index)
+            holder = next((node for node in holders_of_part if node in new), None)
+            by_rank[index] = None if holder is None else new.pop(holder)
+    remaining = iter(new.values())
+    return [next(remaining) if assigned is None else assigned for assigned in by_rank]
 
 
 def release_nodes(step: Step, deployment: Deployment) -> None:
@@ -193,7 +197,7 @@ def _request_copies(step: Step, deployment: Deployment, move: Relocation) -> Mov
     """Have the new nodes fetch their copies once the seal has been committed or has failed."""
     if deployment.durability.sealing:
         return None
-    _mirror(step, deployment, move)
+    _send_mirror_commands(step, deployment, move)
     return MoveEvent.SEAL_ENDED
 
 
@@ -280,14 +284,14 @@ def _has_gradients_to_use(deployment: Deployment) -> bool:
     return deployment.spec.trainable and is_known and bool(gradients.pending(deployment))
 
 
-def _mirror(step: Step, deployment: Deployment, move: Relocation) -> None:
+def _send_mirror_commands(step: Step, deployment: Deployment, move: Relocation) -> None:
     """Have each new node of a move fetch the part of the seal and the versions that it lacks."""
     fetching: list[NodeId] = []
     versions = retention.durable_needed_seqs(step, deployment)
     holds = deployment.durability.holds
     for index, assigned in enumerate(move.assignments):
-        having = holders.nodes_with_part(deployment, index)
-        seal_seq = 0 if assigned.node in having else deployment.durability.seal_seq
+        part_nodes = holders.nodes_with_part(deployment, index)
+        seal_seq = 0 if assigned.node in part_nodes else deployment.durability.seal_seq
         if seal_seq or versions or holds is not None:
             fetching.append(assigned.node)
             step.send(
@@ -360,8 +364,8 @@ def relocate(step: Step, deployment: Deployment, assignments: list[RankAssignmen
     for node in deployment.nodes:
         # A node may confirm late that it has forgotten the deployment: the next incarnation must
         # not be taken for the one that is confirmed dead.
-        told = step.state.withdraw_forget(node, name)
-        deployment.wpg.raise_incarnation(told)
+        stop_incarnation = step.state.withdraw_forget(node, name)
+        deployment.wpg.raise_incarnation(stop_incarnation)
     deployment.move.keep([*deployment.move.stale_holders, *old], but=deployment.nodes)
     deployment.durability.no_seal_asked()
     step.notify("deployment moved", f"{', '.join(old)} -> {', '.join(deployment.nodes)}", name)

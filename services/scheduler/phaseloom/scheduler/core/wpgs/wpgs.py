@@ -51,7 +51,7 @@ def node_up(step: Step, event: NodeUp) -> None:
         return
     placed = [] if old is None else _placed(old)
     for name in placed:
-        _lose(step, step.state.deployments[name], event.node)
+        _lose_node(step, step.state.deployments[name], event.node)
     node = Node(
         node=event.node,
         pool=event.pool,
@@ -87,7 +87,7 @@ def node_up(step: Step, event: NodeUp) -> None:
             if assigned.node == event.node:
                 _has_lost_a_device(step, deployment, assigned)
                 moves.node_restarted(step, deployment, event.node)
-    _stop_again(step, node)
+    _repeat_stops(step, node)
     step.follow_up(FollowUp.PLACE)
 
 
@@ -99,8 +99,8 @@ def _has_lost_a_device(step: Step, deployment: Deployment, assigned: RankAssignm
     last = max(assigned.devices)
     if last < len(step.node(assigned.node).devices):
         return False
-    gone = f"device {last} of {assigned.node} is gone"
-    error = ErrorInfo(Code.RESOURCE_EXHAUSTED, gone, remedy="submit the job again")
+    message = f"device {last} of {assigned.node} is gone"
+    error = ErrorInfo(Code.RESOURCE_EXHAUSTED, message, remedy="submit the job again")
     step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, error)
     return True
 
@@ -109,7 +109,7 @@ def _placed(node: Node) -> list[str]:
     return list(dict.fromkeys(devices.placed_on(node)))
 
 
-def _stop_again(step: Step, node: Node) -> None:
+def _repeat_stops(step: Step, node: Node) -> None:
     """Tell a node again which deployments it is to forget.
 
     Their jobs ended while the node was away, or the node died before it had dropped their seals.
@@ -124,11 +124,11 @@ def _stop_again(step: Step, node: Node) -> None:
         )
 
 
-def _note_stopped(step: Step, event: WpgLost) -> None:
+def _confirm_forgotten(step: Step, event: WpgLost) -> None:
     """Note that a node has forgotten a deployment, where it was told to."""
     name = str(event.deployment)
-    told = step.state.stopping.get(event.node, {}).get(name)
-    if told is not None and told <= event.incarnation:
+    stop_incarnation = step.state.stopping.get(event.node, {}).get(name)
+    if stop_incarnation is not None and stop_incarnation <= event.incarnation:
         step.state.confirm_forgotten(event.node, name)
         # The node can take a copy of the deployment's seal again.
         if step.state.closing:
@@ -145,13 +145,13 @@ def node_lost(step: Step, event: NodeLost) -> None:
     if node is None or node.revision != event.revision or not node.is_up:
         return
     for name in _placed(node):
-        _lose(step, step.state.deployments[name], event.node)
+        _lose_node(step, step.state.deployments[name], event.node)
     node.is_up = False
     step.notify("node lost", event.reason, event.node)
     config = step.config
-    for what, after_s in (("away", config.node_grace_s), ("gone", config.node_gone_s)):
+    for absence, after_s in (("away", config.node_grace_s), ("gone", config.node_gone_s)):
         if after_s:
-            step.set_timer(f"{what}/{node.node}/{node.revision}", step.now_s + after_s)
+            step.set_timer(f"{absence}/{node.node}/{node.revision}", step.now_s + after_s)
 
 
 def place(step: Step, deployment: Deployment, assignments: list[RankAssignment]) -> None:
@@ -188,8 +188,8 @@ def _advance_move(step: Step, deployment: Deployment, relocation: Relocation) ->
     if deployment.wpg.state is WpgState.LOST:
         _try_start(step, deployment)
     elif deployment.wpg.state is WpgState.READY and moves.advance(step, deployment, relocation):
-        _note_death(step, deployment)
-        _kill(step, deployment)
+        _record_death(step, deployment)
+        _send_kill(step, deployment)
 
 
 def start(step: Step, deployment: Deployment) -> None:
@@ -267,9 +267,9 @@ def restart(step: Step, deployment: Deployment) -> None:
     if not deployment.wpg.assignments:
         return
     is_alive = deployment.wpg.state in _ALIVE
-    _note_death(step, deployment)
+    _record_death(step, deployment)
     if is_alive:
-        _kill(step, deployment)  # `lost` starts the next
+        _send_kill(step, deployment)  # `lost` starts the next
     else:
         _try_start(step, deployment)
 
@@ -290,7 +290,7 @@ def started(step: Step, event: WpgStarted) -> None:
         deployment.wpg.state_bytes = event.state_bytes
         deployment.durability.start_from(event.applied)
     elif event.applied != deployment.durability.applied:
-        _began_apart(step, deployment, event)
+        _reject_mixed_start(step, deployment, event)
         return
     deployment.wpg.state_bytes = max(deployment.wpg.state_bytes, event.state_bytes)
     if deployment.wpg.base and deployment.wpg.base == deployment.durability.seal_seq:
@@ -300,7 +300,7 @@ def started(step: Step, event: WpgStarted) -> None:
         return
     devices.weigh_host_memory(step, deployment)
     deployment.wpg.complete_start(step.now_s)
-    deployment.durability.plan_replay(_to_replay(step, deployment, event.applied))
+    deployment.durability.plan_replay(_replay_seqs(step, deployment, event.applied))
     has_replay = bool(deployment.durability.replay)
     step.advance_wpg(deployment, WpgEvent.UP_TO_REPLAY if has_replay else WpgEvent.UP)
     retention.release_restored(step, deployment)
@@ -310,23 +310,23 @@ def started(step: Step, event: WpgStarted) -> None:
         step.follow_up(FollowUp.PLACE)  # the copies of its seal are counted anew
     if deployment.wpg.incarnation > 1 and not deployment.durability.replay:
         step.notify("recovered", f"from its seal at {event.applied}", deployment.name)
-    _touch_job(step, deployment)
+    _touch_siblings(step, deployment)
 
 
-def _began_apart(step: Step, deployment: Deployment, event: WpgStarted) -> None:
+def _reject_mixed_start(step: Step, deployment: Deployment, event: WpgStarted) -> None:
     """Kill a WPG whose nodes have begun with different states, and have its job fall back."""
     error = ErrorInfo(
         Code.DATA_LOSS,
         f"{event.node} has the state of {deployment.name} as of {event.applied}, "
         f"others as of {deployment.durability.applied}",
     )
-    _note_death(step, deployment)
-    _kill(step, deployment)
+    _record_death(step, deployment)
+    _send_kill(step, deployment)
     deployment.wpg.count_loss()
     _cannot_be_rebuilt(step, deployment, error)
 
 
-def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
+def _replay_seqs(step: Step, deployment: Deployment, applied: int) -> list[int]:
     """Seqs of the operations to run again after the state that a WPG starts with, in order.
 
     They are the mutations from the last one that replaces the whole state. A `publish_weights`
@@ -337,14 +337,18 @@ def _to_replay(step: Step, deployment: Deployment, applied: int) -> list[int]:
     Args: applied: the seq up to which operations are in that state.
     """
     history = [m for m in deployment.durability.history if m.seq > applied]
-    wanted = retention.volatile_versions(step, deployment)
+    needed_versions = retention.volatile_versions(step, deployment)
     first = 0
     for index, mutation in enumerate(history):
-        if mutation.seq in wanted or any(seq < mutation.seq for seq in deployment.queue.snapshots):
+        if mutation.seq in needed_versions or any(
+            seq < mutation.seq for seq in deployment.queue.snapshots
+        ):
             break
         if mutation.kind in _REPLACES_STATE:
             first = index
-    again = [m.seq for m in history[first:] if m.kind != "publish_weights" or m.seq in wanted]
+    again = [
+        m.seq for m in history[first:] if m.kind != "publish_weights" or m.seq in needed_versions
+    ]
     return sorted([*again, *deployment.queue.snapshots])
 
 
@@ -352,16 +356,16 @@ def replayed(step: Step, deployment: Deployment, seq: int) -> None:
     """Note that an operation has run again; after the last one the deployment is ready."""
     deployment.durability.replayed(seq)
     deployment.wpg.forgive_refusals()
-    _touch_job(step, deployment)
+    _touch_siblings(step, deployment)
     if not deployment.durability.replay and deployment.wpg.state is WpgState.RECOVERING:
         step.advance_wpg(deployment, WpgEvent.REPLAYED)
         step.notify("recovered", f"every mutation up to {seq} is in effect again", deployment.name)
 
 
-def _touch_job(step: Step, deployment: Deployment) -> None:
+def _touch_siblings(step: Step, deployment: Deployment) -> None:
     """Have all deployments of a job looked at: some may wait for a version that is there again."""
-    for other in step.deployments_of(step.job_of(deployment)):
-        step.touch(other)
+    for sibling in step.deployments_of(step.job_of(deployment)):
+        step.touch(sibling)
     for named in step.job_of(deployment).versions.named.values():
         retention.touch_readers(step, named)
 
@@ -374,26 +378,26 @@ def lost(step: Step, event: WpgLost) -> None:
     while nothing runs is rebuilt after pauses that grow, and in the end its job fails. A death that
     another WPG has caused, in the process that they shared, counts for that one alone.
     """
-    _note_stopped(step, event)
+    _confirm_forgotten(step, event)
     deployment = step.deployment(event.deployment)
     if deployment is None or event.incarnation != deployment.wpg.incarnation:
         return
     if deployment.wpg.state is WpgState.STOPPED or event.node not in deployment.nodes:
         return
     if deployment.wpg.state is WpgState.LOST:  # it was being killed, to be rebuilt
-        _lose(step, deployment, event.node)
+        _lose_node(step, deployment, event.node)
         _try_start(step, deployment)
         return
     before = deployment.wpg.state
     culprits = _running_ops(deployment)
-    _lose(step, deployment, event.node)
+    _lose_node(step, deployment, event.node)
     step.notify("WPG lost", event.error.message, deployment.name)
     deployment.wpg.failed(event.error)
-    if event.is_innocent or _may_go_on(step, deployment, event, before, culprits):
+    if event.is_innocent or _count_death(step, deployment, event, before, culprits):
         _try_start(step, deployment)
 
 
-def _may_go_on(
+def _count_death(
     step: Step, deployment: Deployment, event: WpgLost, before: WpgState, culprits: list[Op]
 ) -> bool:
     """Count a death for a WPG; returns whether it is to be started anew.
@@ -413,16 +417,18 @@ def _may_go_on(
         return False
     if deployment.wpg.losses > step.config.max_losses:
         if culprits:
-            _give_up(step, deployment, culprits, event.error)
+            _fail_culprits(step, deployment, culprits, event.error)
         else:
-            step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, _dies_again(deployment, event))
+            step.follow_up(
+                FollowUp.FAIL_JOB, deployment.job_name, _repeated_deaths_error(deployment, event)
+            )
             return False
     elif is_idle and deployment.wpg.losses > 1:
         _pause(step, deployment)
     return True
 
 
-def _dies_again(deployment: Deployment, event: WpgLost) -> ErrorInfo:
+def _repeated_deaths_error(deployment: Deployment, event: WpgLost) -> ErrorInfo:
     """Why a job fails whose WPG dies again and again, and no operation is to blame."""
     return ErrorInfo(
         Code.ABORTED,
@@ -438,8 +444,8 @@ def _pause(step: Step, deployment: Deployment) -> None:
     pause_s = min(FIRST_PAUSE_S * 2.0 ** (deployment.wpg.losses - 2), MAX_PAUSE_S)
     deployment.wpg.put_off(step.now_s + pause_s)
     step.set_timer(f"rebuild/{deployment.name}", deployment.wpg.retry_at_s)
-    what = f"in {pause_s:g} s, after {deployment.wpg.losses} deaths while nothing ran"
-    step.notify("rebuilding a WPG after a pause", what, deployment.name)
+    reason = f"in {pause_s:g} s, after {deployment.wpg.losses} deaths while nothing ran"
+    step.notify("rebuilding a WPG after a pause", reason, deployment.name)
 
 
 def _is_out_of_reach(deployment: Deployment, event: WpgLost) -> bool:
@@ -483,7 +489,7 @@ def _is_hopeless(step: Step, deployment: Deployment, error: ErrorInfo) -> bool:
     return refused or deployment.wpg.losses > step.config.max_losses
 
 
-def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo) -> None:
+def _fail_culprits(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo) -> None:
     """Fail the operations that killed their WPG again and again; the job goes on without them.
 
     There is usually one, since an operation that ran in a loss runs alone after it. There are more
@@ -499,16 +505,16 @@ def _give_up(step: Step, deployment: Deployment, ops: list[Op], error: ErrorInfo
     deployment.wpg.forgive_losses()
 
 
-def _lose(step: Step, deployment: Deployment, node: NodeId) -> None:
+def _lose_node(step: Step, deployment: Deployment, node: NodeId) -> None:
     """Note that no rank of a WPG is alive on this node: the WPG is killed on its other nodes."""
     if deployment.wpg.state in _ALIVE:
-        _note_death(step, deployment)
-        _kill(step, deployment, but=node)
+        _record_death(step, deployment)
+        _send_kill(step, deployment, but=node)
     elif node in deployment.wpg.dying_on:
         deployment.wpg.dying_on.remove(node)
 
 
-def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> None:
+def _send_kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> None:
     """Have the ranks of a dead WPG killed; `lost` is called when they are dead.
 
     Args: but: a node on which no rank is alive.
@@ -516,10 +522,10 @@ def _kill(step: Step, deployment: Deployment, *, but: NodeId | None = None) -> N
     nodes = step.nodes_of(deployment)
     alive_on = [node.node for node in nodes if node.is_up and node.node != but]
     deployment.wpg.dying_on = alive_on
-    _stop_command(step, deployment, deployment.wpg.dying_on, forget=False)
+    _send_stop(step, deployment, deployment.wpg.dying_on, forget=False)
 
 
-def _note_death(step: Step, deployment: Deployment) -> None:
+def _record_death(step: Step, deployment: Deployment) -> None:
     """Note the death of a WPG: its devices are freed, and its running operations queued again."""
     if deployment.wpg.state in _ALIVE:
         step.advance_wpg(deployment, WpgEvent.DIED)
@@ -540,7 +546,7 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
     if is_lost and error is not None and deployment.wpg.state in _REBUILDING:
         _cannot_be_rebuilt(step, deployment, error)
         return
-    _note_death(step, deployment)
+    _record_death(step, deployment)
     reason = error.message if error else "a mutating operation failed"
     step.notify("rebuilding a WPG without the failed operation", reason, deployment.name)
     deployment.wpg.count_loss()
@@ -548,7 +554,7 @@ def rebuild(step: Step, deployment: Deployment, error: ErrorInfo | None) -> None
         failure = ErrorInfo(Code.DATA_LOSS, f"{deployment.name} cannot be rebuilt: {reason}")
         step.follow_up(FollowUp.FAIL_JOB, deployment.job_name, error or failure)
         return
-    _kill(step, deployment)
+    _send_kill(step, deployment)
 
 
 def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
@@ -566,7 +572,7 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     if forget:
         for node in nodes:
             step.state.request_forget(node, deployment.name, deployment.wpg.incarnation)
-    _stop_command(step, deployment, nodes, forget=forget)
+    _send_stop(step, deployment, nodes, forget=forget)
     devices.leave(step, deployment)
     deployment.wpg.starting_on = []
     deployment.wpg.dying_on = []
@@ -580,6 +586,6 @@ def stop(step: Step, deployment: Deployment, *, forget: bool = True) -> None:
     step.advance_wpg(deployment, WpgEvent.STOPPED)
 
 
-def _stop_command(step: Step, deployment: Deployment, nodes: list[NodeId], *, forget: bool) -> None:
+def _send_stop(step: Step, deployment: Deployment, nodes: list[NodeId], *, forget: bool) -> None:
     for node in nodes:
         step.send_for(StopWpg, step.node(node), deployment, forget=forget)
