@@ -1,11 +1,11 @@
-"""The types of the arguments of public functions, checked where a controller passes them.
+"""Checks argument types of public functions when a controller calls them.
 
-Without the check a dict in place of a `SamplingParams` is an AttributeError somewhere in the
-library, and one whose keys are misspelt is taken by the mesh for the defaults. The annotations of a
-function are the rule, so that a new one needs nothing but `@checked`.
+Without the check, a dict passed as `SamplingParams` would fail as an AttributeError inside the
+library, and a misspelt key would silently become a default on the mesh. `@checked` reads the
+annotations of the function, so a new function needs nothing else.
 
-What an Iterable gives is left to the function, since it may give it only once, and so are the
-elements of lists and the values of dicts: the mesh refuses those that are wrong.
+The items of an Iterable are not checked, because it may yield them only once. List elements and
+dict values are not checked either: the mesh validates them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ R = TypeVar("R")
 
 _BYTES = (bytes, bytearray, memoryview)
 _NUMBERS: dict[Any, str] = {int: "__index__", float: "__float__"}
-"""The method that makes a number of it: those of numpy and torch are numbers, too."""
+"""The method that converts a value to the type. Checking for it also accepts numpy and torch
+scalars."""
 _ALIKE: dict[Any, Any] = {bytes: _BYTES, dict: Mapping}
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator of functions that refuse arguments of other types than their annotations say.
+    """Decorate a function so that it checks its arguments against its annotations.
 
-    Such a call raises a CallerError that names the argument, before anything is done.
+    A call with a wrong type raises a CallerError that names the argument, before the function runs.
     """
     signature = inspect.signature(function)
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        # Only now: a method may name classes that come further down in its module.
+        # Resolved at the first call: a method may name classes that its module defines later.
         return get_type_hints(function)
 
     @functools.wraps(function)
@@ -53,9 +54,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_type(value: object, hint: Any, field: str) -> None:
-    """Check a value, and the fields of a message.
+    """Check a value against a type and, if it is a message, its fields too.
 
-    Raises: CallerError: it is of another type; names the field.
+    Raises: CallerError: the value has another type; the error names the field.
     """
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     found = [kind for kind in kinds if _is(value, kind)]
@@ -90,7 +91,6 @@ def _is(value: Any, hint: Any) -> bool:
 
 
 def _named(hint: Any) -> str:
-    """A type as a message names it."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (None, NoneType):
         return "None"

@@ -1,7 +1,7 @@
-"""Batches as they travel: arrays packed, and split by samples where one message cannot hold them.
+"""Pack the arrays of a batch, and split it by samples if it does not fit in one message.
 
-Everything here is pure. A gradient is a plain sum over samples, so the parts of a split batch add
-up to the whole.
+Everything here is pure. A gradient is a plain sum over samples, so the gradients of the parts add
+up to that of the whole batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phaseloom.common.contract.operations import Datum, Prompt, SamplingParams
 from phaseloom.common.contract.streams import MAX_PAYLOAD_BYTES
 
 MAX_PART_BYTES = MAX_PAYLOAD_BYTES * 3 // 4
-"""The most bytes of samples in one message; the rest is left to headers and framing."""
+"""Largest total size of the samples in one message. Headers and framing get the other quarter."""
 
 _ITEM_OVERHEAD_BYTES = 64
 _SAMPLED_TOKEN_BYTES = 8
@@ -33,18 +33,19 @@ Item = TypeVar("Item", Prompt, Datum)
 
 
 def pack_prompt(prompt: Prompt, field: str) -> Prompt:
-    """The prompt with its arrays packed.
+    """Return the prompt with packed arrays.
 
-    Raises: CallerError: it is no prompt, or an element is not a token id.
+    Raises: CallerError: the value is not a Prompt, or an element is not a token id.
     """
     _check_is(Prompt, prompt, field)
     return replace(prompt, tokens=_int32s(prompt.tokens, f"{field}.tokens"))
 
 
 def pack_datum(datum: Datum, field: str) -> Datum:
-    """The sample with its arrays packed.
+    """Return the sample with packed arrays.
 
-    Raises: CallerError: it is no sample, or an element is not a token id, or not a number.
+    Raises: CallerError: the value is not a Datum, a token is not a token id, or a weight,
+            log-probability or advantage is not a number.
     """
     _check_is(Datum, datum, field)
     floats = {name: _float32s(getattr(datum, name), f"{field}.{name}") for name in _FLOATS}
@@ -57,9 +58,9 @@ def pack_datum(datum: Datum, field: str) -> Datum:
 
 
 def split_batch(batch: Iterable[Datum], limit_bytes: int = MAX_PART_BYTES) -> list[list[Datum]]:
-    """Packed samples in order, in as few parts as their sizes allow.
+    """Pack the samples and split them, in order, into as few parts as possible.
 
-    Raises: CallerError: a sample is not valid, or too large for a message.
+    Raises: CallerError: a sample is invalid or too large for one message.
     """
     packed = [pack_datum(datum, f"batch[{i}]") for i, datum in enumerate(batch)]
     return _split(packed, _datum_bytes, limit_bytes, "batch")
@@ -74,9 +75,9 @@ def split_prompts(
     prompt_logprobs: bool = False,
     prompt_top_logprobs: int = 0,
 ) -> list[list[Prompt]]:
-    """Packed prompts in order, so that neither a part nor its result exceeds a message.
+    """Pack the prompts and split them, in order, so that each part and its result fit in a message.
 
-    Raises: CallerError: a prompt is not valid, or its samples are too large for a message.
+    Raises: CallerError: a prompt is invalid, or its samples are too large for one message.
     """
     packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
     token_bytes = (1 + sampling.top_logprobs) * _SAMPLED_TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""Runtime hooks: plain functions that are told what happens in a job, as it happens.
+"""Runtime hooks: plain functions that receive the events of a job as they happen.
 
 @phaseloom.runtime_hook
 def watch(event: phaseloom.RuntimeEvent) -> None:
@@ -7,10 +7,9 @@ def watch(event: phaseloom.RuntimeEvent) -> None:
         case phaseloom.OperationEnded(key, kind, error): ...
         case phaseloom.PhaseBegan(job, pool) | phaseloom.PhaseEnded(job, pool): ...
 
-Hooks run on the event loop, between other things, so they must return at once. An exception in a
-hook is logged and changes nothing. A long operation reports progress about once a second, one that
-streams up to twenty times, and some reports may be missing; the end of every operation is reported
-once.
+Hooks run on the event loop, so they must return quickly. An exception in a hook is logged and has
+no other effect. Long operations report progress about once a second, streaming ones up to twenty
+times a second. Progress reports may be lost. The end of an operation is reported exactly once.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OperationEnded:
-    """An operation has its outcome; a call that is split has one for each part."""
+    """An operation has ended. A call that was split into parts has one such event per part."""
 
     key: OperationKey
     kind: str
     error: PhaseloomError | None
-    """The reason why the operation failed; None: it is completed."""
+    """Why the operation failed, or None if it completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +77,4 @@ class Hooks:
 
 
 DECLARED: ContextVar[tuple[RuntimeHook, ...]] = ContextVar("runtime_hooks", default=())
-"""The hooks of every job that is attached to in this context from now on."""
+"""Hooks to register with every job that this context submits or attaches to."""

@@ -1,4 +1,4 @@
-"""A job and its deployments as a controller sees them."""
+"""A job and its deployments, as a controller uses them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PUBLISH = ops.kind_of(ops.PublishWeights())
 
 
 class Deployment:
-    """One model of a job. Each call takes the next `seq` at once and returns a handle.
+    """One model of a job. Each call reserves the next `seq` and returns a handle at once.
 
-    Calls do not wait: submit operations in the order in which they shall take effect, and await
-    those whose results you need. `after` names operations of the job's other deployments that must
-    come first. An operation with a `timeout_s` ends as DEADLINE_EXCEEDED where it gets no permit
-    within that time.
+    Calls do not wait. Submit operations in the order in which they must take effect, and await the
+    handles whose results you need. `after` lists operations of the job's other deployments that
+    must finish first. An operation with a `timeout_s` fails with DEADLINE_EXCEEDED if it gets no
+    permit within that time.
     """
 
     def __init__(self, job: JobKey, name: str, session: int, next_seq: int, outbox: Outbox) -> None:
@@ -42,7 +42,7 @@ class Deployment:
 
     @property
     def next_seq(self) -> int:
-        """The number that the next operation gets, unless the caller gives one of its own."""
+        """The number of the next operation, unless the caller assigns its own with `submit`."""
         return self._next_seq
 
     @checked
@@ -61,16 +61,16 @@ class Deployment:
     ) -> GenerateHandle:
         """Sample continuations of each prompt.
 
-        Args: sampling: how to sample, and what ends a continuation: token ids, and `stop_strings`
-                  where the deployment's model is registered or has its `token_texts`.
-              prompt_logprobs: whether the result has the prompts' own log-probabilities, too.
-              prompt_top_logprobs: the number of likeliest tokens in the result at each position of
-                  the prompts, beside the prompts' own.
-              stream: whether the handle's `stream()` gives tokens while they are drawn.
-              weights: what to draw with in place of the deployment's own weights: a
-                  `publish_weights` of this tenant, awaited where it is another job's, or the name
-                  of a version or checkpoint.
-                  Those of an adapter need a deployment with an adapter and `max_adapters`.
+        Args:   sampling: how to sample and when to stop. Stop token ids always work; `stop_strings`
+                    need a registered model or a deployment with `token_texts`.
+                prompt_logprobs: also return the log-probabilities of the prompt tokens.
+                prompt_top_logprobs: number of likeliest tokens to return at each prompt position,
+                    in addition to the prompt's own token.
+                stream: deliver tokens through the handle's `stream()` while they are sampled.
+                weights: weights to sample with instead of the deployment's own: the handle of a
+                    `publish_weights` of this tenant (await it first if it belongs to another job),
+                    or the name of a version or checkpoint. Adapter weights need a deployment with
+                    an adapter and `max_adapters`.
         """
         named, after = self._named(weights, after)
         parts = split_prompts(
@@ -104,11 +104,11 @@ class Deployment:
         sampling: ops.SamplingParams,
         num_samples: int = 1,
     ) -> Rollout:
-        """Sample continuations as `generate` does, without holding up `update_weights`.
+        """Sample continuations like `generate`, without delaying `update_weights`.
 
-        Where an update comes while it runs, its samples go on with the new weights from their next
-        token, and the result says which version drew which tokens. Which token that is depends on
-        the moment, so such a rollout is not the same twice.
+        If an update arrives during the rollout, its samples continue with the new weights from
+        their next token. The result lists which version sampled which tokens. The switch depends on
+        timing, so two runs of such a rollout may differ.
         """
         packed = [pack_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
         return self._rollouts.begin(packed, sampling, num_samples)
@@ -119,10 +119,10 @@ class Deployment:
     ) -> ops.SyncWeightsResult:
         """Sync a version as soon as it is published.
 
-        Rollouts go on until then, and with the new weights after that. Operations submitted by
-        `generate` end first.
+        Rollouts continue until the sync, and with the new weights after it. Operations submitted
+        with `generate` finish first, with the old weights.
 
-        Args:   keeps_kv: as in `sync_weights`.
+        Args:   keeps_kv: see `sync_weights`.
         Raises: PhaseloomError: the version cannot be published or synced.
         """
         await published
@@ -141,7 +141,7 @@ class Deployment:
     ) -> OperationHandle[ops.ForwardResult]:
         """Compute the log-probabilities of each sample's targets.
 
-        Args: weights: as in `generate`.
+        Args:   weights: see `generate`.
         """
         named, after = self._named(weights, after)
         parts = split_batch(batch)
@@ -152,7 +152,8 @@ class Deployment:
     def _named(
         self, weights: Weights | None, after: Awaited
     ) -> tuple[ops.NamedWeights | None, Awaited]:
-        """The name of the weights to read, and the operations that such a reading comes after."""
+        """Return the name of the weights to read, and `after` extended by the operation that
+        publishes them."""
         if weights is None or isinstance(weights, ops.NamedWeights):
             return weights, after
         _check_publishes(weights, "weights")
@@ -174,12 +175,11 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.ForwardBackwardResult]:
-        """Add the gradients of a loss over the batch; the result has the loss's metrics.
+        """Add the gradients of a loss over the batch. The result has the loss's metrics.
 
-        Args: clip_low, clip_high: parameters of the losses `ppo` and `cispo`.
-              beta: the parameter of the loss `dro`.
-              logprobs: whether the result has the log-probabilities of the targets, too, as
-                  `forward` has.
+        Args:   clip_low, clip_high: parameters of the losses `ppo` and `cispo`.
+                beta: parameter of the loss `dro`.
+                logprobs: also return the log-probabilities of the targets, as `forward` does.
         """
         if loss not in list(ops.Loss):
             raise CallerError(
@@ -206,9 +206,9 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.OptimStepResult]:
-        """Make one AdamW step with the gradients so far; the result has the step's metrics.
+        """Make one AdamW step with the accumulated gradients. The result has the step's metrics.
 
-        Args: allow_partial: step also where a `forward_backward` since the last step has failed.
+        Args:   allow_partial: step even if a `forward_backward` since the last step has failed.
         """
         args = ops.OptimStep(adam, allow_partial)
         return self._submit([args], after, ops.OptimStepResult, timeout_s)
@@ -217,10 +217,11 @@ class Deployment:
     def publish_weights(
         self, *, ttl_s: float = 0.0, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[ops.PublishWeightsResult]:
-        """Cut an immutable version of the weights, which other deployments can sync.
+        """Take an immutable version of the weights, which other deployments can sync.
 
-        Args: ttl_s: how long it can be named as the `weights` of an operation once newer ones are
-                  published, from now and from the end of each operation that has named it.
+        Args:   ttl_s: how long operations can still name the version as their `weights` after newer
+                ones are published. The time counts from now, and again from the end of each
+                operation that named the version.
         """
         args = ops.PublishWeights(ttl_s)
         return self._submit([args], after, ops.PublishWeightsResult, timeout_s)
@@ -234,11 +235,10 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.SyncWeightsResult]:
-        """Replace the weights by a published version, once it is published.
+        """Replace the weights with a published version, as soon as it is published.
 
-        Args: keeps_kv: whether samples that were stopped go on with the keys and values that they
-                  have, of the weights before, instead of computing them anew. Needs a deployment
-                  with a `prefix_cache`.
+        Args:   keeps_kv: whether interrupted samples keep their KV cache, computed with the old
+                weights, instead of recomputing it. Needs a deployment with a `prefix_cache`.
         """
         _check_publishes(published, "published")
         if published.job != self._job.job:
@@ -266,20 +266,20 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.SaveStateResult]:
-        """Write a checkpoint under the tenant's root, while later operations go on.
+        """Write a checkpoint under the tenant's root while later operations run.
 
-        Args: controller_blob: this program's own state, 1 MiB at most. With it, the checkpoint
-                  becomes the job's last, which `attach` gives to the next controller.
-              checkpoints: the checkpoints of the job's other deployments that belong to this one,
-                  as deployment → name. Save those first, and name them in `after`.
-              keep: how many checkpoints of this deployment that were saved with a `keep` stay once
-                  this one is durable, this one included; older ones are deleted. One that the job
-                  may fall back to is never deleted. 0: this checkpoint stays, whatever is saved
-                  later.
-              ttl_s: for how long it is kept once it is durable; 0: until it is deleted. While the
-                  job may fall back to it, it stays longer.
-              overwrite: whether to replace a checkpoint of the same name, which must not be one
-                  that the job may fall back to.
+        Args:   controller_blob: this program's own state, at most 1 MiB. A checkpoint with a blob
+                    becomes the job's latest, which `attach` returns to the next controller.
+                checkpoints: the checkpoints of the job's other deployments that belong to this one,
+                    as deployment → name. Save those first and list their handles in `after`.
+                keep: number of this deployment's checkpoints to retain once this one is durable,
+                    including this one. Only checkpoints saved with a `keep` count, and older ones
+                    among them are deleted. A checkpoint that the job may fall back to is never
+                    deleted. 0: later saves never delete this checkpoint.
+                ttl_s: how long to keep the checkpoint once it is durable. It stays longer while the
+                    job may fall back to it. 0: until it is deleted.
+                overwrite: whether to replace a checkpoint of the same name. The job must not be
+                    able to fall back to that checkpoint.
         """
         args = ops.SaveState(name, controller_blob, dict(checkpoints or {}), keep, ttl_s, overwrite)
         return self._submit([args], after, ops.SaveStateResult, timeout_s)
@@ -288,12 +288,12 @@ class Deployment:
     def delete_checkpoint(
         self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[ops.DeleteCheckpointResult]:
-        """Remove a checkpoint of this deployment; await its `save_state` before.
+        """Remove a checkpoint of this deployment. Await its `save_state` first.
 
-        It is refused where the job may fall back to the checkpoint: the last one with a
-        controller's blob, and the one before. Deployments that have loaded the checkpoint keep its
-        files until they need them no more. `Mesh.delete_checkpoint` does the same outside the order
-        of operations, and after the job has ended.
+        The operation is refused if the job may fall back to the checkpoint, that is, for the latest
+        two with a controller blob. Deployments that have loaded the checkpoint keep its files until
+        they no longer need them. `Mesh.delete_checkpoint` does the same outside the order of
+        operations, and also after the job has ended.
         """
         args = ops.DeleteCheckpoint(name)
         return self._submit([args], after, ops.DeleteCheckpointResult, timeout_s)
@@ -308,12 +308,13 @@ class Deployment:
         after: Awaited = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.LoadStateResult]:
-        """Replace the whole state by a checkpoint.
+        """Replace the whole state with a checkpoint.
 
-        Args: source: the `<job>/<deployment>` of this tenant that saved the checkpoint; empty: this
-                  one. It must have the same model, and may have another layout or backend.
-              optimizer: whether to load the optimizer's state, too; otherwise the optimizer starts
-                  afresh.
+        Args:   source: the `<job>/<deployment>` of this tenant that saved the checkpoint; empty:
+                    this deployment. It must have the same model, but may have another layout or
+                    backend.
+                optimizer: whether to load the optimizer's state too. Otherwise the optimizer starts
+                    from its initial state.
         """
         self._rollouts.version = 0
         args = ops.LoadState(name, source, optimizer)
@@ -323,15 +324,15 @@ class Deployment:
     def submit(
         self, seq: int, id: str, args: ops.Args, *, after: Awaited = (), timeout_s: float = 0.0
     ) -> OperationHandle[Any]:
-        """Submit an operation under a number of your own, for callers that number their operations.
+        """Submit an operation under a number that the caller chose.
 
-        Operations run in the order of their numbers, whichever is submitted first: a number that is
-        never submitted holds up all later ones. The same operation submitted again, in a later
-        session of the job, has the same outcome. The arrays of the result are packed; `int32s` and
-        `float32s` unpack them.
+        Operations run in the order of their numbers, whatever the order of submission. A number
+        that is never submitted blocks all later ones. Submitting the same operation again, in a
+        later session of the job, gives the same outcome. The arrays of the result are packed;
+        `int32s` and `float32s` unpack them.
 
-        Args:   id: names the operation. Use the same id for the same operation, and for no other.
-        Raises: CallerError: the number is below 1, or has too many digits.
+        Args:   id: unique name of the operation; reuse it only to submit the same operation again.
+        Raises: CallerError: the number is below 1 or has too many digits.
         """
         key = parse_operation_key(f"{self._job}.{self.name}.{seq}")
         payload = encode(ops.Operation(id, self._session, args, self._refs(after), timeout_s))
@@ -349,7 +350,7 @@ class Deployment:
                 refs.append(other)
                 continue
             if other.job != self._job.job:
-                # Here its name and number are another operation's, or that of none ever.
+                # An `After` carries no job, so here it would name an operation of this job.
                 raise CallerError(
                     f"{other.key} is of another job",
                     field=f"after[{i}]",
@@ -387,7 +388,7 @@ class Deployment:
 
 
 class Job:
-    """One session of a job. Get it from `Mesh.submit_job` or `Mesh.attach`."""
+    """One session of a job, from `Mesh.submit_job` or `Mesh.attach`."""
 
     def __init__(self, name: str, session: int, deployments: dict[str, Deployment]) -> None:
         self.name = name
@@ -396,7 +397,7 @@ class Job:
 
     @checked
     def deployment(self, name: str) -> Deployment:
-        """The deployment of that name.
+        """Return the deployment with this name.
 
         Raises: CallerError: the job has no such deployment.
         """
@@ -412,7 +413,7 @@ class Job:
 
 
 def _check_publishes(handle: OperationHandle[Any], field: str) -> None:
-    """Check that an operation publishes weights. Raises: CallerError: it does something else."""
+    """Raise a CallerError unless the operation is a `publish_weights`."""
     if handle.kind != _PUBLISH:
         raise CallerError(
             f"{handle.key} is a {handle.kind}, and publishes no weights",
@@ -422,9 +423,9 @@ def _check_publishes(handle: OperationHandle[Any], field: str) -> None:
 
 
 def merged(parts: list[ops.Result], expected: type[R]) -> R:
-    """The result of an operation from the results of its parts, in their order.
+    """Combine the results of an operation's parts, given in order.
 
-    Raises: InternalError: a part has the result of another kind.
+    Raises: InternalError: a part has a result of another kind.
     """
     same: list[R] = [part for part in parts if isinstance(part, expected)]
     if len(same) != len(parts):

@@ -1,7 +1,7 @@
-"""The connection of a controller to the mesh, by which it submits jobs and attaches to them.
+"""A controller's connection to the mesh, used to submit jobs and attach to them.
 
-Every background task lives in one task group that `connect` owns. Leaving its block ends them all,
-and operations that are still open then end as ABORTED.
+One task group, owned by `connect`, runs every background task. Leaving the `connect` block ends all
+of them, and operations that are still open end as ABORTED.
 """
 
 from __future__ import annotations
@@ -63,26 +63,25 @@ _BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
 _FIRST_WORD_AFTER_S = 3.0
-"""How long a job waits for a place before its program's log says so."""
+"""How long a submitted job waits for placement before the log mentions it."""
 _WORD_EVERY_S = 60.0
 _MOST_REPORTS = 64
-"""The most reports that wait for a mesh that is away; further ones are dropped."""
+"""Maximum number of reports waiting for an unreachable mesh. Further ones are dropped."""
 _READY, _STOPPED = "ready", "stopped"
 
 
 class ClientConfig(msgspec.Struct, frozen=True):
-    """How a controller reaches the mesh: PHASELOOM_<FIELD>."""
+    """How a controller reaches the mesh, from the environment variables PHASELOOM_<FIELD>."""
 
     url: str = ""
     """`nats://host:port`."""
     tenant: str = ""
-    """The tenant, whose name is also the user name."""
+    """The tenant, which is also the NATS user."""
     password: str = ""
-    """The tenant's password."""
 
 
 class MeshJob(Job):
-    """A session of a job on the mesh, kept alive in the background until it ends."""
+    """A session of a job on the mesh. Background heartbeats keep it alive until it ends."""
 
     def __init__(
         self, mesh: Mesh, name: str, attached: api.Attached, outbox: Outbox, key: JobKey
@@ -96,22 +95,22 @@ class MeshJob(Job):
             },
         )
         self.checkpoint: api.Checkpoint | None = attached.checkpoint
-        """The job's last checkpoint with a controller's blob when this session began."""
+        """The job's latest checkpoint with a controller blob, as of the start of this session."""
         self._key = key
         self._mesh = mesh
         self._outbox = outbox
         self._phases: Counter[str] = Counter()
-        """The number of phases that are open on each pool."""
+        """Number of open phases per pool."""
         self._declared: set[str] = set()
-        """The pools on which the mesh believes a phase to be open."""
+        """Pools on which the mesh believes a phase is open."""
         self._declaring = asyncio.Lock()
         self._reported = -1
         """The step of the last report."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether this session is over, because another one began, the job ended, or the mesh was
-        away for too long. `Mesh.attach` begins another session."""
+        """Whether this session is over: a newer session started, the job ended, or the mesh was
+        unreachable for too long. `Mesh.attach` starts a new session."""
         return self._outbox.is_closed
 
     async def status(self) -> api.JobStatus:
@@ -119,14 +118,14 @@ class MeshJob(Job):
 
     @checked
     def report(self, values: Mapping[str, float], *, step: int | None = None) -> None:
-        """Report figures about the job: the console draws a curve for each name.
+        """Report named values of the job. The console draws a curve for each name.
 
-        The call returns at once. A report that the mesh does not take is logged and dropped:
-        training neither waits for it nor fails with it.
+        The call returns at once. If a report fails, it is logged and dropped, so training neither
+        waits nor fails.
 
-        Args:   values: 1 to 32 finite numbers by name: `{"reward": 0.4, "loss": 1.2}`.
-                step: the step that they belong to; None: one more than the step before.
-        Raises: CallerError: a value is not finite, a name is not valid, or there are too many.
+        Args:   values: 1 to 32 finite numbers by name, such as `{"reward": 0.4, "loss": 1.2}`.
+                step: the training step of the values; None: one more than the last reported step.
+        Raises: CallerError: a value is not finite, a name is invalid, or there are too many values.
         """
         step = self._reported + 1 if step is None else step
         check_report(self.name, step, values)
@@ -135,15 +134,17 @@ class MeshJob(Job):
 
     @checked
     async def explain(self, operation: OperationHandle[object]) -> api.Explanation:
-        """Why an operation of this job waits, and when it is predicted to start."""
+        """Explain why an operation of this job waits, and predict when it starts."""
         return await operation.explain()
 
     @checked
     async def outcome(self, deployment: str, seq: int) -> Completion:
-        """Wait for the outcome of an operation of this job, which an earlier session may have
-        submitted. The arrays of the completion are packed.
+        """Wait for the outcome of an operation of this job, even one that an earlier session
+        submitted.
 
-        Raises: CallerError: NOT_FOUND: no operation has the number.
+        The arrays of the completion are packed.
+
+        Raises: CallerError: NOT_FOUND: no operation has this number.
         """
         request = api.ResultRequest(self.name, deployment, str(seq))
         pause_s = _FIRST_PAUSE_S
@@ -161,15 +162,17 @@ class MeshJob(Job):
 
     @checked
     async def finish(self, *, failed: bool = False) -> None:
-        """End the job. Its models are dropped, checkpoints stay, open operations end as ABORTED."""
+        """End the job. Its models are dropped and its checkpoints stay. Open operations end as
+        ABORTED."""
         self._outbox.expect_end()
         await self._mesh.finish(self.name, failed=failed)
         self._outbox.end(ResourceError(f"job {self.name} is finished", code=Code.ABORTED))
 
     async def drain(self) -> None:
-        """Wait until every operation of the job that is stored has ended, and end the job.
+        """Wait until every stored operation of the job has ended, then end the job.
 
-        No new operations are taken meanwhile; await first those that must not be refused.
+        The mesh refuses new operations meanwhile. Call `stored` on the handles of recent operations
+        first, so that none of them is refused.
         """
         await self._mesh.drain(self.name)
         await self._outbox.settle()
@@ -177,13 +180,13 @@ class MeshJob(Job):
 
     @checked
     async def create_deployment(self, spec: DeploymentSpec) -> Deployment:
-        """Add a deployment to this job, and wait until it is up.
+        """Add a deployment to this job and wait until it is ready.
 
-        Where the deployment cannot start, the job goes on, and the name is free again once the
+        If the deployment cannot start, the job continues. The name becomes free once the failed
         deployment is deleted.
 
-        Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; PhaseloomError: why the
-                deployment cannot start.
+        Raises: CallerError: ALREADY_EXISTS, or the spec is invalid. PhaseloomError: the reason why
+                the deployment cannot start.
         """
         status = await self._mesh.create_deployment(api.CreateDeployment(self.name, spec))
         created = Deployment(self._key, spec.name, self.session, status.next_seq, self._outbox)
@@ -192,17 +195,16 @@ class MeshJob(Job):
 
     @checked
     async def delete_deployment(self, name: str) -> None:
-        """Drop a deployment of this job; its open operations end as ABORTED.
+        """Drop a deployment of this job. Its open operations end as ABORTED.
 
-        Await first the operations that matter, and submit no more: later ones are refused. Weights
-        versions of the deployment that others hold stay.
+        Await the operations that matter first, and submit no more, since later ones are refused.
+        Weights versions of the deployment that other deployments use are kept.
         """
         await self._mesh.delete_deployment(api.DeploymentRequest(self.name, name))
         self._deployments.pop(name, None)
 
     def runtime_hook(self, hook: hooks.H) -> hooks.H:
-        """Register a function that is told of this job's progress, outcomes and phases; a
-        decorator, too."""
+        """Call a function with this job's progress, outcomes and phases. Usable as a decorator."""
         self._outbox.hooks.add(hook)
         return hook
 
@@ -210,14 +212,15 @@ class MeshJob(Job):
 
     @checked
     def phase(self, pool: str) -> Phase:
-        """A phase of this job on a pool: a context manager, and a decorator of async functions."""
+        """A phase of this job on a pool: a context manager and a decorator of async functions."""
         return Phase(pool, self)
 
     @checked
     async def begin_phase(self, pool: str) -> None:
-        """Begin a phase on a pool. Phases on one pool may overlap; the mesh knows of their union.
+        """Begin a phase on a pool. Phases on one pool may overlap; the mesh sees their union.
 
-        Raises: CallerError: the name is no pool's. ResourceError: ABORTED: the session is over.
+        Raises: CallerError: the pool's name is invalid. ResourceError: ABORTED: the session is
+                over.
         """
         check_name(pool, "pool")
         self._phases[pool] += 1
@@ -237,13 +240,13 @@ class MeshJob(Job):
         try:
             await self._declare(pool)
         except PhaseloomError as error:
-            # An error within the phase matters more; the mesh closes the phase later anyway.
+            # Raising here would hide an error of the phase's body. The mesh closes the phase later.
             log.warning("the end of phase %s of %s was not declared: %s", pool, self.name, error)
 
     async def _declare(self, pool: str) -> None:
-        """Tell the mesh whether a phase is open on a pool, unless the mesh believes so already.
+        """Declare to the mesh whether a phase is open on a pool, if that has changed.
 
-        Calls reach the mesh in the order in which they are made.
+        Declarations reach the mesh in the order of the calls.
         """
         async with self._declaring:
             is_open = self._phases[pool] > 0
@@ -261,15 +264,17 @@ class MeshJob(Job):
 
 
 class CheckpointArchive:
-    """A checkpoint as a tar file with one directory. Iterate over it once for its bytes."""
+    """A checkpoint as a tar file with one directory. Iterate over it, once, to read its bytes."""
 
     def __init__(self, num_bytes: int, read: Callable[[int], Awaitable[bytes]]) -> None:
         self.num_bytes = num_bytes
         self._read = read
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """The bytes of the file, in parts of 1 MiB at most. Raises: PhaseloomError: the rest cannot
-        be read."""
+        """Yield the bytes of the file in parts of at most 1 MiB.
+
+        Raises: PhaseloomError: the remaining parts cannot be read.
+        """
         offset = 0
         while offset < self.num_bytes:
             part = await self._read(offset)
@@ -278,7 +283,7 @@ class CheckpointArchive:
 
 
 class Mesh:
-    """A tenant's connection to the mesh. Get it from `connect`."""
+    """A tenant's connection to the mesh, from `connect`."""
 
     def __init__(
         self, client: MeshClient, tenant: str, group: asyncio.TaskGroup, answer_timeout_s: float
@@ -304,21 +309,22 @@ class Mesh:
         durability: Durability = Durability.NODE,
         exclusive: bool = False,
     ) -> MeshJob:
-        """Submit a job and attach to it when all its deployments are ready.
+        """Submit a job and attach to it once all its deployments are ready.
 
-        The call waits for as long as the scheduler has no place for the job. A caller that stops
-        waiting leaves the job submitted: `attach` to it later, or `finish` it.
+        The call waits until the scheduler can place the job. Cancelling the call leaves the job
+        submitted: `attach` to it later, or `finish` it.
 
-        Args:   slo: slowdown over running alone that the job tolerates; 0: best effort.
-                cycle: the cycle that the job repeats, where it is known; else it is profiled.
-                duration_s: how long the job would run alone; 0: not known.
-                may_wait: whether to wait for a place; False: refuse the job without one now.
+        Args:   slo: slowdown, relative to running alone, that the job tolerates; 0: best effort.
+                cycle: the cycle that the job repeats, if known. Otherwise the mesh profiles it.
+                duration_s: how long the job would run alone; 0: unknown.
+                may_wait: whether to wait for a placement. False: fail if there is none now.
                 durability: what the job's seals survive: the death of every process (`host`), a
-                restart of their node (`node`), its loss (`remote`).
-                exclusive: whether no other job's operation may run beside this job's on a device
-                that is shared in space.
-        Raises: CallerError: ALREADY_EXISTS, or the spec is wrong; ResourceError:
-                RESOURCE_EXHAUSTED: there is no place for the job; PhaseloomError: why it failed.
+                    restart of their node (`node`), or its loss (`remote`).
+                exclusive: whether to keep operations of other jobs off a space-shared device while
+                    one of this job's operations runs there.
+        Raises: CallerError: ALREADY_EXISTS, or the spec is invalid. ResourceError:
+                RESOURCE_EXHAUSTED: the job cannot be placed. PhaseloomError: the reason why the job
+                failed.
         """
         check_name(name, "name")
         specs = list(deployments)
@@ -343,13 +349,14 @@ class Mesh:
 
     @checked
     async def attach(self, name: str, *, numbered: Collection[str] = ()) -> MeshJob:
-        """Open a new session of a job that runs; every older session of the job ends.
+        """Open a new session of a running job. Every older session of the job ends.
 
-        Args:   numbered: deployments whose operations are numbered by programs behind this one
-                (`Deployment.submit`), which submit again what was lost. Where there are some, the
-                newest session goes on, so that what it has stored stays valid, and holes in the
-                numbers are left open. See to it that nobody else goes on with the session.
-        Raises: CallerError: NOT_FOUND: there is no such job; FAILED_PRECONDITION: it has ended.
+        Args:   numbered: deployments whose operations are numbered by clients of this program
+                    (`Deployment.submit`), which resubmit lost operations. If any are given, the
+                    newest session is resumed instead: its stored operations stay valid, and missing
+                    numbers stay free. The caller must make sure that no other program uses the
+                    session.
+        Raises: CallerError: NOT_FOUND: there is no such job. FAILED_PRECONDITION: it has ended.
         """
         check_name(name, "name")
         return await self._attach(name, may_be_new=False, numbered=numbered)
@@ -368,13 +375,13 @@ class Mesh:
 
     @checked
     async def drain(self, name: str) -> None:
-        """Let a job end once its open operations have ended, and wait for that."""
+        """Let a job end once its open operations have ended, and wait until it has."""
         await self._call("job.drain", api.JobRequest(name), api.JobStatus)
         await self._until(name, lambda status: status.has_ended)
 
     @checked
     def report(self, report: api.JobReport) -> None:
-        """Send a report in the background, unless too many are under way."""
+        """Send a report in the background, unless too many reports are in flight."""
         if self._num_reports >= _MOST_REPORTS:
             log.warning(
                 "report %d of %s is left out: %d are under way",
@@ -396,7 +403,8 @@ class Mesh:
 
     @checked
     async def create_deployment(self, request: api.CreateDeployment) -> api.DeploymentStatus:
-        """Add a deployment to a job, and wait until it is up (`MeshJob.create_deployment`)."""
+        """Add a deployment to a job and wait until it is ready (see
+        `MeshJob.create_deployment`)."""
         await self._once("deployment.create", request)
 
         def of(status: api.JobStatus) -> api.DeploymentStatus:
@@ -414,7 +422,7 @@ class Mesh:
         await self._call("deployment.delete", request, api.JobStatus)
 
     async def _until(self, name: str, is_met: Callable[[api.JobStatus], bool]) -> api.JobStatus:
-        """Read a job's status again and again until it meets a condition."""
+        """Poll a job's status until it meets a condition."""
         pause_s = _FIRST_PAUSE_S
         while not is_met(status := await self.status(name)):
             await asyncio.sleep(pause_s)
@@ -425,16 +433,16 @@ class Mesh:
 
     @checked
     async def list_checkpoints(self, job: str = "", deployment: str = "") -> api.CheckpointList:
-        """This tenant's checkpoints, the newest last; jobs that have ended keep theirs.
+        """List this tenant's checkpoints, newest last, including those of jobs that have ended.
 
-        Args: job, deployment: only checkpoints of this job or deployment; empty: all.
+        Args:   job, deployment: list only the checkpoints of this job or deployment; empty: all.
         """
         request = api.ListCheckpoints(job, deployment)
         return await self._call("checkpoint.list", request, api.CheckpointList)
 
     @checked
     async def show_checkpoint(self, job: str, deployment: str, name: str) -> api.SavedCheckpoint:
-        """Describe a checkpoint, with its files. Raises: CallerError: NOT_FOUND."""
+        """Describe a checkpoint and its files. Raises: CallerError: NOT_FOUND."""
         request = api.CheckpointRequest(job, deployment, name)
         return await self._call("checkpoint.show", request, api.SavedCheckpoint)
 
@@ -451,11 +459,11 @@ class Mesh:
 
     @checked
     async def delete_checkpoint(self, job: str, deployment: str, name: str) -> int:
-        """Remove a checkpoint. Deployments that have loaded it keep its files until they need them
-        no more.
+        """Remove a checkpoint. Deployments that have loaded it keep its files until they no longer
+        need them.
 
-        Returns: the bytes of its files; 0: an earlier try has removed it.
-        Raises:  CallerError: NOT_FOUND; FAILED_PRECONDITION: its job falls back to it.
+        Returns: the size of its files in bytes; 0: an earlier attempt of this call removed it.
+        Raises:  CallerError: NOT_FOUND. FAILED_PRECONDITION: its job may fall back to it.
         """
         request = api.CheckpointRequest(job, deployment, name)
         was_lost = False
@@ -479,7 +487,8 @@ class Mesh:
 
     @checked
     async def archive_checkpoint(self, job: str, deployment: str, name: str) -> CheckpointArchive:
-        """Open a checkpoint as a tar file, which is the same whatever becomes of the checkpoint.
+        """Open a checkpoint as a tar file. Later changes to the checkpoint do not affect the
+        archive.
 
         Raises: CallerError: NOT_FOUND. ResourceError: too many archives are open.
         """
@@ -494,7 +503,7 @@ class Mesh:
 
     @checked
     async def declare_phase(self, request: api.PhaseRequest) -> None:
-        """Tell the mesh of a phase. The call is not retried, since a late hint is worth nothing."""
+        """Send a phase hint to the mesh. It is not retried, since a late hint is worthless."""
         await call_api(self._client, self._tenant, "phase.declare", request, api.JobStatus)
 
     def reconnected(self) -> None:
@@ -509,9 +518,9 @@ class Mesh:
             task.cancel()
 
     async def _once(self, call: str, request: api.SubmitJob | api.CreateDeployment) -> None:
-        """Make a call that creates something, retried while nobody answers.
+        """Make a call that creates something, and retry while nobody answers.
 
-        ALREADY_EXISTS after a lost answer is success: the earlier try has created it.
+        ALREADY_EXISTS after an unanswered attempt is a success: that attempt created it.
         """
         was_lost = False
 
@@ -534,7 +543,7 @@ class Mesh:
         key = JobKey(self._tenant, name)
         told = Hooks(hooks.DECLARED.get())
         outbox = Outbox(self._client, key, self._start, self._answer_timeout_s, told)
-        # Subscribe before any operation is published, so that no completion can be missed.
+        # Subscribe before publishing any operation, so that no completion is missed.
         subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
         hand_over(subscription, outbox.on_completion)
         request = api.JobRequest(name, numbered=[*numbered])
@@ -546,7 +555,7 @@ class Mesh:
                 )
             except CallerError as error:
                 if may_be_new and error.info.code is Code.NOT_FOUND:
-                    # The routers learn of a new job a moment after the scheduler.
+                    # Routers learn of a new job shortly after the scheduler does.
                     raise ResourceError(error.info.message) from error
                 raise
 
@@ -563,9 +572,9 @@ class Mesh:
         return job
 
     async def _keep_session(self, beat: api.Heartbeat, outbox: Outbox) -> None:
-        """Send heartbeats until the session ends: without them its devices are given away.
+        """Send heartbeats until the session ends. Without them the job loses its devices.
 
-        Cancelling this task is not enough to end it; `Outbox.watch` says why.
+        Cancelling this task does not reliably end it; see `Outbox.watch`.
         """
         pause_s = 0.0
         while not await outbox.closed(within_s=pause_s):
@@ -588,7 +597,7 @@ class Mesh:
         )
 
     async def _retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call while nobody answers it, since services restart."""
+        """Repeat a call while nobody answers it, for example while a service restarts."""
         deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -616,12 +625,12 @@ async def connect(
     *,
     answer_timeout_s: float = 60.0,
 ) -> AsyncIterator[Mesh]:
-    """Connect as a tenant. Arguments not given come from PHASELOOM_URL, _TENANT and _PASSWORD.
+    """Connect as a tenant. Omitted arguments come from PHASELOOM_URL, _TENANT and _PASSWORD.
 
-    Args:   answer_timeout_s: calls and open operations fail once the mesh has given no answer for
-                so long.
-    Raises: CallerError: an argument is missing; PERMISSION_DENIED: the server knows no such tenant
-            with this password. ResourceError: there is no connection.
+    Args:   answer_timeout_s: fail calls and open operations once the mesh has not answered for this
+                long.
+    Raises: CallerError: an argument is missing. PERMISSION_DENIED: the tenant or the password is
+            wrong. ResourceError: no connection could be made.
     """
     settings, sources = _settings(url, tenant, password)
     if not answer_timeout_s > 0:
@@ -659,7 +668,7 @@ async def connect(
             finally:
                 mesh.close()
     except BaseExceptionGroup:
-        # A controller sees its own error, not a group around it.
+        # Raise the controller's own error instead of the group that wraps it.
         if failure is not None and not isinstance(failure, asyncio.CancelledError):
             raise failure from None
         raise
@@ -671,9 +680,9 @@ async def connect(
 def _settings(
     url: str | None, tenant: str | None, password: str | None
 ) -> tuple[ClientConfig, dict[str, str]]:
-    """The settings of a connection, and the argument or the variable that each comes from.
+    """Return the settings of a connection, and the argument or variable that each one comes from.
 
-    Raises: CallerError: one is missing or empty, or the tenant's name is not valid.
+    Raises: CallerError: one is missing or empty, or the tenant's name is invalid.
     """
     arguments = {"url": url, "tenant": tenant, "password": password}
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -693,9 +702,9 @@ def _settings(
 
 
 def _start_telemetry(tenant: str) -> Callable[[], None]:
-    """Start writing spans, where that is configured and this process does not do it yet.
+    """Start exporting spans if that is configured and this process does not do it yet.
 
-    Returns: a function that ends it.
+    Returns: a function that stops the export.
     """
     settings = config.load(telemetry.TelemetryConfig, "telemetry")
     is_wanted = bool(settings.spans_dir or settings.otlp_endpoint)

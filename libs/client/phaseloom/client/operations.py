@@ -1,10 +1,13 @@
-"""Operations under way: from the call to the one outcome.
+"""Submitted operations, from the call to the outcome.
 
-The `seq` and the bytes of an operation are fixed when it is called. A task of its own publishes it
-until the server has stored it. Publishing again is harmless, since the server keeps the first
-message of a subject. The completion comes over a plain subscription, which may lose messages, so
-operations that stay open are asked for by key from time to time and after every reconnect. Nothing
-hangs: where the mesh gives no answer for `answer_timeout_s`, open operations end as UNAVAILABLE.
+The call fixes an operation's `seq` and bytes. A background task publishes them until the server has
+stored them. Publishing twice is harmless, because the server keeps only the first message of each
+subject.
+
+The completion arrives over a plain subscription, which may lose messages. So the outcomes of open
+operations are also requested by key, periodically and after every reconnect. No operation stays
+open forever: if the mesh does not answer for `answer_timeout_s`, open operations end as
+UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Part:
-    """One operation on the wire; a call that is split has several parts."""
+    """One operation on the wire. A call that was split has several parts."""
 
     def __init__(self, key: OperationKey, id: str, kind: str, payload: bytes) -> None:
         self.key = key
@@ -65,24 +68,24 @@ class Part:
         self.kind = kind
         self.payload = payload
         self.stored = asyncio.Event()
-        """Set once the server certainly has the part, or the part has ended."""
+        """Set once the server is known to have stored the part, or the part has ended."""
         self.is_stored = False
-        """Whether the server certainly has it."""
+        """Whether the server is known to have stored the part."""
         self.is_told = False
-        """Whether the outcome came from the mesh; otherwise this session has ended before."""
+        """Whether the mesh reported the outcome. Otherwise this session ended first."""
         self.stored_s = 0.0
         self.misses = 0
         self.is_awaited = False
-        """Whether somebody awaits the handle, or has."""
+        """Whether anybody has awaited the handle."""
         self.told: Callable[[Progress], None] | None = None
-        """Called with the part's progress; None: nobody wants to know."""
-        # An error is a value here, since an outcome that nobody awaits is no unhandled exception.
+        """Called with the part's progress, if set."""
+        # An error is stored as a value: asyncio warns about exceptions that nobody retrieves.
         self.outcome: asyncio.Future[Result | PhaseloomError] = (
             asyncio.get_running_loop().create_future()
         )
 
     def __del__(self) -> None:
-        """Log a failure that nobody has awaited, once nobody can any more."""
+        """Log a failure that nobody awaited, once nobody can await it."""
         if self.is_awaited or not (self.is_told and self.outcome.done()):
             return
         error = self.outcome.result()
@@ -91,17 +94,17 @@ class Part:
 
     @property
     def state(self) -> str:
-        """The state of the operation, as far as the controller knows it."""
+        """The operation's state as far as this controller knows."""
         if not self.outcome.done():
             return "submitted"
         return "failed" if isinstance(self.outcome.result(), PhaseloomError) else "completed"
 
 
 class OperationHandle(Generic[R_co]):
-    """An operation that was submitted. Await the handle for the result, as often as you like.
+    """A submitted operation. Await the handle for the result, any number of times.
 
-    Awaiting a failed operation raises its PhaseloomError; a failure that nobody awaits is logged as
-    a warning. To stop waiting cancels nothing; `cancel` cancels the operation.
+    Awaiting a failed operation raises its PhaseloomError. A failure that nobody awaits is logged as
+    a warning. Cancelling the waiting task does not cancel the operation; `cancel` does.
     """
 
     def __init__(
@@ -134,7 +137,8 @@ class OperationHandle(Generic[R_co]):
 
     @property
     def ref(self) -> After:
-        """This operation, or its last part, as another operation's `after` names it."""
+        """A reference to this operation, or to its last part, for the `after` of another
+        operation."""
         return self.refs[-1]
 
     @property
@@ -142,10 +146,10 @@ class OperationHandle(Generic[R_co]):
         return [After(part.key.deployment, int(part.key.slot)) for part in self._parts]
 
     async def stored(self) -> None:
-        """Wait until the mesh has the operation for good.
+        """Wait until the mesh has durably stored the operation.
 
-        Raises: PhaseloomError: this session does not know that the operation was stored. It may
-                have been, where an acknowledgement was lost.
+        Raises: PhaseloomError: this session cannot confirm that the operation was stored. It may
+                have been stored if only the acknowledgement was lost.
         """
         for part in self._parts:
             await part.stored.wait()
@@ -159,7 +163,7 @@ class OperationHandle(Generic[R_co]):
 
     @property
     def is_lost(self) -> bool:
-        """Whether this session ended before it knew the outcome.
+        """Whether this session ended before it learnt the outcome.
 
         The operation may still run, or may never have been stored. Awaiting the handle raises the
         reason why the session ended.
@@ -167,24 +171,24 @@ class OperationHandle(Generic[R_co]):
         return any(part.outcome.done() and not part.is_told for part in self._parts)
 
     async def cancel(self) -> None:
-        """Ask the mesh to end the operation, and return when the mesh has taken note of it.
+        """Cancel the operation, and return once the mesh has accepted the request.
 
-        An operation without a permit ends at once. A `generate` or `forward` that runs is stopped.
-        A mutating operation that runs goes on to its end. Await the handle for the outcome: the
-        result where the operation was faster, else ABORTED.
+        An operation without a permit ends at once. A running `generate` or `forward` is stopped. A
+        running mutating operation continues to its end. Await the handle for the outcome: the
+        result if the operation finished first, otherwise ABORTED.
 
-        Raises: PhaseloomError: the mesh refused, or gave no answer.
+        Raises: PhaseloomError: the mesh refused or did not answer.
         """
         await self._cancel(keeps_partial=False)
 
     async def stop(self) -> None:
-        """Ask the mesh to end a `generate` that runs with the tokens that it has by then.
+        """Stop a running `generate`, and keep the tokens sampled so far.
 
-        Awaiting the handle then gives the result. An unfinished sample has the stop_reason
+        Awaiting the handle then returns the result. An unfinished sample has the stop_reason
         `partial`; `continued` makes the prompt that continues it, token for token. An operation
-        that does not run yet is cancelled, as by `cancel`: awaiting it raises ABORTED.
+        that is not running yet is cancelled, as by `cancel`: awaiting it raises ABORTED.
 
-        Raises: PhaseloomError: the mesh refused, or gave no answer.
+        Raises: PhaseloomError: the mesh refused or did not answer.
         """
         await self._cancel(keeps_partial=True)
 
@@ -195,12 +199,11 @@ class OperationHandle(Generic[R_co]):
             await self._outbox.ask_of("operation.cancel", part, request)
 
     async def explain(self) -> api.Explanation:
-        """Explain what the operation waits for, its place in the order, its predicted start, and
-        why.
+        """Explain what the operation waits for, its position in the order, and its predicted start.
 
-        The answer is about the first open part of an operation that was split.
+        For an operation that was split, the answer is about its first open part.
 
-        Raises: PhaseloomError: the mesh refused, or gave no answer.
+        Raises: PhaseloomError: the mesh refused or did not answer.
         """
         part = next((p for p in self._parts if not p.outcome.done()), self._parts[-1])
         key = part.key
@@ -213,7 +216,7 @@ class OperationHandle(Generic[R_co]):
             part.is_awaited = True
         results = []
         for part in self._parts:
-            # Shielded, so that a waiter that is cancelled does not cancel the outcome of others.
+            # Shielded: cancelling one waiter must not cancel the outcome that others await.
             outcome = await asyncio.shield(part.outcome)
             if isinstance(outcome, PhaseloomError):
                 raise outcome
@@ -222,13 +225,15 @@ class OperationHandle(Generic[R_co]):
 
 
 class Lost(ResourceError):
-    """It is not known here how a request ended: the caller must make it again."""
+    """The session ended before the outcome of a request was known. The caller must repeat the
+    request."""
 
 
 async def outcome_of(handle: OperationHandle[R_co]) -> R_co:
-    """The result of an operation.
+    """Return the result of an operation.
 
-    Raises: PhaseloomError: how the operation ended; Lost: the session of its job ended before.
+    Raises: PhaseloomError: the operation failed. Lost: its job's session ended before the outcome
+            was known.
     """
     try:
         return await handle
@@ -255,7 +260,7 @@ class Outbox:
         self._client = client
         self._job = job
         self.start = start
-        """Runs a coroutine in the background, for as long as the connection lasts."""
+        """Starts a coroutine in the background. It runs until it ends or the connection closes."""
         self._answer_timeout_s = answer_timeout_s
         self._window = asyncio.Semaphore(_MAX_IN_FLIGHT)
         self._open: dict[str, Part] = {}
@@ -263,26 +268,27 @@ class Outbox:
         self._answered_s = time.monotonic()
         self._wake = asyncio.Event()
         self._ended: PhaseloomError | None = None
-        """The reason why nothing more can be submitted; None: the session goes on."""
+        """Why nothing more can be submitted; None while the session is open."""
         self._closed = asyncio.Event()
 
     @property
     def is_closed(self) -> bool:
-        """Whether the session is over: nothing is open, and nothing more can be submitted."""
+        """Whether the session is over: no operation is open, and none can be submitted."""
         return self._closed.is_set()
 
     async def closed(self, within_s: float) -> bool:
-        """Whether the session has ended; waits for the end for `within_s` seconds at most."""
+        """Wait up to `within_s` seconds for the session to end, and return whether it has."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._closed.wait()
         return self.is_closed
 
     def check_room(self, num_bytes: int) -> None:
-        """Check, before an operation gets a `seq`, that the session can take it.
+        """Check that the session accepts an operation of this size. Call it before assigning a
+        `seq`.
 
         Raises: PhaseloomError: the session is over. ResourceError: RESOURCE_EXHAUSTED: too many
-                bytes wait to be stored.
+                bytes are waiting to be stored.
         """
         if self._ended:
             raise self._ended
@@ -299,7 +305,7 @@ class Outbox:
         self.start(self._deliver(part, len(part.payload)))
 
     def end(self, error: PhaseloomError) -> None:
-        """End the session: take no more operations, and fail the open ones with this error."""
+        """End the session: refuse new operations, and fail the open ones with this error."""
         self._ended = self._ended or error
         for part in list(self._open.values()):
             self._resolve(part, error)
@@ -307,17 +313,16 @@ class Outbox:
         self._wake.set()
 
     def expect_end(self) -> None:
-        """Note that this program ends the job, and knows that open operations end with it."""
+        """Do not log the failures of open operations: this program is ending the job itself."""
         for part in self._open.values():
             part.is_awaited = True
 
     def reconnected(self) -> None:
-        """Ask for the outcomes of open operations at once, since completions may have been
-        missed."""
+        """Request the outcomes of open operations now, since completions may have been missed."""
         self._wake.set()
 
     def on_completion(self, message: Msg) -> None:
-        """Take a message from the job's `out` subjects."""
+        """Handle a message on one of the job's `out` subjects."""
         self._answered_s = time.monotonic()
         part = self._open.get(message.subject)
         if part is None:
@@ -347,7 +352,7 @@ class Outbox:
     # --- publishing -----------------------------------------------------------------------------
 
     async def _deliver(self, part: Part, num_bytes: int) -> None:
-        # Tasks start, and this semaphore lets them in, in the order of the calls.
+        # Tasks start in the order of the calls, and the semaphore admits them in that order.
         async with self._window:
             key = part.key
             with telemetry.span(
@@ -361,17 +366,17 @@ class Outbox:
                 try:
                     await self._publish(part)
                 except PhaseloomError as error:
-                    # Later operations would wait behind the gap for ever.
+                    # Later operations would wait forever for the missing number.
                     self._resolve(part, error)
                     self.end(error)
         part.payload = b""
         self._unstored_bytes -= num_bytes
 
     async def _publish(self, part: Part) -> None:
-        """Publish an operation until it is stored, its outcome is known, or the timeout is over.
+        """Publish an operation until it is stored, its outcome is known, or the timeout expires.
 
-        Raises: PhaseloomError: the operation was not stored, or another session's operation has its
-                `seq`.
+        Raises: PhaseloomError: the operation was not stored, or an operation of another session has
+                its `seq`.
         """
         deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
@@ -391,10 +396,10 @@ class Outbox:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _try_publish(self, part: Part) -> bool:
-        """Publish an operation once. Returns: whether the server certainly has it.
+        """Publish an operation once. Returns: whether the server is known to have stored it.
 
-        Raises: ResourceError: UNAVAILABLE or RESOURCE_EXHAUSTED: try again; ABORTED: another
-                session's operation has this `seq`.
+        Raises: ResourceError: UNAVAILABLE or RESOURCE_EXHAUSTED: try again. ABORTED: an operation
+                of another session has this `seq`.
         """
         if not self._client.is_connected and self._client.denial is None:
             raise ResourceError("there is no connection to NATS", remedy="is the mesh up?")
@@ -425,10 +430,10 @@ class Outbox:
     # --- outcomes -------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Ask for the outcomes of operations that stay open, until the session ends.
+        """Request the outcomes of operations that stay open, until the session ends.
 
-        Cancelling this task is not enough to end it: on Python 3.11 a request that is answered at
-        the moment of its cancellation swallows the cancellation.
+        The loop also checks `is_closed` because cancelling this task does not reliably end it: on
+        Python 3.11, a request whose answer arrives at the moment of the cancellation swallows it.
         """
         while not self.is_closed:
             try:
@@ -463,7 +468,7 @@ class Outbox:
     async def settle(self) -> None:
         """Wait for the outcomes of all stored operations after the job has ended.
 
-        They may still be on their way when the end of the job is known.
+        Completions may arrive after the end of the job is known.
         """
         deadline = time.monotonic() + self._answer_timeout_s
         for part in [part for part in self._open.values() if part.stored.is_set()]:
@@ -477,10 +482,10 @@ class Outbox:
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     async def _check_deployment(self, name: str, min_age_s: float) -> None:
-        """Ask for the outcomes of a deployment's operations in order, up to the first that still
-        runs.
+        """Request the outcomes of a deployment's operations in order, up to the first one still
+        running.
 
-        Later operations end later, so nothing is lost by stopping there.
+        Later operations end later, so there is nothing to learn behind it.
         """
         oldest = time.monotonic() - min_age_s
         while (part := self._first_open(name)) and part.stored.is_set() and part.stored_s <= oldest:
@@ -496,8 +501,8 @@ class Outbox:
         if reply.completion is not None:
             self._complete(part, reply.completion)
         elif reply.stored_id is None:
-            # The operation may end while the router reads first one place, then the other: only
-            # repeated absence is a loss.
+            # The router reads the operation and its completion one after the other, so it may miss
+            # an operation that ends in between. Only repeated absence counts as a loss.
             part.misses += 1
             if part.misses >= _MAX_MISSES:
                 lost = ResourceError(
@@ -518,7 +523,7 @@ class Outbox:
         elif completion.outcome is Outcome.COMPLETED and completion.result is not None:
             self._tell(part, completion.result)
         elif completion.outcome in _UNFINISHED and completion.error is None:
-            # Who cancels an operation knows that.
+            # The caller cancelled it, so an unawaited handle needs no warning.
             part.is_awaited |= completion.outcome is Outcome.CANCELLED
             code, what = _UNFINISHED[completion.outcome]
             self._tell(part, ResourceError(f"{part.key} {what}", code=code))
@@ -538,7 +543,7 @@ class Outbox:
         return error
 
     def _tell(self, part: Part, outcome: Result | PhaseloomError) -> None:
-        """Give an operation the outcome that the mesh knows of."""
+        """Set the outcome that the mesh reported for an operation."""
         if not part.outcome.done():
             part.is_stored = part.is_told = True
         self._resolve(part, outcome)
@@ -557,10 +562,10 @@ class Outbox:
     async def ask_of(
         self, call: str, part: Part, request: api.OperationRequest
     ) -> api.Explanation | None:
-        """Call `operation.cancel` or `.explain`, as soon as the operation is stored.
+        """Call `operation.cancel` or `operation.explain` once the operation is stored.
 
         Returns: the answer; None: the operation has ended meanwhile.
-        Raises:  PhaseloomError: the mesh refused; UNAVAILABLE: no answer came in time.
+        Raises:  PhaseloomError: the mesh refused. UNAVAILABLE: no answer arrived in time.
         """
         key = part.key
         deadline = time.monotonic() + self._answer_timeout_s
@@ -571,8 +576,8 @@ class Outbox:
                     return await call_api(self._client, key.tenant, call, request, api.Explanation)
             except PhaseloomError as error:
                 if error.info.code is Code.FAILED_PRECONDITION and await self._has_ended(part):
-                    return None  # the operation was faster, and its outcome is on its way
-                # The operation has not reached the scheduler yet, or nobody is there to answer.
+                    return None  # the operation ended first, and its outcome is on its way
+                # The operation has not reached the scheduler yet, or no service answers.
                 may_pass = error.info.code in (Code.NOT_FOUND, Code.UNAVAILABLE)
                 if not may_pass or time.monotonic() + pause_s > deadline:
                     raise
@@ -581,7 +586,7 @@ class Outbox:
         return None
 
     async def _has_ended(self, part: Part) -> bool:
-        """Whether the mesh knows an operation's outcome, which this session then learns too."""
+        """Look up an operation's outcome, and return whether it is known now."""
         with suppress(ResourceError):  # without an answer, nothing is known
             await self._look_up(part)
         return part.outcome.done()

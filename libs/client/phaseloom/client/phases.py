@@ -1,8 +1,8 @@
-"""Phases: a controller says when a run of operations on one pool begins, and when it ends.
+"""Phases: a controller declares when a series of operations on one pool begins and ends.
 
-A phase is a hint and never a lock. It lets the mesh keep the pool's device for the job between the
-operations of the phase, and give the device away at once after the last. Phases may overlap, and a
-hint that does not get through changes no result.
+A phase is a hint, never a lock. It lets the mesh keep the pool's device for the job between the
+operations of the phase, and give the device away right after the last one. Phases may overlap. A
+lost hint changes no result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class HasPhases(Protocol):
-    """The methods of a job's session that phases need."""
+    """The methods of a job's session that phases use."""
 
     async def begin_phase(self, pool: str) -> None: ...
 
@@ -31,16 +31,15 @@ class HasPhases(Protocol):
 
 
 CURRENT: ContextVar[HasPhases | None] = ContextVar("job", default=None)
-"""The job that was submitted or attached to last in this context."""
+"""The job that this context submitted or attached to last."""
 
 
 class Phase:
-    """A phase on a pool: use `async with`, decorate an async function with it, or call `begin` and
-    `end`.
+    """A phase on a pool. Use `async with`, decorate an async function, or call `begin` and `end`.
 
-    A phase that was made without a job belongs to the job that the decorated function gets as an
-    argument; without such an argument, to the job that was submitted or attached to last in this
-    context.
+    A phase made without a job belongs to the first job among the arguments of the decorated
+    function. If there is none, it belongs to the job that this context submitted or attached to
+    last.
     """
 
     def __init__(self, pool: str, job: HasPhases | None = None) -> None:
@@ -51,14 +50,15 @@ class Phase:
     async def begin(self) -> None:
         """Begin the phase.
 
-        Raises: CallerError: there is no job. ResourceError: ABORTED: the job's session is over.
+        Raises: CallerError: there is no current job. ResourceError: ABORTED: the job's session is
+                over.
         """
         await self._begin(self._job or _current())
 
     async def end(self) -> None:
         """End the phase.
 
-        Raises: CallerError: the phase was not begun.
+        Raises: CallerError: the phase has not begun.
         """
         if not self._begun:
             raise CallerError(
@@ -83,7 +83,7 @@ class Phase:
         @functools.wraps(function)
         async def in_phase(*args: P.args, **kwargs: P.kwargs) -> T:
             job = self._job or _job_in([*args, *kwargs.values()]) or _current()
-            # Each call has a phase of its own, since calls may overlap.
+            # Calls may overlap, so each one opens its own phase.
             async with Phase(self.pool, job):
                 return await function(*args, **kwargs)
 
@@ -91,12 +91,13 @@ class Phase:
 
 
 def phase(pool: str) -> Phase:
-    """A phase on a pool (`rollout`, `train`, …) of the job at hand; see `Phase`."""
+    """A phase of the current job on a pool such as `rollout` or `train`; see `Phase`."""
     return Phase(pool)
 
 
 def runtime_hook(hook: hooks.H) -> hooks.H:
-    """Register a function for the events of the job at hand and of later ones; a decorator, too.
+    """Register a function for the events of the current job and of later ones; usable as a
+    decorator.
 
     `phaseloom.client.hooks` lists the events.
     """
@@ -108,7 +109,7 @@ def runtime_hook(hook: hooks.H) -> hooks.H:
 
 
 def _job_in(arguments: list[object]) -> HasPhases | None:
-    """The first argument that is a job, or that has one as `job`."""
+    """Return the first argument that is a job or has one as its attribute `job`."""
     for argument in arguments:
         for candidate in (argument, getattr(argument, "job", None)):
             if isinstance(candidate, HasPhases):

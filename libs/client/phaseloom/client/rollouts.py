@@ -1,12 +1,13 @@
-"""Rollouts whose weights are updated while they run, from the next token on.
+"""Rollouts whose weights can be updated while they run, starting with the next token.
 
-An update has the `generate` operations in flight end with the tokens that they have, syncs the
-weights behind them, and asks for the rest. The rest goes on from those tokens with the draws of a
-sample that was never interrupted; the KV cache of what there is already is computed anew, with the
-new weights, unless the update keeps it. So each operation on the mesh is an ordinary one, which
-runs with one version from its first token to its last: it is ordered, recovered and accounted for
-like any other, on every backend. While new weights are made, and while they are on their way to
-others, rollouts go on.
+An update stops the `generate` operations in flight, which return the tokens sampled so far. It then
+syncs the weights and submits operations that continue the samples. A continued sample uses the same
+random draws as one that was never interrupted. Its KV cache is recomputed with the new weights,
+unless the update keeps it.
+
+So each operation on the mesh is an ordinary one, which runs with a single version from its first
+token to its last. It is ordered, recovered and accounted for like any other, on every backend.
+Rollouts continue while new weights are computed and sent to other deployments.
 """
 
 from __future__ import annotations
@@ -32,28 +33,26 @@ Handle = OperationHandle[ops.GenerateResult]
 
 
 class VersionRun(NamedTuple):
-    """Tokens that follow one another in a sequence, all drawn with one version."""
+    """Consecutive tokens of a sequence that one version sampled."""
 
     version: int
-    """The `seq` of the `publish_weights`; 0: this session has not synced the weights."""
+    """`seq` of the `publish_weights`. 0: this session has not synced the weights."""
     num_tokens: int
 
 
 class RolloutResult(msgspec.Struct, frozen=True):
-    """The samples of a rollout, and the versions that drew them."""
+    """The samples of a rollout, and the versions that sampled them."""
 
     sequences: list[list[ops.Sequence]]
-    """[prompt][sample]. Each log-probability is by the version that drew the token."""
+    """[prompt][sample]. Each log-probability comes from the version that sampled the token."""
     versions: list[list[list[VersionRun]]]
-    """[prompt][sample]: the versions that drew the sequence's tokens, in their order."""
+    """[prompt][sample]: the versions that sampled the sequence, in order."""
     metrics: dict[str, float] = {}
-    """The metrics of `GenerateResult`, added up over all operations that the rollout took."""
+    """The metrics of `GenerateResult`, summed over all operations of the rollout."""
 
 
 @dataclass(slots=True)
 class _Sample:
-    """One sequence so far."""
-
     prompt: ops.Prompt
     sequence: ops.Sequence = field(default_factory=lambda: ops.Sequence([], [], PARTIAL))
     runs: list[VersionRun] = field(default_factory=list)
@@ -66,20 +65,21 @@ class _Sample:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """An operation that is under way."""
+    """One operation in flight."""
 
     handle: Handle
     prompts: list[ops.Prompt]
     samples: list[list[_Sample]]
-    """The samples that the operation continues, by prompt; each prompt has as many."""
+    """The samples that the operation continues, grouped by prompt. All groups have the same
+    size."""
     version: int
     is_interrupted: bool = False
 
 
 class Rollout:
-    """A `generate` that weight updates do not wait for, from `Deployment.rollout`.
+    """A `generate` that does not delay weight updates, from `Deployment.rollout`.
 
-    Await it for the result, as often as you like.
+    Await it for the result, any number of times.
     """
 
     def __init__(self, rollouts: Rollouts, sampling: ops.SamplingParams) -> None:
@@ -88,7 +88,7 @@ class Rollout:
         self._in_flight: set[_Asked] = set()
         self._is_stopped = False
         self._metrics: dict[str, float] = {}
-        # An error is a value here, since an outcome that nobody awaits is no unhandled exception.
+        # An error is stored as a value: asyncio warns about exceptions that nobody retrieves.
         self._outcome: asyncio.Future[RolloutResult | PhaseloomError] = (
             asyncio.get_running_loop().create_future()
         )
@@ -100,23 +100,23 @@ class Rollout:
         return self._outcome.done()
 
     async def stop(self) -> None:
-        """End the rollout with the tokens that it has; unfinished samples stay `partial`.
+        """End the rollout with the tokens sampled so far. Unfinished samples stay `partial`.
 
-        Raises: PhaseloomError: the mesh refused, or gave no answer.
+        Raises: PhaseloomError: the mesh refused or did not answer.
         """
         self._is_stopped = True
         await self.interrupt()
 
     async def interrupt(self) -> None:
-        """End the operations under way with the tokens that they have. The rest is submitted again,
-        unless the rollout was stopped."""
+        """Stop the operations in flight, which return the tokens sampled so far. Unless the rollout
+        was stopped, the remaining tokens are requested again."""
         asked = [*self._in_flight]
         for each in asked:
             each.is_interrupted = True
         await asyncio.gather(*(each.handle.stop() for each in asked))
 
     def begin(self, prompts: list[ops.Prompt], num_samples: int) -> Coroutine[Any, Any, None]:
-        """Submit the first operations. Returns: the coroutine that sees the rollout through."""
+        """Submit the first operations. Return the coroutine that completes the rollout."""
         samples = [
             [_Sample(replace(prompt, sample=prompt.sample + k)) for k in range(num_samples)]
             for prompt in prompts
@@ -141,7 +141,7 @@ class Rollout:
             self._outcome.set_result(outcome)
 
     def _ask(self, prompts: list[ops.Prompt], samples: list[list[_Sample]]) -> list[_Asked]:
-        """Submit the missing part of these samples, in messages that are not too large."""
+        """Submit operations that continue these samples, split to fit in messages."""
         if not prompts:
             return []
         num_samples = len(samples[0])
@@ -162,8 +162,8 @@ class Rollout:
         await asyncio.gather(*map(self._one, asked))
 
     async def _one(self, asked: _Asked) -> None:
-        """Take the samples of an operation, and submit what an update has left open, until nothing
-        is."""
+        """Collect the samples of an operation, and resubmit those that an update interrupted until
+        all are complete."""
         has_begun = True
         try:
             result = await asked.handle
@@ -193,7 +193,7 @@ class Rollout:
         await self._all_of(self._ask(rest, [[sample] for sample in left]))
 
     async def _result(self) -> RolloutResult:
-        # Shielded, so that a waiter that is cancelled does not cancel the outcome of others.
+        # Shielded: cancelling one waiter must not cancel the outcome that others await.
         outcome = await asyncio.shield(self._outcome)
         if isinstance(outcome, PhaseloomError):
             raise outcome
@@ -202,13 +202,13 @@ class Rollout:
 
 @dataclass(slots=True)
 class Rollouts:
-    """The rollouts of a deployment that are under way."""
+    """The unfinished rollouts of a deployment."""
 
     generate: Callable[[list[ops.Prompt], ops.SamplingParams, int], Handle]
     run: Callable[[Coroutine[Any, Any, None]], None]
-    """Runs a coroutine in the background, for as long as the connection lasts."""
+    """Starts a coroutine in the background. It runs until it ends or the connection closes."""
     version: int = 0
-    """The version with which operations run that are submitted now."""
+    """The weights version that an operation submitted now would use."""
     _open: set[Rollout] = field(default_factory=set)
 
     def begin(

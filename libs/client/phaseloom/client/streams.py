@@ -1,4 +1,4 @@
-"""Tokens of a `generate` while they are drawn, as the operation's handle gives them."""
+"""Stream the tokens of a `generate` through its handle while they are sampled."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class Piece(msgspec.Struct, frozen=True):
     """The next tokens of one sample of a `generate`."""
 
     prompt: int
-    """The place of the prompt in the call."""
+    """Index of the prompt in the call."""
     sample: int
-    """The place of the sample among those of its prompt."""
+    """Index of the sample among those of its prompt."""
     offset: int
-    """The number of the sample's tokens that came before these."""
+    """Number of tokens of the sample before this piece."""
     tokens: list[int]
     logprobs: list[float]
     top_tokens: list[int]
     """As in `Sequence`."""
     top_logprobs: list[float]
     weights_seq: int
-    """The `seq` of the deployment's last mutating operation before the `generate`, whose weights
-    drew the tokens; 0: the tokens were not streamed, and come from the result."""
+    """`seq` of the deployment's last mutating operation before the `generate`, which made the
+    weights that sampled these tokens. 0: the tokens were not streamed but come from the result."""
     stop_reason: str = ""
-    """The reason why the sample ended, on its last piece, which may have no tokens; empty on all
+    """Why the sample ended. Set only on its last piece, which may have no tokens; empty on all
     others."""
 
 
 class GenerateHandle(OperationHandle[ops.GenerateResult]):
-    """A `generate` that was submitted: await it for the result, or iterate over `stream()`."""
+    """Handle of a `generate`: await it for the result, or iterate over `stream()`."""
 
     def __init__(
         self,
@@ -47,29 +47,29 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
         merge: Callable[[list[ops.Result]], ops.GenerateResult],
         outbox: Outbox,
     ) -> None:
-        """Args: num_prompts: the number of prompts of each part."""
+        """Args:   num_prompts: the number of prompts in each part."""
         super().__init__(parts, merge, outbox)
         self._firsts = [sum(num_prompts[:i]) for i in range(len(parts))]
         self._streamed = [Streamed() for _ in parts]
         self._pieces: list[Piece] = []
         self._whole: set[int] = set()
-        """The parts of which all pieces have come."""
+        """Indices of the parts whose pieces are complete."""
         self._news = asyncio.Event()
         for i, part in enumerate(parts):
             part.told = partial(self._take, i)
             part.outcome.add_done_callback(self._tell)
 
     async def stream(self) -> AsyncIterator[Piece]:
-        """All pieces from the first on, as they come; each token of each sample is in exactly one
-        of them.
+        """Yield all pieces from the first one on, as they arrive. Each token is in exactly one
+        piece.
 
-        Tokens come while they are drawn where the operation was submitted with `stream=True`, else
-        with the result; pieces that were lost on the way come with the result, too. The pieces of
-        one sample are in order; those of several samples are mixed.
+        If the operation was submitted with `stream=True`, tokens arrive while they are sampled;
+        otherwise they arrive with the result. Pieces lost on the way arrive with the result too.
+        The pieces of one sample are in order; those of different samples interleave.
 
-        Raises: PhaseloomError: as awaiting the handle. ResourceError: ABORTED: a worker was lost,
-                and its successor has drawn other tokens than those that were given before. That
-                happens only on a device whose results depend on what else it computes.
+        Raises: PhaseloomError: the same as awaiting the handle. ResourceError: ABORTED: a worker
+                was lost, and its successor sampled different tokens from those already yielded.
+                That is possible only on a device whose results depend on what else it computes.
         """
         at = 0
         while True:
@@ -91,7 +91,7 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
             self._tell()
 
     def _take_results(self) -> None:
-        """Add the pieces that only the results of ended parts have."""
+        """Add the pieces that came only with the results of finished parts."""
         for i, part in enumerate(self._parts):
             if i in self._whole or not part.outcome.done():
                 continue
