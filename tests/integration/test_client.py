@@ -29,7 +29,7 @@ from phaseloom.client import (
     connect,
     operations,
 )
-from phaseloom.client.operations import Outbox, Part
+from phaseloom.client.operations import OperationPart, Outbox
 from phaseloom.common.contract import streams
 from phaseloom.common.contract.api import CancelRequest, Checkpoint
 from phaseloom.common.contract.codec import CONTENT_TYPE, MSGPACK, decode, encode
@@ -264,14 +264,14 @@ async def test_operation_that_ended_before_it_could_be_cancelled_gives_its_resul
             await asyncio.sleep(0.01)
         key = parts[0].key
         request = CancelRequest(key.job, key.deployment, key.slot)
-        assert await outbox.ask_of("operation.cancel", parts[0], request) is None
+        assert await outbox.call_when_stored("operation.cancel", parts[0], request) is None
         assert isinstance(parts[0].outcome.result(), OptimStepResult)
 
 
 @asynccontextmanager
 async def deaf_outbox(
     nats_server: EmbeddedServer, bus: Bus
-) -> AsyncIterator[tuple[Outbox, list[Part]]]:
+) -> AsyncIterator[tuple[Outbox, list[OperationPart]]]:
     """With three operations. Nobody subscribed for it: it hears of nothing by itself."""
     credentials = nats_server.credentials
     client = await connect_to_nats(
@@ -290,7 +290,7 @@ async def deaf_outbox(
         for seq in (1, 2, 3):
             key = OperationKey(TENANT, "sums", "policy", str(seq))
             operation = Operation(f"id{seq}", 1, OptimStep(ADAM))
-            parts.append(Part(key, operation.id, "optim_step", encode(operation)))
+            parts.append(OperationPart(key, operation.id, "optim_step", encode(operation)))
             outbox.submit(parts[-1])
         watch = group.create_task(outbox.watch())
         yield outbox, parts

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from phaseloom.client import Deployment
-from phaseloom.client.operations import Outbox, Part
+from phaseloom.client.operations import OperationPart, Outbox
 from phaseloom.common.contract.codec import JSON, MSGPACK
 from phaseloom.common.contract.errors import CallerError
 from phaseloom.common.contract.ids import DeploymentKey, JobKey
@@ -87,7 +87,7 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
             '''
     @checked
     def score(
-        self, batch: Iterable[ops.Datum], *, after: Awaited = (), timeout_s: float = 0.0
+        self, batch: Iterable[ops.Datum], *, after: Dependencies = (), timeout_s: float = 0.0
     ) -> Any:
         """The log-probability of each sample's targets together."""
         from phaseloom.common.contract.operations import Score, ScoreResult
@@ -122,12 +122,12 @@ class Kept:
     """An outbox that sends nothing."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[OperationPart] = []
 
     def check_room(self, num_bytes: int) -> None:
         """There is room."""
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: OperationPart) -> None:
         self.parts.append(part)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -135,7 +135,7 @@ class Kept:
         raise AssertionError(work)
 
 
-def submitted() -> tuple[Awaitable[Any], list[Part]]:
+def submitted() -> tuple[Awaitable[Any], list[OperationPart]]:
     """The controller submits it; it is cut by samples where one message cannot hold them."""
     outbox = Kept()
     policy: Any = Deployment(JobKey("acme", "sums"), "policy", 1, 1, cast("Outbox", outbox))
@@ -144,7 +144,7 @@ def submitted() -> tuple[Awaitable[Any], list[Part]]:
     return handle, outbox.parts
 
 
-def routed(parts: list[Part]) -> list[Operation]:
+def routed(parts: list[OperationPart]) -> list[Operation]:
     """A router lets it pass and says how large it is; an unsound one is refused by its field."""
     operations = [validate.read(part.key, part.payload, MSGPACK) for part in parts]
     headers = [validate.queued(p.key, o) for p, o in zip(parts, operations, strict=True)]

@@ -14,7 +14,7 @@ from phaseloom.common.contract.errors import Code, ResourceError
 from phaseloom.common.contract.operations import DrawnTokens, GenerateResult, Sequence
 from phaseloom.common.contract.streaming import (
     MAX_DRAWN_BYTES,
-    Streamed,
+    StreamedTokens,
     as_lists,
     messages,
     part_of,
@@ -69,7 +69,7 @@ def test_each_position_is_taken_once_whatever_is_told_twice_or_lost(
     num_tokens: int, num_top: int, told: list[tuple[int, int, bool]]
 ) -> None:
     sample = whole(num_tokens, num_top=num_top)
-    streamed, taken = Streamed(), []
+    streamed, taken = StreamedTokens(), []
     for start, size, is_list in told:
         if start >= num_tokens:
             continue
@@ -77,32 +77,32 @@ def test_each_position_is_taken_once_whatever_is_told_twice_or_lost(
         new = streamed.take(as_lists(message) if is_list else message)
         taken += [] if new is None else [new]
     result = GenerateResult([[sequence_of(sample)]])
-    ((rest, sequence),) = streamed.rest(result)
+    ((rest, sequence),) = streamed.remaining(result)
     assert joined([*taken, rest]) == as_lists(sample)
     assert sequence.stop_reason == "length"
 
 
 def test_run_that_begins_again_adds_what_is_new_only() -> None:
-    sample, streamed = whole(10), Streamed()
+    sample, streamed = whole(10), StreamedTokens()
     assert streamed.take(part_of(sample, 0, 6)) == part_of(sample, 0, 6)
     assert streamed.take(part_of(sample, 0, 4)) is None
     assert streamed.take(part_of(sample, 4, 9)) == part_of(sample, 6, 9)
 
 
 def test_tokens_behind_a_gap_wait_for_the_result() -> None:
-    sample, streamed = whole(10), Streamed()
+    sample, streamed = whole(10), StreamedTokens()
     streamed.take(part_of(sample, 0, 2))
     assert streamed.take(part_of(sample, 4, 6)) is None
-    ((rest, _),) = streamed.rest(GenerateResult([[sequence_of(sample)]]))
+    ((rest, _),) = streamed.remaining(GenerateResult([[sequence_of(sample)]]))
     assert rest == part_of(sample, 2, 10)
 
 
 def test_result_with_other_tokens_than_those_streamed_is_told() -> None:
-    streamed = Streamed()
+    streamed = StreamedTokens()
     streamed.take(DrawnTokens(0, 1, 0, [7, 8], [-1.0, -1.0]))
     other = Sequence([7, 9, 9], [-1.0] * 3, "length")
     with pytest.raises(ResourceError, match="sample 1 of prompt 0 was drawn again") as error:
-        list(streamed.rest(GenerateResult([[other, other]])))
+        list(streamed.remaining(GenerateResult([[other, other]])))
     assert error.value.info.code is Code.ABORTED
     assert error.value.info.remedy
 

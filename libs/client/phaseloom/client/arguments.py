@@ -28,7 +28,7 @@ _BYTES = (bytes, bytearray, memoryview)
 _NUMBERS: dict[Any, str] = {int: "__index__", float: "__float__"}
 """The method that converts a value to the type. Checking for it also accepts numpy and torch
 scalars."""
-_ALIKE: dict[Any, Any] = {bytes: _BYTES, dict: Mapping}
+_ACCEPTED_TYPES: dict[Any, Any] = {bytes: _BYTES, dict: Mapping}
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -59,10 +59,12 @@ def check_type(value: object, hint: Any, field: str) -> None:
     Raises: CallerError: the value has another type; the error names the field.
     """
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    found = [kind for kind in kinds if _is(value, kind)]
-    if not found:
-        given, due = type(value).__name__, " or ".join(map(_named, kinds))
-        raise CallerError(f"{given} where {due} is due", field=field, remedy=f"give {due}")
+    matches = [kind for kind in kinds if _matches(value, kind)]
+    if not matches:
+        actual, expected = type(value).__name__, " or ".join(map(_type_name, kinds))
+        raise CallerError(
+            f"{actual} where {expected} is due", field=field, remedy=f"give {expected}"
+        )
     if isinstance(value, msgspec.Struct):
         for name, inner in _fields(type(value)).items():
             check_type(getattr(value, name), inner, f"{field}.{name}")
@@ -74,7 +76,7 @@ def _fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: hints[name] for name in kind.__struct_fields__}
 
 
-def _is(value: Any, hint: Any) -> bool:
+def _matches(value: Any, hint: Any) -> bool:
     kind = get_origin(hint) or hint
     if kind is Any or isinstance(kind, TypeVar):
         return True
@@ -85,20 +87,20 @@ def _is(value: Any, hint: Any) -> bool:
     if issubclass(kind, StrEnum):
         return isinstance(value, str) and value in list(kind)
     if kind in (list, tuple, Iterable, Collection):
-        many = Iterable if kind is Iterable else Collection
-        return isinstance(value, many) and not isinstance(value, (str, *_BYTES))
-    return isinstance(value, _ALIKE.get(kind, kind))
+        container = Iterable if kind is Iterable else Collection
+        return isinstance(value, container) and not isinstance(value, (str, *_BYTES))
+    return isinstance(value, _ACCEPTED_TYPES.get(kind, kind))
 
 
-def _named(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (None, NoneType):
         return "None"
     if issubclass(kind, StrEnum):
         return " or ".join(map(repr, map(str, kind)))
     if kind in (list, tuple, Iterable, Collection) and inner:
-        each = get_args(inner[0]) if get_origin(inner[0]) in (Union, UnionType) else inner[:1]
-        return f"a list of {' or '.join(map(_named, each))}"
+        elements = get_args(inner[0]) if get_origin(inner[0]) in (Union, UnionType) else inner[:1]
+        return f"a list of {' or '.join(map(_type_name, elements))}"
     if issubclass(kind, Mapping):
         return "dict"
     return str(kind.__name__)

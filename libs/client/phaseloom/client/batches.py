@@ -37,7 +37,7 @@ def pack_prompt(prompt: Prompt, field: str) -> Prompt:
 
     Raises: CallerError: the value is not a Prompt, or an element is not a token id.
     """
-    _check_is(Prompt, prompt, field)
+    _check_class(Prompt, prompt, field)
     return replace(prompt, tokens=_int32s(prompt.tokens, f"{field}.tokens"))
 
 
@@ -47,7 +47,7 @@ def pack_datum(datum: Datum, field: str) -> Datum:
     Raises: CallerError: the value is not a Datum, a token is not a token id, or a weight,
             log-probability or advantage is not a number.
     """
-    _check_is(Datum, datum, field)
+    _check_class(Datum, datum, field)
     floats = {name: _float32s(getattr(datum, name), f"{field}.{name}") for name in _FLOATS}
     return replace(
         datum,
@@ -84,9 +84,13 @@ def split_prompts(
     sample_bytes = sampling.max_tokens * token_bytes + _ITEM_OVERHEAD_BYTES
 
     def size(prompt: Prompt) -> int:
-        own = length(prompt.tokens) * 4 + _ITEM_OVERHEAD_BYTES
-        scored = own + length(prompt.tokens) * prompt_top_logprobs * _SAMPLED_TOKEN_BYTES
-        return max(own, num_samples * sample_bytes + (scored if prompt_logprobs else 0))
+        prompt_bytes = length(prompt.tokens) * 4 + _ITEM_OVERHEAD_BYTES
+        scored_bytes = (
+            prompt_bytes + length(prompt.tokens) * prompt_top_logprobs * _SAMPLED_TOKEN_BYTES
+        )
+        return max(
+            prompt_bytes, num_samples * sample_bytes + (scored_bytes if prompt_logprobs else 0)
+        )
 
     return _split(packed, size, limit_bytes, "prompts")
 
@@ -113,7 +117,7 @@ def _split(
     return parts
 
 
-def _check_is(kind: type[Prompt | Datum], value: object, field: str) -> None:
+def _check_class(kind: type[Prompt | Datum], value: object, field: str) -> None:
     if not isinstance(value, kind):
         raise CallerError(
             f"a {type(value).__name__} is no {kind.__name__}",

@@ -67,7 +67,7 @@ class Hooks:
         if hook not in self._hooks:
             self._hooks.append(hook)
 
-    def tell(self, event: RuntimeEvent) -> None:
+    def emit(self, event: RuntimeEvent) -> None:
         for hook in self._hooks:
             try:
                 hook(event)

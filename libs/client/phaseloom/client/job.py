@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from phaseloom.client.arguments import check_type, checked
 from phaseloom.client.batches import pack_prompt, split_batch, split_prompts
-from phaseloom.client.operations import OperationHandle, Outbox, Part
+from phaseloom.client.operations import OperationHandle, OperationPart, Outbox
 from phaseloom.client.rollouts import Rollout, Rollouts
 from phaseloom.client.streams import GenerateHandle
 from phaseloom.common.contract import operations as ops
@@ -18,7 +18,7 @@ from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_
 from phaseloom.common.contract.kinds import KINDS
 
 R = TypeVar("R", bound=ops.Result)
-Awaited = Iterable["OperationHandle[object] | ops.After"]
+Dependencies = Iterable["OperationHandle[object] | ops.After"]
 Weights = OperationHandle[ops.PublishWeightsResult] | ops.NamedWeights
 _PUBLISH = ops.kind_of(ops.PublishWeights())
 
@@ -56,7 +56,7 @@ class Deployment:
         prompt_top_logprobs: int = 0,
         stream: bool = False,
         weights: Weights | None = None,
-        after: Awaited = (),
+        after: Dependencies = (),
         timeout_s: float = 0.0,
     ) -> GenerateHandle:
         """Sample continuations of each prompt.
@@ -72,7 +72,7 @@ class Deployment:
                     or the name of a version or checkpoint. Adapter weights need a deployment with
                     an adapter and `max_adapters`.
         """
-        named, after = self._named(weights, after)
+        named, after = self._resolve_weights(weights, after)
         parts = split_prompts(
             prompts,
             sampling,
@@ -136,22 +136,22 @@ class Deployment:
         batch: Iterable[ops.Datum],
         *,
         weights: Weights | None = None,
-        after: Awaited = (),
+        after: Dependencies = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.ForwardResult]:
         """Compute the log-probabilities of each sample's targets.
 
         Args:   weights: see `generate`.
         """
-        named, after = self._named(weights, after)
+        named, after = self._resolve_weights(weights, after)
         parts = split_batch(batch)
         return self._submit(
             [ops.Forward(part, named) for part in parts], after, ops.ForwardResult, timeout_s
         )
 
-    def _named(
-        self, weights: Weights | None, after: Awaited
-    ) -> tuple[ops.NamedWeights | None, Awaited]:
+    def _resolve_weights(
+        self, weights: Weights | None, after: Dependencies
+    ) -> tuple[ops.NamedWeights | None, Dependencies]:
         """Return the name of the weights to read, and `after` extended by the operation that
         publishes them."""
         if weights is None or isinstance(weights, ops.NamedWeights):
@@ -172,7 +172,7 @@ class Deployment:
         clip_high: float = 1.2,
         beta: float = 0.05,
         logprobs: bool = False,
-        after: Awaited = (),
+        after: Dependencies = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.ForwardBackwardResult]:
         """Add the gradients of a loss over the batch. The result has the loss's metrics.
@@ -203,7 +203,7 @@ class Deployment:
         adam: ops.AdamParams,
         *,
         allow_partial: bool = False,
-        after: Awaited = (),
+        after: Dependencies = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.OptimStepResult]:
         """Make one AdamW step with the accumulated gradients. The result has the step's metrics.
@@ -215,7 +215,7 @@ class Deployment:
 
     @checked
     def publish_weights(
-        self, *, ttl_s: float = 0.0, after: Awaited = (), timeout_s: float = 0.0
+        self, *, ttl_s: float = 0.0, after: Dependencies = (), timeout_s: float = 0.0
     ) -> OperationHandle[ops.PublishWeightsResult]:
         """Take an immutable version of the weights, which other deployments can sync.
 
@@ -232,7 +232,7 @@ class Deployment:
         published: OperationHandle[ops.PublishWeightsResult],
         *,
         keeps_kv: bool = False,
-        after: Awaited = (),
+        after: Dependencies = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.SyncWeightsResult]:
         """Replace the weights with a published version, as soon as it is published.
@@ -263,7 +263,7 @@ class Deployment:
         keep: int = 0,
         ttl_s: float = 0.0,
         overwrite: bool = False,
-        after: Awaited = (),
+        after: Dependencies = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.SaveStateResult]:
         """Write a checkpoint under the tenant's root while later operations run.
@@ -286,7 +286,7 @@ class Deployment:
 
     @checked
     def delete_checkpoint(
-        self, name: str, *, after: Awaited = (), timeout_s: float = 0.0
+        self, name: str, *, after: Dependencies = (), timeout_s: float = 0.0
     ) -> OperationHandle[ops.DeleteCheckpointResult]:
         """Remove a checkpoint of this deployment. Await its `save_state` first.
 
@@ -305,7 +305,7 @@ class Deployment:
         *,
         source: str = "",
         optimizer: bool = True,
-        after: Awaited = (),
+        after: Dependencies = (),
         timeout_s: float = 0.0,
     ) -> OperationHandle[ops.LoadStateResult]:
         """Replace the whole state with a checkpoint.
@@ -322,7 +322,7 @@ class Deployment:
 
     @checked
     def submit(
-        self, seq: int, id: str, args: ops.Args, *, after: Awaited = (), timeout_s: float = 0.0
+        self, seq: int, id: str, args: ops.Args, *, after: Dependencies = (), timeout_s: float = 0.0
     ) -> OperationHandle[Any]:
         """Submit an operation under a number that the caller chose.
 
@@ -338,50 +338,52 @@ class Deployment:
         payload = encode(ops.Operation(id, self._session, args, self._refs(after), timeout_s))
         self._outbox.check_room(len(payload))
         self._next_seq = max(self._next_seq, seq + 1)
-        part = Part(key, id, ops.kind_of(args), payload)
+        part = OperationPart(key, id, ops.kind_of(args), payload)
         self._outbox.submit(part)
         return OperationHandle([part], lambda results: results[0], self._outbox)
 
-    def _refs(self, after: Awaited) -> list[ops.After]:
+    def _refs(self, after: Dependencies) -> list[ops.After]:
         refs: list[ops.After] = []
-        for i, other in enumerate(after):
-            check_type(other, OperationHandle | ops.After, f"after[{i}]")
-            if isinstance(other, ops.After):
-                refs.append(other)
+        for i, dependency in enumerate(after):
+            check_type(dependency, OperationHandle | ops.After, f"after[{i}]")
+            if isinstance(dependency, ops.After):
+                refs.append(dependency)
                 continue
-            if other.job != self._job.job:
+            if dependency.job != self._job.job:
                 # An `After` carries no job, so here it would name an operation of this job.
                 raise CallerError(
-                    f"{other.key} is of another job",
+                    f"{dependency.key} is of another job",
                     field=f"after[{i}]",
                     remedy="await it before this call",
                 )
-            refs += other.refs
+            refs += dependency.refs
         return refs
 
     def _submit(
         self,
         parts: list[ops.Args],
-        after: Awaited,
+        after: Dependencies,
         result: type[R],
         timeout_s: float,
     ) -> OperationHandle[R]:
         submitted = self._submit_parts(parts, after, timeout_s)
         return OperationHandle(submitted, lambda results: merged(results, result), self._outbox)
 
-    def _submit_parts(self, parts: list[ops.Args], after: Awaited, timeout_s: float) -> list[Part]:
+    def _submit_parts(
+        self, parts: list[ops.Args], after: Dependencies, timeout_s: float
+    ) -> list[OperationPart]:
         refs = self._refs(after)
-        wires = []
+        messages = []
         for args in parts:
             id = uuid.uuid4().hex
             payload = encode(ops.Operation(id, self._session, args, refs, timeout_s))
-            wires.append((id, ops.kind_of(args), payload))
-        self._outbox.check_room(sum(len(payload) for _, _, payload in wires))
+            messages.append((id, ops.kind_of(args), payload))
+        self._outbox.check_room(sum(len(payload) for _, _, payload in messages))
         submitted = []
-        for id, kind, payload in wires:
+        for id, kind, payload in messages:
             key = OperationKey(self._job.tenant, self._job.job, self.name, str(self._next_seq))
             self._next_seq += 1
-            part = Part(key, id, kind, payload)
+            part = OperationPart(key, id, kind, payload)
             self._outbox.submit(part)
             submitted.append(part)
         return submitted
@@ -427,14 +429,14 @@ def merged(parts: list[ops.Result], expected: type[R]) -> R:
 
     Raises: InternalError: a part has a result of another kind.
     """
-    same: list[R] = [part for part in parts if isinstance(part, expected)]
-    if len(same) != len(parts):
+    matching: list[R] = [part for part in parts if isinstance(part, expected)]
+    if len(matching) != len(parts):
         names = ", ".join(type(part).__name__ for part in parts)
         raise InternalError(f"{names} came where {expected.__name__} was due")
-    kind = KINDS[ops.result_kind(same[0])]
-    if len(same) == 1:
-        whole: R = kind.as_lists(same[0])
-        return whole
+    kind = KINDS[ops.result_kind(matching[0])]
+    if len(matching) == 1:
+        combined: R = kind.as_lists(matching[0])
+        return combined
     assert kind.merge is not None, f"{kind.name} is never split"
-    whole = kind.as_lists(kind.merge(same))
-    return whole
+    combined = kind.as_lists(kind.merge(matching))
+    return combined

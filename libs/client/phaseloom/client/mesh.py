@@ -62,10 +62,10 @@ _BEATS_PER_LEASE = 3
 _BEAT_RETRY_S = 1.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 0.5
-_FIRST_WORD_AFTER_S = 3.0
+_FIRST_NOTICE_AFTER_S = 3.0
 """How long a submitted job waits for placement before the log mentions it."""
-_WORD_EVERY_S = 60.0
-_MOST_REPORTS = 64
+_NOTICE_EVERY_S = 60.0
+_MAX_PENDING_REPORTS = 64
 """Maximum number of reports waiting for an unreachable mesh. Further ones are dropped."""
 _READY, _STOPPED = "ready", "stopped"
 
@@ -230,13 +230,13 @@ class MeshJob(Job):
             self._phases[pool] -= 1
             raise
         if self._phases[pool] == 1:
-            self._outbox.hooks.tell(PhaseBegan(self._key, pool))
+            self._outbox.hooks.emit(PhaseBegan(self._key, pool))
 
     @checked
     async def end_phase(self, pool: str) -> None:
         self._phases[pool] -= 1
         if not self._phases[pool]:
-            self._outbox.hooks.tell(PhaseEnded(self._key, pool))
+            self._outbox.hooks.emit(PhaseEnded(self._key, pool))
         try:
             await self._declare(pool)
         except PhaseloomError as error:
@@ -331,20 +331,20 @@ class Mesh:
         for i, deployment in enumerate(specs):
             check_type(deployment, DeploymentSpec, f"deployments[{i}]")
         spec = JobSpec(slo, specs, cycle, duration_s, may_wait, durability, exclusive)
-        await self._once("job.submit", api.SubmitJob(name, spec))
+        await self._create("job.submit", api.SubmitJob(name, spec))
 
-        next_word_s = time.monotonic() + _FIRST_WORD_AFTER_S
+        next_notice_s = time.monotonic() + _FIRST_NOTICE_AFTER_S
 
         def is_active(status: api.JobStatus) -> bool:
-            nonlocal next_word_s
+            nonlocal next_notice_s
             if status.has_ended:
-                raise _why_ended(status)
-            if status.error is not None and time.monotonic() > next_word_s:
-                next_word_s = time.monotonic() + _WORD_EVERY_S
+                raise _end_reason(status)
+            if status.error is not None and time.monotonic() > next_notice_s:
+                next_notice_s = time.monotonic() + _NOTICE_EVERY_S
                 log.warning("%s.%s: %s", self._tenant, name, to_exception(status.error))
             return status.state == "active"
 
-        await self._until(name, is_active)
+        await self._poll_until(name, is_active)
         return await self._attach(name, may_be_new=True)
 
     @checked
@@ -377,12 +377,12 @@ class Mesh:
     async def drain(self, name: str) -> None:
         """Let a job end once its open operations have ended, and wait until it has."""
         await self._call("job.drain", api.JobRequest(name), api.JobStatus)
-        await self._until(name, lambda status: status.has_ended)
+        await self._poll_until(name, lambda status: status.has_ended)
 
     @checked
     def report(self, report: api.JobReport) -> None:
         """Send a report in the background, unless too many reports are in flight."""
-        if self._num_reports >= _MOST_REPORTS:
+        if self._num_reports >= _MAX_PENDING_REPORTS:
             log.warning(
                 "report %d of %s is left out: %d are under way",
                 report.step,
@@ -405,23 +405,27 @@ class Mesh:
     async def create_deployment(self, request: api.CreateDeployment) -> api.DeploymentStatus:
         """Add a deployment to a job and wait until it is ready (see
         `MeshJob.create_deployment`)."""
-        await self._once("deployment.create", request)
+        await self._create("deployment.create", request)
 
-        def of(status: api.JobStatus) -> api.DeploymentStatus:
+        def ready_status(status: api.JobStatus) -> api.DeploymentStatus:
             if status.has_ended:
-                raise _why_ended(status)
-            found = [d for d in status.deployments if d.name == request.spec.name]
-            if not found or found[0].state == _STOPPED:
-                raise _why_ended(msgspec.structs.replace(status, deployments=found))
-            return found[0]
+                raise _end_reason(status)
+            matches = [d for d in status.deployments if d.name == request.spec.name]
+            if not matches or matches[0].state == _STOPPED:
+                raise _end_reason(msgspec.structs.replace(status, deployments=matches))
+            return matches[0]
 
-        return of(await self._until(request.job, lambda now: of(now).state == _READY))
+        return ready_status(
+            await self._poll_until(request.job, lambda status: ready_status(status).state == _READY)
+        )
 
     @checked
     async def delete_deployment(self, request: api.DeploymentRequest) -> None:
         await self._call("deployment.delete", request, api.JobStatus)
 
-    async def _until(self, name: str, is_met: Callable[[api.JobStatus], bool]) -> api.JobStatus:
+    async def _poll_until(
+        self, name: str, is_met: Callable[[api.JobStatus], bool]
+    ) -> api.JobStatus:
         """Poll a job's status until it meets a condition."""
         pause_s = _FIRST_PAUSE_S
         while not is_met(status := await self.status(name)):
@@ -466,24 +470,24 @@ class Mesh:
         Raises:  CallerError: NOT_FOUND. FAILED_PRECONDITION: its job may fall back to it.
         """
         request = api.CheckpointRequest(job, deployment, name)
-        was_lost = False
+        may_be_done = False
 
         async def attempt() -> int:
-            nonlocal was_lost
+            nonlocal may_be_done
             try:
                 deleted = await call_api(
                     self._client, self._tenant, "checkpoint.delete", request, api.CheckpointDeleted
                 )
             except CallerError as error:
-                if was_lost and error.info.code is Code.NOT_FOUND:
+                if may_be_done and error.info.code is Code.NOT_FOUND:
                     return 0
                 raise
             except ResourceError:
-                was_lost = True
+                may_be_done = True
                 raise
             return deleted.num_bytes
 
-        return await self._retried(attempt)
+        return await self._retry(attempt)
 
     @checked
     async def archive_checkpoint(self, job: str, deployment: str, name: str) -> CheckpointArchive:
@@ -517,32 +521,32 @@ class Mesh:
         for task in self._tasks:
             task.cancel()
 
-    async def _once(self, call: str, request: api.SubmitJob | api.CreateDeployment) -> None:
+    async def _create(self, call: str, request: api.SubmitJob | api.CreateDeployment) -> None:
         """Make a call that creates something, and retry while nobody answers.
 
         ALREADY_EXISTS after an unanswered attempt is a success: that attempt created it.
         """
-        was_lost = False
+        may_be_done = False
 
         async def attempt() -> None:
-            nonlocal was_lost
+            nonlocal may_be_done
             try:
                 await call_api(self._client, self._tenant, call, request, api.JobStatus)
             except CallerError as error:
-                if not (was_lost and error.info.code is Code.ALREADY_EXISTS):
+                if not (may_be_done and error.info.code is Code.ALREADY_EXISTS):
                     raise
             except ResourceError:
-                was_lost = True
+                may_be_done = True
                 raise
 
-        await self._retried(attempt)
+        await self._retry(attempt)
 
     async def _attach(
         self, name: str, *, may_be_new: bool, numbered: Collection[str] = ()
     ) -> MeshJob:
         key = JobKey(self._tenant, name)
-        told = Hooks(hooks.DECLARED.get())
-        outbox = Outbox(self._client, key, self._start, self._answer_timeout_s, told)
+        session_hooks = Hooks(hooks.DECLARED.get())
+        outbox = Outbox(self._client, key, self._start, self._answer_timeout_s, session_hooks)
         # Subscribe before publishing any operation, so that no completion is missed.
         subscription = await self._client.subscribe(f"{PREFIX}.out.{key}.>")
         hand_over(subscription, outbox.on_completion)
@@ -560,7 +564,7 @@ class Mesh:
                 raise
 
         try:
-            attached = await self._retried(attempt)
+            attached = await self._retry(attempt)
         except BaseException:
             await subscription.unsubscribe()
             raise
@@ -579,10 +583,10 @@ class Mesh:
         pause_s = 0.0
         while not await outbox.closed(within_s=pause_s):
             try:
-                kept = await call_api(
+                reply = await call_api(
                     self._client, self._tenant, "session.heartbeat", beat, api.Beat
                 )
-                pause_s = kept.within_s / _BEATS_PER_LEASE
+                pause_s = reply.within_s / _BEATS_PER_LEASE
             except PhaseloomError as error:
                 if error.info.code is Code.FAILED_PRECONDITION:  # the job is over
                     await outbox.settle()
@@ -592,11 +596,11 @@ class Mesh:
                 pause_s = _BEAT_RETRY_S
 
     async def _call(self, call: str, request: object, answer: type[T]) -> T:
-        return await self._retried(
+        return await self._retry(
             lambda: call_api(self._client, self._tenant, call, request, answer)
         )
 
-    async def _retried(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat a call while nobody answers it, for example while a service restarts."""
         deadline = time.monotonic() + self._answer_timeout_s
         pause_s = _FIRST_PAUSE_S
@@ -685,10 +689,10 @@ def _settings(
     Raises: CallerError: one is missing or empty, or the tenant's name is invalid.
     """
     arguments = {"url": url, "tenant": tenant, "password": password}
-    given = {name: value for name, value in arguments.items() if value is not None}
-    settings = msgspec.structs.replace(config.load(ClientConfig, ""), **given)
+    passed = {name: value for name, value in arguments.items() if value is not None}
+    settings = msgspec.structs.replace(config.load(ClientConfig, ""), **passed)
     sources = {
-        name: name if name in given else f"{config.PREFIX}{name.upper()}" for name in arguments
+        name: name if name in passed else f"{config.PREFIX}{name.upper()}" for name in arguments
     }
     for name, source in sources.items():
         if not getattr(settings, name):
@@ -707,13 +711,13 @@ def _start_telemetry(tenant: str) -> Callable[[], None]:
     Returns: a function that stops the export.
     """
     settings = config.load(telemetry.TelemetryConfig, "telemetry")
-    is_wanted = bool(settings.spans_dir or settings.otlp_endpoint)
-    if not is_wanted or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+    is_configured = bool(settings.spans_dir or settings.otlp_endpoint)
+    if not is_configured or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return lambda: None
     return telemetry.setup(f"controller-{tenant}", settings)
 
 
-def _why_ended(status: api.JobStatus) -> PhaseloomError:
+def _end_reason(status: api.JobStatus) -> PhaseloomError:
     errors = [status.error, *(d.error for d in status.deployments)]
     for error in errors:
         if error is not None:

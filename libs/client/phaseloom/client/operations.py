@@ -59,7 +59,7 @@ _UNFINISHED = {
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Part:
+class OperationPart:
     """One operation on the wire. A call that was split has several parts."""
 
     def __init__(self, key: OperationKey, id: str, kind: str, payload: bytes) -> None:
@@ -71,13 +71,13 @@ class Part:
         """Set once the server is known to have stored the part, or the part has ended."""
         self.is_stored = False
         """Whether the server is known to have stored the part."""
-        self.is_told = False
+        self.is_reported = False
         """Whether the mesh reported the outcome. Otherwise this session ended first."""
         self.stored_s = 0.0
         self.misses = 0
         self.is_awaited = False
         """Whether anybody has awaited the handle."""
-        self.told: Callable[[Progress], None] | None = None
+        self.on_progress: Callable[[Progress], None] | None = None
         """Called with the part's progress, if set."""
         # An error is stored as a value: asyncio warns about exceptions that nobody retrieves.
         self.outcome: asyncio.Future[Result | PhaseloomError] = (
@@ -86,7 +86,7 @@ class Part:
 
     def __del__(self) -> None:
         """Log a failure that nobody awaited, once nobody can await it."""
-        if self.is_awaited or not (self.is_told and self.outcome.done()):
+        if self.is_awaited or not (self.is_reported and self.outcome.done()):
             return
         error = self.outcome.result()
         if isinstance(error, PhaseloomError):
@@ -108,7 +108,7 @@ class OperationHandle(Generic[R_co]):
     """
 
     def __init__(
-        self, parts: list[Part], merge: Callable[[list[Result]], R_co], outbox: Outbox
+        self, parts: list[OperationPart], merge: Callable[[list[Result]], R_co], outbox: Outbox
     ) -> None:
         self._parts = parts
         self._merge = merge
@@ -154,9 +154,9 @@ class OperationHandle(Generic[R_co]):
         for part in self._parts:
             await part.stored.wait()
             if not part.is_stored:
-                why = part.outcome.result()
-                assert isinstance(why, PhaseloomError), "what has a result was stored"
-                raise why
+                reason = part.outcome.result()
+                assert isinstance(reason, PhaseloomError), "what has a result was stored"
+                raise reason
 
     def done(self) -> bool:
         return all(part.outcome.done() for part in self._parts)
@@ -168,7 +168,7 @@ class OperationHandle(Generic[R_co]):
         The operation may still run, or may never have been stored. Awaiting the handle raises the
         reason why the session ended.
         """
-        return any(part.outcome.done() and not part.is_told for part in self._parts)
+        return any(part.outcome.done() and not part.is_reported for part in self._parts)
 
     async def cancel(self) -> None:
         """Cancel the operation, and return once the mesh has accepted the request.
@@ -196,7 +196,7 @@ class OperationHandle(Generic[R_co]):
         for part in self._parts:
             key = part.key
             request = api.CancelRequest(key.job, key.deployment, key.slot, keeps_partial)
-            await self._outbox.ask_of("operation.cancel", part, request)
+            await self._outbox.call_when_stored("operation.cancel", part, request)
 
     async def explain(self) -> api.Explanation:
         """Explain what the operation waits for, its position in the order, and its predicted start.
@@ -208,7 +208,7 @@ class OperationHandle(Generic[R_co]):
         part = next((p for p in self._parts if not p.outcome.done()), self._parts[-1])
         key = part.key
         request = api.OperationRequest(key.job, key.deployment, key.slot)
-        answer = await self._outbox.ask_of("operation.explain", part, request)
+        answer = await self._outbox.call_when_stored("operation.explain", part, request)
         return answer or api.Explanation(part.key, part.kind, part.state)
 
     async def _result(self) -> R_co:
@@ -263,7 +263,7 @@ class Outbox:
         """Starts a coroutine in the background. It runs until it ends or the connection closes."""
         self._answer_timeout_s = answer_timeout_s
         self._window = asyncio.Semaphore(_MAX_IN_FLIGHT)
-        self._open: dict[str, Part] = {}
+        self._open: dict[str, OperationPart] = {}
         self._unstored_bytes = 0
         self._answered_s = time.monotonic()
         self._wake = asyncio.Event()
@@ -299,7 +299,7 @@ class Outbox:
                 remedy="await some of the handles first",
             )
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: OperationPart) -> None:
         self._open[out_subject(part.key)] = part
         self._unstored_bytes += len(part.payload)
         self.start(self._deliver(part, len(part.payload)))
@@ -327,31 +327,31 @@ class Outbox:
         part = self._open.get(message.subject)
         if part is None:
             if message.subject.endswith(_PROGRESS):
-                self._tell_progress(message)
+                self._on_progress(message)
             return
         try:
             completion = decode(message.data, Completion, content_type_of(message.headers))
         except CallerError as error:
-            self._tell(part, InternalError(f"its completion cannot be read: {error}"))
+            self._resolve_reported(part, InternalError(f"its completion cannot be read: {error}"))
             return
         self._complete(part, completion)
 
-    def _tell_progress(self, message: Msg) -> None:
+    def _on_progress(self, message: Msg) -> None:
         part = self._open.get(message.subject.removesuffix(_PROGRESS))
-        if part is None or not (self.hooks or part.told):
+        if part is None or not (self.hooks or part.on_progress):
             return
         try:
             progress = decode(message.data, Progress, content_type_of(message.headers))
-            if part.told is not None:
-                part.told(progress)
+            if part.on_progress is not None:
+                part.on_progress(progress)
         except (CallerError, ValueError) as error:
             log.warning("progress on %s cannot be read: %s", message.subject, error)
             return
-        self.hooks.tell(progress)
+        self.hooks.emit(progress)
 
     # --- publishing -----------------------------------------------------------------------------
 
-    async def _deliver(self, part: Part, num_bytes: int) -> None:
+    async def _deliver(self, part: OperationPart, num_bytes: int) -> None:
         # Tasks start in the order of the calls, and the semaphore admits them in that order.
         async with self._window:
             key = part.key
@@ -372,7 +372,7 @@ class Outbox:
         part.payload = b""
         self._unstored_bytes -= num_bytes
 
-    async def _publish(self, part: Part) -> None:
+    async def _publish(self, part: OperationPart) -> None:
         """Publish an operation until it is stored, its outcome is known, or the timeout expires.
 
         Raises: PhaseloomError: the operation was not stored, or an operation of another session has
@@ -388,14 +388,14 @@ class Outbox:
                     part.stored.set()
                     return
             except ResourceError as error:
-                may_pass = error.info.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
-                if not may_pass or time.monotonic() + pause_s > deadline:
+                is_transient = error.info.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
+                if not is_transient or time.monotonic() + pause_s > deadline:
                     raise
                 log.info("%s is published again in %.2f s: %s", part.key, pause_s, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    async def _try_publish(self, part: Part) -> bool:
+    async def _try_publish(self, part: OperationPart) -> bool:
         """Publish an operation once. Returns: whether the server is known to have stored it.
 
         Raises: ResourceError: UNAVAILABLE or RESOURCE_EXHAUSTED: try again. ABORTED: an operation
@@ -420,7 +420,7 @@ class Outbox:
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="wait until operations complete, or ask for a larger stream",
             )
-        reply = await self._ask(part)
+        reply = await self._request_result(part)
         if reply.stored_id is None:
             return False
         if reply.stored_id != part.id:
@@ -493,11 +493,11 @@ class Outbox:
             if not part.outcome.done():
                 return
 
-    def _first_open(self, name: str) -> Part | None:
+    def _first_open(self, name: str) -> OperationPart | None:
         return next((p for p in self._open.values() if p.key.deployment == name), None)
 
-    async def _look_up(self, part: Part) -> None:
-        reply = await self._ask(part)
+    async def _look_up(self, part: OperationPart) -> None:
+        reply = await self._request_result(part)
         if reply.completion is not None:
             self._complete(part, reply.completion)
         elif reply.stored_id is None:
@@ -508,59 +508,61 @@ class Outbox:
                 lost = ResourceError(
                     f"{part.key} was stored and is gone", code=Code.DATA_LOSS, remedy="attach again"
                 )
-                self._tell(part, lost)
+                self._resolve_reported(part, lost)
 
-    async def _ask(self, part: Part) -> api.ResultReply:
+    async def _request_result(self, part: OperationPart) -> api.ResultReply:
         key = part.key
         request = api.ResultRequest(key.job, key.deployment, key.slot)
         reply = await call_api(self._client, key.tenant, "result.get", request, api.ResultReply)
         self._answered_s = time.monotonic()
         return reply
 
-    def _complete(self, part: Part, completion: Completion) -> None:
+    def _complete(self, part: OperationPart, completion: Completion) -> None:
         if completion.id and completion.id != part.id:
             self._resolve(part, self._lose_session(part))
         elif completion.outcome is Outcome.COMPLETED and completion.result is not None:
-            self._tell(part, completion.result)
+            self._resolve_reported(part, completion.result)
         elif completion.outcome in _UNFINISHED and completion.error is None:
             # The caller cancelled it, so an unawaited handle needs no warning.
             part.is_awaited |= completion.outcome is Outcome.CANCELLED
-            code, what = _UNFINISHED[completion.outcome]
-            self._tell(part, ResourceError(f"{part.key} {what}", code=code))
+            code, description = _UNFINISHED[completion.outcome]
+            self._resolve_reported(part, ResourceError(f"{part.key} {description}", code=code))
         elif completion.error is not None:
             error = to_exception(completion.error)
             if error.info.code is Code.ABORTED and error.info.field == "session":
                 self._ended = self._ended or error
-            self._tell(part, error)
+            self._resolve_reported(part, error)
         else:
-            self._tell(part, InternalError(f"{part.key}: {completion.outcome}, without a why"))
+            self._resolve_reported(
+                part, InternalError(f"{part.key}: {completion.outcome}, without a why")
+            )
 
-    def _lose_session(self, part: Part) -> ResourceError:
+    def _lose_session(self, part: OperationPart) -> ResourceError:
         error = ResourceError(
             f"another session took {part.key}", code=Code.ABORTED, remedy="attach again"
         )
         self._ended = self._ended or error
         return error
 
-    def _tell(self, part: Part, outcome: Result | PhaseloomError) -> None:
+    def _resolve_reported(self, part: OperationPart, outcome: Result | PhaseloomError) -> None:
         """Set the outcome that the mesh reported for an operation."""
         if not part.outcome.done():
-            part.is_stored = part.is_told = True
+            part.is_stored = part.is_reported = True
         self._resolve(part, outcome)
 
-    def _resolve(self, part: Part, outcome: Result | PhaseloomError) -> None:
+    def _resolve(self, part: OperationPart, outcome: Result | PhaseloomError) -> None:
         self._open.pop(out_subject(part.key), None)
         if part.outcome.done():
             return
         part.outcome.set_result(outcome)
         part.stored.set()
         error = outcome if isinstance(outcome, PhaseloomError) else None
-        self.hooks.tell(OperationEnded(part.key, part.kind, error))
+        self.hooks.emit(OperationEnded(part.key, part.kind, error))
 
     # --- cancelling and explaining --------------------------------------------------------------
 
-    async def ask_of(
-        self, call: str, part: Part, request: api.OperationRequest
+    async def call_when_stored(
+        self, call: str, part: OperationPart, request: api.OperationRequest
     ) -> api.Explanation | None:
         """Call `operation.cancel` or `operation.explain` once the operation is stored.
 
@@ -578,14 +580,14 @@ class Outbox:
                 if error.info.code is Code.FAILED_PRECONDITION and await self._has_ended(part):
                     return None  # the operation ended first, and its outcome is on its way
                 # The operation has not reached the scheduler yet, or no service answers.
-                may_pass = error.info.code in (Code.NOT_FOUND, Code.UNAVAILABLE)
-                if not may_pass or time.monotonic() + pause_s > deadline:
+                is_transient = error.info.code in (Code.NOT_FOUND, Code.UNAVAILABLE)
+                if not is_transient or time.monotonic() + pause_s > deadline:
                     raise
             await asyncio.wait([part.outcome], timeout=pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
         return None
 
-    async def _has_ended(self, part: Part) -> bool:
+    async def _has_ended(self, part: OperationPart) -> bool:
         """Look up an operation's outcome, and return whether it is known now."""
         with suppress(ResourceError):  # without an answer, nothing is known
             await self._look_up(part)

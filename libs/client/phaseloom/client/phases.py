@@ -45,7 +45,7 @@ class Phase:
     def __init__(self, pool: str, job: HasPhases | None = None) -> None:
         self.pool = pool
         self._job = job
-        self._begun: list[HasPhases] = []
+        self._open: list[HasPhases] = []
 
     async def begin(self) -> None:
         """Begin the phase.
@@ -60,17 +60,17 @@ class Phase:
 
         Raises: CallerError: the phase has not begun.
         """
-        if not self._begun:
+        if not self._open:
             raise CallerError(
                 f"phase {self.pool!r} was not begun",
                 code=Code.FAILED_PRECONDITION,
                 remedy="call `begin` first",
             )
-        await self._begun.pop().end_phase(self.pool)
+        await self._open.pop().end_phase(self.pool)
 
     async def _begin(self, job: HasPhases) -> None:
         await job.begin_phase(self.pool)
-        self._begun.append(job)
+        self._open.append(job)
 
     async def __aenter__(self) -> Phase:
         await self.begin()

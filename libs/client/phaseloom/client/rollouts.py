@@ -64,7 +64,7 @@ class _Sample:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _RolloutOperation:
     """One operation in flight."""
 
     handle: Handle
@@ -85,7 +85,7 @@ class Rollout:
     def __init__(self, rollouts: Rollouts, sampling: ops.SamplingParams) -> None:
         self._rollouts = rollouts
         self._sampling = sampling
-        self._in_flight: set[_Asked] = set()
+        self._in_flight: set[_RolloutOperation] = set()
         self._is_stopped = False
         self._metrics: dict[str, float] = {}
         # An error is stored as a value: asyncio warns about exceptions that nobody retrieves.
@@ -110,10 +110,10 @@ class Rollout:
     async def interrupt(self) -> None:
         """Stop the operations in flight, which return the tokens sampled so far. Unless the rollout
         was stopped, the remaining tokens are requested again."""
-        asked = [*self._in_flight]
-        for each in asked:
-            each.is_interrupted = True
-        await asyncio.gather(*(each.handle.stop() for each in asked))
+        operations = [*self._in_flight]
+        for operation in operations:
+            operation.is_interrupted = True
+        await asyncio.gather(*(operation.handle.stop() for operation in operations))
 
     def begin(self, prompts: list[ops.Prompt], num_samples: int) -> Coroutine[Any, Any, None]:
         """Submit the first operations. Return the coroutine that completes the rollout."""
@@ -121,14 +121,14 @@ class Rollout:
             [_Sample(replace(prompt, sample=prompt.sample + k)) for k in range(num_samples)]
             for prompt in prompts
         ]
-        return self._complete(samples, self._ask(prompts, samples))
+        return self._run(samples, self._submit(prompts, samples))
 
-    async def _complete(self, samples: list[list[_Sample]], asked: list[_Asked]) -> None:
+    async def _run(self, samples: list[list[_Sample]], operations: list[_RolloutOperation]) -> None:
         outcome: RolloutResult | PhaseloomError = ResourceError(
             "the connection was closed", code=Code.ABORTED
         )
         try:
-            await self._all_of(asked)
+            await self._complete_all(operations)
             outcome = RolloutResult(
                 [[sample.sequence for sample in group] for group in samples],
                 [[sample.runs for sample in group] for group in samples],
@@ -140,57 +140,59 @@ class Rollout:
             self._rollouts.ended(self)
             self._outcome.set_result(outcome)
 
-    def _ask(self, prompts: list[ops.Prompt], samples: list[list[_Sample]]) -> list[_Asked]:
+    def _submit(
+        self, prompts: list[ops.Prompt], samples: list[list[_Sample]]
+    ) -> list[_RolloutOperation]:
         """Submit operations that continue these samples, split to fit in messages."""
         if not prompts:
             return []
         num_samples = len(samples[0])
         groups = iter(samples)
-        asked = [
-            _Asked(
-                self._rollouts.generate(part, self._sampling, num_samples),
-                part,
-                [*islice(groups, len(part))],
+        operations = [
+            _RolloutOperation(
+                self._rollouts.generate(chunk, self._sampling, num_samples),
+                chunk,
+                [*islice(groups, len(chunk))],
                 self._rollouts.version,
             )
-            for part in split_prompts(prompts, self._sampling, num_samples)
+            for chunk in split_prompts(prompts, self._sampling, num_samples)
         ]
-        self._in_flight.update(asked)
-        return asked
+        self._in_flight.update(operations)
+        return operations
 
-    async def _all_of(self, asked: Iterable[_Asked]) -> None:
-        await asyncio.gather(*map(self._one, asked))
+    async def _complete_all(self, operations: Iterable[_RolloutOperation]) -> None:
+        await asyncio.gather(*map(self._complete_one, operations))
 
-    async def _one(self, asked: _Asked) -> None:
+    async def _complete_one(self, operation: _RolloutOperation) -> None:
         """Collect the samples of an operation, and resubmit those that an update interrupted until
         all are complete."""
-        has_begun = True
+        has_result = True
         try:
-            result = await asked.handle
+            result = await operation.handle
         except ResourceError as error:
-            if not (asked.is_interrupted and error.info.code is Code.ABORTED):
+            if not (operation.is_interrupted and error.info.code is Code.ABORTED):
                 raise
-            has_begun = False
+            has_result = False
         else:
             self._metrics = merge_metrics([self._metrics, result.metrics])
-            for samples, group in zip(asked.samples, result.sequences, strict=True):
+            for samples, group in zip(operation.samples, result.sequences, strict=True):
                 for sample, sequence in zip(samples, group, strict=True):
-                    sample.extend(sequence, asked.version)
+                    sample.extend(sequence, operation.version)
         finally:
-            self._in_flight.discard(asked)
-        if self._is_stopped or not asked.is_interrupted:
+            self._in_flight.discard(operation)
+        if self._is_stopped or not operation.is_interrupted:
             return
-        if not has_begun:
-            await self._all_of(self._ask(asked.prompts, asked.samples))
+        if not has_result:
+            await self._complete_all(self._submit(operation.prompts, operation.samples))
             return
-        left = [
+        unfinished = [
             sample
-            for samples in asked.samples
+            for samples in operation.samples
             for sample in samples
             if sample.sequence.stop_reason == PARTIAL
         ]
-        rest = [continued(sample.prompt, sample.sequence) for sample in left]
-        await self._all_of(self._ask(rest, [[sample] for sample in left]))
+        prompts = [continued(sample.prompt, sample.sequence) for sample in unfinished]
+        await self._complete_all(self._submit(prompts, [[sample] for sample in unfinished]))
 
     async def _result(self) -> RolloutResult:
         # Shielded: cancelling one waiter must not cancel the outcome that others await.
@@ -205,7 +207,7 @@ class Rollouts:
     """The unfinished rollouts of a deployment."""
 
     generate: Callable[[list[ops.Prompt], ops.SamplingParams, int], Handle]
-    run: Callable[[Coroutine[Any, Any, None]], None]
+    start: Callable[[Coroutine[Any, Any, None]], None]
     """Starts a coroutine in the background. It runs until it ends or the connection closes."""
     version: int = 0
     """The weights version that an operation submitted now would use."""
@@ -217,7 +219,7 @@ class Rollouts:
         rollout = Rollout(self, sampling)
         work = rollout.begin(prompts, num_samples)
         self._open.add(rollout)
-        self.run(work)
+        self.start(work)
         return rollout
 
     def ended(self, rollout: Rollout) -> None:

@@ -8,11 +8,11 @@ from functools import partial
 
 import msgspec
 
-from phaseloom.client.operations import OperationHandle, Outbox, Part
+from phaseloom.client.operations import OperationHandle, OperationPart, Outbox
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import float32s, int32s
 from phaseloom.common.contract.errors import PhaseloomError
-from phaseloom.common.contract.streaming import Streamed
+from phaseloom.common.contract.streaming import StreamedTokens
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
 
     def __init__(
         self,
-        parts: list[Part],
+        parts: list[OperationPart],
         num_prompts: list[int],
         merge: Callable[[list[ops.Result]], ops.GenerateResult],
         outbox: Outbox,
@@ -50,14 +50,14 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
         """Args:   num_prompts: the number of prompts in each part."""
         super().__init__(parts, merge, outbox)
         self._firsts = [sum(num_prompts[:i]) for i in range(len(parts))]
-        self._streamed = [Streamed() for _ in parts]
+        self._streamed = [StreamedTokens() for _ in parts]
         self._pieces: list[Piece] = []
-        self._whole: set[int] = set()
+        self._completed_parts: set[int] = set()
         """Indices of the parts whose pieces are complete."""
-        self._news = asyncio.Event()
+        self._new_pieces = asyncio.Event()
         for i, part in enumerate(parts):
-            part.told = partial(self._take, i)
-            part.outcome.add_done_callback(self._tell)
+            part.on_progress = partial(self._on_progress, i)
+            part.outcome.add_done_callback(self._notify)
 
     async def stream(self) -> AsyncIterator[Piece]:
         """Yield all pieces from the first one on, as they arrive. Each token is in exactly one
@@ -71,52 +71,54 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
                 was lost, and its successor sampled different tokens from those already yielded.
                 That is possible only on a device whose results depend on what else it computes.
         """
-        at = 0
+        index = 0
         while True:
-            news = self._news
-            self._take_results()
-            while at < len(self._pieces):
-                at += 1
-                yield self._pieces[at - 1]
-            if len(self._whole) == len(self._parts):
+            new_pieces = self._new_pieces
+            self._add_results()
+            while index < len(self._pieces):
+                index += 1
+                yield self._pieces[index - 1]
+            if len(self._completed_parts) == len(self._parts):
                 return
-            await news.wait()
+            await new_pieces.wait()
 
-    def _take(self, i: int, progress: ops.Progress) -> None:
+    def _on_progress(self, i: int, progress: ops.Progress) -> None:
         for drawn in progress.drawn:
-            new = self._streamed[i].take(drawn)
-            if new is not None:
-                self._add(i, new, progress.weights_seq)
+            tokens = self._streamed[i].take(drawn)
+            if tokens is not None:
+                self._add(i, tokens, progress.weights_seq)
         if progress.drawn:
-            self._tell()
+            self._notify()
 
-    def _take_results(self) -> None:
+    def _add_results(self) -> None:
         """Add the pieces that came only with the results of finished parts."""
         for i, part in enumerate(self._parts):
-            if i in self._whole or not part.outcome.done():
+            if i in self._completed_parts or not part.outcome.done():
                 continue
             result = part.outcome.result()
             if isinstance(result, PhaseloomError):
                 raise result
             assert isinstance(result, ops.GenerateResult), result
-            for rest, sequence in self._streamed[i].rest(result):
-                self._add(i, rest, 0, sequence.stop_reason)
-            self._whole.add(i)
+            for remaining, sequence in self._streamed[i].remaining(result):
+                self._add(i, remaining, 0, sequence.stop_reason)
+            self._completed_parts.add(i)
 
-    def _tell(self, _: object = None) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify(self, _: object = None) -> None:
+        new_pieces, self._new_pieces = self._new_pieces, asyncio.Event()
+        new_pieces.set()
 
-    def _add(self, i: int, new: ops.DrawnTokens, weights_seq: int, stop_reason: str = "") -> None:
+    def _add(
+        self, i: int, tokens: ops.DrawnTokens, weights_seq: int, stop_reason: str = ""
+    ) -> None:
         self._pieces.append(
             Piece(
-                self._firsts[i] + new.prompt,
-                new.sample,
-                new.offset,
-                int32s(new.tokens),
-                float32s(new.logprobs),
-                int32s(new.top_tokens),
-                float32s(new.top_logprobs),
+                self._firsts[i] + tokens.prompt,
+                tokens.sample,
+                tokens.offset,
+                int32s(tokens.tokens),
+                float32s(tokens.logprobs),
+                int32s(tokens.top_tokens),
+                float32s(tokens.top_logprobs),
                 weights_seq,
                 stop_reason,
             )

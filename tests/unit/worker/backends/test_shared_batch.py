@@ -18,7 +18,7 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import Layout
-from phaseloom.common.contract.streaming import Streamed
+from phaseloom.common.contract.streaming import StreamedTokens
 from phaseloom.common.tensors.layouts import merge, split_shared
 from phaseloom.worker.backends import sampler as sampler_module
 from phaseloom.worker.backends.base import Backend
@@ -151,10 +151,10 @@ def test_told_tokens_are_those_of_the_result_for_requests_that_stream(
     results = watched(sampler, requests[:1], watch)
     assert set(watch.told) == {0, 2, 3}
     for i, told in watch.told.items():
-        result, streamed = results[i], Streamed()
+        result, streamed = results[i], StreamedTokens()
         assert result is not None
         assert all(streamed.take(each) == each for each in told), "in order, each of them once"
-        for rest, sequence in streamed.rest(result):
+        for rest, sequence in streamed.remaining(result):
             assert not rest.tokens
             pieces = [e for e in told if (e.prompt, e.sample) == (rest.prompt, rest.sample)]
             assert len(pieces) > 1 or tell_every > 1 or len(int32s(sequence.tokens)) == 1

@@ -25,7 +25,7 @@ _VALUE_BYTES = 8
 """The bytes of a token and of its log-probability."""
 
 
-class Streamed:
+class StreamedTokens:
     """The tokens that a consumer has of each sample of one operation."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Streamed:
         had += int32s(new.tokens)
         return new
 
-    def rest(self, result: GenerateResult) -> Iterator[tuple[DrawnTokens, Sequence]]:
+    def remaining(self, result: GenerateResult) -> Iterator[tuple[DrawnTokens, Sequence]]:
         """For each sample of the result, the tokens that are still missing, maybe none, and the
         whole sample.
 

@@ -24,7 +24,7 @@ from phaseloom.common.contract.operations import (
     SamplingParams,
 )
 from phaseloom.common.contract.specs import DeploymentSpec, Layout, ModelSpec
-from phaseloom.common.contract.streaming import Streamed
+from phaseloom.common.contract.streaming import StreamedTokens
 from phaseloom.worker.backends import backend_factory
 from phaseloom.worker.backends.base import Backend, RankGroup
 from phaseloom.worker.backends.capabilities import CAPABILITIES
@@ -223,9 +223,9 @@ def test_told_tokens_are_those_of_the_result_for_requests_that_stream(
     results = run(one[0], *requests, looker=looker)
     assert set(looker.told) == {0, 2}
     for i, told in looker.told.items():
-        streamed = Streamed()
+        streamed = StreamedTokens()
         assert all(streamed.take(each) == each for each in told), "in order, each of them once"
-        for rest, sequence in streamed.rest(results[i]):
+        for rest, sequence in streamed.remaining(results[i]):
             assert not rest.tokens
             pieces = [e for e in told if (e.prompt, e.sample) == (rest.prompt, rest.sample)]
             for name in ("tokens", "logprobs", "top_tokens", "top_logprobs"):
