@@ -77,7 +77,7 @@ def test_argument_of_another_type_is_refused_by_its_name(
     parameters = inspect.signature(function).parameters.values()
     given = {p.name: SOUND[p.name] for p in parameters if p.default is p.empty and p.name in SOUND}
     given |= {"self": None} if "self" in inspect.signature(function).parameters else {}
-    with pytest.raises(CallerError, match=r"object where .* is due") as refused:
+    with pytest.raises(CallerError, match=r"expected .*, got object") as refused:
         function(**given | {parameter: object()})
     assert refused.value.info.field == parameter
     assert refused.value.info.remedy
@@ -135,4 +135,4 @@ def test_what_is_as_good_is_taken(value: Any, hint: Any) -> None:
 def test_message_says_what_is_due() -> None:
     with pytest.raises(CallerError) as refused:
         Deployment.optim_step(None, ADAM, after=3)  # type: ignore[arg-type]
-    assert refused.value.info.message == "int where a list of OperationHandle or After is due"
+    assert refused.value.info.message == "expected a list of OperationHandle or After, got int"

@@ -101,7 +101,7 @@ def test_result_with_other_tokens_than_those_streamed_is_told() -> None:
     streamed = StreamedTokens()
     streamed.take(DrawnTokens(0, 1, 0, [7, 8], [-1.0, -1.0]))
     other = Sequence([7, 9, 9], [-1.0] * 3, "length")
-    with pytest.raises(ResourceError, match="sample 1 of prompt 0 was drawn again") as error:
+    with pytest.raises(ResourceError, match="sample 1 of prompt 0 was sampled again") as error:
         list(streamed.remaining(GenerateResult([[other, other]])))
     assert error.value.info.code is Code.ABORTED
     assert error.value.info.remedy

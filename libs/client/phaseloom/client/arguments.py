@@ -63,7 +63,7 @@ def check_type(value: object, hint: Any, field: str) -> None:
     if not matches:
         actual, expected = type(value).__name__, " or ".join(map(_type_name, kinds))
         raise CallerError(
-            f"{actual} where {expected} is due", field=field, remedy=f"give {expected}"
+            f"expected {expected}, got {actual}", field=field, remedy=f"pass {expected}"
         )
     if isinstance(value, msgspec.Struct):
         for name, inner in _fields(type(value)).items():

@@ -104,10 +104,10 @@ def _split(
         num_bytes = size(item)
         if num_bytes > limit_bytes:
             raise CallerError(
-                f"one sample has {num_bytes} bytes, more than the {limit_bytes} of a message",
+                f"one sample takes {num_bytes} bytes, but a message holds at most {limit_bytes}",
                 code=Code.INVALID_ARGUMENT,
                 field=f"{field}[{i}]",
-                remedy="shorten it, or ask for fewer samples of a prompt",
+                remedy="shorten it, or request fewer samples per prompt",
             )
         if num_bytes > room:
             parts.append([])
@@ -120,9 +120,9 @@ def _split(
 def _check_class(kind: type[Prompt | Datum], value: object, field: str) -> None:
     if not isinstance(value, kind):
         raise CallerError(
-            f"a {type(value).__name__} is no {kind.__name__}",
+            f"expected {kind.__name__}, got {type(value).__name__}",
             field=field,
-            remedy=f"give {kind.__name__}(tokens, …)",
+            remedy=f"pass {kind.__name__}(tokens, …)",
         )
 
 
@@ -137,7 +137,9 @@ def _int32s(values: Int32s, field: str) -> bytes:
     try:
         return pack_int32s(values)
     except (TypeError, OverflowError) as error:
-        raise CallerError(f"not int32: {error}", field=field, remedy="give token ids") from None
+        raise CallerError(
+            f"expected int32 values: {error}", field=field, remedy="pass token ids"
+        ) from None
 
 
 def _float32s(values: Float32s | None, field: str) -> bytes | None:
@@ -146,4 +148,6 @@ def _float32s(values: Float32s | None, field: str) -> bytes | None:
     try:
         return pack_float32s(values)
     except (TypeError, OverflowError) as error:
-        raise CallerError(f"not float32: {error}", field=field, remedy="give numbers") from None
+        raise CallerError(
+            f"expected float32 values: {error}", field=field, remedy="pass numbers"
+        ) from None

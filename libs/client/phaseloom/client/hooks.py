@@ -73,7 +73,7 @@ class Hooks:
                 hook(event)
             except Exception:
                 # A hook is the controller's own code: its error must not stop later completions.
-                log.exception("a runtime hook failed at %r", event)
+                log.exception("a runtime hook failed on %r", event)
 
 
 DECLARED: ContextVar[tuple[RuntimeHook, ...]] = ContextVar("runtime_hooks", default=())

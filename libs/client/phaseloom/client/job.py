@@ -183,7 +183,7 @@ class Deployment:
         """
         if loss not in list(ops.Loss):
             raise CallerError(
-                f"{loss!r} is no loss", field="loss", remedy=f"use one of {', '.join(ops.Loss)}"
+                f"unknown loss {loss!r}", field="loss", remedy=f"use one of {', '.join(ops.Loss)}"
             )
         kind = ops.Loss(loss)
         parts = split_batch(batch)
@@ -243,10 +243,10 @@ class Deployment:
         _check_publishes(published, "published")
         if published.job != self._job.job:
             raise CallerError(
-                f"{published.key} is of another job",
+                f"{published.key} belongs to another job",
                 field="published",
-                remedy="sync versions of this job; a `generate` or `forward` reads those of others "
-                "by its `weights`",
+                remedy="sync a version of this job; `generate` and `forward` can read versions of "
+                "other jobs through `weights`",
             )
         source = published.ref
         args = ops.SyncWeights(source.deployment, source.seq, keeps_kv)
@@ -352,7 +352,7 @@ class Deployment:
             if dependency.job != self._job.job:
                 # An `After` carries no job, so here it would name an operation of this job.
                 raise CallerError(
-                    f"{dependency.key} is of another job",
+                    f"{dependency.key} belongs to another job",
                     field=f"after[{i}]",
                     remedy="await it before this call",
                 )
@@ -418,9 +418,9 @@ def _check_publishes(handle: OperationHandle[Any], field: str) -> None:
     """Raise a CallerError unless the operation is a `publish_weights`."""
     if handle.kind != _PUBLISH:
         raise CallerError(
-            f"{handle.key} is a {handle.kind}, and publishes no weights",
+            f"expected the handle of a {_PUBLISH}, got {handle.key}, a {handle.kind}",
             field=field,
-            remedy=f"give what `{_PUBLISH}` returned",
+            remedy=f"pass the handle that `{_PUBLISH}` returned",
         )
 
 
@@ -432,7 +432,7 @@ def merged(parts: list[ops.Result], expected: type[R]) -> R:
     matching: list[R] = [part for part in parts if isinstance(part, expected)]
     if len(matching) != len(parts):
         names = ", ".join(type(part).__name__ for part in parts)
-        raise InternalError(f"{names} came where {expected.__name__} was due")
+        raise InternalError(f"expected results of type {expected.__name__}, got {names}")
     kind = KINDS[ops.result_kind(matching[0])]
     if len(matching) == 1:
         combined: R = kind.as_lists(matching[0])

@@ -151,10 +151,10 @@ class MeshJob(Job):
         while (reply := await self._mesh.result(request)).completion is None:
             if reply.stored_id is None:
                 raise CallerError(
-                    f"nothing of {self.name}.{deployment} has the number {seq}",
+                    f"{self.name}.{deployment} has no operation {seq}",
                     code=Code.NOT_FOUND,
                     field="seq",
-                    remedy="it was not submitted, or too long ago",
+                    remedy="check the number; the mesh also forgets operations after a while",
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
@@ -384,7 +384,7 @@ class Mesh:
         """Send a report in the background, unless too many reports are in flight."""
         if self._num_reports >= _MAX_PENDING_REPORTS:
             log.warning(
-                "report %d of %s is left out: %d are under way",
+                "dropping report %d of %s: %d reports are already in flight",
                 report.step,
                 report.job,
                 self._num_reports,
@@ -397,7 +397,7 @@ class Mesh:
         try:
             await call_api(self._client, self._tenant, "job.report", report, api.Reported)
         except PhaseloomError as error:
-            log.warning("report %d of %s is left out: %s", report.step, report.job, error)
+            log.warning("dropping report %d of %s: %s", report.step, report.job, error)
         finally:
             self._num_reports -= 1
 
@@ -592,7 +592,7 @@ class Mesh:
                     await outbox.settle()
                 if error.info.code in (Code.ABORTED, Code.FAILED_PRECONDITION):
                     return outbox.end(error)
-                log.info("no heartbeat of job %s got through: %s", beat.job, error)
+                log.info("a heartbeat of job %s failed: %s", beat.job, error)
                 pause_s = _BEAT_RETRY_S
 
     async def _call(self, call: str, request: object, answer: type[T]) -> T:
@@ -639,9 +639,9 @@ async def connect(
     settings, sources = _settings(url, tenant, password)
     if not answer_timeout_s > 0:
         raise CallerError(
-            f"nothing answers within {answer_timeout_s} s",
+            f"answer_timeout_s must be greater than 0, got {answer_timeout_s}",
             field="answer_timeout_s",
-            remedy="give the seconds after which silence is an error, as 60",
+            remedy="pass the seconds to wait for an answer, such as 60",
         )
     stop_telemetry = _start_telemetry(settings.tenant)
     mesh: Mesh | None = None
@@ -697,7 +697,7 @@ def _settings(
     for name, source in sources.items():
         if not getattr(settings, name):
             raise CallerError(
-                f"{source} is empty, or not given",
+                f"{source} is missing or empty",
                 field=source,
                 remedy=f"pass {name}= or set {config.PREFIX}{name.upper()}",
             )

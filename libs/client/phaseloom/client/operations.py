@@ -90,7 +90,7 @@ class OperationPart:
             return
         error = self.outcome.result()
         if isinstance(error, PhaseloomError):
-            log.warning("%s (%s) failed, and nobody awaited it: %s", self.key, self.kind, error)
+            log.warning("%s (%s) failed and nobody awaited it: %s", self.key, self.kind, error)
 
     @property
     def state(self) -> str:
@@ -155,7 +155,7 @@ class OperationHandle(Generic[R_co]):
             await part.stored.wait()
             if not part.is_stored:
                 reason = part.outcome.result()
-                assert isinstance(reason, PhaseloomError), "what has a result was stored"
+                assert isinstance(reason, PhaseloomError), "an operation with a result was stored"
                 raise reason
 
     def done(self) -> bool:
@@ -241,7 +241,8 @@ async def outcome_of(handle: OperationHandle[R_co]) -> R_co:
         if not handle.is_lost:
             raise
         raise Lost(
-            f"how {handle.key} ended is not known here: {error.info.message}", remedy="ask again"
+            f"the outcome of {handle.key} is unknown: {error.info.message}",
+            remedy="repeat the request",
         ) from error
 
 
@@ -294,7 +295,7 @@ class Outbox:
             raise self._ended
         if self._unstored_bytes + num_bytes > _MAX_UNSTORED_BYTES:
             raise ResourceError(
-                f"{self._unstored_bytes} bytes of operations wait to be published",
+                f"{self._unstored_bytes} bytes of operations are still waiting to be published",
                 code=Code.RESOURCE_EXHAUSTED,
                 remedy="await some of the handles first",
             )
@@ -332,7 +333,7 @@ class Outbox:
         try:
             completion = decode(message.data, Completion, content_type_of(message.headers))
         except CallerError as error:
-            self._resolve_reported(part, InternalError(f"its completion cannot be read: {error}"))
+            self._resolve_reported(part, InternalError(f"cannot decode its completion: {error}"))
             return
         self._complete(part, completion)
 
@@ -345,7 +346,7 @@ class Outbox:
             if part.on_progress is not None:
                 part.on_progress(progress)
         except (CallerError, ValueError) as error:
-            log.warning("progress on %s cannot be read: %s", message.subject, error)
+            log.warning("cannot decode progress on %s: %s", message.subject, error)
             return
         self.hooks.emit(progress)
 
@@ -391,7 +392,7 @@ class Outbox:
                 is_transient = error.info.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED)
                 if not is_transient or time.monotonic() + pause_s > deadline:
                     raise
-                log.info("%s is published again in %.2f s: %s", part.key, pause_s, error)
+                log.info("publishing %s again in %.2f s: %s", part.key, pause_s, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
@@ -402,7 +403,7 @@ class Outbox:
                 of another session has this `seq`.
         """
         if not self._client.is_connected and self._client.denial is None:
-            raise ResourceError("there is no connection to NATS", remedy="is the mesh up?")
+            raise ResourceError("not connected to NATS", remedy="check that the mesh is up")
         message = await publish_to_stream(
             self._client,
             op_subject(part.key),
@@ -418,7 +419,7 @@ class Outbox:
             raise ResourceError(
                 f"{part.key} was not stored: {error.get('description')}",
                 code=Code.RESOURCE_EXHAUSTED,
-                remedy="wait until operations complete, or ask for a larger stream",
+                remedy="wait until operations complete, or have the operator enlarge the stream",
             )
         reply = await self._request_result(part)
         if reply.stored_id is None:
@@ -459,9 +460,9 @@ class Outbox:
             if silent_s > self._answer_timeout_s:
                 self.end(
                     ResourceError(
-                        f"the mesh gave no answer for {silent_s:.0f} s: {error.info.message}",
-                        remedy="see whether its NATS servers run and have room on their disks; "
-                        "attach again when it is up: what was stored will still run",
+                        f"the mesh has not answered for {silent_s:.0f} s: {error.info.message}",
+                        remedy="check that its NATS servers run and have free disk space; attach "
+                        "again when it is up: stored operations will still run",
                     )
                 )
 
@@ -477,7 +478,7 @@ class Outbox:
                 try:
                     await self._look_up(part)
                 except ResourceError as error:
-                    log.info("the outcome of %s is asked for again: %s", part.key, error)
+                    log.info("requesting the outcome of %s again: %s", part.key, error)
                 await asyncio.wait([part.outcome], timeout=pause_s)
                 pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
@@ -506,7 +507,7 @@ class Outbox:
             part.misses += 1
             if part.misses >= _MAX_MISSES:
                 lost = ResourceError(
-                    f"{part.key} was stored and is gone", code=Code.DATA_LOSS, remedy="attach again"
+                    f"{part.key} was stored but is gone", code=Code.DATA_LOSS, remedy="attach again"
                 )
                 self._resolve_reported(part, lost)
 
@@ -534,12 +535,12 @@ class Outbox:
             self._resolve_reported(part, error)
         else:
             self._resolve_reported(
-                part, InternalError(f"{part.key}: {completion.outcome}, without a why")
+                part, InternalError(f"{part.key} ended as {completion.outcome} without a reason")
             )
 
     def _lose_session(self, part: OperationPart) -> ResourceError:
         error = ResourceError(
-            f"another session took {part.key}", code=Code.ABORTED, remedy="attach again"
+            f"another session submitted {part.key}", code=Code.ABORTED, remedy="attach again"
         )
         self._ended = self._ended or error
         return error

@@ -62,7 +62,7 @@ class Phase:
         """
         if not self._open:
             raise CallerError(
-                f"phase {self.pool!r} was not begun",
+                f"phase {self.pool!r} has not begun",
                 code=Code.FAILED_PRECONDITION,
                 remedy="call `begin` first",
             )
@@ -121,8 +121,8 @@ def _current() -> HasPhases:
     job = CURRENT.get()
     if job is None:
         raise CallerError(
-            "there is no job that this phase could be of",
+            "there is no current job for this phase",
             code=Code.FAILED_PRECONDITION,
-            remedy="submit or attach to one first, pass it to the function, or use `job.phase`",
+            remedy="submit or attach to a job first, pass it to the function, or use `job.phase`",
         )
     return job

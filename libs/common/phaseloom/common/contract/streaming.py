@@ -52,10 +52,10 @@ class StreamedTokens:
                 had, tokens = self._tokens.get((prompt, sample), []), int32s(sequence.tokens)
                 if tokens[: len(had)] != had:
                     raise ResourceError(
-                        f"sample {sample} of prompt {prompt} was drawn again with other tokens "
-                        "than those that were streamed before a worker was lost",
+                        f"sample {sample} of prompt {prompt} was sampled again after a worker was "
+                        "lost, and its tokens differ from those already streamed",
                         code=Code.ABORTED,
-                        remedy="take the tokens of the operation's result",
+                        remedy="use the tokens of the operation's result",
                     )
                 whole = DrawnTokens(
                     prompt,
