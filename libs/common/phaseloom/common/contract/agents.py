@@ -8,9 +8,9 @@ from phaseloom.common.contract.ids import DeploymentKey, OperationKey
 
 
 class FindStore(Message, frozen=True):
-    """agent → agent of rank 0's node: where do the ranks of this incarnation meet?
+    """agent → agent of rank 0's node: where do the ranks of this incarnation rendezvous?
 
-    Answer: StoreFound; NotYet.
+    Answer: StoreFound or NotYet.
     """
 
     deployment: DeploymentKey
@@ -18,10 +18,11 @@ class FindStore(Message, frozen=True):
 
 
 class TakePart(Message, frozen=True):
-    """agent of the leader's node → agent of each other node: have your ranks take part in one call
-    of the leader's backend.
+    """agent of the leader's node → agent of each other node: run your ranks' part of one call of
+    the leader's backend.
 
-    Asked again until it is answered: it begins once. Answer: NotYet; PartTaken; PartFailed.
+    The leader's agent repeats the request until it gets an answer; the part starts only once.
+    Answer: NotYet, PartTaken or PartFailed.
     """
 
     deployment: DeploymentKey
@@ -29,29 +30,30 @@ class TakePart(Message, frozen=True):
     number: int
     """The number of the call in this incarnation, counted from 1."""
     num_ended: int
-    """The number of the newest call whose answer is not asked for again."""
+    """The newest call whose answer will not be requested again."""
     share: bytes
     """The command to the ranks (`phaseloom.worker.rank.wire.RunShare`), as MessagePack, without the
-    payloads: the agent reads these from the operation stream."""
+    payloads. The agent reads the payloads from the operation stream."""
     offset: int = 0
-    """The number of bytes of the answer that the asking agent has."""
+    """Number of bytes of the answer that the requesting agent already has."""
 
 
 class CallRoll(Message, frozen=True):
-    """Asked like `TakePart`: are your ranks of this incarnation alive? Answer: Present."""
+    """Sent by and to the same agents as `TakePart`: are your ranks of this incarnation alive?
+    Answer: Present."""
 
     deployment: DeploymentKey
     incarnation: int
 
 
 class CancelPart(Message, frozen=True):
-    """Asked like `TakePart`: stop your part of a reading operation, begun or not. Answer:
-    Present."""
+    """Sent by and to the same agents as `TakePart`: stop your part of a reading operation, whether
+    it has started or not. Answer: Present."""
 
     operation: OperationKey
     incarnation: int
     keeps_partial: bool = False
-    """As in `CancelOperation`."""
+    """See `CancelOperation`."""
 
 
 NodeRequest = FindStore | TakePart | CallRoll | CancelPart
@@ -63,15 +65,15 @@ class StoreFound(Message, frozen=True):
 
 
 class NotYet(Message, frozen=True):
-    """The answer is not there yet: ask again."""
+    """There is no answer yet: send the request again."""
 
 
 class PartTaken(Message, frozen=True):
     num_bytes: int
-    """Size of the whole answer: as MessagePack, the answer of each rank of the node, in order
+    """Size of the whole answer: MessagePack with the answer of each rank of the node, in order
     (`phaseloom.worker.rank.wire.ShareDone`)."""
     chunk: bytes
-    """The bytes of the answer from the offset on."""
+    """The bytes of the answer from the requested offset on."""
 
 
 class PartFailed(Message, frozen=True):
@@ -83,7 +85,7 @@ class Present(Message, frozen=True):
 
 
 class IncarnationOver(Message, frozen=True):
-    """Answer to any request: no rank of this incarnation is alive here, nor will be."""
+    """Answer to any request: no rank of this incarnation is or will be alive on this node."""
 
     error: ErrorInfo
 

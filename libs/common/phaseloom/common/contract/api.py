@@ -1,8 +1,8 @@
-"""Request and reply: controller and operator ↔ job API (scheduler), and sessions, results and
-checkpoints (router).
+"""Request and reply: controllers and operators ↔ the job API (scheduler) and the router, which
+serves sessions, results and checkpoints.
 
-Controllers call `pl.v1.api.<tenant>.<call>`, operators the subjects of nodes;
-`docs/contract/asyncapi.json` lists the calls. An error is an `ApiError`.
+Controllers call `pl.v1.api.<tenant>.<call>`; operators call the node subjects.
+`docs/contract/asyncapi.json` lists the calls. An error is returned as an `ApiError`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class JobRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     job: str
     failed: bool = False
-    """For `job.finish`: whether the controller gives up, or an operator cancels the job."""
+    """For `job.finish`: whether the controller gives up or an operator cancels the job."""
     numbered: list[str] = []
-    """For `session.attach`: deployments whose sequence numbers are given by programs behind the
-    caller, which submit again what was lost. Where there are some, the job's newest session goes on
-    in place of another, so that what it has stored stays valid, and holes in their numbers are left
-    open. The caller sees to it that nobody else goes on with the session."""
+    """For `session.attach`: deployments whose operations are numbered by clients of the caller,
+    which resubmit lost operations. If any are given, the job's newest session is resumed instead of
+    replaced: its stored operations stay valid, and missing numbers stay free. The caller must make
+    sure that no other program uses the session."""
 
 
 class CreateDeployment(msgspec.Struct, frozen=True):
@@ -58,12 +58,13 @@ class DeploymentStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     incarnation: int
     next_seq: int
-    """The lowest seq that has no outcome yet; from `session.attach`: the next one to use."""
+    """The lowest seq without an outcome. From `session.attach`: the next seq to use."""
     open_operations: list[str] = []
-    """The slots of the operations that have no outcome yet."""
+    """Slots of the operations without an outcome."""
     error: ErrorInfo | None = None
     moving: str = ""
-    """The nodes that the deployment moves to and what it waits for, in words. Empty: it stays."""
+    """For people: the nodes that the deployment is moving to and what the move waits for. Empty: it
+    is not moving."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,13 +73,14 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     deployments: list[DeploymentStatus] = []
     error: ErrorInfo | None = None
     placement: str = ""
-    """The nodes of the job, the jobs that share them, and why, in words. Empty: it has no place."""
+    """For people: the nodes of the job, the jobs that share them, and the reason. Empty: the job is
+    not placed."""
     device_s: dict[str, float] = {}
-    """Pool → the devices' time that counts as the job's, in seconds times devices: of its own
-    operations, and of those of other jobs that read its weights by their names."""
+    """Pool → device time charged to the job, in device-seconds. It covers the job's own operations
+    and those of other jobs that read its weights by name."""
     slower: list[str] = []
-    """Lines for people, one for each pair of kinds of sub-stages that is surely slower on the job's
-    devices than the table of slowdowns says."""
+    """For people: one line for each pair of sub-stage kinds that is significantly slower on the
+    job's devices than the slowdown table says."""
 
     @property
     def has_ended(self) -> bool:
@@ -86,10 +88,10 @@ class JobStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A job's last checkpoint with a controller's blob. leader → KV, router → controller."""
+    """A job's latest checkpoint with a controller blob. leader → KV, router → controller."""
 
     deployment: str
-    """The deployment that the `save_state` was sent to."""
+    """The deployment that ran the `save_state`."""
     seq: int
     checkpoints: dict[str, str]
     """Deployment → name, for `load_state`."""
@@ -97,7 +99,7 @@ class Checkpoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Attached(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer to `session.attach`: from now on older sessions of this job are refused."""
+    """The answer to `session.attach`: older sessions of this job are refused from now on."""
 
     session: int
     status: JobStatus
@@ -105,23 +107,23 @@ class Attached(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """`pl.v1.api.<tenant>.session.heartbeat`: the controller lives. Answered with a Beat."""
+    """`pl.v1.api.<tenant>.session.heartbeat`: the controller is alive. Answered with a Beat."""
 
     job: str
     session: int
 
 
 class JobReport(msgspec.Struct, frozen=True):
-    """`pl.v1.api.<tenant>.job.report`, answered with a Reported: what a controller measures, for
-    people; nothing is decided on it. router → REPORTS → console."""
+    """`pl.v1.api.<tenant>.job.report`: values that a controller measured, for people to see. The
+    mesh makes no decision on them. router → REPORTS → console. Answered with a Reported."""
 
     job: str
     step: int
-    """The step of the job that the values belong to, from 0. Where a name has several values at one
-    step, people see the last."""
+    """The step of the job that the values belong to, from 0. If a name has several values at one
+    step, the last one is shown."""
     values: dict[str, float]
-    """A finite number for each name: `reward`, `loss`, … Names are as those of jobs, and may have
-    `/`, `.` and `:` in them."""
+    """A finite number for each name, such as `reward` or `loss`. Names follow the rules of job
+    names and may also contain `/`, `.` and `:`."""
 
 
 class Reported(msgspec.Struct, frozen=True):
@@ -130,7 +132,7 @@ class Reported(msgspec.Struct, frozen=True):
 
 class Beat(msgspec.Struct, frozen=True):
     within_s: float
-    """Seconds within which the next heartbeat is expected."""
+    """Send the next heartbeat within this many seconds."""
 
 
 class PhaseRequest(msgspec.Struct, frozen=True):
@@ -154,13 +156,13 @@ class CancelRequest(OperationRequest, frozen=True, omit_defaults=True):
     """`pl.v1.api.<tenant>.operation.cancel`."""
 
     keeps_partial: bool = False
-    """Whether a `generate` that runs ends COMPLETED with the tokens that it has. An unfinished
+    """Whether a running `generate` ends COMPLETED with the tokens sampled so far. An unfinished
     sample has the stop_reason `partial`."""
 
 
 class DrainNode(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`pl.v1.node.{drain,status}`, called by operators, answered with a NodeStatus. A `status` call
-    changes nothing."""
+    """`pl.v1.node.{drain,status}`, called by operators. `status` changes nothing. Answered with a
+    NodeStatus."""
 
     node: str
     undo: bool = False
@@ -175,29 +177,30 @@ class NodeStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     is_draining: bool = False
     is_gone: bool = False
     deployments: list[DeploymentKey] = []
-    """The deployments that are on the node, or on their way to it."""
+    """The deployments on the node or on their way to it."""
     waits_for: list[str] = []
-    """One line for each deployment that is to leave and has not, and for each copy that only this
-    node has."""
+    """For people: one line for each deployment that must still leave, and for each copy that exists
+    only on this node."""
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer to `operation.explain`, and to `operation.cancel` (as it stands then)."""
+    """The answer to `operation.explain`, and to `operation.cancel` (the state at that time)."""
 
     key: OperationKey
     kind: str
-    """The operation's kind; empty where the operation has ended and its outcome does not tell the
+    """The operation's kind. Empty if the operation has ended and its outcome does not show the
     kind."""
     state: str
-    """`queued` or `permitted`; for an operation that has ended, its outcome."""
+    """`queued`, `permitted`, or the outcome of an operation that has ended."""
     waits_for: list[str] = []
-    """One line for each operation, WPG, busy device or held phase that it waits for."""
+    """One line for each operation, WPG, busy device or held phase that the operation waits for."""
     place: int = 0
-    """The operation's place among the ready ones of its device: 1 is next; 0: it is not ready."""
+    """Position among the ready operations of its device: 1 is next; 0: the operation is not
+    ready."""
     predicted_start_s: float = -1.0
-    """Seconds from now; -1: not known."""
+    """Seconds from now until the predicted start; -1: unknown."""
     why: str = ""
-    """The policy's reason for the choice."""
+    """The ordering policy's reason for this position."""
 
 
 class UsageRequest(msgspec.Struct, frozen=True):
@@ -205,17 +208,18 @@ class UsageRequest(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The operations that a tenant has open."""
+    """The open operations of a tenant."""
 
     open_operations: int
-    """The operations that are queued or permitted, and those that were refused behind a gap, until
-    the gap is closed."""
+    """Number of queued and permitted operations, plus refused ones behind a gap in the numbers
+    until the gap closes."""
     sequence: int
-    """The place in the decision log up to which operations are counted."""
+    """The decision-log sequence up to which operations are counted."""
 
 
 class ResultRequest(msgspec.Struct, frozen=True):
-    """`pl.v1.api.<tenant>.result.get`: by key, after a gap or a restart."""
+    """`pl.v1.api.<tenant>.result.get`: look up an outcome by key, after lost messages or a
+    restart."""
 
     job: str
     deployment: str
@@ -223,7 +227,8 @@ class ResultRequest(msgspec.Struct, frozen=True):
 
 
 class ResultReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`completion` is None while the operation runs; `stored_id` is None if it is unknown."""
+    """`completion` is None while the operation runs. `stored_id` is None if the operation is
+    unknown."""
 
     stored_id: str | None = None
     completion: Completion | None = None
@@ -233,17 +238,18 @@ class ListCheckpoints(msgspec.Struct, frozen=True, omit_defaults=True):
     """`pl.v1.api.<tenant>.checkpoint.list`, answered with a CheckpointList."""
 
     job: str = ""
-    """List only the checkpoints of this job; empty: of all jobs, also of those that have ended."""
+    """List only the checkpoints of this job; empty: of all jobs, including those that have
+    ended."""
     deployment: str = ""
-    """List only the checkpoints of deployments of this name; empty: of all."""
+    """List only the checkpoints of deployments with this name; empty: of all deployments."""
 
 
 class CheckpointRequest(msgspec.Struct, frozen=True):
     """`pl.v1.api.<tenant>.checkpoint.{show,delete,archive}`, answered with a SavedCheckpoint, a
     CheckpointDeleted and an OpenedArchive.
 
-    `delete` is refused for what the job falls back to. Deployments that have loaded the checkpoint,
-    and archives of it that are being read, keep its files until they need them no more.
+    `delete` is refused if the job may fall back to the checkpoint. Deployments that have loaded the
+    checkpoint, and open archives of it, keep its files until they no longer need them.
     """
 
     job: str
@@ -259,49 +265,51 @@ class ExpireCheckpoint(msgspec.Struct, frozen=True):
     deployment: str
     name: str
     ttl_s: float
-    """How long the checkpoint is kept, in seconds from now; 0: until it is deleted."""
+    """How long to keep the checkpoint, in seconds from now; 0: until it is deleted."""
 
 
 class SavedCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A checkpoint that is on disk."""
+    """A checkpoint on disk."""
 
     job: str
     deployment: str
     name: str
     num_bytes: int
-    """The bytes of all its files."""
+    """Total size of its files."""
     saved_s: float
-    """When it became durable, in Unix seconds of its node's clock."""
+    """When it became durable, in Unix seconds by its node's clock."""
     seq: int = 0
-    """The seq of the last mutating operation in it; 0: none, or another program wrote the files."""
+    """The seq of the last mutating operation in it. 0: there was none, or another program wrote the
+    files."""
     weights_sha256: str = ""
-    """As in `SaveStateResult`; empty: another program wrote the files."""
+    """See `SaveStateResult`. Empty: another program wrote the files."""
     keep: int = 0
     """The `keep` that it was saved with."""
     expires_in_s: float | None = None
-    """Seconds for which the checkpoint is still kept; None: until it is deleted."""
+    """Seconds until it expires; None: it is kept until it is deleted."""
     files: dict[str, int] = {}
-    """The bytes of each file; empty in a list."""
+    """File name → size in bytes. Empty in a CheckpointList."""
 
 
 class CheckpointList(msgspec.Struct, frozen=True, omit_defaults=True):
     checkpoints: list[SavedCheckpoint]
-    """The checkpoints by the time at which they became durable, the newest last."""
+    """The checkpoints in the order in which they became durable, newest last."""
     silent_nodes: list[str] = []
-    """The nodes that gave no answer: checkpoints that they alone have are not in the list."""
+    """Nodes that did not answer. Checkpoints that only these nodes have are missing from the
+    list."""
 
 
 class CheckpointDeleted(msgspec.Struct, frozen=True):
     num_bytes: int
-    """The bytes of all files that were removed."""
+    """Total size of the removed files."""
 
 
 class OpenedArchive(msgspec.Struct, frozen=True):
-    """A checkpoint as a tar file, whose content does not change, whatever becomes of the
-    checkpoint. It is closed when nothing was read for a minute."""
+    """A checkpoint opened as a tar file. Its content stays the same whatever happens to the
+    checkpoint. It closes after a minute without reads."""
 
     archive: str
-    """The name of the archive in `checkpoint.read`."""
+    """The name of the archive for `checkpoint.read`."""
     num_bytes: int
 
 
@@ -314,10 +322,10 @@ class ReadArchive(msgspec.Struct, frozen=True):
 
 class ArchivePart(msgspec.Struct, frozen=True):
     content: bytes
-    """The bytes of the tar file from the offset on, 1 MiB at most; empty: it ends there."""
+    """At most 1 MiB of the tar file, from the offset on; empty: the end of the file."""
 
 
 class ApiError(msgspec.Struct, frozen=True):
-    """The answer of an API call that fails; the NATS service error header tells it apart."""
+    """The answer of a failed API call, marked by the NATS service error header."""
 
     error: ErrorInfo

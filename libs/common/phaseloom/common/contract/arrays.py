@@ -1,4 +1,4 @@
-"""Token and log-probability arrays between their wire forms, without numpy."""
+"""Conversion of token and log-probability arrays between their wire forms, without numpy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def pack_float32s(values: list[float]) -> bytes:
 
 
 def int32s(values: Int32s) -> list[int]:
-    """The integers as a list. Raises: ValueError: the bytes are no whole number of int32."""
+    """Return the integers as a list.
+
+    Raises: ValueError: the number of bytes is not a multiple of 4.
+    """
     if isinstance(values, list):
         return values
     unpacked = array("i")
@@ -35,7 +38,10 @@ def int32s(values: Int32s) -> list[int]:
 
 
 def float32s(values: Float32s) -> list[float]:
-    """The numbers as a list. Raises: ValueError: the bytes are no whole number of float32."""
+    """Return the numbers as a list.
+
+    Raises: ValueError: the number of bytes is not a multiple of 4.
+    """
     if isinstance(values, list):
         return values
     unpacked = array("f")

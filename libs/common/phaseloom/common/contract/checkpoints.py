@@ -1,7 +1,7 @@
 """Checkpoints on a node's disk: router → agent, request and reply on `pl.v1.checkpoint.<node>`.
 
-The agent passes each request on to its state manager. Nodes may have one checkpoint root: then each
-of them answers, and says the same.
+The agent forwards each request to its state manager. If several nodes share a checkpoint root, all
+of them give the same answer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from phaseloom.common.contract.ids import DeploymentKey
 
 
 class FindCheckpoints(Message, frozen=True):
-    """Which checkpoints of a tenant are there? Answer: CheckpointsFound."""
+    """List the checkpoints of a tenant. Answer: CheckpointsFound."""
 
     tenant: str
     job: str = ""
-    """Find only the checkpoints of this job; empty: of all."""
+    """Find only the checkpoints of this job; empty: of all jobs."""
     deployment: str = ""
-    """Find only the checkpoints of deployments of this name; empty: of all."""
+    """Find only the checkpoints of deployments with this name; empty: of all deployments."""
 
 
 class CheckpointsFound(Message, frozen=True):
@@ -27,7 +27,7 @@ class CheckpointsFound(Message, frozen=True):
 
 
 class DescribeCheckpoint(Message, frozen=True):
-    """Describe a checkpoint, with its files. Answer: CheckpointsFound, of one.
+    """Describe a checkpoint and its files. Answer: CheckpointsFound with one entry.
 
     Raises: NOT_FOUND.
     """
@@ -37,7 +37,7 @@ class DescribeCheckpoint(Message, frozen=True):
 
 
 class SetExpiry(Message, frozen=True):
-    """Keep a checkpoint for `ttl_s` seconds from now. Answer: CheckpointsFound, of one.
+    """Keep a checkpoint for `ttl_s` seconds from now. Answer: CheckpointsFound with one entry.
 
     Raises: NOT_FOUND.
     """
@@ -45,11 +45,11 @@ class SetExpiry(Message, frozen=True):
     deployment: DeploymentKey
     name: str
     ttl_s: float
-    """Seconds from now; 0: the checkpoint is kept until it is deleted."""
+    """Seconds from now; 0: keep the checkpoint until it is deleted."""
 
 
 class EraseCheckpoint(Message, frozen=True):
-    """Remove a checkpoint that the job does not fall back to. Answer: CheckpointErased.
+    """Remove a checkpoint, unless the job may fall back to it. Answer: CheckpointErased.
 
     Raises: NOT_FOUND. FAILED_PRECONDITION: the job may fall back to it.
     """
@@ -57,12 +57,12 @@ class EraseCheckpoint(Message, frozen=True):
     deployment: DeploymentKey
     name: str
     if_expired: bool = False
-    """Whether to remove the checkpoint only if its time to live is over."""
+    """Whether to remove the checkpoint only if it has expired."""
 
 
 class CheckpointErased(Message, frozen=True):
     num_bytes: int
-    """The bytes of all files that were removed."""
+    """Total size of the removed files."""
 
 
 class OpenArchive(Message, frozen=True):
@@ -81,9 +81,9 @@ class ArchiveOpened(Message, frozen=True):
 
 
 class ReadArchivePart(Message, frozen=True):
-    """Read an archive that is open. Answer: ArchiveRead.
+    """Read a part of an open archive. Answer: ArchiveRead.
 
-    Raises: NOT_FOUND: the tenant has no such archive open here.
+    Raises: NOT_FOUND: the tenant has no such open archive on this node.
     """
 
     tenant: str
@@ -96,13 +96,13 @@ class ArchiveRead(Message, frozen=True):
 
 
 class CheckpointRefused(Message, frozen=True):
-    """Answer to any request."""
+    """Error answer to any request."""
 
     error: ErrorInfo
 
 
 class FindExpired(Message, frozen=True):
-    """agent → state manager: which checkpoints' time to live is over? Answer: ExpiredFound."""
+    """agent → state manager: list the expired checkpoints. Answer: ExpiredFound."""
 
 
 class ExpiredFound(Message, frozen=True):

@@ -1,10 +1,11 @@
-"""Checks of an operation's arguments, apart from any deployment that would run it.
+"""Checks of an operation's arguments that do not depend on the deployment.
 
-One `check_<kind>` for each kind that has anything to check: `contract.kinds` names it, the router
-calls it before the operation is queued. Whatever depends on the model (token range, context length)
-is checked by the backend. Each function takes the operation's key and arguments, and raises a
-CallerError that names the field and the remedy.
-Cost: linear in the payload, at the speed of C loops: about 10 ms for a batch of the largest size.
+Each kind with something to check has one `check_<kind>`, named in `contract.kinds`. The router
+calls it before queueing the operation. The backend checks what depends on the model (token range,
+context length). Each function takes the operation's key and arguments, and raises a CallerError
+that names the field and the remedy.
+
+Cost: linear in the payload, in C loops: about 10 ms for a batch of the largest size.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ MAX_TARGETS = 128
 MAX_REPETITION_PENALTY = 100.0
 MAX_VERSION_TTL_S = 30 * 86_400.0
 MIN_EPS = 1e-30
-"""The least `eps` of AdamW, well within float32: without any, a weight whose gradients were all 0
-becomes 0 / 0."""
+"""The smallest `eps` of AdamW, well within float32. With eps = 0, the step of a weight whose
+gradients were all 0 is 0 / 0."""
 
 _INT32_END = 1 << 31
 _SEED_END = 1 << 63
@@ -59,9 +60,10 @@ _METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]*\Z")
 
 
 def check_report(job: str, step: int, values: Mapping[str, float]) -> None:
-    """Check that a controller's report can be taken.
+    """Check that a controller's report is valid.
 
-    Raises: CallerError: the job's name, the step or a value is not valid, or there are too many.
+    Raises: CallerError: the job's name, the step or a value is invalid, or there are too many
+            values.
     """
     check_name(job, "job")
     check_range(step, 0, MAX_STEP, "step", "a step")
@@ -159,7 +161,7 @@ def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
 
 
 def check_ttl(ttl_s: float, field: str) -> None:
-    """Check a time to live in seconds; 0 stands for none.
+    """Check a time to live in seconds; 0 means no expiry.
 
     Raises: CallerError: it is negative, not finite, or too long.
     """
@@ -270,9 +272,9 @@ def check_batch(batch: list[ops.Datum], needed: tuple[str, ...] = ()) -> None:
 
 
 def check_num_targets(args: ops.ForwardBackward) -> None:
-    """Check that the loss takes as many targets a position as the samples have.
+    """Check that the loss supports the number of targets per position.
 
-    Raises: CallerError: there are several, and the loss takes one.
+    Raises: CallerError: a sample has several targets per position, and the loss supports only one.
     """
     if args.loss is ops.Loss.CROSS_ENTROPY:
         return
@@ -286,10 +288,8 @@ def check_num_targets(args: ops.ForwardBackward) -> None:
 
 
 def _check_unused(args: ops.ForwardBackward) -> None:
-    """Check that no factor is given that the loss does not use.
-
-    Raises: CallerError: one is, so the caller expects an effect that it would not have.
-    """
+    """Reject arrays that the loss ignores, because the caller would expect them to have an
+    effect."""
     unused, used = ("weights", "advantages")
     if args.loss is ops.Loss.CROSS_ENTROPY:
         unused, used = used, unused
@@ -335,7 +335,7 @@ def _check_ints(values: Int32s, field: str) -> None:
 def _check_floats(values: Float32s, field: str) -> None:
     _check_whole(values, field, "float32")
     numbers = float32s(values)
-    # This runs in C: a sum of float32 in float64 is finite if and only if every term is.
+    # `sum` runs in C. A sum of float32 values in float64 is finite only if every term is.
     if not math.isfinite(sum(numbers)):
         raise CallerError("not every number is finite", field=field, remedy="send no inf or nan")
     if isinstance(values, list) and numbers and max(map(abs, numbers)) > _FLOAT32_MAX:
@@ -375,7 +375,10 @@ def _check_clip(args: ops.ForwardBackward) -> None:
 
 
 def check_adam(adam: ops.AdamParams) -> None:
-    """Check AdamW's hyperparameters. Raises: CallerError: one is out of range."""
+    """Check AdamW's hyperparameters.
+
+    Raises: CallerError: one is out of range.
+    """
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         check_finite(getattr(adam, name), f"args.adam.{name}")
     if adam.eps < MIN_EPS:

@@ -1,4 +1,4 @@
-"""The base of every message, and its encodings: JSON or MessagePack by `Content-Type`."""
+"""The base class of messages, and their encodings: JSON or MessagePack, by `Content-Type`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def snake(name: str) -> str:
 
 
 class Message(msgspec.Struct, frozen=True, tag=snake, tag_field="type", omit_defaults=True):
-    """Base of everything that is part of a union on the wire."""
+    """Base of every message that is part of a tagged union on the wire."""
 
 
 def _number(value: Any) -> int | float:
-    """A number of another library, as numpy's, or a tensor of one number.
+    """Convert a scalar of another library, such as a numpy scalar or a tensor with one element.
 
-    Raises: TypeError: it is none.
+    Raises: TypeError: the value is not a scalar number.
     """
     if getattr(value, "ndim", 0):
         raise TypeError(f"a {type(value).__name__} is no number")
@@ -45,7 +45,7 @@ _msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=_number)
 
 @lru_cache(maxsize=256)
 def _json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    # Made anew for every message, a decoder of `Event` takes fifty times as long as it then works.
+    # Cached: building a decoder of `Event` takes fifty times as long as decoding a message.
     return msgspec.json.Decoder(kind)
 
 
@@ -55,14 +55,15 @@ def _msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def content_type_of(headers: Mapping[str, str] | None) -> str:
-    """The content type in the `Content-Type` header; JSON where there is no such header."""
+    """Return the value of the `Content-Type` header, or JSON if the header is missing."""
     return (headers or {}).get(CONTENT_TYPE, JSON)
 
 
 def encode(message: object, content_type: str = MSGPACK) -> bytes:
     """Encode a message.
 
-    Raises: CallerError: a number has more than 64 bits, or something in it is no part of a message.
+    Raises: CallerError: a number has more than 64 bits, or a value has a type that messages cannot
+            hold.
     """
     encoder = _json_encoder if content_type == JSON else _msgpack_encoder
     try:
@@ -81,9 +82,9 @@ def encode(message: object, content_type: str = MSGPACK) -> bytes:
 def decode(payload: bytes, kind: Any, content_type: str = MSGPACK, *, field: str = "") -> Any:
     """Decode and validate a message.
 
-    Args:   kind: the type (or union) expected.
-            field: prefix of the field path that an error names.
-    Raises: CallerError: the payload is not of that type; names the field.
+    Args:   kind: the expected type or union.
+            field: prefix of the field path in an error.
+    Raises: CallerError: the payload does not have that type; the error names the field.
     """
     try:
         if content_type == JSON:

@@ -13,24 +13,24 @@ class NodeCommand(Message, frozen=True):
     id: CommandId
     node: NodeId
     revision: int
-    """The revision of the node's lease that the command is meant for; under another lease it is
-    refused."""
+    """Revision of the node's lease that the command was issued for. The node refuses it under any
+    other lease."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
     """Permission for nodes to fetch a weights version from other nodes, for one incarnation of its
     reader.
 
-    It lasts as long as that incarnation and the version: a state manager that has seen the ticket
-    of a later incarnation refuses it.
+    It is valid as long as the version and that incarnation exist. A state manager that has seen the
+    ticket of a later incarnation refuses it.
     """
 
     version: VersionKey
     reader: DeploymentKey
     incarnation: int
-    """The incarnation of the reader that the ticket is for."""
+    """The reader's incarnation that the ticket is valid for."""
     nodes: list[str]
-    """The nodes of the reader's ranks, as their certificates name them."""
+    """The nodes of the reader's ranks, named as in their certificates."""
     mac: bytes = b""
     """The scheduler's signature: see `phaseloom.common.transport.tickets`."""
 
@@ -39,19 +39,19 @@ class FilesTicket(msgspec.Struct, frozen=True):
     """Permission for nodes to fetch a deployment's seals and durable weights versions from other
     nodes.
 
-    It lasts until a later incarnation of the deployment asks.
+    It is valid until a later incarnation of the deployment presents its own ticket.
     """
 
     deployment: DeploymentKey
     incarnation: int
     nodes: list[str]
-    """The nodes that may fetch, as their certificates name them."""
+    """The nodes that may fetch, named as in their certificates."""
     mac: bytes = b""
     """The scheduler's signature: see `phaseloom.common.transport.tickets`."""
 
 
 class StartWpg(NodeCommand, frozen=True):
-    """Start the ranks of a deployment; `incarnation` fences all earlier ones."""
+    """Start the ranks of a deployment. The new `incarnation` fences all earlier ones."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -59,37 +59,39 @@ class StartWpg(NodeCommand, frozen=True):
     devices: list[int]
     """The device of each rank on this node."""
     seal_seq: int
-    """Start from the seal at this seq; 0: from the checkpoint, or the spec's seeds."""
+    """Start from the seal at this seq; 0: from the checkpoint or, without one, from the spec's
+    seeds."""
     checkpoint: str = ""
     """The checkpoint that the job fell back to; empty: none."""
     applied: int = 0
     """The seq of the last mutating operation in the checkpoint or the fresh state."""
     rank_offset: int = 0
-    """The number of this node's first rank; rank 0 leads."""
+    """The number of this node's first rank. Rank 0 is the leader."""
     nodes: list[NodeId] = []
-    """The node of each rank of the WPG, where it is spread over several nodes; each of them starts
-    its own ranks. Empty: all ranks are on this node."""
+    """The node of each rank, if the WPG spans several nodes; each node starts its own ranks. Empty:
+    all ranks are on this node."""
     versions: list[int] = []
     """Weights versions of this policy that are as durable as the seal."""
     sources: list[str] = []
-    """Endpoints of the state managers that have the seal and the versions, where this node may
-    lack them."""
+    """Endpoints of state managers that have the seal and the versions, if this node may lack
+    them."""
     ticket: FilesTicket | None = None
-    """The permission to fetch from the sources; it is given wherever there are any."""
+    """The permission to fetch from the sources. Set whenever `sources` is not empty."""
 
 
 class StopWpg(NodeCommand, frozen=True):
-    """Kill the ranks of a deployment and drop its host copy; answered by a WpgLost."""
+    """Kill the ranks of a deployment and drop its host copy. Answered by a WpgLost."""
 
     deployment: DeploymentKey
     incarnation: int
     forget: bool
-    """Whether its seals and weights versions are deleted too, because its job has ended, it was
-    deleted, or it has moved away. Checkpoints always stay."""
+    """Whether to delete its seals and weights versions too, because its job has ended, the
+    deployment was deleted, or it has moved away. Checkpoints always stay."""
 
 
 class OpenActivation(NodeCommand, frozen=True):
-    """Switch a deployment in: offload what it displaces from its devices, load it, verify both."""
+    """Switch a deployment in: offload the deployments that it displaces, load it, and verify
+    both."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -112,34 +114,34 @@ class Permit(NodeCommand, frozen=True):
     prev: int
     """The seq of the last mutating operation that took effect."""
     replay: bool = False
-    """Whether the operation rebuilds state: it runs although its outcome is stored, and that
-    outcome stands."""
+    """Whether the operation runs to rebuild state. It then runs although its outcome is stored, and
+    the stored outcome remains valid."""
     sources: list[str] = []
     """For an operation that reads a weights version: endpoints of the state managers that have
     it."""
     partial: bool = False
-    """For `optim_step`: whether a `forward_backward` since the last step was not completed."""
+    """For `optim_step`: whether a `forward_backward` since the last step did not complete."""
     ticket: Ticket | None = None
     """For an operation that reads a weights version: the permission to fetch it from the
     sources."""
     sealing: int = 0
-    """For a WPG over several nodes: the seal that is being made of it. Each node copies its part of
-    that seal before its ranks run this operation. 0: none is being made."""
+    """For a WPG over several nodes: the seal in progress. Each node copies its part of that seal
+    before its ranks run this operation. 0: no seal is in progress."""
     ranks: list[int] = []
-    """For `generate`: the ranks that run it, one for each replica; empty: all."""
+    """For `generate`: the ranks that run it, one per replica; empty: all."""
     tail_on: list[int] = []
-    """For `generate`: the ranks on which its long tail is gathered, because other jobs can use the
-    devices of the rest. Empty: it is not gathered."""
+    """For `generate`: the ranks on which its long tail is gathered, so that other jobs can use the
+    devices of the remaining ranks. Empty: the tail is not gathered."""
     adapter: Adapter | None = None
-    """For an operation that names a weights version: the adapter that the version is."""
+    """For an operation that names a weights version: the adapter of that version."""
     units: list[int] = []
-    """The compute units of its device that the operation may use; empty: all."""
+    """Compute units of its device that the operation may use; empty: all."""
 
 
 class Permits(NodeCommand, frozen=True):
     """Permission to run several reading operations of one deployment within one activation.
 
-    Each permit counts as one of its own; the id of the command is the first permit's.
+    Each permit counts separately. The command has the id of the first permit.
     """
 
     permits: list[Permit]
@@ -152,20 +154,20 @@ class Permits(NodeCommand, frozen=True):
 
 
 class CancelOperation(NodeCommand, frozen=True):
-    """Stop a reading operation that runs; it ends CANCELLED, or with its result if that comes
+    """Stop a running reading operation. It ends CANCELLED, or with its result if that comes
     first."""
 
     operation: OperationKey
     incarnation: int
     keeps_partial: bool = False
-    """Whether a `generate` completes with the tokens that it has."""
+    """Whether a `generate` completes with the tokens sampled so far."""
 
 
 class AdjustClaims(NodeCommand, frozen=True):
     """Change the compute units that the running operations of a deployment may use.
 
-    The rank changes them between two steps of its work. Of several changes, and permits, the one
-    with the newest id counts.
+    The rank applies the change between two steps of its work. If several changes and permits
+    arrive, the one with the newest id wins.
     """
 
     deployment: DeploymentKey
@@ -173,12 +175,12 @@ class AdjustClaims(NodeCommand, frozen=True):
     units: list[int]
     """The units that the operations may use from then on; at least one."""
     shrinks: bool
-    """Whether units are taken away. If so, a ClaimsAdjusted answers once the rank does not use them
-    any more."""
+    """Whether units are taken away. If so, a ClaimsAdjusted follows once the rank no longer uses
+    them."""
 
 
 class CloseActivation(NodeCommand, frozen=True):
-    """Switch a deployment out without another coming in."""
+    """Switch a deployment out without switching another one in."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -186,8 +188,8 @@ class CloseActivation(NodeCommand, frozen=True):
 
 
 class SealState(NodeCommand, frozen=True):
-    """Commit a copy of the whole state at `seq`, and these versions. Answered by a SealCommitted or
-    a SealFailed."""
+    """Commit a copy of the whole state at `seq` and of these versions. Answered by a SealCommitted
+    or a SealFailed."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -195,62 +197,63 @@ class SealState(NodeCommand, frozen=True):
     versions: list[int]
     durability: Durability = Durability.NODE
     replicas: dict[NodeId, str] = {}
-    """For `remote`: the nodes whose disks get a copy before the seal is committed, with the
-    endpoints of their state managers."""
+    """For durability `remote`: the nodes that must have a copy on disk before the seal is committed
+    → the endpoints of their state managers."""
     num_parts: int = 1
-    """The number of nodes of the WPG: the seal is committed with the last node's part."""
+    """Number of nodes of the WPG. The seal is committed once every node has stored its part."""
     ticket: FilesTicket | None = None
-    """The permission by which the replicas fetch the seal."""
+    """The permission that the replicas use to fetch the seal."""
 
 
 class MirrorState(NodeCommand, frozen=True):
-    """Bring a copy of another node's state to this node's disk; answered by a StateMirrored."""
+    """Copy another node's state to this node's disk. Answered by a StateMirrored."""
 
     deployment: DeploymentKey
     seal_seq: int
-    """The seal to fetch; 0: only versions are fetched."""
+    """The seal to fetch; 0: fetch only versions."""
     versions: list[int]
     """Weights versions of this deployment to fetch."""
     sources: list[str]
-    """Endpoints of the state managers that have them."""
+    """Endpoints of the state managers that have the seal and the versions."""
     ticket: FilesTicket
     holds: Ticket | None = None
-    """The permission to fetch the version that the deployment holds, which may be another
-    deployment's."""
+    """The permission to fetch the version whose weights the deployment has, which may belong to
+    another deployment."""
     keeps: Ticket | None = None
-    """The permission to fetch a version that nobody can make again: without it the command
-    fails."""
+    """The permission to fetch a version that cannot be recomputed. The command fails if that
+    version cannot be fetched."""
     rank_offset: int = 0
-    """The number of the first rank that the node is to have."""
+    """The number of the first rank that the node will have."""
     num_ranks: int = 0
-    """The number of the WPG's ranks on all nodes; 0: not known."""
+    """Number of ranks of the WPG on all nodes; 0: unknown."""
 
 
 class ReleaseVersions(NodeCommand, frozen=True):
-    """Drop these weights versions: nothing needs them any more."""
+    """Drop these weights versions, which nothing needs any longer."""
 
     versions: list[VersionKey]
 
 
 class PrefetchState(NodeCommand, frozen=True):
-    """A hint: promote a deployment's host copies from NVMe; copies that are used sooner stay."""
+    """A hint: promote a deployment's host copies from NVMe. It never evicts copies that are used
+    sooner."""
 
     deployment: DeploymentKey
     incarnation: int
     in_s: float | None
-    """Seconds until the predicted use; None: the hint before is withdrawn."""
+    """Seconds until the predicted use; None: withdraw the previous hint."""
 
 
 class PrefetchVersion(NodeCommand, frozen=True):
-    """A hint: fetch a weights version to host memory, for a `sync_weights` that waits."""
+    """A hint: fetch a weights version to host memory for a waiting `sync_weights`."""
 
     deployment: DeploymentKey
-    """The deployment that will sync the version: its ranks know which parts of it they need."""
+    """The deployment that will sync the version. Its ranks know which parts of it they need."""
     incarnation: int
     sources: list[str]
     """Endpoints of the state managers that have the version."""
     ticket: Ticket
-    """The permission to fetch it from them."""
+    """The permission to fetch the version from the sources."""
 
 
 Command = (

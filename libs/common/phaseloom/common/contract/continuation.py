@@ -1,4 +1,4 @@
-"""Continuation of a sample that ended before it was finished, token for token. Pure."""
+"""Continue an interrupted sample, token for token. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s,
 from phaseloom.common.contract.operations import Prompt, Sequence
 
 PARTIAL = "partial"
-"""The `stop_reason` of a sequence that can go on."""
+"""The `stop_reason` of a sequence that can be continued."""
 
 
 def continued(prompt: Prompt, sequence: Sequence, sample: int = 0) -> Prompt:
-    """The prompt that continues a sequence with the same draws, token for token.
+    """Return the prompt that continues a sequence with the same random draws, token for token.
 
-    Submit it with `num_samples=1` and the same sampling. Its `max_tokens` counts the tokens that
-    were generated before; the answer has the new tokens only.
+    Submit it with `num_samples=1` and the same sampling parameters. Its `max_tokens` includes the
+    tokens that were generated before. The result has only the new tokens.
 
-    Args: sample: place of the sequence among the prompt's samples.
+    Args:   sample: index of the sequence among the prompt's samples.
     """
     return replace(
         prompt,
@@ -28,7 +28,7 @@ def continued(prompt: Prompt, sequence: Sequence, sample: int = 0) -> Prompt:
 
 
 def extended(had: Sequence, new: Sequence) -> Sequence:
-    """A sequence and its continuation as one sequence; the arrays are packed where both are."""
+    """Join a sequence and its continuation. The arrays are packed if both inputs are packed."""
     return replace(
         new,
         tokens=_ints(had.tokens, new.tokens),

@@ -3,7 +3,7 @@
     PhaseloomError
     ├── CallerError        the request was wrong: change it and send again
     ├── ResourceError      something was lost, full or unreachable: retry or repair
-    └── InternalError      Phaseloom erred: please report
+    └── InternalError      a bug in Phaseloom: please report
 
 On the bus an error is an `ErrorInfo`; `to_exception` and `PhaseloomError.info` convert.
 """
@@ -17,7 +17,7 @@ import msgspec
 
 
 class Code(StrEnum):
-    """gRPC's canonical status codes, the subset that Phaseloom uses."""
+    """The subset of gRPC's canonical status codes that Phaseloom uses."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     NOT_FOUND = "NOT_FOUND"
@@ -33,19 +33,19 @@ class Code(StrEnum):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as it travels: its code, its message, the field at fault, and the remedy."""
+    """The wire form of an error."""
 
     code: Code
     message: str
     field: str = ""
-    """Path of the offending field, e.g. `args.batch[3].targets`; empty where none is at fault."""
+    """Path of the offending field, e.g. `args.batch[3].targets`; empty: no field is at fault."""
     remedy: str = ""
     details: dict[str, str] = {}
 
 
 MAX_MESSAGE_CHARS = 2000
-"""The longest message of an error, in characters. A message may quote a caller's value or a
-library, and errors are kept."""
+"""Longest error message, in characters. Messages may quote a caller's value or a library's error,
+and errors are stored."""
 
 
 def _shortened(message: str) -> str:
@@ -75,12 +75,12 @@ class PhaseloomError(Exception):
         super().__init__(f"{self.info.code}: {message}{where}{hint}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickled, as between processes of the simulator, it is the same error."""
+        """Pickle the error as its `ErrorInfo`, for the processes of the simulator."""
         return to_exception, (self.info,)
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds after which the same request may succeed; None: not known."""
+        """Seconds after which the same request may succeed; None: unknown."""
         try:
             return float(self.info.details["retry_after_s"])
         except (KeyError, ValueError):
@@ -88,13 +88,13 @@ class PhaseloomError(Exception):
 
 
 class CallerError(PhaseloomError):
-    """The request was wrong; the same request will fail again."""
+    """The request was wrong. The same request will fail again."""
 
     default_code = Code.INVALID_ARGUMENT
 
 
 class ResourceError(PhaseloomError):
-    """A resource was lost, full, fenced or out of reach; the request itself was fine."""
+    """A resource was lost, full, fenced or unreachable. The request itself was fine."""
 
     default_code = Code.UNAVAILABLE
 
@@ -106,13 +106,12 @@ class InternalError(PhaseloomError):
 
 
 def unforeseen(error: BaseException) -> ErrorInfo:
-    """The error that reports an exception which Phaseloom did not expect: a bug, in its own
-    words."""
+    """Wrap an unexpected exception, which is a bug in Phaseloom, as an `INTERNAL` error."""
     return ErrorInfo(Code.INTERNAL, _shortened(f"{type(error).__name__}: {error}"))
 
 
 def session_over(session: int, newest: int) -> ErrorInfo:
-    """The error for an operation of a session that a newer session has ended."""
+    """The error for an operation whose session was ended by a newer session."""
     return ErrorInfo(
         Code.ABORTED,
         f"session {session} is over: {newest} is attached",
@@ -131,7 +130,7 @@ _CALLER_CODES = {
 
 
 def to_exception(info: ErrorInfo) -> PhaseloomError:
-    """The exception that an `ErrorInfo` received from the bus stands for."""
+    """Return the exception for an `ErrorInfo` received from the bus."""
     kind: type[PhaseloomError]
     if info.code in _CALLER_CODES:
         kind = CallerError

@@ -1,7 +1,8 @@
-"""The decision log: every event that the scheduler decides on; and notices, which only people read.
+"""The decision log, with every event that the scheduler decides on; and notices, which only people
+read.
 
 router, agent, profiler, scheduler's shell and job API → SCHED → scheduler, standby, recorder. Each
-event names its own producer.
+event's text names its producer.
 """
 
 from __future__ import annotations
@@ -27,31 +28,33 @@ from phaseloom.common.contract.specs import (
 
 
 class SchedulerConfigured(Message, frozen=True):
-    """scheduler's shell → scheduler, profiler. First in the log, and at each change."""
+    """scheduler's shell → scheduler, profiler. The first entry of the log, repeated at each change
+    of the settings."""
 
     config: SchedulerConfig
 
 
 class NodeUp(Message, frozen=True):
-    """agent → scheduler. A node's agent took its lease; nothing from before survives on it."""
+    """agent → scheduler. A node's agent acquired its lease. The node has no processes or memory
+    from before."""
 
     node: NodeId
     pool: str
     devices: list[DeviceSpec]
     host_memory_bytes: int
     revision: int
-    """The revision of the node's lease: every command names it, and an agent refuses any other."""
+    """Revision of the node's lease. Every command names it, and the agent refuses any other."""
     state_endpoint: str
-    """host:port where this node's state manager serves weights versions."""
+    """host:port at which this node's state manager serves weights versions."""
     exclusive_residency: Residency = Residency.SHARED
     price_per_hour: float = 1.0
-    """The price of the whole node, in any currency: placement weighs nodes by it."""
+    """Price of the whole node, in any currency. Placement weighs nodes by it."""
     backends: dict[str, Capabilities] = {}
     """The backends that the node's ranks can run, by name; empty: any."""
 
 
 class NodeLost(Message, frozen=True):
-    """agent or lease watcher → scheduler. No process from under that lease runs any more."""
+    """agent or lease watcher → scheduler. All processes that ran under that lease have ended."""
 
     node: NodeId
     revision: int
@@ -59,46 +62,48 @@ class NodeLost(Message, frozen=True):
 
 
 class WpgStarted(Message, frozen=True):
-    """agent → scheduler. All ranks on it are up; state is in host memory, as of `applied`."""
+    """agent → scheduler. All ranks of the WPG on this node are up. Their state is in host memory,
+    as of `applied`."""
 
     deployment: DeploymentKey
     incarnation: int
     node: NodeId
     state_bytes: int
     applied: int
-    """The seq of the last mutating operation in the state: 0, or the seal's."""
+    """The seq of the last mutating operation in the state: 0, or that of the seal."""
     devices: list[int] = []
-    """The device of each rank; for people who read the log."""
+    """The device of each rank, for people who read the log."""
 
 
 class WpgLost(Message, frozen=True):
-    """agent → scheduler. The WPG's ranks on it are dead and reaped (a failed start included)."""
+    """agent → scheduler. The WPG's ranks on this node are dead and reaped. Also reports a failed
+    start."""
 
     deployment: DeploymentKey
     incarnation: int
     node: NodeId
     error: ErrorInfo
     culprits: list[DeploymentKey] = []
-    """Where the WPG's rank died with a process that it shared: the deployments whose ranks in it
-    were running an operation, starting, or being switched in. Empty: none was, or the rank had a
-    process alone."""
+    """Set if the WPG's rank died together with a process that it shared with other deployments: the
+    deployments whose ranks in that process were running an operation, starting, or being switched
+    in. Empty: there was no such rank, or the process was not shared."""
 
     @property
     def is_innocent(self) -> bool:
-        """Whether the WPG died of what another one did in the process that they shared."""
+        """Whether another WPG, in the process that they shared, caused the death of this one."""
         return bool(self.culprits) and self.deployment not in self.culprits
 
 
 class NodeDrainRequested(Message, frozen=True, omit_defaults=True):
-    """operator API → scheduler. The deployments on the node are to move to others."""
+    """operator API → scheduler. Move the deployments on the node to other nodes."""
 
     node: NodeId
     request: str
     """The id of the API request that caused the event."""
     undo: bool = False
-    """Whether an earlier request is taken back instead."""
+    """Whether to cancel an earlier request instead."""
     gone: bool = False
-    """Whether the node is gone for good, with all that it alone had."""
+    """Whether the node is permanently gone, with everything that only it had."""
 
 
 class StateMirrored(Message, frozen=True, omit_defaults=True):
@@ -106,11 +111,11 @@ class StateMirrored(Message, frozen=True, omit_defaults=True):
 
     deployment: DeploymentKey
     seq: int
-    """The seq of the seal; 0: no seal was asked for."""
+    """The seq of the seal; 0: no seal was requested."""
     node: NodeId
     command: CommandId
     error: ErrorInfo | None = None
-    """The reason why the copy is not on the node; None: it is."""
+    """Why the copy is not on the node; None: it is there."""
 
 
 class JobSubmitted(Message, frozen=True):
@@ -123,7 +128,7 @@ class JobSubmitted(Message, frozen=True):
 
 
 class JobFinished(Message, frozen=True):
-    """job API → scheduler. The controller is done, or gave up; its state is dropped."""
+    """job API → scheduler. The controller finished or gave up. The job's state is dropped."""
 
     job: JobKey
     request: str
@@ -131,14 +136,14 @@ class JobFinished(Message, frozen=True):
 
 
 class DrainRequested(Message, frozen=True):
-    """job API → scheduler. The job takes no new operations, and ends once none is open."""
+    """job API → scheduler. The job accepts no new operations and ends once none is open."""
 
     job: JobKey
     request: str
 
 
 class DeploymentCreated(Message, frozen=True):
-    """job API → scheduler, profiler. One more deployment of a job that runs."""
+    """job API → scheduler, profiler. A running job gets another deployment."""
 
     job: JobKey
     spec: DeploymentSpec
@@ -146,7 +151,8 @@ class DeploymentCreated(Message, frozen=True):
 
 
 class DeploymentDeleted(Message, frozen=True):
-    """job API → scheduler, profiler. Its operations end ABORTED and its state is dropped."""
+    """job API → scheduler, profiler. The deployment's operations end ABORTED and its state is
+    dropped."""
 
     deployment: DeploymentKey
     request: str
@@ -154,15 +160,15 @@ class DeploymentDeleted(Message, frozen=True):
 
 class SessionOpened(Message, frozen=True):
     """router → scheduler. A controller attached. Operations of older sessions that are queued after
-    this entry of the log are refused."""
+    this log entry are refused."""
 
     job: JobKey
     session: int
 
 
 class SessionLost(Message, frozen=True):
-    """scheduler's lease watcher → scheduler. The controller's heartbeat ended: its devices are not
-    kept for it."""
+    """scheduler's lease watcher → scheduler. The controller's heartbeats stopped, so its devices
+    are not held for it."""
 
     job: JobKey
     session: int
@@ -178,48 +184,49 @@ class PhaseDeclared(Message, frozen=True):
 
 
 class CancelRequested(Message, frozen=True, omit_defaults=True):
-    """job API → scheduler. An operation without a permit ends; a reading operation that runs is
-    stopped."""
+    """job API → scheduler. End an operation without a permit, or stop a running reading
+    operation."""
 
     key: OperationKey
     request: str
     """The id of the API request that caused the event."""
     keeps_partial: bool = False
-    """Whether a `generate` that runs completes with the tokens that it has."""
+    """Whether a running `generate` completes with the tokens sampled so far."""
 
 
 class QueuedOperation(Message, frozen=True, omit_defaults=True):
-    """router → scheduler: an operation's header, never its payload."""
+    """router → scheduler: an operation's header without its payload."""
 
     key: OperationKey
     id: str
     kind: str
     after: list[After] = []
     version: VersionKey | None = None
-    """For `sync_weights`: the version that it installs. For an operation that only reads: the
-    version that it names."""
+    """For `sync_weights`: the version to install. For reading operations: the version whose weights
+    they use instead of the deployment's own."""
     payer: str = ""
-    """For an operation that only reads: the job whose weights it names, which the device time is
-    counted for; empty: its own job."""
+    """For reading operations: the job to charge the device time to, because the operation names its
+    weights; empty: its own job."""
     ttl_s: float = 0.0
-    """For `publish_weights`: seconds for which its version can be named."""
+    """For `publish_weights`: seconds for which operations can name the version."""
     size: int = 0
-    """The most tokens of the operation (prompt and new tokens, over all samples), for readers of
-    the log; the scheduler estimates by kind."""
+    """Upper bound of the operation's tokens (prompt and new ones, over all samples), for readers of
+    the log. The scheduler estimates by kind instead."""
     content_type: str = "application/msgpack"
-    """How the operation was encoded, and how its outcome is written."""
+    """The encoding of the operation, and therefore of its outcome."""
     session: int = 0
     timeout_s: float = 0.0
     num_bytes: int = 0
-    """The size of the payload as it is stored."""
+    """Size of the stored payload."""
     error: ErrorInfo | None = None
-    """Set where the operation was refused: it becomes a failed operation, not a gap."""
+    """Set if the operation was refused. It becomes a failed operation, so that its number is not
+    missing."""
 
 
 class OperationsQueued(Message, frozen=True, omit_defaults=True):
     """router → scheduler, profiler. Several operations that were appended together.
 
-    Each counts as one of its own, in this order.
+    Each one counts as a separate event, in this order.
     """
 
     operations: list[QueuedOperation]
@@ -228,19 +235,19 @@ class OperationsQueued(Message, frozen=True, omit_defaults=True):
 
 
 MAX_STEP_RUNS = 16
-"""The most runs of steps that the end of an operation tells, of all replicas together."""
+"""Maximum number of step runs in an OperationFinished, over all replicas."""
 
 
 class StepRun(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive forward steps of an operation over about equally many tokens."""
+    """Consecutive forward steps of an operation with similar numbers of tokens."""
 
     steps: int
     tokens: int
-    """The tokens of all the steps: prefilled ones, and one for each row that decodes."""
+    """Total tokens of the steps: prefilled ones, plus one per step for each decoding row."""
     duration_s: float
-    """The seconds from the end of the step before the first to the end of the last."""
+    """Seconds from the end of the step before the first one to the end of the last one."""
     replica: int = 0
-    """The data-parallel replica that ran them."""
+    """The data-parallel replica that ran the steps."""
 
 
 class OperationFinished(Message, frozen=True, omit_defaults=True):
@@ -255,34 +262,33 @@ class OperationFinished(Message, frozen=True, omit_defaults=True):
     duration_s: float
     replay: bool = False
     dirty: bool = False
-    """Whether an error inside a mutating operation left the state unusable: this incarnation must
-    be rebuilt without the operation."""
+    """Whether an error inside a mutating operation left the state unusable. The WPG must then be
+    rebuilt without the operation."""
     error: ErrorInfo | None = None
     num_tokens: int = 0
-    """The number of tokens that it worked on: prompts and new tokens of a `generate`, else those of
-    the batch."""
+    """Number of tokens that the operation processed: prompt and new tokens of a `generate`,
+    otherwise those of the batch."""
     share: float = 1.0
-    """The part of `duration_s` that counts as its own, where others ran on its devices at the same
-    time: at each moment theirs are in proportion to their sequences."""
+    """Fraction of `duration_s` charged to this operation if others ran on its devices at the same
+    time. At each moment the time is divided in proportion to the numbers of sequences."""
     checkpoints: dict[str, str] = {}
-    """For a `save_state` with a controller's blob: deployment → checkpoint, its own included."""
+    """For a `save_state` with a controller blob: deployment → checkpoint, including its own."""
     steps: list[StepRun] = []
-    """The forward steps of a `generate` in their order, each replica's behind those of the one
-    before; at most `MAX_STEP_RUNS`. Where other operations shared its steps, their tokens count
-    too."""
+    """The forward steps of a `generate` in order, one replica after the other; at most
+    `MAX_STEP_RUNS`. If other operations shared the steps, their tokens are included."""
 
 
 class OperationsFinished(Message, frozen=True):
     """WPG leader → scheduler, profiler. Several operations whose ends were appended together.
 
-    Each counts as one of its own, in this order.
+    Each one counts as a separate event, in this order.
     """
 
     operations: list[OperationFinished]
 
 
 class ActivationOpened(Message, frozen=True):
-    """agent → scheduler, profiler. A switch-in is done and verified."""
+    """agent → scheduler, profiler. A switch-in is complete and verified."""
 
     deployment: DeploymentKey
     epoch: int
@@ -298,7 +304,8 @@ class ActivationOpened(Message, frozen=True):
 
 
 class ActivationRefused(Message, frozen=True):
-    """agent → scheduler. The switch-in was rolled back, or the deployment does not fit."""
+    """agent → scheduler. The switch-in was rolled back, or the deployment does not fit on the
+    device."""
 
     deployment: DeploymentKey
     epoch: int
@@ -307,8 +314,8 @@ class ActivationRefused(Message, frozen=True):
 
 
 class PermitReturned(Message, frozen=True):
-    """WPG leader → scheduler. The operation was not run and nothing changed, because a resource
-    that it needs is out of reach now."""
+    """WPG leader → scheduler. The operation did not run and nothing changed, because a resource
+    that it needs is unreachable."""
 
     key: OperationKey
     epoch: int
@@ -317,9 +324,9 @@ class PermitReturned(Message, frozen=True):
 
 
 class StateSnapshotTaken(Message, frozen=True):
-    """WPG leader → scheduler. The snapshot of a `save_state` is copied from the devices.
+    """WPG leader → scheduler. The snapshot of a `save_state` has been copied from the devices.
 
-    Other operations may go on while the checkpoint is written.
+    Other operations may run while the checkpoint is written.
     """
 
     key: OperationKey
@@ -328,19 +335,19 @@ class StateSnapshotTaken(Message, frozen=True):
 
 
 class TailGathered(Message, frozen=True):
-    """WPG leader → scheduler. The long tail of these `generate`s, which are all that run, continues
-    on some of the WPG's ranks: the other ranks have nothing to do until they end."""
+    """WPG leader → scheduler. The only running operations are these `generate`s, and their long
+    tail continues on some of the WPG's ranks. The other ranks are idle until they end."""
 
     operations: list[OperationKey]
     epoch: int
     incarnation: int
     freed: list[int]
-    """The ranks with nothing to do."""
+    """The idle ranks."""
 
 
 class ClaimsAdjusted(Message, frozen=True):
-    """agent → scheduler. Answer to an `AdjustClaims` that shrinks: the rank uses no other units of
-    its device any more."""
+    """agent → scheduler. Answer to an `AdjustClaims` that shrinks: the rank no longer uses any
+    other compute units of its device."""
 
     deployment: DeploymentKey
     incarnation: int
@@ -351,7 +358,7 @@ class ClaimsAdjusted(Message, frozen=True):
 class SealCommitted(Message, frozen=True):
     """agent → scheduler. A copy of the whole state at `seq` survives the loss of every process.
 
-    Where the WPG is on several nodes, each node reports its part.
+    If the WPG spans several nodes, each node reports its part.
     """
 
     deployment: DeploymentKey
@@ -360,34 +367,36 @@ class SealCommitted(Message, frozen=True):
     versions: list[int]
     """Weights versions of this policy that are as durable as the seal."""
     copies: list[NodeId] = []
-    """Other nodes that have all of this on their disks."""
+    """Other nodes that have a complete copy on their disks."""
 
 
 class SealRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """agents → KV `seals`: the commit record of a deployment's newest seal.
 
-    Each node of a WPG adds its part, by compare and swap; with the last one the seal is committed.
+    Each node of a WPG adds its part by compare and swap. The seal is committed once the last part
+    is there.
     """
 
     seq: int
     num_parts: int = 1
     parts: list[SealCommitted] = []
     committed: int = 0
-    """seq of the committed seal before, which stands until this one is whole; 0: none does."""
+    """The seq of the previously committed seal, which stays valid until this one is whole; 0:
+    none."""
 
     @property
     def is_whole(self) -> bool:
-        # One of before there were parts names none.
+        # Records written before seals had parts list none.
         return not self.parts or len(self.parts) == self.num_parts
 
     @property
     def newest(self) -> int:
-        """seq of the newest committed seal; 0: there is none."""
+        """The seq of the newest committed seal; 0: none."""
         return self.seq if self.is_whole else self.committed
 
 
 class SealFailed(Message, frozen=True):
-    """agent → scheduler. The previous seal stands."""
+    """agent → scheduler. The seal was not written; the previous one stays valid."""
 
     deployment: DeploymentKey
     seq: int
@@ -399,20 +408,20 @@ class KindEstimate(msgspec.Struct, frozen=True):
     deployment: str
     kind: str
     duration_s: float
-    """The median of the recent durations, in seconds."""
+    """Median of the recent durations."""
     next_gap_s: float
-    """Median time until the same job's next operation on this pool is ready; -1: not known."""
+    """Median time until the same job's next operation on this pool is ready; -1: unknown."""
     count: int
     p95_s: float = 0.0
     """95th percentile of the recent durations."""
     worst_s: float = 0.0
-    """The longest duration, where every sample reaches its token limit."""
+    """The longest duration, in which every sample reaches its token limit."""
     gap_p10_s: float = -1.0
     gap_p90_s: float = -1.0
-    """10th and 90th percentile of the gap; -1: not known."""
+    """10th and 90th percentiles of the gap; -1: unknown."""
     sub_stages: tuple[StepRun, ...] = ()
-    """The sub-stages that recent operations went through in most cases, with medians: each
-    replica's behind those of the one before. Empty: it tells no forward steps."""
+    """The sub-stages that most recent operations went through, with median values, one replica
+    after the other. Empty: the kind reports no forward steps."""
 
 
 class PhaseTrace(Message, frozen=True):
@@ -420,15 +429,15 @@ class PhaseTrace(Message, frozen=True):
 
     job: JobKey
     period_s: float
-    """The period in seconds; 0: no cycle was found yet."""
+    """The period in seconds; 0: no cycle has been detected yet."""
     segments: list[Segment]
     estimates: list[KindEstimate]
     worst_period_s: float = 0.0
-    """The period where every operation takes its `worst_s`."""
+    """The period if every operation takes its `worst_s`."""
     drift: float = 0.0
-    """The relative change of the period against the trace before; 0: too small to matter."""
+    """Relative change of the period since the previous trace; 0: too small to matter."""
     num_optim_steps: int = 1
-    """`optim_step`s of all deployments in one period."""
+    """Number of `optim_step`s of all deployments in one period."""
 
 
 class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -436,29 +445,28 @@ class PlannedMove(msgspec.Struct, frozen=True, omit_defaults=True):
 
     job: JobKey
     group: str
-    """The group that it moves to; empty: a new one."""
+    """The group to move to; empty: a new one."""
     nodes: dict[str, list[NodeId]]
-    """Pool → the nodes that the job is pinned to there; free nodes among them join the group."""
+    """Pool → the nodes that the job will be pinned to. Free nodes among them join the group."""
     why: str = ""
     shift_s: float = 0.0
     takes_turns: bool = False
-    """Whether its rollouts take turns with those of others on their node."""
+    """Whether its rollouts alternate with those of other jobs on their node."""
 
 
 class ReplanComputed(Message, frozen=True):
-    """scheduler's shell → scheduler. The moves that are worth their price, computed from the groups
-    as they were at entry `as_of`."""
+    """scheduler's shell → scheduler. The moves whose gain exceeds their cost, computed from the
+    groups as of log entry `as_of`."""
 
     as_of: int
-    """The sequence of the log's entry after which the plan was asked for."""
+    """Sequence of the log entry after which the plan was requested."""
     moves: list[PlannedMove]
-    """The moves in order: each may build on those before it."""
+    """The moves in order. Each one may depend on those before it."""
     num_groups: int
-    """The number of groups made until then: the k-th move to a new group makes `g<num_groups +
-    k>`."""
+    """Number of groups created so far. The k-th move to a new group creates `g<num_groups + k>`."""
     versions: dict[str, int]
-    """The version of each group that the moves touch: a group that has changed since is left
-    alone."""
+    """The version of each group that the moves affect. A group that has changed since then is not
+    touched."""
 
 
 class TimerFired(Message, frozen=True):
@@ -506,7 +514,8 @@ _Several = OperationsQueued | OperationsFinished
 
 
 def parts(event: Event) -> Seq[Event]:
-    """The events that an entry of the decision log stands for: one, or several in order."""
+    """Return the events of a decision-log entry, in order: one, or several that were appended
+    together."""
     if isinstance(event, _Several):
         return event.operations
     return (event,)

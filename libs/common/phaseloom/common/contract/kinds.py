@@ -1,13 +1,13 @@
-"""The table of operation kinds: the effect of each on the state, and how it is checked, cut and
+"""The table of operation kinds: how each one affects the state, and how it is checked, split and
 merged.
 
 Router, client, scheduler and worker read `KINDS`. Only the code that runs a kind knows more about
-it: its backends and, for kinds that move state, modules of the worker. A new kind that moves no
-state is a pair of messages in `contract.operations`, an entry here, a method of a backend, and a
+it: the backends and, for kinds that move state, modules of the worker. To add a kind that moves no
+state, add a pair of messages in `contract.operations`, an entry here, a method of a backend, and a
 method of the client's `Deployment`.
 
-Pure functions. Nothing here knows a layout: an operation is cut into a number of parts, and the
-results of the parts, in their order, are merged again.
+All functions are pure. This module knows nothing about layouts: it splits an operation into a given
+number of parts and merges the results of the parts, given in order.
 """
 
 from __future__ import annotations
@@ -33,60 +33,61 @@ R = TypeVar("R", bound=Message)
 T = TypeVar("T")
 
 TOKEN_BYTES = {MSGPACK: 4, JSON: 11}
-"""Most bytes of a token in a result: int32, or ten digits and a comma."""
+"""Maximum bytes of a token in a result: int32, or ten digits and a comma."""
 FLOAT_BYTES = {MSGPACK: 4, JSON: 24}
-"""Most bytes of a log-probability in a result: float32, or 17 digits, sign, point, exponent and a
+"""Maximum bytes of a log-probability in a result: float32, or 17 digits, sign, point, exponent and
 comma."""
 _SEQUENCE_BYTES = 64
 _ARRAY_BYTES = 8
 
 
 class Gradients(Enum):
-    """How a kind changes the gradients that accumulate between two steps."""
+    """How a kind affects the gradients that accumulate between two optimizer steps."""
 
     NONE = auto()
     ADDS = auto()
     USES = auto()
-    """The kind ends the batch: no gradients are left afterwards."""
+    """The kind consumes the gradients, so that none remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind(Generic[A, R]):
-    """One kind of operation. The defaults are those of a kind without data that a backend runs."""
+    """One kind of operation. The defaults suit a kind without batch data that a backend runs."""
 
     args: type[A]
     result: type[R]
     is_mutating: bool
-    """Whether it changes the deployment's state. Such a kind needs a `seq`, runs alone, and counts
-    towards seals and rebuilds. Other kinds read, and run together."""
+    """Whether it changes the deployment's state. A mutating kind needs a `seq`, runs alone, and
+    counts towards seals and rebuilds. All other kinds only read and may run concurrently."""
     moves_state: bool = False
-    """Whether ranks and state managers run it, and not a backend: checkpoints and weights versions.
-    Every backend that lists such a kind can do it."""
+    """Whether ranks and state managers run it instead of a backend, as for checkpoints and weights
+    versions. Every backend that lists such a kind supports it."""
     replaces_state: bool = False
-    """Whether nothing of the earlier state is left: a rebuild starts at the last such operation."""
+    """Whether it overwrites the whole state, so that a rebuild can start at the last such
+    operation."""
     gradients: Gradients = Gradients.NONE
     shares_calls: bool = False
-    """Whether a backend takes several operations of the kind in one call, which is watched: it
-    reports progress and can be cancelled between two tokens."""
+    """Whether a backend runs several operations of the kind in one call. Such a call reports
+    progress and can be cancelled between two tokens."""
     check: Callable[[OperationKey, A], None] = lambda key, args: None
-    """Checks the arguments. Raises: CallerError: no deployment could run it; names the field and
-    the remedy."""
+    """Checks the arguments. Raises: CallerError: no deployment could run the operation; the error
+    names the field and the remedy."""
     items: str = ""
-    """The list among its arguments along which it is cut, over replicas and over messages. Empty:
-    it is never cut, and every rank gets all of it."""
+    """The list argument along which an operation is split, over replicas and over messages. Empty:
+    it is never split, and every rank gets the whole operation."""
     item_tokens: Callable[[A], list[int]] = lambda args: []
-    """The most tokens of each of its items, new ones included."""
+    """Upper bound of the tokens of each item, including new ones."""
     num_tokens: Callable[[A, R], int] | None = None
-    """The number of tokens that it worked on, once its result is known. None: the sum of
+    """Number of tokens that it processed, computed from its result. None: the sum of
     `item_tokens`."""
     result_bytes: Callable[[A, str], int] = lambda args, content_type: 0
-    """The most bytes of its result in this content type, without the envelope. 0: the result is
+    """Upper bound of the result's size in this content type, without the envelope. 0: the result is
     small."""
     merge: Callable[[Sequence[R]], R] | None = None
-    """The whole result from the results of its parts, in their order. None: it has a single result,
-    on which all ranks must agree."""
+    """Merges the results of the parts, given in order. None: there is a single result, on which all
+    ranks must agree."""
     as_lists: Callable[[R], R] = lambda result: result
-    """The same result with lists instead of packed arrays, for JSON and for controllers."""
+    """Returns the result with lists instead of packed arrays, for JSON and for controllers."""
 
     @property
     def name(self) -> str:
@@ -95,12 +96,12 @@ class Kind(Generic[A, R]):
 
     @property
     def trains(self) -> bool:
-        """Whether only a trainable deployment can run it."""
+        """Whether it needs a trainable deployment."""
         return self.gradients is not Gradients.NONE
 
     @property
     def ends_gradients(self) -> bool:
-        """Whether gradients that were accumulated before it have no effect any more."""
+        """Whether it discards or consumes all gradients accumulated before it."""
         return self.replaces_state or self.gradients is Gradients.USES
 
     def num_tokens_at_most(self, args: A) -> int:
@@ -110,11 +111,11 @@ class Kind(Generic[A, R]):
         return self.num_tokens(args, result) if self.num_tokens else self.num_tokens_at_most(args)
 
     def cut(self, requests: Sequence[A], num_parts: int, part: int) -> list[A]:
-        """One part of several operations of this kind that run together.
+        """Return one part of several operations of this kind that run together.
 
-        Their items are balanced by tokens as those of one operation are, so that many operations of
-        one item each keep all replicas busy. A part is a run of neighbours, so that samples which
-        continue one prompt stay together. A part may be empty.
+        The items of all operations are balanced by tokens as if they were one list, so that many
+        one-item operations keep all replicas busy. A part is a contiguous range, so that samples of
+        the same prompt stay together. A part may be empty.
         """
         if not self.items:
             return [*requests]
@@ -125,7 +126,8 @@ class Kind(Generic[A, R]):
         ]
 
     def runs(self, requests: Sequence[A], num_parts: int, part: int) -> list[range]:
-        """The places of the items that `cut` leaves each operation in this part."""
+        """Return, for each operation, the index range of the items that `cut` assigns to this
+        part."""
         tokens = [num for args in requests for num in self.item_tokens(args)]
         share = balanced(tokens, num_parts)[part]
         counts = [len(getattr(args, self.items)) for args in requests]
@@ -137,10 +139,10 @@ class Kind(Generic[A, R]):
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[range]:
-    """Cut neighbours into `parts` runs of about equal cost; runs may be empty.
+    """Split a list into `parts` contiguous ranges of about equal cost. Ranges may be empty.
 
-    Each item goes where its middle falls, so no run's cost exceeds an equal part by more than the
-    dearest item's.
+    Each item goes to the part that contains its midpoint. So the cost of a range exceeds an equal
+    share by at most the cost of the most expensive item.
     """
     total = sum(costs) or 1
     ends = accumulate(costs)
@@ -152,14 +154,14 @@ def balanced(costs: Sequence[int], parts: int) -> list[range]:
 
 
 def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of all parts, each reduced as the end of its name says: `loss:sum`, `norm:mean`,
-    …
+    """Merge the metrics of all parts. The suffix of a name is its reduction: `loss:sum`,
+    `norm:mean`, …
 
-    `sum` adds up over the parts; `max` and `min` are taken over the parts that report the metric;
-    for `mean` each part counts once, so a backend reports one only where all ranks know the same
-    value.
+    `sum` adds the values of the parts. `max` and `min` consider the parts that report the metric.
+    `mean` weighs all parts equally, so a backend may report such a metric only if all ranks compute
+    the same value.
 
-    Raises: InternalError: a metric with another reduction.
+    Raises: InternalError: a metric has another reduction.
     """
     names = dict.fromkeys(chain.from_iterable(metrics))
     return {
@@ -186,7 +188,7 @@ def joined(parts: Iterable[Sequence[T]]) -> list[T]:
     return [*chain.from_iterable(parts)]
 
 
-# --- Batches: `forward`, `forward_backward` and whatever else works on samples --------------------
+# --- Batches: `forward`, `forward_backward` and other kinds that process samples ------------------
 
 
 def batch_tokens(args: ops.Forward | ops.ForwardBackward) -> list[int]:
@@ -355,6 +357,6 @@ def kind_for(args: ops.Args) -> Kind[Any, Any]:
 
 
 def as_lists(result: ops.Result) -> ops.Result:
-    """The same result with lists instead of packed arrays, for JSON and for controllers."""
+    """Return the result with lists instead of packed arrays, for JSON and for controllers."""
     unpacked: ops.Result = KINDS[ops.result_kind(result)].as_lists(result)
     return unpacked

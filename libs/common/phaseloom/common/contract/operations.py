@@ -1,13 +1,13 @@
 """Operations and their outcomes: the narrow API between a controller and a model.
 
-Operation:  controller → OPS → router; its payload is read by the WPG leader
-Completion: WPG leader, or scheduler (for operations that never ran) → DONE, republished to the
-            controller
+Operation:  controller → OPS → router; the WPG leader reads its payload
+Completion: WPG leader, or the scheduler for operations that never ran → DONE, republished to
+            the controller
 Progress:   WPG leader → controller, not stored
 
-Shapes: T tokens of one sample. Losses follow one rule: position i predicts `targets[i]`, and every
-loss is a plain sum over positions. With lp the learner's log-probability of the target, q the
-`logprobs` given (of the sampler), A `advantages`, w `weights`, r = exp(lp − q):
+Shapes: T is the number of tokens of one sample. All losses follow one rule: position i predicts
+`targets[i]`, and the loss is a plain sum over positions. With lp the learner's log-probability of
+the target, q the given `logprobs` (of the sampler), A `advantages`, w `weights`, r = exp(lp − q):
     cross_entropy        −Σ w·lp
     importance_sampling  −Σ r·A
     ppo                  −Σ min(r·A, clip(r, clip_low, clip_high)·A)
@@ -28,71 +28,73 @@ from phaseloom.common.contract.ids import OperationKey
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rules by which tokens are drawn and a sample ends; names and meanings are vLLM's.
+    """Rules for sampling tokens and ending a sample. Names and meanings are vLLM's.
 
-    At each position, in this order: bad words are left out, penalties change the logits, the
-    temperature divides them, min-p, top-k and top-p leave tokens out, and one of the rest is drawn.
-    The log-probabilities in the result are the model's own, before all of this.
+    At each position the steps are, in this order: exclude bad words, apply penalties to the logits,
+    divide by the temperature, exclude tokens by min-p, top-k and top-p, sample one of the remaining
+    tokens. The log-probabilities in the result are the model's own, before all of this.
     """
 
     max_tokens: int
-    """The most new tokens of a sample, those of the prompt's `num_generated` included."""
+    """Maximum number of new tokens of a sample, including the prompt's `num_generated`."""
     temperature: float = 1.0
-    """The temperature; 0: the likeliest token is taken."""
+    """0: always choose the likeliest token."""
     stop_token_ids: list[int] = []
-    """Tokens that end a sample, beside the end-of-sequence tokens of the model's config."""
+    """Tokens that end a sample, in addition to the end-of-sequence tokens of the model's config."""
     stop_strings: list[str] = []
-    """Stop once the text of the new tokens holds one of these; needs a registered model, or
-    the `token_texts` of the model."""
+    """Stop once the text of the new tokens contains one of these. Needs a registered model or the
+    model's `token_texts`."""
     ignore_eos: bool = False
     top_k: int = 0
-    """Draw from this many of the likeliest tokens, and those as likely as the last; 0: from all."""
+    """Sample from this many likeliest tokens, plus those tied with the last; 0: from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that have this share of the probability together."""
+    """Sample from the smallest set of likeliest tokens whose total probability reaches this
+    value."""
     min_p: float = 0.0
-    """Draw from the tokens that have at least this share of the likeliest one's probability."""
+    """Sample only tokens whose probability is at least this fraction of the likeliest token's."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens in the prompt or the sample, multiplies the negative
+    """For tokens in the prompt or the sample: divides positive logits and multiplies negative
     ones."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that the sample has."""
+    """Subtracted from the logit of each token that occurs in the sample."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the sample has the token."""
+    """Subtracted from a token's logit once for each occurrence in the sample."""
     bad_words: list[list[int]] = []
-    """Runs of tokens that a sample never completes."""
+    """Token sequences that a sample never completes."""
     top_logprobs: int = 0
-    """The number of likeliest tokens at each position whose log-probabilities are answered."""
+    """Number of likeliest tokens per position whose log-probabilities are returned."""
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: Int32s
-    """With the new ones at most as many as the model has positions (`max_position_embeddings`)."""
+    """Together with the new tokens, at most as many as the model has positions
+    (`max_position_embeddings`)."""
     seed: int = 0
-    """Sample k of this prompt draws its token i from (seed, k, i) and nothing else."""
+    """Token i of sample k depends on no random numbers except those of (seed, k, i)."""
     sample: int = 0
-    """The number k of the first sample that is asked for."""
+    """The number k of the first requested sample."""
     num_generated: int = 0
-    """The number of the last `tokens` that come from an earlier answer. The samples continue after
-    them, with the draws, the stops and the `max_tokens` of a sample that was never interrupted."""
+    """How many of the last `tokens` were generated earlier. The samples continue after them, with
+    the random draws, stop rules and `max_tokens` of a sample that was never interrupted."""
 
 
 class Datum(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One training sample; every array has the length T of `tokens`, or T · `num_targets`."""
+    """One training sample. Every array has the length T of `tokens`, or T · `num_targets`."""
 
     tokens: Int32s
     """At most as many as the model has positions (`max_position_embeddings`)."""
     targets: Int32s
-    """The tokens that each position predicts: (T · num_targets,), position after position."""
+    """The tokens that each position predicts: (T · num_targets,), position by position."""
     weights: Float32s | None = None
-    """One weight for each target."""
+    """One weight per target."""
     logprobs: Float32s | None = None
-    """Log-probabilities that the targets were drawn with, for all losses but `cross_entropy`."""
+    """Log-probabilities with which the targets were sampled, for all losses but `cross_entropy`."""
     advantages: Float32s | None = None
-    """How much better each target was than expected, for all losses but `cross_entropy`; 0: it
-    counts nothing, as those of a prompt."""
+    """How much better each target was than expected, for all losses but `cross_entropy`. Targets
+    with 0, such as those of a prompt, do not count."""
     num_targets: int = 1
-    """Targets of each position. Several, as the likeliest tokens of a teacher whose probabilities
-    are the weights, are for `forward` and `cross_entropy` only."""
+    """Targets per position. More than one is supported only by `forward` and `cross_entropy`, for
+    example for the likeliest tokens of a teacher, with its probabilities as weights."""
 
 
 class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,49 +104,50 @@ class AdamParams(msgspec.Struct, frozen=True, omit_defaults=True):
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
-    """The norm to which gradients are clipped; 0: they are not clipped."""
+    """Norm to which gradients are clipped; 0: no clipping."""
 
 
 class NamedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Weights of the tenant that an operation reads with in place of its deployment's own: a
-    version, or a checkpoint. They are of the same model, or of an adapter on the same base."""
+    """Weights of the tenant that an operation reads instead of its deployment's own: a version or a
+    checkpoint. They must be of the same model, or of an adapter on the same base."""
 
     policy: str
-    """The deployment that published the version, or saved the checkpoint."""
+    """The deployment that published the version or saved the checkpoint."""
     version: int = 0
-    """The `seq` of the `publish_weights`; 0: a checkpoint is named."""
+    """The `seq` of the `publish_weights`; 0: the weights are a checkpoint's."""
     job: str = ""
     """The policy's job; empty: the operation's job."""
     checkpoint: str = ""
-    """The name of a checkpoint; NOT_FOUND where the checkpoint is gone when the operation runs."""
+    """The name of a checkpoint. The operation fails with NOT_FOUND if the checkpoint no longer
+    exists when it runs."""
 
 
 class Generate(Message, frozen=True):
-    """Reading. Samples `num_samples` continuations of each prompt."""
+    """Reading. Sample `num_samples` continuations of each prompt."""
 
     prompts: list[Prompt]
     sampling: SamplingParams
     num_samples: int = 1
     prompt_logprobs: bool = False
-    """Whether the result has the prompts' own log-probabilities, too."""
+    """Whether the result also has the log-probabilities of the prompt tokens."""
     prompt_top_logprobs: int = 0
-    """The number of likeliest tokens at each position of the prompts whose log-probabilities are
-    answered; needs `prompt_logprobs`."""
+    """Number of likeliest tokens per prompt position whose log-probabilities are returned; needs
+    `prompt_logprobs`."""
     stream: bool = False
-    """Whether `Progress` carries new tokens while they are drawn. It costs messages, and changes no
-    token."""
+    """Whether `Progress` carries new tokens while they are sampled. This costs messages and does
+    not change any token."""
     weights: NamedWeights | None = None
-    """The weights to draw with, in place of the deployment's own, which stay as they are. Those of
-    an adapter need a deployment with an adapter and, where it is a sampler, `max_adapters`; others
-    one without an adapter."""
+    """Weights to sample with instead of the deployment's own, which do not change. Adapter weights
+    need a deployment with an adapter and, for the backend `sampler`, `max_adapters`. Other weights
+    need a deployment without an adapter."""
 
 
 class Forward(Message, frozen=True):
-    """Reading. Log-probabilities of each datum's targets."""
+    """Reading. Compute the log-probabilities of each datum's targets."""
 
     batch: list[Datum]
     weights: NamedWeights | None = None
-    """The weights to read, as in `generate`."""
+    """The weights to use; see `Generate`."""
 
 
 class Loss(StrEnum):
@@ -156,25 +159,26 @@ class Loss(StrEnum):
 
 
 class ForwardBackward(Message, frozen=True):
-    """Mutating. Adds the gradients of a loss; they accumulate until `optim_step`."""
+    """Mutating. Add the gradients of a loss. Gradients accumulate until `optim_step`."""
 
     batch: list[Datum]
     loss: Loss
     clip_low: float = 0.8
     clip_high: float = 1.2
     logprobs: bool = False
-    """Whether the result has the targets' log-probabilities, too, as that of `forward` has, by the
-    weights of the gradients. It costs a forward pass and changes no gradient."""
+    """Whether the result also has the log-probabilities of the targets, as that of `forward`
+    does, computed with the weights of the gradients. This costs a forward pass and changes no
+    gradient."""
     beta: float = 0.05
-    """The strength with which `dro` keeps the policy near the sampler's."""
+    """How strongly `dro` keeps the policy close to the sampler's."""
 
 
 class OptimStep(Message, frozen=True):
-    """Mutating. One AdamW step on the accumulated gradients, which it then zeroes.
+    """Mutating. Make one AdamW step with the accumulated gradients, then zero them.
 
-    Where a `forward_backward` since the last step was not completed, the step fails and the
-    gradients are zeroed, unless `allow_partial` is set: a step on a part of the batch is rarely
-    what was meant.
+    If a `forward_backward` since the last step did not complete, the step fails and the gradients
+    are zeroed, because a step with part of the batch is rarely intended. `allow_partial` makes the
+    step anyway.
     """
 
     adam: AdamParams
@@ -182,10 +186,10 @@ class OptimStep(Message, frozen=True):
 
 
 class SaveState(Message, frozen=True):
-    """Reading. Writes a checkpoint under the tenant's root.
+    """Reading. Write a checkpoint under the tenant's root.
 
-    With a `controller_blob` it becomes the job's last checkpoint: `session.attach` answers with it,
-    and the job falls back to it where its state is lost.
+    A checkpoint with a `controller_blob` becomes the job's latest: `session.attach` returns it, and
+    the job falls back to it if its state is lost.
     """
 
     name: str
@@ -194,59 +198,62 @@ class SaveState(Message, frozen=True):
     checkpoints: dict[str, str] = {}
     """Other deployment of the job → the name of its checkpoint that belongs to this one."""
     keep: int = 0
-    """How many of this deployment's checkpoints that were saved with a `keep` stay once this one is
-    durable, this one included; older ones are deleted, except those that may be needed. 0: this
-    checkpoint stays, whatever is saved later."""
+    """Number of this deployment's checkpoints to retain once this one is durable, including this
+    one. Only checkpoints saved with a `keep` count, and older ones among them are deleted unless
+    they may still be needed. 0: later saves never delete this checkpoint."""
     ttl_s: float = 0.0
-    """How long the checkpoint is kept, in seconds from when it is durable; 0: until it is deleted.
-    The job's last checkpoint, and what belongs to it, stays longer."""
+    """How long to keep the checkpoint, in seconds once it is durable; 0: until it is deleted. The
+    job's latest checkpoint, and the checkpoints that belong to it, stay longer."""
     overwrite: bool = False
-    """Whether to replace a checkpoint of the same name; otherwise a taken name is refused."""
+    """Whether to replace a checkpoint of the same name. Otherwise the operation is refused if the
+    name exists."""
 
 
 class DeleteCheckpoint(Message, frozen=True):
-    """Reading. Removes a checkpoint of this deployment.
+    """Reading. Remove a checkpoint of this deployment.
 
-    Refused where the job may fall back to it. Deployments that have loaded it keep its files until
-    they need them no more.
+    The operation is refused if the job may fall back to the checkpoint. Deployments that have
+    loaded the checkpoint keep its files until they no longer need them.
     """
 
     name: str
 
 
 class LoadState(Message, frozen=True):
-    """Mutating. Replaces the whole state by a checkpoint of the tenant."""
+    """Mutating. Replace the whole state with a checkpoint of the tenant."""
 
     name: str
     source: str = ""
-    """The `<job>/<deployment>` that saved it, of the same model; empty: this deployment."""
+    """The `<job>/<deployment>` that saved the checkpoint, with the same model; empty: this
+    deployment."""
     optimizer: bool = True
-    """Whether to load gradients and the optimizer's state, too, where the checkpoint has them;
-    otherwise they start afresh."""
+    """Whether to also load gradients and optimizer state, if the checkpoint has them. Otherwise
+    they start from their initial values."""
 
 
 class PublishWeights(Message, frozen=True):
-    """Mutating. Cuts an immutable weights version, named by this deployment and this `seq`."""
+    """Mutating. Take an immutable weights version, named by this deployment and this `seq`."""
 
     ttl_s: float = 0.0
-    """Seconds for which the version can still be named in the `weights` of an operation once newer
-    ones are published, counted from its publish, and again from the end of each operation that has
-    named it. 0: it cannot be named then. While such an operation is open, the version stays in any
-    case."""
+    """Seconds for which operations can still name the version in their `weights` after newer ones
+    are published. The time counts from the publish, and again from the end of each operation that
+    named the version. 0: it cannot be named then. The version always stays while such an operation
+    is open."""
 
 
 class SyncWeights(Message, frozen=True):
-    """Mutating. Replaces this deployment's weights by a version of the same job.
+    """Mutating. Replace this deployment's weights with a version of the same job.
 
-    Gradients are dropped and the optimizer starts afresh, where it is trainable."""
+    A trainable deployment drops its gradients and resets its optimizer.
+    """
 
     policy: str
     version: int
     """The `seq` of the `publish_weights`."""
     keeps_kv: bool = False
-    """Whether samples that a cancel has stopped continue with the keys and values of the weights
-    before, as far as the deployment's `prefix_cache` has them. Otherwise these are computed anew,
-    with the new weights."""
+    """Whether samples that a cancel has stopped continue with the KV cache computed with the old
+    weights, as far as the deployment's `prefix_cache` has it. Otherwise it is recomputed with the
+    new weights."""
 
 
 Args = (
@@ -263,40 +270,41 @@ Args = (
 
 
 def kind_of(args: Args) -> str:
-    """The operation kind, as in subjects, spans and traces: `forward_backward`, …"""
+    """Return the operation's kind as in subjects, spans and traces, such as `forward_backward`."""
     return snake(type(args).__name__)
 
 
 class After(msgspec.Struct, frozen=True):
-    """An operation of the same job that must be completed first."""
+    """An operation of the same job that must complete first."""
 
     deployment: str
     seq: int
 
 
 class Operation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message that a controller publishes on `pl.v1.op.<tenant>.<job>.<deployment>.<seq>`."""
+    """The message that a controller publishes on `pl.v1.op.<tenant>.<job>.<deployment>.<seq>`."""
 
     id: str
-    """The id that the client chose, unique: it tells a resend from another session's operation."""
+    """Unique id chosen by the client. It distinguishes a resent operation from one of another
+    session."""
     session: int
     args: Args
     after: list[After] = []
     timeout_s: float = 0.0
-    """Seconds from queueing after which an operation without a permit ends EXPIRED; 0: it waits."""
+    """Seconds after queueing at which an operation without a permit ends EXPIRED; 0: never."""
 
 
 class Sequence(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One continuation. tokens (T,) int32, logprobs (T,) float32, stop token included."""
+    """One continuation: tokens (T,) int32 and logprobs (T,) float32, including the stop token."""
 
     tokens: Int32s
     logprobs: Float32s
     stop_reason: str
-    """`stop`, `length`, or `partial`: a cancel that keeps partial samples ended it, and it can be
-    continued, see `Prompt.num_generated`."""
+    """`stop`, `length`, or `partial`. A `partial` sequence was ended by a cancel that keeps partial
+    samples, and can be continued; see `Prompt.num_generated`."""
     top_tokens: Int32s = []
-    """The `top_logprobs` likeliest tokens of each position, likeliest first; the positions follow
-    one another: (T · top_logprobs,)."""
+    """The `top_logprobs` likeliest tokens of each position, likeliest first, position by position:
+    (T · top_logprobs,)."""
     top_logprobs: Float32s = []
     """The log-probabilities of the `top_tokens`."""
 
@@ -305,33 +313,33 @@ class GenerateResult(Message, frozen=True):
     sequences: list[list[Sequence]]
     """[prompt][sample]"""
     prompt_logprobs: list[Float32s] = []
-    """One (T,) array a prompt, where asked for; the first token's is 0."""
+    """One (T,) array per prompt, if requested. The first token's value is 0."""
     prompt_top_tokens: list[Int32s] = []
-    """One (T · K,) array a prompt, where the K = `prompt_top_logprobs` likeliest tokens at each
-    position are asked for, likeliest first. At the first, which nothing precedes, they are 0."""
+    """One (T · K,) array per prompt, if the K = `prompt_top_logprobs` likeliest tokens per position
+    were requested, likeliest first. At the first position, which has no context, they are 0."""
     prompt_top_logprobs: list[Float32s] = []
     """The log-probabilities of the `prompt_top_tokens`; 0 at the first position."""
     metrics: dict[str, float] = {}
-    """Filled by the backend `sampler` where the deployment has a `prefix_cache`.
-    `prefilled_tokens:sum`: the tokens of the prompts that the model ran before the first new one.
-    `reused_tokens:sum`: those that the cache had."""
+    """Set by the backend `sampler` for deployments with a `prefix_cache`. `prefilled_tokens:sum`:
+    prompt tokens that the model processed before the first new one. `reused_tokens:sum`: prompt
+    tokens found in the cache."""
 
 
 class ForwardResult(Message, frozen=True):
     logprobs: list[Float32s]
-    """One (T · num_targets,) array a datum."""
+    """One (T · num_targets,) array per datum."""
 
 
 class ForwardBackwardResult(Message, frozen=True):
     metrics: dict[str, float]
     """`loss:sum`, `num_tokens:sum` (positions with a nonzero weight or advantage), …"""
     logprobs: list[Float32s] = []
-    """One (T · num_targets,) array a datum, where asked for."""
+    """One (T · num_targets,) array per datum, if requested."""
 
 
 class OptimStepResult(Message, frozen=True):
     metrics: dict[str, float]
-    """`grad_norm:mean` before clipping."""
+    """`grad_norm:mean`, before clipping."""
 
 
 class SaveStateResult(Message, frozen=True):
@@ -340,12 +348,12 @@ class SaveStateResult(Message, frozen=True):
     weights_sha256: str
     """Digest over (name, dtype, shape, little-endian bytes) of every weight, sorted by name."""
     checkpoints: dict[str, str] = {}
-    """Deployment → checkpoint, its own included, if the operation carried a controller's blob."""
+    """Deployment → checkpoint, including its own, if the operation had a controller blob."""
 
 
 class DeleteCheckpointResult(Message, frozen=True):
     num_bytes: int
-    """The bytes of the files that were removed; 0: there was no such checkpoint any more."""
+    """Total size of the removed files; 0: the checkpoint no longer existed."""
 
 
 class LoadStateResult(Message, frozen=True):
@@ -377,12 +385,13 @@ Result = (
 
 
 def result_kind(result: Result) -> str:
-    """The kind of the operation that has such a result."""
+    """Return the kind of the operation that has such a result."""
     return snake(type(result).__name__).removesuffix("_result")
 
 
 def checkpoints_of(completion: Completion) -> dict[str, str]:
-    """The job's last checkpoint, where this completed a `save_state` with a controller's blob."""
+    """Return the job's new latest checkpoint if this completed a `save_state` with a controller
+    blob, otherwise an empty dict."""
     result = completion.result
     return result.checkpoints if isinstance(result, SaveStateResult) else {}
 
@@ -395,44 +404,44 @@ class Outcome(StrEnum):
 
 
 class DrawnTokens(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New tokens of one sample, (T,) of them, which its `Sequence` in the result has at `offset`.
+    """T new tokens of one sample, which start at `offset` in its `Sequence` of the result.
 
-    The same tokens may come more than once: an operation that runs again after a loss begins at
-    offset 0. Some may not come at all. `contract.streaming` makes one sequence of them.
+    The same tokens may arrive more than once: an operation that runs again after a loss restarts at
+    offset 0. Some may not arrive at all. `contract.streaming` assembles one sequence from them.
     """
 
     prompt: int
-    """Place of the prompt in the operation."""
+    """Index of the prompt in the operation."""
     sample: int
-    """Place among the prompt's samples in the result."""
+    """Index of the sample among those of its prompt in the result."""
     offset: int
-    """The number of tokens of the `Sequence` that come before these."""
+    """Number of tokens of the `Sequence` before these."""
     tokens: Int32s
     logprobs: Float32s
     top_tokens: Int32s = []
-    """As in `Sequence`: (T · top_logprobs,)."""
+    """See `Sequence`: (T · top_logprobs,)."""
     top_logprobs: Float32s = []
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """WPG leader → controller, on `pl.v1.out.<key>.progress`: the progress of a long operation.
 
-    Not stored, and nothing is decided on it. In the content type of the operation.
+    It is not stored, and nothing is decided on it. It has the content type of the operation.
     """
 
     key: OperationKey
     num_done: int
     num_total: int
-    """The most tokens of the operation, which may end with fewer."""
+    """Upper bound of the operation's tokens. It may end with fewer."""
     drawn: list[DrawnTokens] = []
-    """New tokens, where a `generate` asks for a `stream`; those of one sample are in order."""
+    """New tokens, for a `generate` with `stream`. Those of one sample are in order."""
     weights_seq: int = 0
-    """The `seq` of the deployment's last mutating operation before this one, whose weights drew the
-    tokens."""
+    """The `seq` of the deployment's last mutating operation before this one, which made the weights
+    that sampled the tokens."""
 
 
 class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The one outcome of an operation, on `pl.v1.done.…`; the first that is stored counts."""
+    """The single outcome of an operation, on `pl.v1.done.…`. The first one stored wins."""
 
     id: str
     outcome: Outcome
