@@ -1,4 +1,5 @@
-"""The descriptions of jobs, deployments, devices and the scheduler, which many messages carry.
+"""Descriptions of jobs, deployments, devices and the scheduler's settings, which many messages
+carry.
 
 controller → router, scheduler (`JobSpec`, `DeploymentSpec`); agent → scheduler (`DeviceSpec`);
 scheduler's shell → decision log (`SchedulerConfig`); profiler → scheduler (`Cycle`); operator → KV
@@ -20,17 +21,17 @@ class ModelFile(msgspec.Struct, frozen=True):
     """A file of a registered model."""
 
     name: str
-    """The file's name in the model's directory."""
+    """Name of the file in the model's directory."""
     num_bytes: int
     blake3: str
-    """The BLAKE3 of the content, in hex."""
+    """BLAKE3 of the content, in hex."""
 
 
 class ModelDirectory(msgspec.Struct, frozen=True):
     """A model's files in the Hugging Face layout: config, safetensors, tokenizer."""
 
     path: str
-    """The absolute path, the same on every node that runs the model."""
+    """Absolute path, the same on every node that runs the model."""
     files: list[ModelFile]
 
 
@@ -42,23 +43,24 @@ class RegisteredModel(msgspec.Struct, frozen=True):
     config: dict[str, Any]
     """The content of `config.json`."""
     num_parameters: int
-    """Elements of all tensors in the files."""
+    """Number of elements of all tensors in the files."""
     dtypes: list[str]
-    """The dtypes of the tensors in the files, sorted."""
+    """Dtypes of the tensors in the files, sorted."""
 
 
 class Adapter(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Low-rank matrices (LoRA) that are trained in place of a model's own weights, the base.
+    """Low-rank matrices (LoRA), trained instead of the weights of a model, the base.
 
     The output of a linear layer with weights W becomes W·x + (alpha / rank)·B·A·x. A is drawn
-    uniformly from ±1/√(size of x), and B is zero: it begins as the base.
+    uniformly from ±1/√(size of x) and B starts at zero, so an untrained adapter does not change the
+    base.
     """
 
     rank: int = 32
-    """The number of rows of A, and of columns of B."""
+    """Number of rows of A and of columns of B."""
     alpha: float = 32.0
     seed: int = 0
-    """The seed of A."""
+    """Seed of A."""
     targets: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -68,41 +70,42 @@ class Adapter(msgspec.Struct, frozen=True, omit_defaults=True):
         "up_proj",
         "down_proj",
     )
-    """The last names of the linear layers that have an adapter, in all of the model's layers."""
+    """Last name components of the linear layers that get an adapter, in every layer of the
+    model."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """The model to build: a Hugging Face causal-LM config with weights drawn from a seed, or a
-    registered model by name."""
+    registered model."""
 
     config: dict[str, Any] = {}
-    """The config as `config.to_dict()` gives it; `model_type` picks the architecture, `dtype` that
-    of the weights: `float32`, or `bfloat16`, which training keeps float32 masters of. With
-    `registered` it may be empty: the job API fills in the model's own."""
+    """The config as returned by `config.to_dict()`. `model_type` selects the architecture. `dtype`
+    is that of the weights: `float32`, or `bfloat16`, for which training keeps float32 masters. May
+    be empty if `registered` is set: the job API then fills in the registered model's config."""
     init_seed: int = 0
-    """The seed of the weights; unused with `registered`."""
+    """Seed of the weights; unused with `registered`."""
     token_texts: list[str] = []
-    """The text of each token id, where operations give stop strings; else empty."""
+    """The text of each token id. Needed only if operations use stop strings; otherwise empty."""
     registered: str = ""
-    """The name of a registered model, whose weights the deployment starts from; empty: the weights
-    are drawn from `init_seed`."""
+    """Name of a registered model whose weights the deployment starts from; empty: draw the weights
+    from `init_seed`."""
     adapter: Adapter | None = None
-    """An adapter on the registered model, whose own weights stay as they are then: state, switches,
-    versions and checkpoints are the adapter's. None: the model itself."""
+    """An adapter on the registered model. State, switches, versions and checkpoints then contain
+    only the adapter, and the model's own weights never change. None: use the model itself."""
     pinned: ModelDirectory | None = None
-    """The files that `registered` named when the job was submitted. The job API sets it; it is
-    refused from a controller."""
+    """The files that `registered` named when the job was submitted. Set by the job API; rejected if
+    a controller sets it."""
 
 
 class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a deployment is spread over its ranks; their number is dp · tp · pp · cp."""
+    """How a deployment is spread over its ranks. Their number is dp · tp · pp · cp."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    """Experts are spread over the data-parallel ranks: divides dp · cp · tp."""
+    """Experts are spread over the data-parallel ranks. Must divide dp · cp · tp."""
 
     @property
     def num_ranks(self) -> int:
@@ -111,18 +114,18 @@ class Layout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Batching(StrEnum):
     OPERATION = "operation"
-    """Each operation is a batch of its own: its result depends on nothing else that runs."""
+    """Each operation is its own batch, so its result does not depend on concurrent operations."""
     SHARED = "shared"
-    """Operations that run at the same time are decoded together. That is faster, and the last bits
-    of a result may depend on the others."""
+    """Concurrent operations are decoded together. This is faster, but the last bits of a result may
+    depend on the other operations."""
 
 
 class OptimizerOn(StrEnum):
     DEVICE = "device"
-    """The optimizer's state comes and goes with the weights."""
+    """The optimizer state moves to and from the device with the weights."""
     HOST = "host"
-    """The optimizer's state lives in host memory, where `optim_step` runs too: half as many bytes
-    on the device and in a switch. The numbers are the same; the step is slower where the device is
+    """The optimizer state stays in host memory, and `optim_step` runs there. This halves the bytes
+    on the device and in a switch. The results are identical; the step is slower if the device is
     faster than the host."""
 
 
@@ -131,76 +134,75 @@ class DeploymentSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     pool: str
-    """`rollout` or `train`, or any pool name that some node declares."""
+    """`rollout`, `train`, or another pool name that a node declares."""
     backend: str
-    """`fsdp` or `megatron` (trains), `sampler` or `vllm` (generates), or `noop` (answers at once;
-    for benches)."""
+    """`fsdp` or `megatron` (train), `sampler` or `vllm` (generate), or `noop` (answers at once, for
+    benchmarks)."""
     model: ModelSpec
     trainable: bool = False
-    """Whether it keeps gradients and optimizer state beside the weights."""
+    """Whether it has gradients and optimizer state in addition to weights."""
     seed: int = 0
-    """The seed of the deployment: every operation draws from (this, its seq)."""
+    """Seed of the deployment: every operation draws from (this seed, its seq)."""
     batching: Batching = Batching.OPERATION
     layout: Layout = Layout()
     num_nodes: int = 1
-    """The number of nodes of the pool over which the ranks are spread evenly."""
+    """Number of nodes of the pool over which the ranks are spread evenly."""
     host_bytes: int = 0
-    """The working set in the host memory of each of its nodes, in bytes; 0: not declared."""
+    """Working set in the host memory of each of its nodes, in bytes; 0: not declared."""
     optimizer_on: OptimizerOn = OptimizerOn.DEVICE
     scratch_bytes: int = 0
-    """Bytes of each rank's device memory that its runtime needs and nobody moves: the KV cache of
-    `vllm`, the prefix cache of `sampler`. They are given back when the deployment leaves the
-    device. 0: the backend's choice."""
+    """Bytes of each rank's device memory for runtime data that is never moved: the KV cache of
+    `vllm`, the prefix cache of `sampler`. They are released when the deployment leaves the device.
+    0: the backend chooses."""
     prefix_cache: bool = False
-    """Whether a `generate` starts from the keys and values that earlier ones have computed for the
-    beginning of its prompts, with the same weights, instead of computing them again. The tokens are
-    the same; the last bits of log-probabilities may depend on what ran before."""
+    """Whether a `generate` reuses the keys and values that earlier ones computed for the beginning
+    of its prompts with the same weights. The tokens are the same; the last bits of
+    log-probabilities may depend on earlier operations."""
     tail_share: float = 0.2
-    """The share of a call's samples that is its long tail. Once no more than that are left on any
-    replica, they may be gathered on fewer replicas, so that another job's work begins on the
-    devices of the others. Only where batches are shared, on one node, by replicas of one rank. 0:
-    never."""
+    """Fraction of a call's samples that counts as its long tail. Once every replica has at most
+    this fraction left, the tail may be gathered on fewer replicas, so that other jobs can use the
+    freed devices. This needs shared batches and one-rank replicas on one node. 0: never."""
     max_adapters: int = 0
-    """The number of versions of other adapters on its base that each rank of a `sampler` with an
-    adapter has room for on its device, beside its own. Each takes as much scratch memory as the
-    deployment's own adapter, whose rank and targets are the most that they may have. On `vllm` any
-    number is room for the one that a call reads with."""
+    """For a `sampler` with an adapter: number of versions of other adapters on the same base that
+    fit on each rank's device, in addition to its own. Each takes as much scratch memory as the
+    deployment's own adapter, whose rank and targets they must not exceed. On `vllm`, any positive
+    number makes room for the adapter that a call names."""
     activation_checkpointing: bool = False
-    """Whether training computes each layer's activations again in the backward pass, instead of
-    keeping them: less memory, the time of one more forward pass, the same gradients to the
-    bit."""
+    """Whether training recomputes each layer's activations in the backward pass instead of keeping
+    them. This saves memory, costs one more forward pass, and gives bitwise identical gradients."""
 
 
 class KindSlowdown(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How much slower one kind of sub-stage is with a share of a device."""
+    """How much slower one kind of sub-stage runs on a share of a device."""
 
     shares: dict[float, float]
-    """The slowdown over the whole device, by the share of its compute units; 1.0 is the whole."""
+    """Share of the device's compute units → slowdown relative to the whole device, whose share is
+    1.0."""
     memory: float = 0.0
-    """The share of the device's memory that the sub-stage needs."""
+    """Fraction of the device's memory that the sub-stage needs."""
     spread: dict[float, tuple[float, float]] = {}
-    """The least and the greatest slowdown that was measured, by the share; for people."""
+    """Share → the smallest and the largest slowdown measured; for people."""
 
 
 class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How much slower a sub-stage is with a share of a device, and beside another sub-stage.
+    """How much slower a sub-stage runs on a share of a device, and next to another sub-stage.
 
-    A sub-stage is a run of steps of one kind. Between two measured shares the slowdown is
+    A sub-stage is a series of steps of one kind. Slowdowns between two measured shares are
     interpolated. Source: JigsawRL §4.2.
     """
 
     source: str
-    """The source of the numbers, for people."""
+    """Where the numbers come from; for people."""
     kinds: dict[str, KindSlowdown]
     splits: tuple[float, ...] = (0.25, 0.5, 0.75)
-    """The shares that the first of two sub-stages may have; the second has the rest."""
+    """Shares that the first of two sub-stages may get; the second one gets the remainder."""
     beside: dict[str, dict[str, float]] = {}
-    """The factor for a kind (outer) beside another (inner); 1 where there is none."""
+    """Additional slowdown of a kind (outer key) next to another kind (inner key); 1 if missing."""
     beside_spread: dict[str, dict[str, tuple[float, float]]] = {}
-    """The least and the greatest factor that was measured; for people."""
+    """The smallest and the largest factor measured; for people."""
 
     def alone(self, kind: str, share: float) -> float:
-        """The slowdown with a share of the device and nothing beside it."""
+        """Slowdown on a share of the device with no neighbour."""
         known = sorted(self.kinds[kind].shares.items())
         if share <= known[0][0]:
             return known[0][1]
@@ -210,11 +212,11 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
         return known[-1][1]
 
     def factor(self, kind: str, other: str) -> float:
-        """The factor by which another sub-stage that runs beside slows this one down further."""
+        """Additional slowdown of a sub-stage next to another one."""
         return self.beside.get(kind, {}).get(other, 1.0)
 
     def at_worst(self) -> SlowdownTable:
-        """The table with the greatest numbers that were measured in place of the usual ones."""
+        """Return a table with the largest measured values instead of the usual ones."""
         kinds = {
             name: msgspec.structs.replace(
                 kind,
@@ -235,15 +237,16 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, kinds=kinds, beside=beside)
 
     def slowdown(self, kind: str, share: float, other: str) -> float:
-        """The slowdown with a share of the device beside another sub-stage, which has the rest."""
+        """Slowdown on a share of the device next to another sub-stage, which has the remainder."""
         return self.alone(kind, share) * self.factor(kind, other)
 
     def fits(self, kind: str, other: str) -> bool:
-        """Whether the memory holds both."""
+        """Whether the device's memory can hold both sub-stages."""
         return self.kinds[kind].memory + self.kinds[other].memory <= 1.0 + 1e-9
 
     def rates(self, kind: str, other: str) -> list[tuple[float, float]]:
-        """The speeds of two sub-stages side by side, one pair for each split; none: no room."""
+        """Return the speeds of two concurrent sub-stages for each split; empty if their memory does
+        not fit."""
         if not self.fits(kind, other):
             return []
         return [
@@ -360,26 +363,26 @@ SCHEDULER_BOUNDS: Mapping[str, tuple[float, float]] = {
 
 
 class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The abilities of a backend on a node. agent → scheduler."""
+    """What a backend on a node supports. agent → scheduler."""
 
     kinds: tuple[str, ...]
-    """The kinds of operations that it runs."""
+    """Kinds of operations."""
     axes: tuple[str, ...] = ("dp",)
-    """The axes of a layout over which it spreads a model."""
+    """Layout axes over which it can spread a model."""
     model_types: tuple[str, ...] = ()
-    """The values of `model_type` in a model's config; empty: any, or none at all."""
+    """Values of `model_type` in a model's config; empty: any, or none."""
     dtypes: tuple[str, ...] = ()
-    """The dtypes of weights; empty: any."""
+    """Dtypes of weights; empty: any."""
     joins: bool = False
-    """Whether requests join a `generate` that runs, where batches are shared."""
+    """Whether requests can join a running `generate` if batches are shared."""
     prefix_cache: bool = False
-    """Whether keys and values can be kept from one `generate` to the next."""
+    """Whether the KV cache can be kept from one `generate` to the next."""
     adapters: bool = False
-    """Whether it trains and samples adapters on a base."""
+    """Whether it can train and sample adapters on a base."""
     divides: bool = False
-    """Whether its results are the same bits with any share of a device's compute units."""
+    """Whether its results are bitwise identical with any share of a device's compute units."""
     most_units: int = 0
-    """The most compute units of its device that a rank keeps busy; 0: all."""
+    """Maximum number of its device's compute units that a rank can use; 0: all."""
 
     @property
     def trains(self) -> bool:
@@ -388,21 +391,22 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class DeviceSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_bytes: int
-    """The budget for managed state in bytes: weights, gradients, optimizer."""
+    """Budget in bytes for managed state: weights, gradients, optimizer."""
     units: int = 1
-    """The compute units that operations side by side may divide among them: the cores of an
+    """Number of compute units that concurrent operations can divide among them: the cores of an
     emulated device. 1: the device is not shared in space."""
 
 
 class Residency(StrEnum):
     SHARED = "shared"
-    """Working sets of several jobs stay side by side while they fit."""
+    """Working sets of several jobs stay on the device as long as they fit."""
     JOB = "job"
-    """Opening an activation offloads whatever another job left on the device."""
+    """Opening an activation offloads everything that other jobs left on the device."""
 
 
 class CommandId(msgspec.Struct, frozen=True, order=True):
-    """The decision-log sequence of the event that caused a command, and its place in the answer."""
+    """The decision-log sequence of the event that caused a command, and the command's index among
+    those that the event caused."""
 
     sequence: int
     index: int
@@ -412,22 +416,23 @@ class CommandId(msgspec.Struct, frozen=True, order=True):
 
 
 class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A run of operations of one job on one pool: seconds from the start of its cycle."""
+    """Consecutive operations of one job on one pool, in seconds from the start of its cycle."""
 
     pool: str
     offset_s: float
     duration_s: float
     worst_s: float = 0.0
-    """Duration where every sample reaches its token limit; 0: as `duration_s`."""
+    """Duration if every sample reaches its token limit; 0: the same as `duration_s`."""
 
 
 class Cycle(msgspec.Struct, frozen=True):
-    """A job's repeated pattern of work while it runs alone, each pool's segments in order."""
+    """A job's repeating pattern of work when it runs alone. The segments of each pool are in
+    order."""
 
     period_s: float
     segments: list[Segment]
     num_optim_steps: int = 1
-    """`optim_step`s of all deployments in one period."""
+    """Number of `optim_step`s of all deployments in one period."""
 
     @property
     def worst_period_s(self) -> float:
@@ -437,37 +442,39 @@ class Cycle(msgspec.Struct, frozen=True):
 
 
 class Durability(StrEnum):
-    """The loss that a committed seal survives. Above it the operation stream is kept."""
+    """The worst loss that a committed seal survives. Operations after the newest seal stay in the
+    operation stream."""
 
     HOST = "host"
-    """It survives the death of every process: it is kept in its node's memory."""
+    """Survives the death of every process: the seal is in its node's memory."""
     NODE = "node"
-    """It survives a restart of its node, too: it is on the node's disk, fsynced."""
+    """Also survives a restart of its node: the seal is fsynced to the node's disk."""
     REMOTE = "remote"
-    """It survives the loss of its node: it is on the disk of another one as well."""
+    """Also survives the loss of its node: the seal is on the disk of another node too."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     slo: float = 0.0
-    """The slowdown over running alone that the job tolerates, at least 1; 0: best effort."""
+    """Slowdown, relative to running alone, that the job tolerates; at least 1. 0: best effort."""
     deployments: list[DeploymentSpec] = []
     cycle: Cycle | None = None
-    """The cycle as an earlier run measured it, or as the owner estimates it. None: the job is
-    profiled first."""
+    """The cycle, measured in an earlier run or estimated by the owner. None: profile the job
+    first."""
     duration_s: float = 0.0
-    """The time that the job would run alone, in seconds; 0: not known. Only reservations for other
-    jobs depend on it."""
+    """How long the job would run alone, in seconds; 0: unknown. Only reservations for other jobs
+    depend on it."""
     may_wait: bool = True
-    """Whether the job waits for a place; otherwise it is refused where there is none now."""
+    """Whether the job waits until it can be placed. Otherwise it is rejected if it cannot be placed
+    now."""
     durability: Durability = Durability.NODE
-    """The durability of its deployments' seals."""
+    """Durability of its deployments' seals."""
     exclusive: bool = False
-    """Whether no operation of another job ever runs beside this job's on a device that is shared in
-    space. Devices are shared in time all the same."""
+    """Whether to keep operations of other jobs off a space-shared device while one of this job's
+    operations runs there. Devices are still shared in time."""
 
 
 class DeviceKind(StrEnum):
     EMULATED = "emulated"
-    """Memory of this machine, with a budget, and its processors."""
+    """A budget of this machine's memory, and its processors."""
     CUDA = "cuda"
     """Device i is GPU i."""

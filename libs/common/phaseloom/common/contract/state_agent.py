@@ -1,12 +1,13 @@
-"""The node-local protocol between a node's agent and its state manager, over a Unix socket.
+"""The protocol between a node's agent and its state manager, over a Unix socket of the node.
 
-The agent presents the node's secret. `phaseloom.common.transport.framing` carries the messages;
-memory travels as a file descriptor (memfd) by SCM_RIGHTS beside the frame that names it.
+The agent authenticates with the node's secret. `phaseloom.common.transport.framing` carries the
+messages. Memory is passed as a file descriptor (memfd) by SCM_RIGHTS, attached to the frame that
+names it.
 
-Host memory survives a killed state manager while the node's agent lives: the agent keeps a
-duplicate of every extent's descriptor, and of the manifest that says what each extent holds
-(`KeepHandles`). The agent hands them to the next daemon (`HandOver`, `FinishHandover`), and the
-ranks connect again (`RankResume`).
+Host memory survives a killed state manager as long as the node's agent lives. The agent keeps a
+duplicate of every extent's descriptor, and of the manifest that lists what each extent holds
+(`KeepHandles`). It passes them to the next daemon (`HandOver`, `FinishHandover`), and the ranks
+reconnect (`RankResume`).
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ class AgentHello(Message, frozen=True):
 
     secret: str
     index: str = ""
-    """The manifest whose handles the agent keeps; empty where it keeps none."""
+    """The manifest whose handles the agent keeps; empty: it keeps none."""
 
 
 class Welcome(Message, frozen=True):
     needs_handles: bool
-    """Whether the daemon has just started, so that the agent is to hand over its handles."""
+    """Whether the daemon has just started and needs the agent's handles."""
 
 
 class HandOver(Message, frozen=True):
-    """Some of the agent's handles, each with its descriptor beside the frame. Answer: Done."""
+    """Some of the agent's handles; their descriptors are attached to the frame. Answer: Done."""
 
     handles: list[int]
 
@@ -43,45 +44,45 @@ class HandOver(Message, frozen=True):
 class FinishHandover(Message, frozen=True):
     """The agent has handed over all its handles.
 
-    Answer: HandoverFinished, once every rank has connected again or is given up.
+    Answer: HandoverFinished, once every rank has either reconnected or been given up.
     """
 
 
 class HandoverFinished(Message, frozen=True):
     lost: list[DeploymentKey]
-    """Deployments whose state could not be verified, or whose ranks did not connect again."""
+    """Deployments whose state could not be verified, or whose ranks did not reconnect."""
 
 
 class RegisterWpg(Message, frozen=True):
-    """Ranks with these tokens will connect; older incarnations are refused from now on.
+    """Ranks with these tokens will connect. Older incarnations are refused from now on.
 
     Answer: Done.
     """
 
     tokens: list[str]
-    """One token for each rank on this node, in the order of the ranks."""
+    """One token per rank on this node, in rank order."""
     deployment: DeploymentKey
     incarnation: int
     devices: list[int]
     """The device of each rank, in the order of `tokens`."""
     seal_seq: int
-    """The seal to restore into the extents when the ranks register their heaps; 0: none."""
+    """The seal to restore into the extents once the ranks have registered their heaps; 0: none."""
     rank_offset: int = 0
     """The number of this node's first rank within the deployment."""
     num_ranks: int = 0
-    """The deployment's ranks on all nodes; 0: all of them are on this node."""
+    """Number of the deployment's ranks on all nodes; 0: all of them are on this node."""
 
 
 class SwitchIn(Message, frozen=True):
-    """Offload the deployments in `displaces` from this one's devices, then load its ranks. Answer:
-    Switched."""
+    """Offload the deployments in `displaces` from this deployment's devices, then load its ranks.
+    Answer: Switched."""
 
     deployment: DeploymentKey
     incarnation: int
     epoch: int
     displaces: list[DeploymentKey]
     ranks: list[int] = []
-    """The ranks to load; empty: all of this node's."""
+    """The ranks to load; empty: all ranks on this node."""
     traceparent: str = ""
     """The W3C trace context of the offload and load spans; empty: none."""
 
@@ -95,7 +96,7 @@ class SwitchOut(Message, frozen=True):
 
 
 class Switched(Message, frozen=True):
-    """Devices are switched side by side: seconds are the slowest device's, bytes the sum of all."""
+    """Devices switch in parallel: times are those of the slowest device, bytes are totals."""
 
     offload_s: float
     load_s: float
@@ -103,13 +104,13 @@ class Switched(Message, frozen=True):
     bytes_in: int
     displaced: list[DeploymentKey]
     copy_s: float = 0.0
-    """The share of `offload_s` and `load_s` that ranks spent copying."""
+    """The part of `offload_s` and `load_s` that ranks spent copying."""
 
 
 class PrepareSeal(Message, frozen=True):
-    """Bring the host copies up to date and keep them from being overwritten until `WriteSeal`.
+    """Bring the host copies up to date, and protect them from being overwritten until `WriteSeal`.
 
-    The agent sends it between two operations. Answer: Done; then the deployment may run on.
+    The agent sends it between two operations. Answer: Done; the deployment may then run on.
     """
 
     deployment: DeploymentKey
@@ -125,13 +126,14 @@ class WriteSeal(Message, frozen=True):
     seq: int
     versions: list[int]
     committed: int = 0
-    """The seq of the newest committed seal, whose file stays in any case; 0: there is none."""
+    """The seq of the newest committed seal, whose file must be kept; 0: none."""
     durability: Durability = Durability.NODE
-    """A `host` seal stays in host memory; a `remote` one is on the replicas before the answer."""
+    """A `host` seal stays in host memory. A `remote` one is on the replicas before the answer is
+    sent."""
     replicas: dict[NodeId, str] = msgspec.field(default_factory=dict)
-    """The nodes that get a copy, with the endpoints of their state managers."""
+    """The nodes that get a copy → the endpoints of their state managers."""
     ticket: FilesTicket | None = None
-    """The permission by which the replicas fetch the files."""
+    """The permission that the replicas use to fetch the files."""
 
 
 class Sealed(Message, frozen=True):
@@ -143,12 +145,12 @@ class Sealed(Message, frozen=True):
 class FetchState(Message, frozen=True):
     """Fetch this seal and these versions to this node's disk. Answer: Done.
 
-    Whatever the node has whole, on its disk or in host memory, is not fetched again. A version that
-    no source has any more is left out: it was released meanwhile.
+    Files that the node already has complete, on disk or in host memory, are not fetched again. A
+    version that no source has any longer is skipped, because it was released meanwhile.
 
-    Raises: DATA_LOSS: every source answers, and none has the seal whole.
-            UNAVAILABLE: a source does not answer.
-            RESOURCE_EXHAUSTED: the disk, or host memory, is full.
+    Raises: DATA_LOSS: every source answered and none has the complete seal.
+            UNAVAILABLE: a source did not answer.
+            RESOURCE_EXHAUSTED: the disk or host memory is full.
             NOT_FOUND: no source has the version of `keeps`.
     """
 
@@ -159,19 +161,19 @@ class FetchState(Message, frozen=True):
     sources: list[str]
     ticket: FilesTicket | None = None
     holds: Ticket | None = None
-    """The ticket of a version, maybe another deployment's, to fetch to host memory if possible."""
+    """Ticket of a version, possibly of another deployment, to fetch to host memory if possible."""
     keeps: Ticket | None = None
-    """The ticket of a version that must end up in host memory and on the disk."""
+    """Ticket of a version that must end up in host memory and on disk."""
     rank_offset: int = 0
     """The first rank that the seal on this node must cover."""
     num_ranks: int = 0
-    """The deployment's ranks on all nodes; 0: a seal of any ranks will do."""
+    """Number of the deployment's ranks on all nodes; 0: accept a seal of any ranks."""
 
 
 class DropWpg(Message, frozen=True):
     """The deployment's ranks on this node have ended. Answer: Done.
 
-    With `forget` the job has ended, too: its seals and versions are removed, also where the daemon
+    With `forget` the job has ended too, and its seals and versions are removed, even if the daemon
     has not seen the deployment since it started. Checkpoints stay.
     """
 
@@ -183,14 +185,14 @@ class DropWpg(Message, frozen=True):
 class Prefetch(Message, frozen=True):
     """A hint that a deployment will soon be used. Answer: Done, at once.
 
-    Its host copies are promoted from NVMe where there is room, or where copies that are used later
-    can be demoted for them. A deployment's next hint replaces its last one.
+    Its host copies are promoted from NVMe if there is room, or if copies that are used later can be
+    demoted for them. A new hint for a deployment replaces the previous one.
     """
 
     deployment: DeploymentKey
     incarnation: int
     in_s: float | None
-    """Seconds until the predicted use; None withdraws the hint."""
+    """Seconds until the predicted use; None: withdraw the hint."""
 
 
 class DropVersions(Message, frozen=True):
@@ -200,7 +202,7 @@ class DropVersions(Message, frozen=True):
 
 
 class StatusRequest(Message, frozen=True):
-    """Ask what lies where on the node. Answer: StatusReport."""
+    """Request the location of all state on the node. Answer: StatusReport."""
 
 
 class DeploymentState(msgspec.Struct, frozen=True):
@@ -209,40 +211,43 @@ class DeploymentState(msgspec.Struct, frozen=True):
     devices: list[int]
     """The device of each rank."""
     heap_bytes: int
-    """The sum of the ranks' heaps."""
+    """Total size of the ranks' heaps."""
     resident: bool
     """Whether any rank's heap is in device memory."""
     applied: int
     """The seq of the newest host copy of the node's first rank."""
     device_bytes: int = 0
-    """The device memory of heaps that are there, or on their way in or out, scratch included."""
+    """Device memory of the heaps that are on their device or moving in or out, including scratch
+    memory."""
     scratch_bytes: int = 0
-    """The device memory that the ranks take beside their heaps while they are there, for what
-    nobody moves."""
+    """Device memory for data that is never moved, which the ranks need in addition to their
+    heaps."""
     host_bytes: int = 0
-    """The host memory of the deployment's copies, also while its heaps are in device memory."""
+    """Host memory of the deployment's copies, even while its heaps are in device memory."""
     nvme_bytes: int = 0
-    """Host copies that are on NVMe instead of in host memory."""
+    """Size of the host copies that are on NVMe instead of in host memory."""
     host_only_bytes: int = 0
-    """State that is never on a device, whether it is in host memory or on NVMe."""
+    """Size of the state that is never on a device, whether it is in host memory or on NVMe."""
     shared_bytes: int = 0
-    """The part of `host_bytes` and `nvme_bytes` that others share; each of them counts it."""
+    """The part of `host_bytes` and `nvme_bytes` shared with other deployments, each of which counts
+    it too."""
     dirty_bytes: int = 0
-    """The part of `host_bytes` that is offloaded and whose digest is still being taken."""
+    """The part of `host_bytes` that has been offloaded but whose digest is not computed yet."""
 
 
 class SharedCopyState(msgspec.Struct, frozen=True):
-    """A host copy that is held once for all deployments that share it."""
+    """A host copy stored once for all deployments that share it."""
 
     num_bytes: int
     hash: str
-    """BLAKE3 in hex; empty while it is not taken, or not needed."""
+    """BLAKE3 in hex; empty: not computed yet, or not needed."""
     base: str
-    """The name that the operator registered the copy under as a frozen base; empty: none."""
+    """The name under which the operator registered the copy as a frozen base; empty: it is not a
+    base."""
     users: list[str]
-    """The deployments that share the copy, one entry for each of their ranks."""
+    """The deployments that share the copy, one entry per rank."""
     version: VersionKey | None
-    """The weights version on this node whose memory the copy is; None: the copy is no version's."""
+    """The weights version on this node that has the same memory; None: no version does."""
     in_host: bool
     on_nvme: bool
     model: str = ""
@@ -255,20 +260,19 @@ class VersionState(msgspec.Struct, frozen=True):
     in_host: bool
     on_nvme: bool
     num_users: int
-    """The number of reads and writes under way; ranks that have the version mapped are not
-    counted."""
+    """Number of reads and writes in progress, not counting ranks that have the version mapped."""
 
 
 class DiskMethod(StrEnum):
-    """The way of bytes between host memory and a disk."""
+    """How bytes move between host memory and a disk."""
 
     DIRECT = "direct"
-    """Direct I/O, past the page cache."""
+    """Direct I/O, which bypasses the page cache."""
     BUFFERED = "buffered"
 
 
 class DiskPath(msgspec.Struct, frozen=True):
-    """The way to a directory's disk that a round trip has shown to work."""
+    """The method for a directory's disk, chosen by a successful round trip."""
 
     method: DiskMethod
     alignment_bytes: int
@@ -285,26 +289,28 @@ class StatusReport(Message, frozen=True):
     deployments: list[DeploymentState]
     versions: list[VersionKey]
     endpoint: str
-    """The host:port where this daemon serves other nodes' daemons."""
+    """host:port at which this daemon serves the daemons of other nodes."""
     disk: DiskPath = DiskPath(DiskMethod.BUFFERED, 1, "not told")
-    """The way by which seals, versions and demoted copies are written and read."""
+    """How seals, versions and demoted copies are written and read."""
     nvme_budget_bytes: int = 0
-    """The budget of demoted host copies; seals and versions do not count."""
+    """Budget of demoted host copies. Seals and versions do not count against it."""
     nvme_used_bytes: int = 0
     version_states: list[VersionState] = msgspec.field(default_factory=list)
     """The state of each committed version, in the order of `versions`."""
     shared_copies: list[SharedCopyState] = msgspec.field(default_factory=list)
     owned_bytes: int = 0
-    """The bytes of host copies and versions in host memory and on NVMe, with shared bytes counted
-    once for each owner."""
+    """Bytes of host copies and versions in host memory and on NVMe, counting shared bytes once per
+    owner."""
     held_bytes: int = 0
-    """The same bytes as `owned_bytes`, with shared bytes counted once."""
+    """The same as `owned_bytes`, but counting shared bytes only once."""
 
 
 class KeepHandles(Message, frozen=True):
-    """Handles that the agent is to keep, their descriptors beside, and to close. Answer: Done."""
+    """Handles for the agent to keep, with their descriptors attached, and handles to close. Answer:
+    Done."""
 
     index: str
-    """The manifest that the handles belong to; the agent closes those of any other manifest."""
+    """The manifest that the handles belong to. The agent closes the handles of any other
+    manifest."""
     keep: list[int]
     drop: list[int]

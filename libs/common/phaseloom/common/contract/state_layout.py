@@ -1,7 +1,7 @@
-"""The description of a rank's state for the state manager of its node.
+"""The description of a rank's state for its node's state manager.
 
-A rank's state is one host extent: first a copy of its device heap, byte for byte, then the state
-that is never on a device. `TensorSlot`s say which tensor lies where. Digests are those of
+A rank's state is one host extent: first a byte-for-byte copy of its device heap, then the state
+that is never on a device. `TensorSlot`s say which tensor is where. Digests are computed by
 `phaseloom.common.tensors.blockhash`.
 """
 
@@ -15,13 +15,13 @@ EXTENT_ALIGNMENT_BYTES = 4096
 
 
 def host_start(heap_bytes: int) -> int:
-    """The offset, in a rank's extent, of the state that is in host memory only, in bytes."""
+    """Byte offset, in a rank's extent, of the state that exists only in host memory."""
     return -(-heap_bytes // EXTENT_ALIGNMENT_BYTES) * EXTENT_ALIGNMENT_BYTES
 
 
 def extent_bytes(heap_bytes: int, host_bytes: int) -> int:
-    """The size of a rank's extent in bytes: the copy of its heap, and the state that is in host
-    memory only."""
+    """Size of a rank's extent in bytes: the copy of its heap plus the state that exists only in
+    host memory."""
     return host_start(heap_bytes) + host_bytes if host_bytes else heap_bytes
 
 
@@ -30,25 +30,26 @@ class Role(StrEnum):
     GRADIENT = "gradient"
     OPTIMIZER = "optimizer"
     MANIFEST = "manifest"
-    """Not a tensor: the `VersionParts` of a weights version that is written in parts."""
+    """Not a tensor but the `VersionParts` of a weights version that is written in parts."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tensor's place in a heap or a version, and which slice of the whole tensor it is."""
+    """Position of a tensor in a heap or version, and which slice of the whole tensor it is."""
 
     name: str
-    """The parameter's fully qualified name; optimizer state: `<parameter>.<key>`."""
+    """The parameter's fully qualified name. For optimizer state: `<parameter>.<key>`."""
     role: Role
     dtype: str
     """The numpy name, such as `float32`."""
     shape: list[int]
     offset: int
-    """The offset in bytes, a multiple of 64."""
+    """Byte offset, a multiple of 64."""
     num_bytes: int
     global_shape: list[int] = []
-    """The shape of the whole tensor; empty where this is all of it."""
+    """Shape of the whole tensor; empty: this slot has the whole tensor."""
     start: list[int] = []
-    """Where in the whole tensor this slice begins, one index a dim; empty likewise."""
+    """Start index of this slice in the whole tensor, one per dimension; empty: this slot has the
+    whole tensor."""
 
 
 class VersionPart(msgspec.Struct, frozen=True, array_like=True):
@@ -58,39 +59,40 @@ class VersionPart(msgspec.Struct, frozen=True, array_like=True):
     """The part's name as in VersionKey, such as `2of4`."""
     num_bytes: int
     digest: str
-    """The digest of the part's memory."""
+    """Digest of the part's memory."""
     table: bytes
-    """The packed `TensorTable` of the part: which slice of which tensor lies where in it."""
+    """The packed `TensorTable` of the part, which says where each tensor slice is."""
 
 
 class VersionParts(msgspec.Struct, frozen=True, array_like=True):
     """The manifest of a weights version that is written in parts.
 
-    Its MessagePack bytes are stored under the version's own key, so equal parts of equal layout are
-    equal versions.
+    Its MessagePack bytes are stored under the version's own key. So two versions with equal parts
+    and layouts have equal manifests.
     """
 
     tensors: str
-    """BLAKE3, in hex, of the layout that the version would have if written whole: its model."""
+    """BLAKE3, in hex, of the layout that the version would have if written whole. It identifies the
+    model."""
     parts: list[VersionPart]
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor slice in one part of a version, and where the reader wants it."""
+    """A tensor slice in one part of a version, and its destination in the reader's memory."""
 
     part: str
-    """The part's name as in VersionKey; empty for a version that was written whole."""
+    """The part's name as in VersionKey; empty: the version was written whole."""
     name: str
     dtype: str
     start: list[int]
-    """Where the slice begins in the tensor as that part has it, one index a dim."""
+    """Start index of the slice within that part's tensor, one per dimension."""
     size: list[int]
     offset: int
-    """Byte offset in the reader's memory, a multiple of 64; the slice lies there without gaps."""
+    """Byte offset in the reader's memory, a multiple of 64. The slice is contiguous there."""
     num_bytes: int
 
 
 class PartSources(msgspec.Struct, frozen=True):
     part: str
     endpoints: list[str]
-    """The state managers that hold the part; each of them is asked for different slices."""
+    """State managers that have the part. Different slices are requested from each."""

@@ -1,8 +1,8 @@
-"""The node-local protocol between a rank and its node's state manager, over a Unix socket.
+"""The protocol between a rank and its node's state manager, over a Unix socket of the node.
 
-Each rank presents the token that the agent registered for its deployment and incarnation.
-Calls go both ways on a rank's connection: a rank asks for memory, the state manager tells it to
-copy its device heap out or in. `phaseloom.common.transport.framing` carries the messages.
+Each rank authenticates with the token that the agent registered for its deployment and incarnation.
+Both sides make calls on a rank's connection: a rank requests memory, and the state manager orders
+it to copy its device heap out or in. `phaseloom.common.transport.framing` carries the messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RankHello(Message, frozen=True):
 
 
 class RankResume(Message, frozen=True):
-    """First frame of a rank whose daemon was killed. Answer: Done, or PERMISSION_DENIED.
+    """First frame of a rank after its state manager was killed. Answer: Done, or PERMISSION_DENIED.
 
     Raises: DATA_LOSS: the host copy that the rank needs cannot be verified.
     """
@@ -33,67 +33,73 @@ class RankResume(Message, frozen=True):
     token: str
     heap_bytes: int
     tensors: bytes
-    """The tensor table that the rank registered, as in `RegisterHeap.tensors`."""
+    """The tensor table that the rank registered, see `RegisterHeap.tensors`."""
     filled: bool
-    """Whether the rank has a state: its own initial one is committed, or a seal's restored."""
+    """Whether the rank has state: its initial state is committed, or a seal was restored."""
     resident: bool
-    """Whether the heap holds the state, and not only the host copy."""
+    """Whether the state is in the heap, and not only in the host copy."""
     applied: int
     """The seq of the state."""
     digest: str
-    """The host copy's digest where the heap is not resident; empty: the rank has not seen it."""
+    """Digest of the host copy if the heap is not resident; empty: the rank does not know it."""
     host_bytes: int = 0
 
 
 class RegisterHeap(Message, frozen=True):
-    """A rank's heap and what lies in it; the heap starts out released.
+    """Register a rank's heap and its tensors. The heap starts without device memory.
 
-    Answer: HeapRegistered, with the memfd of the rank's extent beside.
+    Answer: HeapRegistered, with the memfd of the rank's extent attached.
 
     Raises: RESOURCE_EXHAUSTED, with the numbers: the extent does not fit in host memory, or the
-            heap not on its device, even alone.
+            heap does not fit on its device even alone.
     """
 
     heap_bytes: int
     tensors: bytes
-    """`TensorTable.packed`; one value, so that a known table need not be decoded again."""
+    """`TensorTable.packed`, sent as one value so that a known table need not be decoded again."""
     frozen: bool = False
     """Whether only `load_state` and `sync_weights` write the heap.
 
-    The host copy is then up to date whenever it has the heap's `applied`. A frozen rank keeps no
-    extent mapped: each order to copy brings the one to use.
+    If so, the host copy is up to date whenever it has the heap's `applied`. A frozen rank does not
+    keep its extent mapped: each copy order brings the extent to use.
     """
     model: str = ""
-    """BLAKE3, in hex, of the model's spec; name, slice, dtype and seq with it identify a tensor."""
+    """BLAKE3, in hex, of the model's spec. Together with name, slice, dtype and seq it identifies a
+    tensor."""
     host_bytes: int = 0
-    """State that the rank works on in the extent itself (`host_start`), never on its device."""
+    """Size of the state that the rank uses in the extent itself (`host_start`), never on its
+    device."""
     scratch_bytes: int = 0
-    """Device memory beside the heap for what nobody moves, such as a KV cache. It counts on the
-    device, comes and goes with the heap, and is never copied."""
+    """Device memory, in addition to the heap, for data that is never moved, such as a KV cache. It
+    counts against the device's budget, is allocated and released with the heap, and is never
+    copied."""
     pins: bool = False
-    """Whether the device pins the extent's pages, so that `Unpin` must precede their release."""
+    """Whether the device pins the extent's pages, which must then be unpinned (`Unpin`) before they
+    are released."""
 
 
 class HeapRegistered(Message, frozen=True):
-    """The extent's memfd comes beside, except where a frozen heap is restored."""
+    """The extent's memfd is attached, except when a frozen heap is restored."""
 
     applied: int
-    """The seq of the state in the extent; 0: none, the rank fills its heap and `CommitInitial`s."""
+    """The seq of the state in the extent. 0: it has none, so the rank fills its heap and sends
+    `CommitInitial`."""
 
 
 class CommitInitial(Message, frozen=True):
-    """The rank has copied its initial state into the extent itself. Answer: Done."""
+    """The rank has copied its initial state to the extent. Answer: Done."""
 
     digest: str
     applied: int = 0
-    """The seq of the state: that of the checkpoint that the extent was filled from, or 0."""
+    """The seq of the state: that of the checkpoint that filled the extent, or 0."""
 
 
 class CreateVersion(Message, frozen=True):
-    """Take host memory for a weights version.
+    """Allocate host memory for a weights version.
 
-    A node's first rank sends it for a whole version, any rank for its part (`VersionKey.part`).
-    Answer: VersionExtent, without its tensors, and a writable memfd; or `exists` and no memfd.
+    A node's first rank sends it for a whole version, any rank for its own part (`VersionKey.part`).
+    Answer: VersionExtent without its tensors, with a writable memfd; or, if the version exists
+    already, `exists` without a memfd.
     """
 
     version: VersionKey
@@ -110,12 +116,13 @@ class CommitVersion(Message, frozen=True):
 
 
 class CommitParts(Message, frozen=True):
-    """All parts of a version are committed on their nodes; from now on this node lets them be read.
+    """All parts of a version are committed on their nodes. From now on they can be read on this
+    node.
 
     Any rank of the policy sends it, and may repeat it. Answer: VersionExtent of the manifest,
     without its tensors.
 
-    Raises: FAILED_PRECONDITION: a part on this node is not what the manifest says.
+    Raises: FAILED_PRECONDITION: a part on this node differs from the manifest.
     """
 
     version: VersionKey
@@ -123,55 +130,61 @@ class CommitParts(Message, frozen=True):
 
 
 class OpenVersion(Message, frozen=True):
-    """Open a weights version to read; it is fetched from `sources` where the node lacks it.
+    """Open a weights version for reading. If the node does not have it, it is fetched from
+    `sources`.
 
-    The state manager verifies the bytes before it answers. Where they are bad, it drops them and
-    gets the version again, from its disk or from `sources`.
+    The state manager verifies the bytes before it answers. If they are corrupt, it drops them and
+    reads the version again, from its disk or from `sources`.
 
-    Answer: VersionExtent with a read-only memfd. For a version in parts that is its manifest; each
+    Answer: VersionExtent with a read-only memfd. For a version in parts this is its manifest; each
     part is then opened by its own key.
     """
 
     version: VersionKey
     sources: list[str]
     ticket: Ticket | None = None
-    """The permit's ticket, which the sources ask for."""
+    """The permit's ticket, which the sources require."""
     digest: str = ""
-    """The digest that a fetched version must have; empty: the one that its source states."""
+    """The digest that a fetched version must have; empty: the one that its source reports."""
     permit: CommandId | None = None
-    """The permit of the operation that reads. Ranks that open the version for one permit share one
-    verification; without a permit the rank has one of its own."""
+    """The permit of the reading operation. Ranks that open the version under the same permit share
+    one verification. Without a permit the version is verified for this rank alone."""
     is_unverified: bool = False
-    """Whether the state manager leaves the verification out, because the rank looks for the bytes
-    on its device first (`OpenOnDevice`)."""
+    """Whether to skip the verification, because the rank first tries to get the bytes on its device
+    (`OpenOnDevice`)."""
     is_ahead: bool = False
-    """Whether no operation waits for the version yet. It then displaces nothing in host memory, and
-    is dropped again where that is short, until an operation opens it, which has it verified."""
+    """Whether this is a prefetch that no operation waits for yet. A prefetched version never evicts
+    anything from host memory, and is evicted first if memory runs short. When an operation opens
+    it, it is verified and loses this status."""
 
 
 class OpenSlices(Message, frozen=True):
-    """Open tensor slices of a version, verified; ranks that ask for the same ones share one fetch.
+    """Open and verify tensor slices of a version. Ranks that request the same slices share one
+    fetch.
 
-    Answer: VersionExtent with a read-only memfd, one tensor a slice, in the order of `slices`.
+    Answer: VersionExtent with a read-only memfd, with one tensor per slice, in the order of
+    `slices`.
     """
 
     version: VersionKey
     num_bytes: int
-    """The size of the memory that the slices' offsets refer to."""
+    """Size of the memory that the offsets of the slices refer to."""
     slices: list[Slice]
     sources: list[PartSources]
-    """The sources of all parts; a part on this node has some too, in case its memory is bad."""
+    """The sources of all parts, including parts on this node, in case the local memory is
+    corrupt."""
     ticket: Ticket | None = None
     permit: CommandId | None = None
-    """As in `OpenVersion`."""
+    """See `OpenVersion`."""
     is_ahead: bool = False
-    """As in `OpenVersion`."""
+    """See `OpenVersion`."""
 
 
 class HoldVersion(Message, frozen=True):
-    """A frozen heap has exactly this version's bytes, so the version's memory may be its host copy.
+    """A frozen heap has exactly the bytes of this version, so the version's memory can serve as its
+    host copy.
 
-    Answer: Done, also where the state manager makes no use of that.
+    Answer: Done, even if the state manager does not use this.
     """
 
     version: VersionKey
@@ -180,48 +193,49 @@ class HoldVersion(Message, frozen=True):
 
 
 class BorrowMemory(Message, frozen=True):
-    """Take host memory of the node's budget for as long as an operation needs it.
+    """Borrow host memory from the node's budget for the time of an operation.
 
-    It stays the rank's until `ReturnMemory`, or the rank's end; the next state manager knows of it,
-    too. Answer: MemoryLent with a memfd; the same one where the loan is there already.
+    The rank has it until `ReturnMemory` or until the rank ends; it survives a restart of the state
+    manager. Answer: MemoryLent with a memfd. Repeating the request returns the same memory.
 
     Raises: RESOURCE_EXHAUSTED, with the numbers.
     """
 
     loan: int
-    """The rank's own number of the loan, which no other loan of this rank has or had."""
+    """Number of this loan, chosen by the rank and never reused."""
     num_bytes: int
     what: str
-    """A few words that name the purpose of the memory where the loan is refused."""
+    """Short description of the purpose, for the error message if the request is refused."""
     copy_at: int = -1
-    """Where the memory is for the first bytes of the rank's own heap: the heap's seq. A frozen rank
-    is then lent its host copy, if that is the heap's at this seq. -1: it is for something else."""
+    """If the memory is for the start of the rank's own heap: the heap's seq. A frozen rank then
+    gets its host copy, if that has the heap's state at this seq. -1: the memory has another
+    purpose."""
 
 
 class MemoryLent(Message, frozen=True):
-    """The memory's content is undefined and the memfd writable, unless it is the host copy."""
+    """The memfd is writable and its content undefined, unless it is the host copy."""
 
     is_host_copy: bool = False
 
 
 class ReturnMemory(Message, frozen=True):
-    """The rank has unmapped borrowed memory. Answer: Done, also where there is no such loan."""
+    """The rank has unmapped borrowed memory. Answer: Done, even if there is no such loan."""
 
     loan: int
 
 
 class TakeSnapshot(Message, frozen=True):
-    """Copy the present state of every rank on this node for an operation's checkpoint.
+    """Copy the current state of every rank on this node for an operation's checkpoint.
 
-    A node's first rank sends it between two operations. Answer: SnapshotTaken; then the ranks may
-    go on.
+    A node's first rank sends it between two operations. Answer: SnapshotTaken; the ranks may then
+    continue.
 
-    Raises: ALREADY_EXISTS: the checkpoint is another operation's. RESOURCE_EXHAUSTED, with the
+    Raises: ALREADY_EXISTS: another operation saved the checkpoint. RESOURCE_EXHAUSTED, with the
             numbers.
     """
 
     operation: str
-    """The operation's id; a repeated request with the same id gets the same answer."""
+    """The operation's id. A repeated request with the same id gets the same answer."""
     name: str
     """The checkpoint's name."""
     seq: int
@@ -231,15 +245,15 @@ class TakeSnapshot(Message, frozen=True):
 
 
 class SnapshotTaken(Message, frozen=True):
-    """The snapshot is in host memory, and stays until `WriteCheckpoint`."""
+    """The snapshot is in host memory and stays there until `WriteCheckpoint`."""
 
 
 class WriteCheckpoint(Message, frozen=True):
     """Write a node's snapshot to disk.
 
-    A node's first rank sends it; the daemon goes on writing where nobody waits any more. On rank
-    0's node the result is the checkpoint; other nodes write their ranks' part, which must be there
-    before. Answer: CheckpointWritten, once the file has its name and is fsynced.
+    A node's first rank sends it. The daemon keeps writing even if the rank stops waiting. On rank
+    0's node the result is the checkpoint; other nodes write the part with their ranks, which must
+    be complete before. Answer: CheckpointWritten, once the file has its final name and is fsynced.
     """
 
     operation: str
@@ -249,7 +263,7 @@ class WriteCheckpoint(Message, frozen=True):
     keep: int = 0
     """The `keep` of the `save_state`."""
     companions: ModelDirectory | None = None
-    """Files to copy beside the tensors, such as a tokenizer, as they were registered."""
+    """Files to copy next to the tensors, such as a tokenizer, as they were registered."""
     ttl_s: float = 0.0
     """The `ttl_s` of the `save_state`."""
     overwrite: bool = False
@@ -258,72 +272,75 @@ class WriteCheckpoint(Message, frozen=True):
 
 class CheckpointWritten(Message, frozen=True):
     weights_sha256: str
-    """The digest of the checkpoint's weights; empty for one node's part."""
+    """Digest of the checkpoint's weights; empty for one node's part."""
 
 
 class ReadCheckpoint(Message, frozen=True):
-    """Replace state by that of a checkpoint of any layout. Answer: CheckpointRead.
+    """Replace state with that of a checkpoint of any layout. Answer: CheckpointRead.
 
     A node's first rank sends it to replace the state of every rank on the node. A rank that has
-    registered its heap and has no state yet sends it to fill its own extent, for `CommitInitial`.
+    registered its heap but has no state yet sends it to fill its own extent before `CommitInitial`.
 
-    Raises: NOT_FOUND. FAILED_PRECONDITION: the checkpoint is another model's. DATA_LOSS, naming
-            file and tensor. RESOURCE_EXHAUSTED. Whatever is raised, no state was changed.
+    Raises: NOT_FOUND. FAILED_PRECONDITION: the checkpoint is of another model. DATA_LOSS, naming
+            file and tensor. RESOURCE_EXHAUSTED. After any of these errors the state is unchanged.
     """
 
     name: str
     source: str = ""
-    """As in `LoadState`."""
+    """See `LoadState`."""
     optimizer: bool = True
-    """As in `LoadState`."""
+    """See `LoadState`."""
     load: str = ""
-    """The name of the load. The same load again, as in a rebuild, reads the same bytes, whatever
-    has become of the checkpoint; the bytes are kept for the two newest loads of a deployment.
-    Empty: they are not kept."""
+    """Name of the load. Repeating the same load, for example in a rebuild, reads the same bytes
+    even if the checkpoint has changed or is gone. The bytes are kept for the two newest loads of a
+    deployment. Empty: they are not kept."""
 
 
 class CheckpointRead(Message, frozen=True):
     weights_sha256: str
-    """The weights' digest when they were saved; empty: another program wrote the files."""
+    """Digest of the weights when they were saved; empty: another program wrote the files."""
     digest: str = ""
-    """The digest of the extent, where one was filled."""
+    """Digest of the extent, if one was filled."""
 
 
 class OpenSaved(Message, frozen=True):
-    """Describe the weights of a checkpoint. Answer: SavedOpened. Raises: NOT_FOUND. DATA_LOSS."""
+    """Describe the weights of a checkpoint. Answer: SavedOpened.
 
-    name: str
-    source: str
-    """As in `LoadState`."""
-
-
-class SavedOpened(Message, frozen=True):
-    identity: str
-    """Names these files and no others, on every node that has the same checkpoints."""
-    operation: str
-    """The operation that saved the checkpoint; empty: another program wrote the files."""
-    tensors: bytes
-    """The packed `TensorTable` of the whole tensors, one behind the other."""
-    adapter_config: str = ""
-    """The content of `adapter_config.json`; empty: the checkpoint has all weights of its model."""
-
-
-class ReadSaved(Message, frozen=True):
-    """Read some of the weights of a checkpoint, verified. Answer: SavedRead.
-
-    Raises: as `OpenSaved`. FAILED_PRECONDITION: the checkpoint is another model's.
+    Raises: NOT_FOUND. DATA_LOSS.
     """
 
     name: str
     source: str
-    """As of `LoadState`."""
+    """See `LoadState`."""
+
+
+class SavedOpened(Message, frozen=True):
+    identity: str
+    """Identifies exactly these files, on every node that has the same checkpoints."""
+    operation: str
+    """The operation that saved the checkpoint; empty: another program wrote the files."""
+    tensors: bytes
+    """The packed `TensorTable` of the whole tensors, one after the other."""
+    adapter_config: str = ""
+    """Content of `adapter_config.json`; empty: the checkpoint has all weights of its model."""
+
+
+class ReadSaved(Message, frozen=True):
+    """Read and verify some of the weights of a checkpoint. Answer: SavedRead.
+
+    Raises: the errors of `OpenSaved`. FAILED_PRECONDITION: the checkpoint is of another model.
+    """
+
+    name: str
+    source: str
+    """See `LoadState`."""
     start: int
-    """Where they begin in the layout."""
+    """Start offset in the layout."""
     num_bytes: int
     """At most MAX_READ_BYTES."""
     as_held: bool = False
-    """Whether the layout is that of the rank's own weights in its heap, whose gaps are zeroes then;
-    else it is that of the table in `SavedOpened`."""
+    """Whether to return the bytes in the layout of the rank's own weights in its heap, with zeroes
+    in the gaps. Otherwise they have the layout of the table in `SavedOpened`."""
 
 
 MAX_READ_BYTES = 8 * 1024 * 1024
@@ -340,15 +357,15 @@ class PruneCheckpoints(Message, frozen=True):
     """
 
     keep: int
-    """The number of newest checkpoints that stay."""
+    """Number of newest checkpoints to retain."""
     needed: list[str]
-    """The names of checkpoints that stay in any case."""
+    """Names of checkpoints that must not be removed."""
 
 
 class RemoveCheckpoint(Message, frozen=True):
-    """Remove a checkpoint of the deployment, if there is one. Answer: CheckpointRemoved.
+    """Remove a checkpoint of the deployment, if it exists. Answer: CheckpointRemoved.
 
-    Rank 0 sends it, once nothing needs it.
+    Rank 0 sends it once nothing needs the checkpoint.
     """
 
     name: str
@@ -356,7 +373,7 @@ class RemoveCheckpoint(Message, frozen=True):
 
 class CheckpointRemoved(Message, frozen=True):
     num_bytes: int
-    """The bytes of its files; 0: there was no such checkpoint."""
+    """Total size of its files; 0: there was no such checkpoint."""
 
 
 class VersionExtent(Message, frozen=True):
@@ -365,18 +382,19 @@ class VersionExtent(Message, frozen=True):
     tensors: bytes
     """`TensorTable.packed`."""
     digest: str
-    """The digest of the memory."""
+    """Digest of the memory."""
     exists: bool
     sources: list[PartSources] = msgspec.field(default_factory=list)
-    """For a manifest that was opened: the holders of each part that is not on this node."""
+    """For an opened manifest: the holders of each part that is not on this node."""
 
 
 class ShareOnDevice(Message, frozen=True):
-    """Device memory that holds a version's bytes in the version's layout; its descriptor is beside.
+    """Share device memory with a version's bytes in the version's layout. Its descriptor is
+    attached.
 
     The rank that committed the version sends it, for ranks on the same device (`OpenOnDevice`). The
-    memory is kept while the version exists and the device's budget allows. Answer: Done, also where
-    it is not kept.
+    memory is kept while the version exists and the device's budget allows. Answer: Done, even if
+    the memory is not kept.
     """
 
     version: VersionKey
@@ -385,7 +403,7 @@ class ShareOnDevice(Message, frozen=True):
 class OpenOnDevice(Message, frozen=True):
     """Open a version's copy in the memory of the rank's own device.
 
-    Answer: OnDevice, with the memory's descriptor where there is such a copy.
+    Answer: OnDevice, with the memory's descriptor if there is such a copy.
     """
 
     version: VersionKey
@@ -396,20 +414,22 @@ class OnDevice(Message, frozen=True):
 
 
 class CopyOut(Message, frozen=True):
-    """Copy the whole heap to the extent; with `release`, give its memory back. Answer: Copied.
+    """Copy the whole heap to the extent and, with `release`, release its device memory. Answer:
+    Copied.
 
-    A frozen heap is first asked without an extent, to learn whether anything must be copied.
+    For a frozen heap, the first order has no extent and only finds out whether anything must be
+    copied.
     """
 
     release: bool
     whole_at: int = -1
     """The seq of the state in the host copy; −1: there is none, or the heap is not frozen."""
     digest: str = ""
-    """The digest of the host copy of `whole_at`."""
+    """Digest of the host copy of `whole_at`."""
 
 
 class Unpin(Message, frozen=True):
-    """Unpin the extent's pages, which are about to be given back. Answer: Done.
+    """Unpin the extent's pages, which are about to be released. Answer: Done.
 
     The mapping stays, and the next copy may pin its pages again.
     """
@@ -424,7 +444,7 @@ class Unmap(Message, frozen=True):
 
 class StillMapped(Message, frozen=True):
     versions: list[VersionKey]
-    """The versions that the rank uses."""
+    """The versions that the rank still uses."""
 
 
 class CopyIn(Message, frozen=True):
@@ -434,16 +454,18 @@ class CopyIn(Message, frozen=True):
 
 
 class StageState(Message, frozen=True):
-    """Copy the whole state to the staging buffer whose memfd is beside, laid out as the extent is.
+    """Copy the whole state to the staging buffer whose memfd is attached, in the layout of the
+    extent.
 
-    The host copy stays as it is. Answer: Copied, with an empty digest.
+    The host copy does not change. Answer: Copied, with an empty digest.
     """
 
 
 class LoadStaged(Message, frozen=True):
-    """Replace the whole state by the staging buffer whose memfd is beside, and verify its digest.
+    """Replace the whole state with the staging buffer whose memfd is attached, and verify its
+    digest.
 
-    The buffer is laid out as the extent is; the host copy stays as it is. Answer: Copied, or
+    The buffer has the layout of the extent. The host copy does not change. Answer: Copied, or
     DATA_LOSS.
     """
 
@@ -455,10 +477,10 @@ class Copied(Message, frozen=True):
     applied: int
     """The seq of the last mutating operation in the heap."""
     resident_bytes: int
-    """The heap's memory that is resident afterwards."""
+    """Device memory of the heap after the copy."""
     duration_s: float
     changed: bool = False
-    """Whether the heap is past `CopyOut.whole_at`, so that nothing was copied or released."""
+    """Whether the heap is newer than `CopyOut.whole_at`, so that nothing was copied or released."""
 
 
 class Done(Message, frozen=True):
@@ -466,7 +488,7 @@ class Done(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The request failed, and what it had begun is rolled back."""
+    """The request failed, and its effects were rolled back."""
 
     error: ErrorInfo
 

@@ -1,10 +1,10 @@
-"""The tokens of a `generate` while it runs, from messages that may repeat tokens or miss some.
+"""Assemble the tokens of a running `generate` from messages that may repeat or miss tokens. Pure.
 
-The rule: a consumer counts the tokens that it has of each (prompt, sample), and takes from a
-message the tokens that follow exactly there. It drops tokens that it has already, since the same
-seeds draw the same tokens again after a loss; it drops tokens that would leave a gap, too. When the
-operation has ended, the rest comes from the result, which is the truth. So each position is seen
-once, in order. Pure.
+A consumer counts the tokens that it has of each (prompt, sample), and accepts from a message only
+the tokens that follow directly. It drops tokens that it already has, because after a loss the same
+seeds sample the same tokens again. It also drops tokens that would leave a gap. When the operation
+has ended, the missing tokens come from the result, which is authoritative. So each position is seen
+once, in order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from phaseloom.common.contract.operations import DrawnTokens, GenerateResult, Se
 V = TypeVar("V", list[int] | bytes, list[float] | bytes)
 
 MAX_DRAWN_BYTES = 512 * 1024
-"""The most bytes of tokens in one message as MessagePack; JSON takes at most five times as many."""
+"""Maximum size of the tokens in one message as MessagePack. JSON takes at most five times as
+much."""
 _OVERHEAD_BYTES = 64
 _VALUE_BYTES = 8
-"""The bytes of a token and of its log-probability."""
+"""Bytes of a token and its log-probability."""
 
 
 class StreamedTokens:
@@ -32,7 +33,8 @@ class StreamedTokens:
         self._tokens: dict[tuple[int, int], list[int]] = {}
 
     def take(self, drawn: DrawnTokens) -> DrawnTokens | None:
-        """The tokens of a message that follow those that the consumer has; None: there are none."""
+        """Accept the tokens of a message that follow directly. Returns: those tokens; None: there
+        are none."""
         had = self._tokens.setdefault((drawn.prompt, drawn.sample), [])
         skip = len(had) - drawn.offset
         if not 0 <= skip < length(drawn.tokens):
@@ -42,10 +44,11 @@ class StreamedTokens:
         return new
 
     def remaining(self, result: GenerateResult) -> Iterator[tuple[DrawnTokens, Sequence]]:
-        """For each sample of the result, the tokens that are still missing, maybe none, and the
-        whole sample.
+        """For each sample of the result, return the tokens that are still missing (possibly none)
+        and the whole sequence.
 
-        Raises: ResourceError: ABORTED: the result has other tokens than those that were streamed.
+        Raises: ResourceError: ABORTED: the result has different tokens from those that were
+                streamed.
         """
         for prompt, group in enumerate(result.sequences):
             for sample, sequence in enumerate(group):
@@ -70,7 +73,7 @@ class StreamedTokens:
 
 
 def part_of(drawn: DrawnTokens, start: int, stop: int) -> DrawnTokens:
-    """The tokens from `start` up to `stop`."""
+    """Return the tokens from `start` up to `stop`."""
     num_top = length(drawn.top_tokens) // max(1, length(drawn.tokens))
     return DrawnTokens(
         drawn.prompt,
@@ -84,7 +87,7 @@ def part_of(drawn: DrawnTokens, start: int, stop: int) -> DrawnTokens:
 
 
 def as_lists(drawn: DrawnTokens) -> DrawnTokens:
-    """The same tokens, with lists instead of packed arrays."""
+    """Return the same tokens with lists instead of packed arrays."""
     return DrawnTokens(
         drawn.prompt,
         drawn.sample,
@@ -99,7 +102,7 @@ def as_lists(drawn: DrawnTokens) -> DrawnTokens:
 def messages(
     drawn: Iterable[DrawnTokens], max_bytes: int = MAX_DRAWN_BYTES
 ) -> Iterator[list[DrawnTokens]]:
-    """New tokens in as few messages as their sizes allow; a long run of one sample is cut."""
+    """Pack new tokens into as few messages as possible, splitting long sequences of one sample."""
     message: list[DrawnTokens] = []
     room = max_bytes
     for each in drawn:

@@ -1,6 +1,7 @@
-"""Subjects and streams: which messages are kept where, who writes them and who reads them.
+"""Subjects and streams: where each message is stored, who writes it and who reads it.
 
-The table here is the one `Bus.provision` creates, and the list of who may publish what.
+`Bus.provision` creates the streams and buckets listed here. The list also defines who may publish
+what.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ DEAD = "DEAD"
 
 
 class Bucket(StrEnum):
-    """KV buckets, each written by its owner only."""
+    """KV buckets. Only its owner writes to a bucket."""
 
     VIEW = "view"
     """scheduler → people, router. Projections: job status by `<tenant>.<job>`."""
     LEASES = "leases"
-    """agent, scheduler, gateway. The leases by which one sees who is alive; the revision fences the
-    holder."""
+    """agent, scheduler, gateway. The leases that show which processes are alive. The revision
+    fences the holder."""
     SEALS = "seals"
     """agents. The commit record of each deployment's newest seal: a `SealRecord`."""
     SESSIONS = "sessions"
@@ -47,11 +48,12 @@ class Bucket(StrEnum):
     PROFILES = "profiles"
     """profiler → people. The newest phase trace of each job, by `<tenant>.<job>`."""
     CHECKPOINTS = "checkpoints"
-    """WPG leader → router. Each job's last checkpoint with a controller's blob."""
+    """WPG leader → router. Each job's latest checkpoint with a controller blob."""
     MODELS = "models"
     """operator → scheduler. The registered models by name: a `RegisteredModel`."""
     GATEWAY = "gateway"
-    """gateway. Its records for after a restart: models, samplers and checkpoints by name."""
+    """gateway. Records that the gateway needs after a restart: models, samplers and checkpoints by
+    name."""
 
 
 def ops_stream(tenant: str) -> str:
@@ -107,7 +109,7 @@ def event_subject(source: str) -> str:
 
 
 def report_subject(job: JobKey | str) -> str:
-    """The subject of a job's reports. `>` in place of a job: of all jobs' reports."""
+    """The subject of a job's reports. Pass `>` instead of a job for the reports of all jobs."""
     return f"{PREFIX}.report.{job}"
 
 
@@ -155,16 +157,16 @@ def log_subject(event: events.Event) -> str:
 
 
 DEDUP_WINDOW_S = 600.0
-"""Seconds within which the server drops repeats: longer than any redelivery (ack_wait ×
-max_deliver) of a message that causes another."""
+"""Seconds within which the server drops duplicates. Longer than the redelivery (ack_wait ×
+max_deliver) of any message that causes another one."""
 
 
 def mesh_streams(replicas: int = 1) -> list[StreamConfig]:
-    """The streams of a mesh.
+    """Return the streams of a mesh.
 
-    Args: replicas: how many servers keep each. Where there are several, only the one that leads a
-              stream answers what is stored in it, as the others may lag behind: so no stream but
-              the log has direct get, which every replica would answer.
+    Args:   replicas: number of servers that store each stream. With several servers, followers may
+                lag, so reads must go to the stream's leader. Direct gets, which any replica
+                answers, are therefore enabled only for the decision log.
     """
     is_alone = replicas == 1
     return [
@@ -178,7 +180,7 @@ def mesh_streams(replicas: int = 1) -> list[StreamConfig]:
             num_replicas=replicas,
             allow_direct=True,
         ),
-        # Every command to a node; one durable consumer a node.
+        # Every command to a node, with one durable consumer per node.
         StreamConfig(
             name=PERMITS,
             subjects=[f"{PREFIX}.permit.*"],
@@ -188,7 +190,7 @@ def mesh_streams(replicas: int = 1) -> list[StreamConfig]:
             num_replicas=replicas,
             max_consumers=1000,
         ),
-        # One outcome a key, first writer wins; what was stored, and only that, reaches `out`.
+        # One outcome per key, and the first writer wins. Only stored outcomes reach `out`.
         StreamConfig(
             name=DONE,
             subjects=[f"{PREFIX}.done.>"],
@@ -210,7 +212,7 @@ def mesh_streams(replicas: int = 1) -> list[StreamConfig]:
             max_bytes=16 * 1024 * 1024,
             num_replicas=replicas,
         ),
-        # What controllers report: the newest of each job, for people.
+        # The newest reports of each job's controller, for people.
         StreamConfig(
             name=REPORTS,
             subjects=[f"{PREFIX}.report.>"],
@@ -232,10 +234,10 @@ def mesh_streams(replicas: int = 1) -> list[StreamConfig]:
 
 
 def tenant_stream(tenant: str, max_bytes: int, replicas: int = 1) -> StreamConfig:
-    """The stream of a tenant's operations, which is its write-ahead log: a full one refuses, and
-    drops nothing.
+    """The stream of a tenant's operations, which is its write-ahead log. A full stream rejects
+    messages and never drops any.
 
-    Args: replicas: as of `mesh_streams`.
+    Args:   replicas: see `mesh_streams`.
     """
     return StreamConfig(
         name=ops_stream(tenant),
@@ -254,11 +256,15 @@ def tenant_stream(tenant: str, max_bytes: int, replicas: int = 1) -> StreamConfi
 
 _HISTORY = {Bucket.SEALS: 2, Bucket.SNAPSHOTS: 2}
 _MARKER_TTL_S = {Bucket.LEASES: 60.0}
-"""How long the marker of an expired key stays: it is what tells those who wait for a lease."""
+"""How long the marker of an expired key stays. Processes that wait for a lease are notified by
+it."""
 
 
 def buckets(replicas: int = 1) -> list[KeyValueConfig]:
-    """The KV buckets of a mesh. Args: replicas: as of `mesh_streams`."""
+    """Return the KV buckets of a mesh.
+
+    Args:   replicas: see `mesh_streams`.
+    """
     return [
         KeyValueConfig(
             bucket=bucket,
