@@ -34,8 +34,8 @@ async def test_sdk_trains_samples_saves_and_goes_on(served: Served, part: str, r
     assert said["models"] == ["tiny"]
     assert said["info"] == ["tiny", rank > 0, rank]
     check_whole(said)
-    saved_by = "policy" if rank else "sampler"
-    saved = await asyncio.to_thread(served.mesh.run_dir.glob, f"**/{saved_by}/*-*")
+    parse_source = "policy" if rank else "sampler"
+    saved = await asyncio.to_thread(served.mesh.run_dir.glob, f"**/{parse_source}/*-*")
     names = {path.name for path in saved}
     assert any(name.endswith("-a_name") for name in names)
     assert not any(name.endswith("-gone") for name in names)

@@ -10,7 +10,7 @@ from phaseloom.common.contract.errors import (
     Code,
     InternalError,
     to_exception,
-    unforeseen,
+    unexpected_error,
 )
 
 
@@ -37,7 +37,7 @@ def test_message_that_fits_is_left_alone() -> None:
 
 
 def test_exception_of_another_library_becomes_an_internal_error_with_a_bounded_message() -> None:
-    info = unforeseen(ValueError("y" * 10**6))
+    info = unexpected_error(ValueError("y" * 10**6))
     assert info.code is Code.INTERNAL
     assert info.message.startswith("ValueError: yyy")
     assert len(info.message) < MAX_MESSAGE_CHARS + 100

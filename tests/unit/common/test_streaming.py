@@ -74,7 +74,7 @@ def test_each_position_is_taken_once_whatever_is_told_twice_or_lost(
         if start >= num_tokens:
             continue
         message = part_of(sample, start, min(num_tokens, start + size))
-        new = streamed.take(as_lists(message) if is_list else message)
+        new = streamed.accept(as_lists(message) if is_list else message)
         taken += [] if new is None else [new]
     result = GenerateResult([[sequence_of(sample)]])
     ((rest, sequence),) = streamed.remaining(result)
@@ -84,22 +84,22 @@ def test_each_position_is_taken_once_whatever_is_told_twice_or_lost(
 
 def test_run_that_begins_again_adds_what_is_new_only() -> None:
     sample, streamed = whole(10), StreamedTokens()
-    assert streamed.take(part_of(sample, 0, 6)) == part_of(sample, 0, 6)
-    assert streamed.take(part_of(sample, 0, 4)) is None
-    assert streamed.take(part_of(sample, 4, 9)) == part_of(sample, 6, 9)
+    assert streamed.accept(part_of(sample, 0, 6)) == part_of(sample, 0, 6)
+    assert streamed.accept(part_of(sample, 0, 4)) is None
+    assert streamed.accept(part_of(sample, 4, 9)) == part_of(sample, 6, 9)
 
 
 def test_tokens_behind_a_gap_wait_for_the_result() -> None:
     sample, streamed = whole(10), StreamedTokens()
-    streamed.take(part_of(sample, 0, 2))
-    assert streamed.take(part_of(sample, 4, 6)) is None
+    streamed.accept(part_of(sample, 0, 2))
+    assert streamed.accept(part_of(sample, 4, 6)) is None
     ((rest, _),) = streamed.remaining(GenerateResult([[sequence_of(sample)]]))
     assert rest == part_of(sample, 2, 10)
 
 
 def test_result_with_other_tokens_than_those_streamed_is_told() -> None:
     streamed = StreamedTokens()
-    streamed.take(DrawnTokens(0, 1, 0, [7, 8], [-1.0, -1.0]))
+    streamed.accept(DrawnTokens(0, 1, 0, [7, 8], [-1.0, -1.0]))
     other = Sequence([7, 9, 9], [-1.0] * 3, "length")
     with pytest.raises(ResourceError, match="sample 1 of prompt 0 was sampled again") as error:
         list(streamed.remaining(GenerateResult([[other, other]])))

@@ -373,7 +373,7 @@ def _fits_msgpack(tree: object) -> bool:
     ],
 )
 def test_size_counts_tokens_at_most(args: Args, size: int) -> None:
-    assert kind_for(args).num_tokens_at_most(args) == size
+    assert kind_for(args).max_num_tokens(args) == size
 
 
 def test_refused_operation_keeps_what_identity_can_be_read() -> None:

@@ -83,8 +83,8 @@ class GenerateHandle(OperationHandle[ops.GenerateResult]):
             await new_pieces.wait()
 
     def _on_progress(self, i: int, progress: ops.Progress) -> None:
-        for drawn in progress.drawn:
-            tokens = self._streamed[i].take(drawn)
+        for chunk in progress.drawn:
+            tokens = self._streamed[i].accept(chunk)
             if tokens is not None:
                 self._add(i, tokens, progress.weights_seq)
         if progress.drawn:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from phaseloom.common.contract import api, events
 from phaseloom.common.contract.codec import encode
-from phaseloom.common.contract.errors import CallerError, Code, session_over, to_exception
+from phaseloom.common.contract.errors import CallerError, Code, session_superseded, to_exception
 from phaseloom.common.contract.ids import (
     DeploymentKey,
     JobKey,
@@ -439,7 +439,7 @@ def _check_phase(job: Job, request: api.PhaseRequest) -> None:
         )
     # A session that is not in the log yet is newer: the log's order decides then.
     if request.session < job.controller.session:
-        raise to_exception(session_over(request.session, job.controller.session))
+        raise to_exception(session_superseded(request.session, job.controller.session))
     pools = sorted({spec.pool for spec in job.spec.deployments})
     if request.pool not in pools:
         raise CallerError(

@@ -153,7 +153,7 @@ def test_told_tokens_are_those_of_the_result_for_requests_that_stream(
     for i, told in watch.told.items():
         result, streamed = results[i], StreamedTokens()
         assert result is not None
-        assert all(streamed.take(each) == each for each in told), "in order, each of them once"
+        assert all(streamed.accept(each) == each for each in told), "in order, each of them once"
         for rest, sequence in streamed.remaining(result):
             assert not rest.tokens
             pieces = [e for e in told if (e.prompt, e.sample) == (rest.prompt, rest.sample)]

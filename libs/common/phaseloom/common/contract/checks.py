@@ -18,7 +18,7 @@ from typing import SupportsFloat
 from phaseloom.common.contract import operations as ops
 from phaseloom.common.contract.arrays import Float32s, Int32s, float32s, int32s, length
 from phaseloom.common.contract.errors import CallerError
-from phaseloom.common.contract.ids import SEQ_END, OperationKey, check_name, saved_by
+from phaseloom.common.contract.ids import SEQ_END, OperationKey, check_name, parse_source
 
 MAX_SAMPLES = 65_536
 MAX_NEW_TOKENS = 1 << 20
@@ -148,7 +148,7 @@ def check_delete_checkpoint(key: OperationKey, args: ops.DeleteCheckpoint) -> No
 
 def check_load_state(key: OperationKey, args: ops.LoadState) -> None:
     check_name(args.name, "args.name")
-    saved_by(key.deployment_key, args.source)
+    parse_source(key.deployment_key, args.source)
 
 
 def check_publish_weights(key: OperationKey, args: ops.PublishWeights) -> None:
@@ -405,8 +405,8 @@ def check_between(value: float, low: float, high: float, field: str) -> None:
         raise CallerError(f"{value} is out of range", field=field, remedy=f"use {low} to {high}")
 
 
-def check_range(value: int, low: int, high: int, field: str, what: str) -> None:
+def check_range(value: int, low: int, high: int, field: str, unit: str) -> None:
     if not low <= value <= high:
         raise CallerError(
-            f"{value} is out of range", field=field, remedy=f"use {low} to {high} {what}"
+            f"{value} is out of range", field=field, remedy=f"use {low} to {high} {unit}"
         )

@@ -27,24 +27,24 @@ def continued(prompt: Prompt, sequence: Sequence, sample: int = 0) -> Prompt:
     )
 
 
-def extended(had: Sequence, new: Sequence) -> Sequence:
+def extended(earlier: Sequence, new: Sequence) -> Sequence:
     """Join a sequence and its continuation. The arrays are packed if both inputs are packed."""
     return replace(
         new,
-        tokens=_ints(had.tokens, new.tokens),
-        logprobs=_floats(had.logprobs, new.logprobs),
-        top_tokens=_ints(had.top_tokens, new.top_tokens),
-        top_logprobs=_floats(had.top_logprobs, new.top_logprobs),
+        tokens=_ints(earlier.tokens, new.tokens),
+        logprobs=_floats(earlier.logprobs, new.logprobs),
+        top_tokens=_ints(earlier.top_tokens, new.top_tokens),
+        top_logprobs=_floats(earlier.top_logprobs, new.top_logprobs),
     )
 
 
-def _ints(had: Int32s, new: Int32s) -> Int32s:
-    if isinstance(had, bytes) and isinstance(new, bytes):
-        return had + new
-    return [*int32s(had), *int32s(new)]
+def _ints(earlier: Int32s, new: Int32s) -> Int32s:
+    if isinstance(earlier, bytes) and isinstance(new, bytes):
+        return earlier + new
+    return [*int32s(earlier), *int32s(new)]
 
 
-def _floats(had: Float32s, new: Float32s) -> Float32s:
-    if isinstance(had, bytes) and isinstance(new, bytes):
-        return had + new
-    return [*float32s(had), *float32s(new)]
+def _floats(earlier: Float32s, new: Float32s) -> Float32s:
+    if isinstance(earlier, bytes) and isinstance(new, bytes):
+        return earlier + new
+    return [*float32s(earlier), *float32s(new)]

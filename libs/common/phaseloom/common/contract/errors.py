@@ -49,8 +49,12 @@ and errors are stored."""
 
 
 def _shortened(message: str) -> str:
-    rest = len(message) - MAX_MESSAGE_CHARS
-    return message if rest <= 0 else f"{message[:MAX_MESSAGE_CHARS]} … and {rest} characters"
+    num_omitted = len(message) - MAX_MESSAGE_CHARS
+    return (
+        message
+        if num_omitted <= 0
+        else f"{message[:MAX_MESSAGE_CHARS]} … and {num_omitted} characters"
+    )
 
 
 class PhaseloomError(Exception):
@@ -68,11 +72,11 @@ class PhaseloomError(Exception):
         details: Mapping[str, object] | None = None,
     ) -> None:
         message = _shortened(message)
-        told = {name: str(value) for name, value in (details or {}).items()}
-        self.info = ErrorInfo(code or self.default_code, message, field, remedy, told)
-        where = f" (field {field})" if field else ""
-        hint = f"; {remedy}" if remedy else ""
-        super().__init__(f"{self.info.code}: {message}{where}{hint}")
+        detail_texts = {name: str(value) for name, value in (details or {}).items()}
+        self.info = ErrorInfo(code or self.default_code, message, field, remedy, detail_texts)
+        field_hint = f" (field {field})" if field else ""
+        remedy_hint = f"; {remedy}" if remedy else ""
+        super().__init__(f"{self.info.code}: {message}{field_hint}{remedy_hint}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the error as its `ErrorInfo`, for the processes of the simulator."""
@@ -105,12 +109,12 @@ class InternalError(PhaseloomError):
     default_code = Code.INTERNAL
 
 
-def unforeseen(error: BaseException) -> ErrorInfo:
+def unexpected_error(error: BaseException) -> ErrorInfo:
     """Wrap an unexpected exception, which is a bug in Phaseloom, as an `INTERNAL` error."""
     return ErrorInfo(Code.INTERNAL, _shortened(f"{type(error).__name__}: {error}"))
 
 
-def session_over(session: int, newest: int) -> ErrorInfo:
+def session_superseded(session: int, newest: int) -> ErrorInfo:
     """The error for an operation whose session was ended by a newer session."""
     return ErrorInfo(
         Code.ABORTED,

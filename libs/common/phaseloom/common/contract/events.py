@@ -510,13 +510,13 @@ Event = (
 )
 
 
-_Several = OperationsQueued | OperationsFinished
+_BatchedEvents = OperationsQueued | OperationsFinished
 
 
 def parts(event: Event) -> Seq[Event]:
     """Return the events of a decision-log entry, in order: one, or several that were appended
     together."""
-    if isinstance(event, _Several):
+    if isinstance(event, _BatchedEvents):
         return event.operations
     return (event,)
 

@@ -18,8 +18,8 @@ NodeId = NewType("NodeId", str)
 COPY_PREFIX = "slices-"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
-_MOST_DIGITS = 18
-SEQ_END = 10**_MOST_DIGITS
+_MAX_SEQ_DIGITS = 18
+SEQ_END = 10**_MAX_SEQ_DIGITS
 """Every `seq` is below this value."""
 _SEQ = re.compile(r"[1-9][0-9]{0,17}\Z")
 _UNORDERED = re.compile(r"r[A-Za-z0-9]{1,63}\Z")
@@ -72,7 +72,7 @@ def check_key(key: DeploymentKey) -> DeploymentKey:
     return key
 
 
-def saved_by(own: DeploymentKey, source: str) -> DeploymentKey:
+def parse_source(reader: DeploymentKey, source: str) -> DeploymentKey:
     """Return the deployment that saved a checkpoint.
 
     Args:   own: the deployment that loads it.
@@ -80,11 +80,11 @@ def saved_by(own: DeploymentKey, source: str) -> DeploymentKey:
     Raises: CallerError: `source` does not have this form.
     """
     if not source:
-        return own
+        return reader
     job, _, deployment = source.partition("/")
     for name in (job, deployment):
         check_name(name, "args.source")
-    return DeploymentKey(own.tenant, job, deployment)
+    return DeploymentKey(reader.tenant, job, deployment)
 
 
 class OperationKey(msgspec.Struct, frozen=True, order=True):
@@ -100,7 +100,7 @@ class OperationKey(msgspec.Struct, frozen=True, order=True):
     def seq(self) -> int | None:
         # Equivalent to matching `_SEQ`, but three times as fast; this property is hot.
         slot = self.slot
-        is_number = slot.isdecimal() and slot.isascii() and len(slot) <= _MOST_DIGITS
+        is_number = slot.isdecimal() and slot.isascii() and len(slot) <= _MAX_SEQ_DIGITS
         return int(slot) if is_number and slot[0] != "0" else None
 
     @property

@@ -104,11 +104,11 @@ class Kind(Generic[A, R]):
         """Whether it discards or consumes all gradients accumulated before it."""
         return self.replaces_state or self.gradients is Gradients.USES
 
-    def num_tokens_at_most(self, args: A) -> int:
+    def max_num_tokens(self, args: A) -> int:
         return sum(self.item_tokens(args))
 
     def num_tokens_done(self, args: A, result: R) -> int:
-        return self.num_tokens(args, result) if self.num_tokens else self.num_tokens_at_most(args)
+        return self.num_tokens(args, result) if self.num_tokens else self.max_num_tokens(args)
 
     def cut(self, requests: Sequence[A], num_parts: int, part: int) -> list[A]:
         """Return one part of several operations of this kind that run together.
@@ -165,7 +165,7 @@ def merge_metrics(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """
     names = dict.fromkeys(chain.from_iterable(metrics))
     return {
-        name: _reduced(name, [each[name] for each in metrics if name in each]) for name in names
+        name: _reduced(name, [part[name] for part in metrics if name in part]) for name in names
     }
 
 
@@ -281,7 +281,9 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
         item_tokens=batch_tokens,
         result_bytes=scored_bytes,
         merge=lambda parts: ops.ForwardResult(joined(part.logprobs for part in parts)),
-        as_lists=lambda result: ops.ForwardResult([float32s(each) for each in result.logprobs]),
+        as_lists=lambda result: ops.ForwardResult(
+            [float32s(logprobs) for logprobs in result.logprobs]
+        ),
     ),
     Kind(
         args=ops.ForwardBackward,
@@ -297,7 +299,7 @@ _TABLE: tuple[Kind[Any, Any], ...] = (
             joined(part.logprobs for part in parts),
         ),
         as_lists=lambda result: ops.ForwardBackwardResult(
-            result.metrics, [float32s(each) for each in result.logprobs]
+            result.metrics, [float32s(logprobs) for logprobs in result.logprobs]
         ),
     ),
     Kind(

@@ -203,17 +203,17 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def alone(self, kind: str, share: float) -> float:
         """Slowdown on a share of the device with no neighbour."""
-        known = sorted(self.kinds[kind].shares.items())
-        if share <= known[0][0]:
-            return known[0][1]
-        for (low, at_low), (high, at_high) in pairwise(known):
+        measured = sorted(self.kinds[kind].shares.items())
+        if share <= measured[0][0]:
+            return measured[0][1]
+        for (low, slowdown_low), (high, slowdown_high) in pairwise(measured):
             if share <= high:
-                return at_low + (at_high - at_low) * (share - low) / (high - low)
-        return known[-1][1]
+                return slowdown_low + (slowdown_high - slowdown_low) * (share - low) / (high - low)
+        return measured[-1][1]
 
-    def factor(self, kind: str, other: str) -> float:
+    def factor(self, kind: str, neighbour: str) -> float:
         """Additional slowdown of a sub-stage next to another one."""
-        return self.beside.get(kind, {}).get(other, 1.0)
+        return self.beside.get(kind, {}).get(neighbour, 1.0)
 
     def at_worst(self) -> SlowdownTable:
         """Return a table with the largest measured values instead of the usual ones."""
@@ -227,30 +227,33 @@ class SlowdownTable(msgspec.Struct, frozen=True, omit_defaults=True):
             )
             for name, kind in self.kinds.items()
         }
-        beside = {
+        worst_beside = {
             name: {
-                other: max([usual, *self.beside_spread.get(name, {}).get(other, ())])
-                for other, usual in row.items()
+                neighbour: max([usual, *self.beside_spread.get(name, {}).get(neighbour, ())])
+                for neighbour, usual in row.items()
             }
             for name, row in self.beside.items()
         }
-        return msgspec.structs.replace(self, kinds=kinds, beside=beside)
+        return msgspec.structs.replace(self, kinds=kinds, worst_beside=worst_beside)
 
-    def slowdown(self, kind: str, share: float, other: str) -> float:
+    def slowdown(self, kind: str, share: float, neighbour: str) -> float:
         """Slowdown on a share of the device next to another sub-stage, which has the remainder."""
-        return self.alone(kind, share) * self.factor(kind, other)
+        return self.alone(kind, share) * self.factor(kind, neighbour)
 
-    def fits(self, kind: str, other: str) -> bool:
+    def fits(self, kind: str, neighbour: str) -> bool:
         """Whether the device's memory can hold both sub-stages."""
-        return self.kinds[kind].memory + self.kinds[other].memory <= 1.0 + 1e-9
+        return self.kinds[kind].memory + self.kinds[neighbour].memory <= 1.0 + 1e-9
 
-    def rates(self, kind: str, other: str) -> list[tuple[float, float]]:
+    def rates(self, kind: str, neighbour: str) -> list[tuple[float, float]]:
         """Return the speeds of two concurrent sub-stages for each split; empty if their memory does
         not fit."""
-        if not self.fits(kind, other):
+        if not self.fits(kind, neighbour):
             return []
         return [
-            (1 / self.slowdown(kind, share, other), 1 / self.slowdown(other, 1 - share, kind))
+            (
+                1 / self.slowdown(kind, share, neighbour),
+                1 / self.slowdown(neighbour, 1 - share, kind),
+            )
             for share in self.splits
         ]
 

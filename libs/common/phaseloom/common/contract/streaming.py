@@ -32,16 +32,16 @@ class StreamedTokens:
     def __init__(self) -> None:
         self._tokens: dict[tuple[int, int], list[int]] = {}
 
-    def take(self, drawn: DrawnTokens) -> DrawnTokens | None:
+    def accept(self, chunk: DrawnTokens) -> DrawnTokens | None:
         """Accept the tokens of a message that follow directly. Returns: those tokens; None: there
         are none."""
-        had = self._tokens.setdefault((drawn.prompt, drawn.sample), [])
-        skip = len(had) - drawn.offset
-        if not 0 <= skip < length(drawn.tokens):
+        received = self._tokens.setdefault((chunk.prompt, chunk.sample), [])
+        skip = len(received) - chunk.offset
+        if not 0 <= skip < length(chunk.tokens):
             return None
-        new = part_of(drawn, skip, length(drawn.tokens))
-        had += int32s(new.tokens)
-        return new
+        accepted = part_of(chunk, skip, length(chunk.tokens))
+        received += int32s(accepted.tokens)
+        return accepted
 
     def remaining(self, result: GenerateResult) -> Iterator[tuple[DrawnTokens, Sequence]]:
         """For each sample of the result, return the tokens that are still missing (possibly none)
@@ -52,15 +52,15 @@ class StreamedTokens:
         """
         for prompt, group in enumerate(result.sequences):
             for sample, sequence in enumerate(group):
-                had, tokens = self._tokens.get((prompt, sample), []), int32s(sequence.tokens)
-                if tokens[: len(had)] != had:
+                received, tokens = self._tokens.get((prompt, sample), []), int32s(sequence.tokens)
+                if tokens[: len(received)] != received:
                     raise ResourceError(
                         f"sample {sample} of prompt {prompt} was sampled again after a worker was "
                         "lost, and its tokens differ from those already streamed",
                         code=Code.ABORTED,
                         remedy="use the tokens of the operation's result",
                     )
-                whole = DrawnTokens(
+                full_chunk = DrawnTokens(
                     prompt,
                     sample,
                     0,
@@ -69,44 +69,44 @@ class StreamedTokens:
                     sequence.top_tokens,
                     sequence.top_logprobs,
                 )
-                yield part_of(whole, len(had), len(tokens)), sequence
+                yield part_of(full_chunk, len(received), len(tokens)), sequence
 
 
-def part_of(drawn: DrawnTokens, start: int, stop: int) -> DrawnTokens:
+def part_of(chunk: DrawnTokens, start: int, stop: int) -> DrawnTokens:
     """Return the tokens from `start` up to `stop`."""
-    num_top = length(drawn.top_tokens) // max(1, length(drawn.tokens))
+    num_top = length(chunk.top_tokens) // max(1, length(chunk.tokens))
     return DrawnTokens(
-        drawn.prompt,
-        drawn.sample,
-        drawn.offset + start,
-        _slice(drawn.tokens, start, stop),
-        _slice(drawn.logprobs, start, stop),
-        _slice(drawn.top_tokens, start * num_top, stop * num_top),
-        _slice(drawn.top_logprobs, start * num_top, stop * num_top),
+        chunk.prompt,
+        chunk.sample,
+        chunk.offset + start,
+        _slice(chunk.tokens, start, stop),
+        _slice(chunk.logprobs, start, stop),
+        _slice(chunk.top_tokens, start * num_top, stop * num_top),
+        _slice(chunk.top_logprobs, start * num_top, stop * num_top),
     )
 
 
-def as_lists(drawn: DrawnTokens) -> DrawnTokens:
+def as_lists(chunk: DrawnTokens) -> DrawnTokens:
     """Return the same tokens with lists instead of packed arrays."""
     return DrawnTokens(
-        drawn.prompt,
-        drawn.sample,
-        drawn.offset,
-        int32s(drawn.tokens),
-        float32s(drawn.logprobs),
-        int32s(drawn.top_tokens),
-        float32s(drawn.top_logprobs),
+        chunk.prompt,
+        chunk.sample,
+        chunk.offset,
+        int32s(chunk.tokens),
+        float32s(chunk.logprobs),
+        int32s(chunk.top_tokens),
+        float32s(chunk.top_logprobs),
     )
 
 
 def messages(
-    drawn: Iterable[DrawnTokens], max_bytes: int = MAX_DRAWN_BYTES
+    chunks: Iterable[DrawnTokens], max_bytes: int = MAX_DRAWN_BYTES
 ) -> Iterator[list[DrawnTokens]]:
     """Pack new tokens into as few messages as possible, splitting long sequences of one sample."""
     message: list[DrawnTokens] = []
     room = max_bytes
-    for each in drawn:
-        for piece in _pieces(each, max_bytes):
+    for chunk in chunks:
+        for piece in _pieces(chunk, max_bytes):
             num_bytes = _num_bytes(piece)
             if num_bytes > room and message:
                 yield message
@@ -117,19 +117,19 @@ def messages(
         yield message
 
 
-def _pieces(drawn: DrawnTokens, max_bytes: int) -> Iterator[DrawnTokens]:
-    num_tokens = length(drawn.tokens)
-    num_top = length(drawn.top_tokens) // max(1, num_tokens)
-    most = max(1, (max_bytes - _OVERHEAD_BYTES) // (_VALUE_BYTES * (1 + num_top)))
-    if num_tokens <= most:
-        yield drawn
+def _pieces(chunk: DrawnTokens, max_bytes: int) -> Iterator[DrawnTokens]:
+    num_tokens = length(chunk.tokens)
+    num_top = length(chunk.top_tokens) // max(1, num_tokens)
+    max_tokens = max(1, (max_bytes - _OVERHEAD_BYTES) // (_VALUE_BYTES * (1 + num_top)))
+    if num_tokens <= max_tokens:
+        yield chunk
         return
-    for start in range(0, num_tokens, most):
-        yield part_of(drawn, start, min(num_tokens, start + most))
+    for start in range(0, num_tokens, max_tokens):
+        yield part_of(chunk, start, min(num_tokens, start + max_tokens))
 
 
-def _num_bytes(drawn: DrawnTokens) -> int:
-    num_values = length(drawn.tokens) + length(drawn.top_tokens)
+def _num_bytes(chunk: DrawnTokens) -> int:
+    num_values = length(chunk.tokens) + length(chunk.top_tokens)
     return _OVERHEAD_BYTES + _VALUE_BYTES * num_values
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from phaseloom.common.contract.errors import InternalError, PhaseloomError, unforeseen
+from phaseloom.common.contract.errors import InternalError, PhaseloomError, unexpected_error
 from phaseloom.common.observability import metrics
 from phaseloom.common.observability.metrics import Metric
 
@@ -32,4 +32,4 @@ def error_boundary(metric: Metric, part: str) -> Iterator[None]:
     except Exception as error:
         log.exception("unforeseen, in a %s", part)
         metrics.count(metric, part=part)
-        raise InternalError(unforeseen(error).message) from error
+        raise InternalError(unexpected_error(error).message) from error

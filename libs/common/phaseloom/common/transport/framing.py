@@ -32,7 +32,7 @@ from phaseloom.common.contract.errors import (
     PhaseloomError,
     ResourceError,
     to_exception,
-    unforeseen,
+    unexpected_error,
 )
 from phaseloom.common.contract.state_rank import Failed
 
@@ -316,7 +316,7 @@ class Peer(Generic[Body]):
             reply = Failed(error.info)
         except Exception as error:
             log.exception("%s failed", type(body).__name__)
-            reply = Failed(unforeseen(error))
+            reply = Failed(unexpected_error(error))
         if self.closed.done():
             return
         try:

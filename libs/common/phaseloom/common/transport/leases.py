@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from nats.errors import Error as NatsError
 from nats.errors import TimeoutError as NatsTimeoutError
 
-from phaseloom.common.contract.errors import Code, ResourceError, session_over, to_exception
+from phaseloom.common.contract.errors import Code, ResourceError, session_superseded, to_exception
 from phaseloom.common.contract.ids import JobKey
 from phaseloom.common.contract.streams import Bucket
 from phaseloom.common.transport.bus import Bus
@@ -87,7 +87,7 @@ async def renew_session(bus: Bus, job: JobKey, session: int, ttl_s: float) -> No
         current = await bus.keys.get_raw(Bucket.LEASES, key)
         alive = 0 if current is None or current.is_gone else int(current.payload)
         if alive > session:
-            raise to_exception(session_over(session, alive))
+            raise to_exception(session_superseded(session, alive))
         expected = current.sequence if current else 0
         try:
             await bus.keys.swap(

@@ -18,7 +18,7 @@ from phaseloom.common.contract.errors import (
     ErrorInfo,
     InternalError,
     ResourceError,
-    session_over,
+    session_superseded,
 )
 from phaseloom.common.contract.events import QueuedOperation
 from phaseloom.common.contract.ids import (
@@ -62,7 +62,7 @@ class SessionOver(ResourceError):
     """Another session has attached to the job since."""
 
     def __init__(self, session: int, newest: int) -> None:
-        info = session_over(session, newest)
+        info = session_superseded(session, newest)
         super().__init__(info.message, code=info.code, field=info.field, remedy=info.remedy)
 
 
@@ -174,7 +174,7 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
         version=_version(key, args),
         payer=_payer(key, args),
         ttl_s=args.ttl_s if isinstance(args, PublishWeights) else 0.0,
-        size=KINDS[kind_of(args)].num_tokens_at_most(args),
+        size=KINDS[kind_of(args)].max_num_tokens(args),
         session=operation.session,
         timeout_s=operation.timeout_s,
     )

@@ -22,7 +22,7 @@ import msgspec
 from blake3 import blake3
 
 from phaseloom.common.contract.errors import CallerError, Code, PhaseloomError, ResourceError
-from phaseloom.common.contract.ids import saved_by
+from phaseloom.common.contract.ids import parse_source
 from phaseloom.common.contract.state_layout import Role, TensorSlot
 from phaseloom.common.contract.state_rank import (
     MAX_READ_BYTES,
@@ -97,7 +97,7 @@ class Loader:
         """Load a checkpoint: for a rank that has no state yet into that rank, else, asked by the
         leader, into all ranks. Raises: as `ReadCheckpoint` says."""
         wpg = rank.wpg
-        key = saved_by(wpg.key, request.source)
+        key = parse_source(wpg.key, request.source)
         if not request.load:
             directory = await asyncio.to_thread(self._checkpoints.existing, key, request.name)
             return await self._read(rank, request, directory)
@@ -162,7 +162,7 @@ class Loader:
 
     async def _saved(self, rank: Rank, source: str, name: str) -> SavedState:
         """The weights of a checkpoint. Raises: CallerError: NOT_FOUND. ResourceError: DATA_LOSS."""
-        key = saved_by(rank.wpg.key, source)
+        key = parse_source(rank.wpg.key, source)
 
         def opened() -> SavedState:
             directory = self._checkpoints.existing(key, name)

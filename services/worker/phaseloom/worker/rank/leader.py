@@ -32,7 +32,7 @@ from phaseloom.common.contract.errors import (
     ErrorInfo,
     PhaseloomError,
     ResourceError,
-    unforeseen,
+    unexpected_error,
 )
 from phaseloom.common.contract.events import StateSnapshotTaken
 from phaseloom.common.contract.ids import OperationKey
@@ -430,4 +430,4 @@ def _info(permit: Permit, error: BaseException) -> ErrorInfo:
     if isinstance(error, PhaseloomError):
         return error.info
     log.error("%s failed", permit.operation, exc_info=error)
-    return unforeseen(error)
+    return unexpected_error(error)

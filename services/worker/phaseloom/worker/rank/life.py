@@ -26,7 +26,7 @@ from phaseloom.common.contract.errors import (
     InternalError,
     PhaseloomError,
     ResourceError,
-    unforeseen,
+    unexpected_error,
 )
 from phaseloom.common.contract.specs import ModelDirectory, ModelSpec
 from phaseloom.common.contract.state_rank import Done
@@ -122,7 +122,7 @@ class Rank:
             await agent.call(RankFailed(settings.token, error.info))
         except Exception as error:
             log.exception("rank failed")
-            await agent.call(RankFailed(settings.token, unforeseen(error)))
+            await agent.call(RankFailed(settings.token, unexpected_error(error)))
 
     async def stop(self) -> None:
         """End the conversation with the agent, so that `run` ends; a `generate` that runs stops

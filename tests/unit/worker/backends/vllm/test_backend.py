@@ -224,7 +224,7 @@ def test_told_tokens_are_those_of_the_result_for_requests_that_stream(
     assert set(looker.told) == {0, 2}
     for i, told in looker.told.items():
         streamed = StreamedTokens()
-        assert all(streamed.take(each) == each for each in told), "in order, each of them once"
+        assert all(streamed.accept(each) == each for each in told), "in order, each of them once"
         for rest, sequence in streamed.remaining(results[i]):
             assert not rest.tokens
             pieces = [e for e in told if (e.prompt, e.sample) == (rest.prompt, rest.sample)]

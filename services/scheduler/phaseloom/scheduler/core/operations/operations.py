@@ -12,7 +12,7 @@ have taken effect: what is stored as its outcome decides, and is looked up befor
 
 from __future__ import annotations
 
-from phaseloom.common.contract.errors import Code, ErrorInfo, session_over
+from phaseloom.common.contract.errors import Code, ErrorInfo, session_superseded
 from phaseloom.common.contract.events import QueuedOperation
 from phaseloom.common.contract.ids import JobKey, OperationKey, parse_operation_key
 from phaseloom.common.contract.operations import Completion, Outcome
@@ -117,7 +117,7 @@ def _closed_error(step: Step, deployment: Deployment, event: QueuedOperation) ->
         return session_over_error(job, event.session)
     if event.session < job.controller.session:
         # A router may not know of a session yet that another gave out: here the log's order counts.
-        return session_over(event.session, job.controller.session)
+        return session_superseded(event.session, job.controller.session)
     return None
 
 
