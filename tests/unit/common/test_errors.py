@@ -18,7 +18,7 @@ def test_message_is_bounded_and_says_how_much_is_left_out() -> None:
     rest = 12_345
     error = CallerError("x" * (MAX_MESSAGE_CHARS + rest), field="args")
     assert error.info.message.startswith("x" * MAX_MESSAGE_CHARS)
-    assert error.info.message.endswith(f"… and {rest} characters")
+    assert error.info.message.endswith(f"… and {rest} more characters")
     assert len(str(error)) < MAX_MESSAGE_CHARS + 100
 
 

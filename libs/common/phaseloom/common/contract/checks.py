@@ -66,27 +66,27 @@ def check_report(job: str, step: int, values: Mapping[str, float]) -> None:
             values.
     """
     check_name(job, "job")
-    check_range(step, 0, MAX_STEP, "step", "a step")
+    check_range(step, 0, MAX_STEP, "step", "step")
     if not 1 <= len(values) <= MAX_METRICS:
         raise CallerError(
-            f"a report has {len(values)} values",
+            f"expected 1 to {MAX_METRICS} values, got {len(values)}",
             field="values",
-            remedy=f"report 1 to {MAX_METRICS} at once",
+            remedy="report fewer values at once, and at least one",
         )
     for name, value in values.items():
         is_text = isinstance(name, str)
         if not is_text or len(name) > MAX_METRIC_CHARS or not _METRIC.match(name):
             raise CallerError(
-                f"{str(name)[:MAX_METRIC_CHARS]!r} is no name of a value",
+                f"{str(name)[:MAX_METRIC_CHARS]!r} is not a valid name of a value",
                 field="values",
                 remedy=f"use 1 to {MAX_METRIC_CHARS} letters, digits, '_', '-', '.', '/' or ':', "
                 "starting with a letter or digit",
             )
         if not _is_finite(value):
             raise CallerError(
-                f"{name} is {value!r}",
+                f"{name} must be a finite number, got {value!r}",
                 field=f"values.{name}",
-                remedy="report finite numbers, and leave out what is not",
+                remedy="report finite numbers and omit other values",
             )
 
 
@@ -99,20 +99,24 @@ def _is_finite(value: object) -> bool:
 
 def check_generate(key: OperationKey, args: ops.Generate) -> None:
     if not args.prompts:
-        raise CallerError("there is no prompt", field="args.prompts", remedy="give at least one")
+        raise CallerError(
+            "expected at least one prompt, got none",
+            field="args.prompts",
+            remedy="pass at least one prompt",
+        )
     for i, prompt in enumerate(args.prompts):
         _check_ints(prompt.tokens, f"args.prompts[{i}].tokens")
-        check_range(prompt.seed, -_SEED_END, _SEED_END - 1, f"args.prompts[{i}].seed", "an int64")
-        check_range(prompt.sample, 0, MAX_SAMPLES - 1, f"args.prompts[{i}].sample", "a sample")
-    check_range(args.num_samples, 1, MAX_SAMPLES, "args.num_samples", "samples a prompt")
+        check_range(prompt.seed, -_SEED_END, _SEED_END - 1, f"args.prompts[{i}].seed", "int64 seed")
+        check_range(prompt.sample, 0, MAX_SAMPLES - 1, f"args.prompts[{i}].sample", "sample index")
+    check_range(args.num_samples, 1, MAX_SAMPLES, "args.num_samples", "samples per prompt")
     _check_sampling(args.sampling)
     field = "args.prompt_top_logprobs"
-    check_range(args.prompt_top_logprobs, 0, MAX_TOP_LOGPROBS, field, "tokens a position")
+    check_range(args.prompt_top_logprobs, 0, MAX_TOP_LOGPROBS, field, "tokens per position")
     if args.prompt_top_logprobs and not args.prompt_logprobs:
         raise CallerError(
-            "the likeliest tokens come beside the prompts' own log-probabilities",
+            "prompt_top_logprobs needs prompt_logprobs",
             field="args.prompt_top_logprobs",
-            remedy="set prompt_logprobs, too, or leave it out",
+            remedy="set prompt_logprobs too, or omit prompt_top_logprobs",
         )
     _check_weights(args.weights)
     for i, prompt in enumerate(args.prompts):
@@ -157,7 +161,7 @@ def check_publish_weights(key: OperationKey, args: ops.PublishWeights) -> None:
 
 def check_sync_weights(key: OperationKey, args: ops.SyncWeights) -> None:
     check_name(args.policy, "args.policy")
-    check_range(args.version, 1, SEQ_END - 1, "args.version", "a publish's seq")
+    check_range(args.version, 1, SEQ_END - 1, "args.version", "seq of the publish")
 
 
 def check_ttl(ttl_s: float, field: str) -> None:
@@ -175,12 +179,15 @@ def _check_generated(prompt: ops.Prompt, max_tokens: int, field: str) -> None:
     if not prompt.num_generated:
         return
     num_tokens = length(prompt.tokens)
-    check_range(prompt.num_generated, 0, num_tokens - 1, field, f"of {num_tokens} tokens")
+    check_range(
+        prompt.num_generated, 0, num_tokens - 1, field, f"of the prompt's {num_tokens} tokens"
+    )
     if prompt.num_generated >= max_tokens:
         raise CallerError(
-            f"{prompt.num_generated} tokens were generated, and max_tokens is {max_tokens}",
+            f"num_generated must be less than max_tokens = {max_tokens}, "
+            f"got {prompt.num_generated}",
             field=field,
-            remedy="raise max_tokens, which counts them, or leave the prompt out",
+            remedy="raise max_tokens, which includes the generated tokens, or omit the prompt",
         )
 
 
@@ -191,14 +198,14 @@ def _check_weights(weights: ops.NamedWeights | None) -> None:
     if weights.job:
         check_name(weights.job, "args.weights.job")
     if not weights.checkpoint:
-        check_range(weights.version, 1, SEQ_END - 1, "args.weights.version", "a publish's seq")
+        check_range(weights.version, 1, SEQ_END - 1, "args.weights.version", "seq of the publish")
         return
     check_name(weights.checkpoint, "args.weights.checkpoint")
     if weights.version:
         raise CallerError(
-            "a version and a checkpoint are named",
+            "expected a version or a checkpoint, got both",
             field="args.weights.checkpoint",
-            remedy="name one of them",
+            remedy="omit one of them",
         )
 
 
@@ -209,7 +216,7 @@ def _check_sampling(sampling: ops.SamplingParams) -> None:
     field = "args.sampling.stop_token_ids"
     check_range(len(tokens), 0, MAX_STOP_TOKENS, field, "stop tokens")
     for i, token in enumerate(tokens):
-        check_range(token, 0, _INT32_END - 1, f"{field}[{i}]", "a token id")
+        check_range(token, 0, _INT32_END - 1, f"{field}[{i}]", "token id")
     field = "args.sampling.stop_strings"
     check_range(len(strings), 0, MAX_STOP_STRINGS, field, "stop strings")
     for i, text in enumerate(strings):
@@ -224,24 +231,25 @@ def _check_shape(sampling: ops.SamplingParams) -> None:
         check_between(getattr(sampling, name), -2.0, 2.0, f"args.sampling.{name}")
     if not 0.0 < sampling.top_p <= 1.0:
         raise CallerError(
-            f"{sampling.top_p} is no share of the probability",
+            f"top_p must be greater than 0 and at most 1, got {sampling.top_p}",
             field="args.sampling.top_p",
-            remedy="use more than 0 and at most 1",
+            remedy="use 1 to sample from all tokens",
         )
     if not 0.0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
         raise CallerError(
-            f"{sampling.repetition_penalty} is no factor",
+            "repetition_penalty must be greater than 0 and at most "
+            f"{MAX_REPETITION_PENALTY}, got {sampling.repetition_penalty}",
             field="args.sampling.repetition_penalty",
-            remedy=f"use more than 0 and at most {MAX_REPETITION_PENALTY}; 1 changes nothing",
+            remedy="use 1 for no penalty",
         )
     field = "args.sampling.bad_words"
     check_range(len(sampling.bad_words), 0, MAX_BAD_WORDS, field, "bad words")
     for i, word in enumerate(sampling.bad_words):
         check_range(len(word), 1, MAX_BAD_WORD_TOKENS, f"{field}[{i}]", "tokens")
         for token in word:
-            check_range(token, 0, _INT32_END - 1, f"{field}[{i}]", "as a token id")
+            check_range(token, 0, _INT32_END - 1, f"{field}[{i}]", "token id")
     field = "args.sampling.top_logprobs"
-    check_range(sampling.top_logprobs, 0, MAX_TOP_LOGPROBS, field, "tokens a position")
+    check_range(sampling.top_logprobs, 0, MAX_TOP_LOGPROBS, field, "tokens per position")
 
 
 def _check_checkpoints(key: OperationKey, args: ops.SaveState) -> None:
@@ -252,21 +260,26 @@ def _check_checkpoints(key: OperationKey, args: ops.SaveState) -> None:
         check_name(name, f"args.checkpoints[{deployment}]")
     if key.deployment in args.checkpoints:
         raise CallerError(
-            f"{key.deployment} is the deployment that this operation saves",
+            f"expected other deployments' checkpoints, got {key.deployment}, which this operation "
+            "saves itself",
             field=f"args.checkpoints[{key.deployment}]",
-            remedy="name the other deployments' checkpoints only",
+            remedy="omit it",
         )
     if args.checkpoints and not args.controller_blob:
         raise CallerError(
-            "checkpoints of other deployments belong to a controller's blob",
+            "checkpoints of other deployments need a controller_blob",
             field="args.checkpoints",
-            remedy="give a `controller_blob`, or save each deployment by itself",
+            remedy="pass a `controller_blob`, or save each deployment separately",
         )
 
 
 def check_batch(batch: list[ops.Datum], needed: tuple[str, ...] = ()) -> None:
     if not batch:
-        raise CallerError("the batch is empty", field="args.batch", remedy="give at least one")
+        raise CallerError(
+            "expected at least one sample, got an empty batch",
+            field="args.batch",
+            remedy="pass at least one sample",
+        )
     for i, datum in enumerate(batch):
         _check_datum(datum, needed, f"args.batch[{i}]")
 
@@ -281,9 +294,9 @@ def check_num_targets(args: ops.ForwardBackward) -> None:
     for i, datum in enumerate(args.batch):
         if datum.num_targets != 1:
             raise CallerError(
-                f"the loss {args.loss} takes one target a position",
+                f"the loss {args.loss} supports one target per position, got {datum.num_targets}",
                 field=f"args.batch[{i}].num_targets",
-                remedy="use cross_entropy, or one target",
+                remedy="use cross_entropy, or one target per position",
             )
 
 
@@ -298,14 +311,14 @@ def _check_unused(args: ops.ForwardBackward) -> None:
             raise CallerError(
                 f"the loss {args.loss} does not use {unused}",
                 field=f"args.batch[{i}].{unused}",
-                remedy=f"leave it out, or multiply it into {used}",
+                remedy=f"omit it, or multiply it into {used}",
             )
 
 
 def _check_datum(datum: ops.Datum, needed: tuple[str, ...], field: str) -> None:
     _check_ints(datum.tokens, f"{field}.tokens")
     num_tokens = length(datum.tokens)
-    check_range(datum.num_targets, 1, MAX_TARGETS, f"{field}.num_targets", "targets a position")
+    check_range(datum.num_targets, 1, MAX_TARGETS, f"{field}.num_targets", "targets per position")
     num_targets = num_tokens * datum.num_targets
     _check_ints(datum.targets, f"{field}.targets")
     _check_length(datum.targets, num_targets, f"{field}.targets")
@@ -319,7 +332,7 @@ def _check_datum(datum: ops.Datum, needed: tuple[str, ...], field: str) -> None:
             raise CallerError(
                 f"the loss needs {name}",
                 field=f"{field}.{name}",
-                remedy="give one number a token",
+                remedy="pass one number per target",
             )
 
 
@@ -327,9 +340,13 @@ def _check_ints(values: Int32s, field: str) -> None:
     _check_whole(values, field, "int32")
     numbers = int32s(values)
     if not numbers:
-        raise CallerError("there are no tokens", field=field, remedy="give at least one")
+        raise CallerError(
+            "expected at least one token, got none", field=field, remedy="pass at least one token"
+        )
     if min(numbers) < 0 or max(numbers) >= _INT32_END:
-        raise CallerError("not every token is an id", field=field, remedy="use 0 to 2^31 - 1")
+        raise CallerError(
+            "a token id is negative or too large", field=field, remedy="use 0 to 2^31 - 1"
+        )
 
 
 def _check_floats(values: Float32s, field: str) -> None:
@@ -337,17 +354,17 @@ def _check_floats(values: Float32s, field: str) -> None:
     numbers = float32s(values)
     # `sum` runs in C. A sum of float32 values in float64 is finite only if every term is.
     if not math.isfinite(sum(numbers)):
-        raise CallerError("not every number is finite", field=field, remedy="send no inf or nan")
+        raise CallerError("a number is not finite", field=field, remedy="replace inf and nan")
     if isinstance(values, list) and numbers and max(map(abs, numbers)) > _FLOAT32_MAX:
         raise CallerError(
-            "not every number is a float32", field=field, remedy="use -3.4e38 to 3.4e38"
+            "a number is too large for float32", field=field, remedy="use -3.4e38 to 3.4e38"
         )
 
 
 def _check_whole(values: Int32s | Float32s, field: str, kind: str) -> None:
     if isinstance(values, bytes) and len(values) % 4:
         raise CallerError(
-            f"{len(values)} bytes are no whole number of {kind}",
+            f"expected a multiple of 4 bytes, got {len(values)} bytes of {kind}",
             field=field,
             remedy=f"send little-endian {kind}, 4 bytes each",
         )
@@ -356,9 +373,9 @@ def _check_whole(values: Int32s | Float32s, field: str, kind: str) -> None:
 def _check_length(values: Int32s | Float32s, expected: int, field: str) -> None:
     if length(values) != expected:
         raise CallerError(
-            f"{length(values)} values where {expected} are due",
+            f"expected {expected} values, got {length(values)}",
             field=field,
-            remedy="give one for each token; of targets and weights num_targets for each",
+            remedy="pass one value per token; for targets and weights, num_targets per token",
         )
 
 
@@ -368,9 +385,9 @@ def _check_clip(args: ops.ForwardBackward) -> None:
     check_finite(args.beta, "args.beta")
     if args.clip_low > args.clip_high:
         raise CallerError(
-            f"clip_low {args.clip_low} is above clip_high {args.clip_high}",
+            f"clip_low must be at most clip_high = {args.clip_high}, got {args.clip_low}",
             field="args.clip_low",
-            remedy="they bound the probability ratio, e.g. 0.8 and 1.2",
+            remedy="pass bounds of the probability ratio, such as 0.8 and 1.2",
         )
 
 
@@ -383,30 +400,44 @@ def check_adam(adam: ops.AdamParams) -> None:
         check_finite(getattr(adam, name), f"args.adam.{name}")
     if adam.eps < MIN_EPS:
         raise CallerError(
-            f"an eps of {adam.eps} makes NaN of every weight whose gradients were all 0",
+            f"eps must be at least {MIN_EPS}, got {adam.eps}",
             field="args.adam.eps",
-            remedy="use 1e-8, or any number from 1e-30 on",
+            remedy="use 1e-8; without eps, weights whose gradients are all 0 become NaN",
         )
     for name in ("beta1", "beta2"):
         value = getattr(adam, name)
         if not 0.0 <= value < 1.0:
             raise CallerError(
-                f"{value} is no decay rate", field=f"args.adam.{name}", remedy="use 0 to below 1"
+                f"{name} must be at least 0 and below 1, got {value}",
+                field=f"args.adam.{name}",
+                remedy="use a decay rate such as 0.9",
             )
 
 
 def check_finite(value: float, field: str) -> None:
     if not (math.isfinite(value) and value >= 0.0):
-        raise CallerError(f"{value} is out of range", field=field, remedy="use a number of 0 or up")
+        name = field.rpartition(".")[2]
+        raise CallerError(
+            f"{name} must be finite and at least 0, got {value}",
+            field=field,
+            remedy="use a finite number, 0 or more",
+        )
 
 
 def check_between(value: float, low: float, high: float, field: str) -> None:
     if not low <= value <= high:
-        raise CallerError(f"{value} is out of range", field=field, remedy=f"use {low} to {high}")
+        name = field.rpartition(".")[2]
+        raise CallerError(
+            f"{name} must be between {low} and {high}, got {value}",
+            field=field,
+            remedy=f"use {low} to {high}",
+        )
 
 
 def check_range(value: int, low: int, high: int, field: str, unit: str) -> None:
     if not low <= value <= high:
         raise CallerError(
-            f"{value} is out of range", field=field, remedy=f"use {low} to {high} {unit}"
+            f"expected {low} to {high} ({unit}), got {value}",
+            field=field,
+            remedy="use a value in this range",
         )

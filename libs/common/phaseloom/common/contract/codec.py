@@ -32,7 +32,7 @@ def _number(value: Any) -> int | float:
     Raises: TypeError: the value is not a scalar number.
     """
     if getattr(value, "ndim", 0):
-        raise TypeError(f"a {type(value).__name__} is no number")
+        raise TypeError(f"expected a scalar number, got {type(value).__name__}")
     try:
         return operator.index(value)
     except TypeError:
@@ -74,7 +74,7 @@ def encode(message: object, content_type: str = MSGPACK) -> bytes:
         ) from None
     except (TypeError, ValueError) as error:
         raise CallerError(
-            f"a message cannot hold this: {error}",
+            f"a message cannot hold this value: {error}",
             remedy="use numbers, text, bytes, lists and dicts, and the messages of the contract",
         ) from None
 
@@ -104,12 +104,12 @@ def decode(payload: bytes, kind: Any, content_type: str = MSGPACK, *, field: str
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CallerError(
-            f"payload is not {content_type}: {error}",
+            f"the payload is not valid {content_type}: {error}",
             field=field,
-            remedy=f"set the {CONTENT_TYPE} header to {JSON} or {MSGPACK} as the payload is",
+            remedy=f"set the {CONTENT_TYPE} header to the payload's encoding: {JSON} or {MSGPACK}",
         ) from None
     raise CallerError(
-        f"{content_type!r} is not a known content type",
+        f"unknown content type {content_type!r}",
         field=f"headers.{CONTENT_TYPE}",
         remedy=f"use {JSON} or {MSGPACK}",
     )

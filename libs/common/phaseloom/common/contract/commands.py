@@ -150,7 +150,9 @@ class Permits(NodeCommand, frozen=True):
 
     def __post_init__(self) -> None:
         if self.traceparents and len(self.traceparents) != len(self.permits):
-            raise ValueError(f"{len(self.permits)} permits, {len(self.traceparents)} traceparents")
+            raise ValueError(
+                f"expected {len(self.permits)} traceparents, got {len(self.traceparents)}"
+            )
 
 
 class CancelOperation(NodeCommand, frozen=True):

@@ -53,7 +53,7 @@ def _shortened(message: str) -> str:
     return (
         message
         if num_omitted <= 0
-        else f"{message[:MAX_MESSAGE_CHARS]} … and {num_omitted} characters"
+        else f"{message[:MAX_MESSAGE_CHARS]} … and {num_omitted} more characters"
     )
 
 
@@ -118,7 +118,7 @@ def session_superseded(session: int, newest: int) -> ErrorInfo:
     """The error for an operation whose session was ended by a newer session."""
     return ErrorInfo(
         Code.ABORTED,
-        f"session {session} is over: {newest} is attached",
+        f"session {session} has ended, because session {newest} is attached",
         field="session",
         remedy="attach again",
     )

@@ -151,9 +151,9 @@ def parse_operation_key(suffix: str) -> OperationKey:
     tokens = suffix.split(".")
     if len(tokens) != 4:
         raise CallerError(
-            f"{suffix!r} is not <tenant>.<job>.<deployment>.<seq>",
+            f"expected <tenant>.<job>.<deployment>.<seq>, got {suffix!r}",
             field="subject",
-            remedy="name it so; it is published on pl.v1.op. and that name",
+            remedy="publish operations on pl.v1.op.<tenant>.<job>.<deployment>.<seq>",
         )
     tenant, job, deployment, slot = tokens
     check_name(tenant, "subject.tenant")
@@ -161,8 +161,9 @@ def parse_operation_key(suffix: str) -> OperationKey:
     check_name(deployment, "subject.deployment")
     if not (_SEQ.match(slot) or _UNORDERED.match(slot)):
         raise CallerError(
-            f"{slot!r} is neither a sequence number nor the id of an unordered operation",
+            f"expected a sequence number or the id of an unordered operation, got {slot!r}",
             field="subject.seq",
-            remedy="count a deployment's operations from 1, or use 'r' and letters or digits",
+            remedy="number a deployment's operations from 1, or use 'r' followed by letters or "
+            "digits",
         )
     return OperationKey(tenant, job, deployment, slot)

@@ -181,7 +181,7 @@ def _reduced(name: str, values: list[float]) -> float:
             return max(values)
         case "min":
             return min(values)
-    raise InternalError(f"metric {name!r} names no known reduction")
+    raise InternalError(f"metric {name!r} has no known reduction suffix")
 
 
 def joined(parts: Iterable[Sequence[T]]) -> list[T]:
