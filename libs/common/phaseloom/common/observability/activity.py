@@ -1,16 +1,17 @@
-"""The activity of the devices, from the decision log: executions, switches and open operations.
+"""Device activity from the decision log: executions, switches and open operations.
 
-It is a fold for observers: metrics, `phaseloom top` and the console. Its memory is bounded by what
-is open. A log may begin in the middle: a deployment that is not known yet has the pool `unknown`
-and no place.
+This is a fold for observers: metrics, `phaseloom top` and the console. Its memory is bounded by the
+number of open operations. A log may start in the middle: a deployment that is not known yet has the
+pool `unknown` and no devices.
 
-An operation *waits* from when it is ready (queued, its predecessors and everything in `after` done)
-to its start. A switch is *hidden* as long as no ready operation waits for its devices. Operations
-that end without running leave no entry of their own: they are taken to have ended with the cause of
-their end (a failed predecessor named in `after`, a cancel, their timeout, their job's end).
+An operation *waits* from the time it is ready (queued, with its predecessors and everything in
+`after` done) until it starts. A switch is *hidden* as long as no ready operation waits for its
+devices. Operations that end without running have no log entry of their own. They count as ended
+when the cause of their end appears: a failed predecessor named in `after`, a cancel, their timeout,
+or the end of their job.
 
-Start times are the workers' clocks, all other times the log's. Cost: that of `Readiness`, and
-O(ready operations of the devices concerned) for a switch.
+Start times come from the workers' clocks, all other times from the log. Cost: that of `Readiness`,
+plus O(ready operations of the affected devices) for a switch.
 """
 
 from __future__ import annotations
@@ -31,30 +32,29 @@ from phaseloom.common.observability.readiness import Readiness
 UNKNOWN_POOL = "unknown"
 NOT_READY = float("inf")
 _MAX_BUSY = 64
-"""The number of newest stretches of a device's work that are kept: later reports may overlap
-them."""
+"""Number of newest busy intervals kept per device, because later reports may overlap them."""
 
 Device = tuple[str, int]
-"""(node, index)"""
+"""(node, index)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One operation that ran, on the devices that it ran on."""
+    """One run of an operation on its devices."""
 
     key: OperationKey
     kind: str
     pool: str
     outcome: Outcome
     queued_s: float
-    """The time at which the log took it; `ready_s` where the log begins after that."""
+    """Time of the operation's log entry; `ready_s` if the log starts after it."""
     ready_s: float
     start_s: float
     end_s: float
     num_tokens: int
     is_replay: bool
     busy_s: dict[Device, float]
-    """For each device, the seconds of this execution that no earlier one has counted there."""
+    """Per device, the seconds of this execution that no earlier execution has counted there."""
 
     @property
     def waited_s(self) -> float:
@@ -68,7 +68,7 @@ class Switch:
     deployment: DeploymentKey
     node: str
     end_s: float
-    """The time of the switch's entry in the log."""
+    """Time of the switch's log entry."""
     offload_s: float
     load_s: float
     bytes_out: int
@@ -85,14 +85,14 @@ Observation = Execution | Switch
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first of a deployment's operations that are ready and have no outcome; it runs, or runs
+    """The first ready operation of a deployment that has no outcome. It is running, or runs
     next."""
 
     key: OperationKey
     kind: str
     ready_s: float
     num_ready: int
-    """The number of ready operations of the deployment, this one included."""
+    """Number of ready operations of the deployment, including this one."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class _Open:
 
 @dataclass(slots=True)
 class Activity:
-    """A fold over the decision log's entries; `step` returns what each of them tells."""
+    """A fold over the log entries. `step` returns what each entry reports."""
 
     holders: dict[str, DeploymentKey] = field(default_factory=dict)
     """Node → the deployment of its newest activation."""
@@ -117,7 +117,7 @@ class Activity:
     _open: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
     """Deployment → its open operations, in order of arrival."""
     _ready: dict[DeploymentKey, dict[OperationKey, _Open]] = field(default_factory=dict)
-    """The operations of `_open` that are ready."""
+    """The ready operations among `_open`."""
     _readiness: Readiness = field(default_factory=Readiness)
     _places: dict[DeploymentKey, tuple[Device, ...]] = field(default_factory=dict)
     _incarnations: dict[DeploymentKey, int] = field(default_factory=dict)
@@ -127,11 +127,11 @@ class Activity:
     def step(  # noqa: PLR0912 - one arm an event
         self, time_s: float, event: events.Event, ready: Sequence[OperationKey] | None = None
     ) -> list[Observation]:
-        """Take one event of the log; returns the execution or the switch that it tells of.
+        """Apply one event of the log. Returns: the execution or switch that it reports.
 
-        Args: time_s: the time of its entry, Unix seconds.
-              ready: the operations that it made ready, if the caller has a `Readiness` of its own;
-                  None: they are worked out here.
+        Args:   time_s: time of the log entry, in Unix seconds.
+                ready: operations that the event made ready, if the caller has its own `Readiness`;
+                    None: compute them here.
         """
         if ready is None:
             ready = self._readiness.step(event)
@@ -169,16 +169,16 @@ class Activity:
         return seen
 
     def depth(self) -> Counter[JobKey]:
-        """The number of operations without an outcome, by job."""
+        """Number of operations without an outcome, by job."""
         depths: Counter[JobKey] = Counter()
         for deployment, operations in self._open.items():
             depths[deployment.job_key] += len(operations)
         return depths
 
     def waiting(self, now_s: float) -> Counter[str]:
-        """The number of operations that are ready and have no outcome, by node.
+        """Number of ready operations without an outcome, by node.
 
-        One operation of a node may be running: it is counted too.
+        A running operation counts too.
         """
         counts: Counter[str] = Counter()
         for deployment, operations in self._ready.items():
@@ -187,7 +187,7 @@ class Activity:
         return counts
 
     def heads(self, now_s: float) -> list[Head]:
-        """The head of each deployment that has a ready operation."""
+        """Return the head of each deployment that has a ready operation."""
         heads = []
         for operations in self._ready.values():
             for opened in operations.values():
@@ -200,14 +200,14 @@ class Activity:
         return heads
 
     def devices_of(self, key: DeploymentKey) -> tuple[Device, ...]:
-        """The devices of a deployment's WPG; empty: the log has not said where it is."""
+        """Return the devices of a deployment's WPG; empty: the log has not reported them."""
         return self._places.get(key, ())
 
     # --- operations -----------------------------------------------------------------------------
 
     def _place(self, event: events.WpgStarted) -> None:
-        """Note where a WPG is. Each of its nodes has an entry of its own, and a new incarnation
-        begins anew."""
+        """Record the devices of a WPG. Each of its nodes reports separately, and a new incarnation
+        starts from an empty list."""
         key = event.deployment
         here = tuple((event.node, device) for device in event.devices or [0])
         is_same = self._incarnations.get(key) == event.incarnation
@@ -288,11 +288,11 @@ class Activity:
             ended += dependents
 
     def _end_below(self, key: OperationKey) -> None:
-        """Take the operations with a lower `seq` than a mutating one that finished as ended.
+        """Drop open operations with a lower `seq` than a finished mutating operation.
 
-        A mutating operation runs after every lower `seq` of its deployment has its outcome. They
-        arrive nearly in order, so the search stops at the first higher `seq`: a lower one behind
-        that is found when the higher one has ended.
+        A mutating operation runs only after every lower `seq` of its deployment has its outcome.
+        Operations arrive nearly in order, so the search stops at the first higher `seq`. A lower
+        one behind it is dropped when the higher one ends.
         """
         operations = self._open.get(key.deployment_key, {})
         for other in list(takewhile(lambda o: not _is_above(o, key), operations)):
@@ -336,8 +336,8 @@ class Activity:
     ) -> float:
         """Seconds of a switch before the first operation that now waits for its devices was ready.
 
-        Every operation that is ready on these devices now has waited since it was ready, as nothing
-        ran on them during the switch.
+        Nothing ran on these devices during the switch, so every ready operation has waited since it
+        became ready.
         """
         devices = set(self._places[key])
         since = (

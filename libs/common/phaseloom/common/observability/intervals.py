@@ -1,8 +1,8 @@
-"""Sets of half-open time intervals [start, end), kept as sorted lists of disjoint pairs.
+"""Sets of half-open time intervals [start, end), stored as sorted lists of disjoint pairs.
 
-The profiler and the run report ask a log the same questions: how long was a device busy, how much
-of a switch did somebody wait for, how long did a job stall. Cost: O(n log n) for `merge`, O(n) for
-all else.
+The profiler and the run report use them for the same questions: how long a device was busy, how
+much of a switch delayed an operation, how long a job stalled. Cost: O(n log n) for `merge`, O(n)
+for the other functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ Interval = tuple[float, float]
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of any intervals, as a merged set; empty and reversed ones vanish."""
+    """Return the union of any intervals as a merged set. Empty and reversed intervals are
+    dropped."""
     merged: list[Interval] = []
     for start, end in sorted(i for i in intervals if i[0] < i[1]):
         if merged and start <= merged[-1][1]:
@@ -25,7 +26,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """Intersection of two merged sets."""
+    """Return the intersection of two merged sets."""
     common: list[Interval] = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -40,7 +41,7 @@ def intersect(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """The parts of a merged set that lie outside another merged set."""
+    """Return the parts of the merged set `left` outside the merged set `right`."""
     rest: list[Interval] = []
     first = 0
     for start, end in left:
@@ -60,5 +61,5 @@ def subtract(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def total(intervals: list[Interval]) -> float:
-    """The length of a merged set, in seconds."""
+    """Return the length of a merged set, in seconds."""
     return sum(end - start for start, end in intervals)

@@ -1,14 +1,14 @@
-"""Metrics: every instrument of the mesh in one table, and an endpoint for Prometheus per process.
+"""Metrics: one table of all instruments of the mesh, and a Prometheus endpoint per process.
 
-`TABLE` is the whole list; `docs/metrics.md` says the same to people, and a test compares them.
-Metrics that the decision log tells are computed in one place, from `Activity`, by the profiler; the
-other services count what only they see. Pure cores hold no instrument: their shells measure what
-comes out of them.
+`TABLE` lists all metrics. `docs/metrics.md` documents them, and a test compares the two. The
+profiler computes the metrics that follow from the decision log, using `Activity`; the other
+services count what only they can see. Pure cores contain no instruments: their shells measure the
+outputs.
 
-OpenTelemetry's global meter provider holds the set-up, which `endpoint` makes once a process.
-Without a port nothing is set up, and a use of an instrument costs a look-up (about 1 µs; with a
-port, about 5 µs). The endpoint runs on the service's event loop: the state that a gauge reads is
-never half changed, and a scrape costs the loop some milliseconds.
+`endpoint` configures OpenTelemetry's global meter provider once per process. Without a port nothing
+is configured, and using an instrument costs one lookup (about 1 µs; with a port, about 5 µs). The
+endpoint runs on the service's event loop. So gauges never read half-changed state, but a scrape
+blocks the loop for some milliseconds.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_JOBS = 100
-"""The most jobs that have a series of their own: those with the largest values. The sum of all
-other jobs has the name `other`."""
+"""Maximum number of jobs with their own series: those with the largest values. The sum of all
+remaining jobs is reported as `other`."""
 _OTHERS = JobKey("other", "other")
 _REQUEST_TIMEOUT_S = 5.0
 _REFRESH_TIMEOUT_S = 1.0
@@ -58,16 +58,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """An instrument. Its labels have few values, or are bounded by `per_job`.
+    """An instrument. Its labels have few values, or are limited by `per_job`.
 
-    Metrics are compared by identity, since one is looked up at every use.
+    Metrics are compared by identity, because every use looks one up.
     """
 
     name: str
-    """The metric's name by OpenTelemetry's conventions."""
+    """Name by OpenTelemetry's conventions."""
     kind: Kind
     unit: str
-    """Unit in UCUM: `s`, `By`, or the thing that is counted, in braces."""
+    """Unit in UCUM: `s`, `By`, or the counted thing in braces."""
     labels: tuple[str, ...]
     service: str
     """The service that exposes the metric."""
@@ -77,7 +77,7 @@ class Metric:
     def prometheus(self) -> str:
         """The metric's name in Prometheus.
 
-        A histogram's series have `_bucket`, `_sum` and `_count` after that name.
+        The series of a histogram add `_bucket`, `_sum` and `_count` to it.
         """
         name = self.name.replace(".", "_") + _SUFFIX.get(self.unit, "")
         return f"{name}_total" if self.kind is Kind.COUNTER else name
@@ -85,7 +85,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """A maker of a service's metrics: `name` without the project's prefix, labels divided by
+    """Creates the metrics of a service. Names omit the project's prefix; labels are separated by
     spaces."""
 
     service: str
@@ -303,14 +303,14 @@ UNFORESEEN = _statemgr.counter(
 )
 
 _SHORT = (STEP_DURATION, VALIDATION_DURATION)
-"""The histograms of durations in microseconds."""
+"""Histograms of durations in the range of microseconds."""
 TABLE: tuple[Metric, ...] = tuple(m for m in vars().copy().values() if isinstance(m, Metric))
 
 
 # --- Using them -----------------------------------------------------------------------------------
 
 Reading = tuple[float, Mapping[str, str]]
-"""A gauge's value, and its labels."""
+"""A gauge's value and its labels."""
 Refresh = Callable[[], Awaitable[None]]
 
 
@@ -333,14 +333,14 @@ def measure(metric: Metric, value: float, **labels: str) -> None:
 
 @contextmanager
 def timed(metric: Metric, **labels: str) -> Iterator[None]:
-    """Add the seconds that the block takes to a histogram; nothing is added if the block fails."""
+    """Record the duration of the block in a histogram, unless the block raises."""
     began_s = time.perf_counter()
     yield
     measure(metric, time.perf_counter() - began_s, **labels)
 
 
 def observe(metric: Metric, read: Callable[[], Iterable[Reading]]) -> None:
-    """Let a gauge, or a counter's total, be read at every scrape, on the event loop."""
+    """Read a gauge, or a counter's total, at every scrape. `read` runs on the event loop."""
 
     def callback(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(value, labels) for value, labels in read()]
@@ -353,9 +353,9 @@ def observe(metric: Metric, read: Callable[[], Iterable[Reading]]) -> None:
 
 
 def before_scrape(refresh: Refresh) -> None:
-    """Register a function that is called before every scrape, to bring up to date what gauges read.
+    """Register a function to call before every scrape, to refresh values that gauges read.
 
-    It may ask the server, for instance.
+    It may send requests to the server.
     """
     provider = otel.get_meter_provider()
     if isinstance(provider, _Refreshing):
@@ -363,8 +363,8 @@ def before_scrape(refresh: Refresh) -> None:
 
 
 def per_job(values: Mapping[JobKey, float]) -> list[Reading]:
-    """Readings by tenant and job: one for each of the `MAX_JOBS` largest values, and the sum of the
-    others."""
+    """Return readings by tenant and job: one for each of the `MAX_JOBS` largest values, plus the
+    sum of all remaining ones."""
     jobs = sorted(values, key=lambda job: (-values[job], job))
     readings: list[Reading] = [(values[job], _job_labels(job)) for job in jobs[:MAX_JOBS]]
     if len(jobs) > MAX_JOBS:
@@ -402,18 +402,18 @@ class MetricsConfig(msgspec.Struct, frozen=True):
 
     port: int = 0
     """TCP port of `http://<host>:<port>/metrics`, and of `/healthz`, which answers as long as the
-    event loop runs; 0: none, and nothing is measured."""
+    event loop runs; 0: no endpoint and no measurements."""
     host: str = "127.0.0.1"
-    """Address that it listens on."""
+    """Address to listen on."""
 
 
 @asynccontextmanager
 async def endpoint(service: str, settings: MetricsConfig) -> AsyncIterator[None]:
     """Measure, and answer scrapes, within the block.
 
-    It is entered once a process, before the first instrument is used.
+    Enter it once per process, before the first instrument is used.
 
-    Raises: ResourceError: the port cannot be had.
+    Raises: ResourceError: the port is not available.
     """
     if not settings.port:
         yield
@@ -446,7 +446,7 @@ async def endpoint(service: str, settings: MetricsConfig) -> AsyncIterator[None]
 
 
 def _set_up(service: str) -> tuple[CollectorRegistry, list[Refresh]]:
-    # Imported here, so that a process without an endpoint saves their memory.
+    # Imported here: a process without an endpoint saves the memory of these packages.
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider
     from opentelemetry.sdk.resources import Resource
@@ -491,8 +491,8 @@ async def _response(
 async def _refreshed(refresh: Refresh) -> None:
     """Run a refresh before a scrape.
 
-    Where the NATS server is away, the gauges that depend on it stay as they were, and the scrape is
-    answered all the same.
+    If the NATS server is unreachable, the gauges that depend on it keep their old values and the
+    scrape is still answered.
     """
     from nats.errors import Error as NatsError
 

@@ -1,15 +1,15 @@
 """Readiness: an operation is ready once it is queued and its predecessors and `after` are done.
 
-It is a fold over the decision log that needs no scheduler state, for those who only look on: the
-profiler (how long until a job needs its pool again) and the run report (who waited for a device).
-Predecessors follow the order invariant: a mutating operation waits for every lower `seq` of its
-deployment, a reading one for every lower mutating `seq`. A `seq` not seen yet is a gap that holds
-back the operations after it.
+This is a fold over the decision log that needs no scheduler state, for observers: the profiler (how
+long until a job needs its pool again) and the run report (which operations waited for a device).
+Predecessors follow from the ordering rule: a mutating operation waits for every lower `seq` of its
+deployment, a reading one for every lower mutating `seq`. A `seq` that has not arrived yet blocks
+the operations after it.
 
-A log may begin in the middle. An operation that finished proves that all it had to wait for is
-done, so the fold catches up with a deployment at its first finished mutating operation.
-Operations that end without ever running leave no entry in the log and stay unfinished here.
-Cost: O(operations of the job that wait) for an event.
+A log may start in the middle. A finished operation proves that everything it waited for is done, so
+the fold catches up with a deployment at its first finished mutating operation. Operations that end
+without running have no log entry and stay unfinished here. Cost: O(waiting operations of the job)
+per event.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Deployment:
     open_kinds: dict[int, str] = field(default_factory=dict)
     """Seq → kind of each operation that is queued and not done."""
     read_to: int = 0
-    """All operations up to this seq are done, or are reading ones, for which a reading one does not
-    wait."""
+    """All operations up to this seq are done or reading, so they do not block a reading
+    operation."""
 
     def is_done(self, seq: int) -> bool:
         return seq <= self.done_to or seq in self.done_above
@@ -51,13 +51,13 @@ class _Deployment:
         self._read_on()
 
     def lets(self, seq: int, kind: str) -> bool:
-        """Whether the order within the deployment no longer holds back the operation `seq`."""
+        """Whether no earlier operation of the deployment blocks operation `seq`."""
         return seq - 1 <= (self.done_to if kind in MUTATING_KINDS else self.read_to)
 
     def _catch_up(self, seq: int) -> None:
-        """Take every seq up to a mutating operation that finished as done.
+        """Count every seq up to a finished mutating operation as done.
 
-        The log may not have told of them, if it began in the middle.
+        If the log starts in the middle, it may not contain them.
         """
         self.done_to = seq
         self.done_above = {s for s in self.done_above if s > seq}
@@ -73,17 +73,15 @@ class _Deployment:
 
 
 class Readiness:
-    """A fold over the decision log; `step` returns the operations that each event made ready."""
+    """A fold over the decision log. `step` returns the operations that each event made ready."""
 
     def __init__(self) -> None:
         self._deployments: dict[DeploymentKey, _Deployment] = {}
         self._waiting: dict[JobKey, dict[OperationKey, events.QueuedOperation]] = {}
 
     def step(self, event: events.Event) -> list[OperationKey]:
-        """Take the next event of the log; returns the operations that it made ready.
-
-        They are in their order of arrival.
-        """
+        """Apply the next event of the log. Returns: the operations that it made ready, in order of
+        arrival."""
         match event:
             case events.QueuedOperation(key=key):
                 self._queue(event)
@@ -111,7 +109,7 @@ class Readiness:
         if seq is not None and (deployment.is_done(seq) or seq in deployment.open_kinds):
             return
         if operation.error is not None:
-            # A refused operation is a failed one and not a gap.
+            # A refused operation counts as failed, so its number is not a gap.
             self._finish(key, "")
             return
         if seq is not None:

@@ -1,8 +1,8 @@
-"""Reading spans back from their files: those of a run, and the waterfall of one operation.
+"""Read spans back from their files: those of a run, and the waterfall of one operation.
 
-`telemetry` writes the files. A span belongs to an operation when it names the operation, or when it
-lies under a span that does: the context switch that was made for the operation, with its offloads
-and its load. `phaseloom trace`, `phaseloom demo` and the console read them. All functions but
+`telemetry` writes the files. A span belongs to an operation if it names the operation or is below a
+span that does, such as the context switch made for the operation, with its offloads and its load.
+`phaseloom trace`, `phaseloom demo` and the console use this module. All functions except
 `read_spans` and `spans_of` are pure.
 """
 
@@ -26,13 +26,13 @@ STEPS = (
     "sub-stage",
     "complete",
 )
-"""The names of an operation's spans, in the order in which they begin."""
+"""The names of an operation's spans, in the order in which they start."""
 
 Attribute = str | bool | int | float
 
 
 class SpanLine(msgspec.Struct, frozen=True):
-    """A line of `spans/*.jsonl`."""
+    """One line of `spans/*.jsonl`."""
 
     name: str
     span_id: str
@@ -48,27 +48,27 @@ class SpanLine(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A span at its place in the tree of spans."""
+    """A span and its position in the span tree."""
 
     span: SpanLine
     depth: int
     displaced: tuple[str, ...]
-    """The last operations of the deployments that a context switch displaced."""
+    """The last operation of each deployment that a context switch displaced."""
 
 
 def read_spans(directory: Path) -> list[SpanLine]:
-    """All spans of a run. A last line that a killed process left unfinished is skipped."""
+    """Read all spans of a run. An incomplete last line, left by a killed process, is skipped."""
     return [
         _decoder.decode(line) for path in _files(directory) for line in _lines(path.read_bytes())
     ]
 
 
 def spans_of(operation: str, directory: Path, newest_bytes: int) -> list[SpanLine]:
-    """The spans of the traces that an operation is part of, among the newest of each file.
+    """Read the spans of the traces that an operation is part of, from the end of each file.
 
-    Args: operation: `<tenant>.<job>.<deployment>.<slot>`. newest_bytes: how much of the end of each
-          file is read.
-    Cost: each file is read once, and two searches of each line.
+    Args:   operation: `<tenant>.<job>.<deployment>.<slot>`.
+            newest_bytes: how many bytes to read from the end of each file.
+    Cost:   reads each file once and searches each line twice.
     """
     lines = [line for path in _files(directory) for line in _lines(_end_of(path, newest_bytes))]
     slot = f'"{operation.rpartition(".")[2]}"'.encode()
@@ -86,7 +86,7 @@ def _lines(content: bytes) -> Iterator[bytes]:
 
 
 def _end_of(path: Path, num_bytes: int) -> bytes:
-    """The end of a file, from the beginning of a line on."""
+    """Return the end of a file, starting at the beginning of a line."""
     with path.open("rb") as file:
         left_out = max(0, path.stat().st_size - num_bytes)
         file.seek(left_out)
@@ -96,8 +96,7 @@ def _end_of(path: Path, num_bytes: int) -> bytes:
 
 
 def operation_of(span: SpanLine) -> str | None:
-    """The operation that a span belongs to, as `tenant.job.deployment.seq`; None: it belongs to
-    none."""
+    """Return the operation that a span names, as `tenant.job.deployment.seq`, or None."""
     names = ("tenant", "job", "deployment", "seq")
     if not all(name in span.attributes for name in names):
         return None
@@ -105,7 +104,7 @@ def operation_of(span: SpanLine) -> str | None:
 
 
 def where(span: SpanLine) -> str:
-    """The service that a span is of, and the node and device that it worked for."""
+    """Describe the service of a span and the node and device that it worked for."""
     node = span.attributes.get("node")
     if node is None:
         return span.service
@@ -114,9 +113,9 @@ def where(span: SpanLine) -> str:
 
 
 def waterfall(spans: Sequence[SpanLine], operation: str) -> list[Row]:
-    """The operation's spans, each below its parent, siblings by their start.
+    """Return the operation's spans, each below its parent, siblings by start time.
 
-    The list is empty where no span names the operation.
+    The list is empty if no span names the operation.
     """
     by_id = {span.span_id: span for span in spans}
     children: dict[str | None, list[SpanLine]] = {}
@@ -136,12 +135,13 @@ def waterfall(spans: Sequence[SpanLine], operation: str) -> list[Row]:
 
 
 def _order(span: SpanLine) -> tuple[int, int]:
-    """Spans are ordered by their start; those with one start, by the steps of an operation."""
+    """Sort key: start time, then the usual order of an operation's steps."""
     return span.start_unix_ns, STEPS.index(span.name) if span.name in STEPS else len(STEPS)
 
 
 def _displaced(span: SpanLine, by_id: dict[str, SpanLine]) -> tuple[str, ...]:
-    """The operations that a switch's links point to: the last one of each displaced deployment."""
+    """Describe the operations that a switch's links point to: the last one of each displaced
+    deployment."""
     names = []
     for link in span.links:
         other = by_id.get(link["span_id"])

@@ -1,13 +1,13 @@
-"""The cut of an operation's forward steps into sub-stages (JigsawRL §4.1).
+"""Split an operation's forward steps into sub-stages (JigsawRL §4.1).
 
-A step belongs to a bucket by its tokens: prefilled ones and rows that decode. A sub-stage ends
-where another bucket holds for `WINDOW` steps, at the first of those steps, so single steps of
-another kind make none.
+The tokens of a step (prefilled ones plus decoding rows) determine its bucket. A sub-stage ends when
+another bucket persists for `WINDOW` steps, at the first of those steps. So a few deviating steps do
+not start a sub-stage.
 
-Ranks record their steps as runs (`StepRecord`): consecutive steps whose tokens lie between the same
-two powers of two. So with edges that are powers of two, runs are cut as their steps would be,
-unless there were too many and the shortest were merged. Called by ranks, the profiler and the
-simulator. Cost: O(steps) for a record, O(runs) for a cut.
+Ranks record steps as runs (`StepRecord`): consecutive steps whose tokens lie between the same two
+powers of two. If the bucket edges are powers of two, splitting runs gives the same result as
+splitting steps, unless there were so many runs that the shortest were merged. Ranks, the profiler
+and the simulator call this module. Cost: O(steps) for a record, O(runs) for a split.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from typing import NamedTuple
 from phaseloom.common.contract.events import MAX_STEP_RUNS, StepRun
 
 EDGES = (128, 1024)
-"""The paper's bucket edges, in tokens a step: three buckets."""
+"""The paper's bucket edges, in tokens per step. They make three buckets."""
 FINE_EDGES = (8, 32, *EDGES)
-"""The paper's edges, and two below them: where a full batch is of a few dozen rows it has a tail
-too."""
+"""The paper's edges and two lower ones, so that batches of a few dozen rows also have a tail."""
 WINDOW = 10
-"""The number of steps for which another bucket must hold."""
+"""Number of steps for which another bucket must persist."""
 _MAX_RECORDED = 256
-"""The number of runs at which a record is shortened to half of it."""
+"""Number of runs at which a record is shortened to half."""
 
 
 class SubStage(NamedTuple):
     bucket: int
     start: int
-    """The first step, or the first run of steps."""
+    """Index of the first step, or of the first run of steps."""
     end: int
-    """The step or run after the last."""
+    """Index after the last step or run."""
 
 
 def cut(
@@ -45,12 +44,12 @@ def cut(
     window: int = WINDOW,
     steps: Sequence[int] = (),
 ) -> list[SubStage]:
-    """The sub-stages of an operation, which begins in the bucket of its first step.
+    """Split an operation into sub-stages. It starts in the bucket of its first step.
 
-    Args: tokens: the number of tokens in each forward step of one replica; or a step's, in each run
-                  of steps.
-          edges: the lower edges of all buckets but the first, ascending.
-          steps: the number of steps in each run; empty: one.
+    Args:   tokens: tokens of each forward step of one replica, or tokens per step of each run of
+                steps.
+            edges: lower edges of all buckets but the first, ascending.
+            steps: number of steps in each run; empty: one.
     """
     counts = steps or [1] * len(tokens)
     starts: list[tuple[int, int]] = []
@@ -67,10 +66,10 @@ def cut(
 def cut_runs(
     runs: Sequence[StepRun], edges: Sequence[int] = FINE_EDGES, window: int = 0
 ) -> list[StepRun]:
-    """The sub-stages of one replica, each as one run of all its steps.
+    """Return the sub-stages of one replica, each as one run of all its steps.
 
-    Args: window: as of `cut`; 0: the paper's or, of fewer than a hundred steps, a tenth of them: in
-                  a rollout of twenty steps nothing ever holds for ten.
+    Args:   window: see `cut`. 0: the paper's value, or a tenth of the steps if there are fewer than
+                a hundred, because in a rollout of twenty steps no bucket persists for ten.
     """
     tokens, steps = [run.tokens / run.steps for run in runs], [run.steps for run in runs]
     window = window or min(WINDOW, max(1, sum(steps) // 10))
@@ -79,8 +78,8 @@ def cut_runs(
 
 
 def shortened(runs: Sequence[StepRun], most: int = MAX_STEP_RUNS) -> list[StepRun]:
-    """At most so many runs over the same steps: the run with the fewest steps goes into the one
-    before it, until they are few enough."""
+    """Reduce the runs to at most `most` over the same steps. The run with the fewest steps is
+    repeatedly merged into the one before it."""
     left = list(runs)
     while len(left) > max(1, most):
         place = min(range(1, len(left)), key=lambda i: left[i].steps)
@@ -89,10 +88,10 @@ def shortened(runs: Sequence[StepRun], most: int = MAX_STEP_RUNS) -> list[StepRu
 
 
 def of_replicas(runs: Sequence[Sequence[StepRun]]) -> list[StepRun]:
-    """The runs of an operation: of each replica as many as there is room for, of the first replicas
-    at least one.
+    """Combine the runs of the replicas, shortened to fit `MAX_STEP_RUNS` in total. If there are too
+    many replicas, only the first ones are included, with one run each.
 
-    Args: runs: each replica's.
+    Args:   runs: the runs of each replica.
     """
     told = runs[:MAX_STEP_RUNS]
     each = MAX_STEP_RUNS // max(1, len(told))
@@ -113,17 +112,17 @@ def _joined(runs: Sequence[StepRun]) -> StepRun:
 
 
 class StepRecord:
-    """The forward steps of an operation on one rank, while it runs."""
+    """The forward steps of a running operation on one rank."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Begin. Args: now: gives seconds, on a clock that only goes forward."""
+        """Args:   now: returns seconds on a monotonic clock."""
         self._now = now
         self._since_s = now()
         self._runs: list[StepRun] = []
         self._level = -1
 
     def stepped(self, tokens: int) -> None:
-        """Note that a step over so many tokens, at least one, has ended."""
+        """Record the end of a step over `tokens` tokens, at least one."""
         now_s = self._now()
         step = StepRun(1, tokens, now_s - self._since_s)
         self._since_s = now_s
@@ -137,5 +136,5 @@ class StepRecord:
 
     @property
     def runs(self) -> list[StepRun]:
-        """The runs so far, at most `MAX_STEP_RUNS`."""
+        """The runs recorded up to now, at most `MAX_STEP_RUNS`."""
         return shortened(self._runs)

@@ -1,12 +1,12 @@
-"""Traces: spans of one operation over all services, W3C context through NATS headers.
+"""Tracing: spans of an operation across all services, with W3C trace context in NATS headers.
 
 Span names: submit, route, queue, permit, switch, offload, load, execute, complete. Attributes:
 tenant, job, deployment, seq, kind, node, device, epoch.
 
-Spans go to a file of JSON lines, to an OTLP receiver, to both, or nowhere. OpenTelemetry's global
-tracer provider holds the set-up, which `setup` makes once a process. A recorded span costs about
-27 µs, one that is sampled out about 5 µs. When an exporter cannot keep up, the batch processor
-drops and logs the spans above its queue's size. Nothing is decided on spans.
+Spans go to a JSON-lines file, to an OTLP receiver, to both, or nowhere. `setup` configures
+OpenTelemetry's global tracer provider once per process. A recorded span costs about 27 µs, an
+unsampled one about 5 µs. If an exporter cannot keep up, the batch processor drops the spans above
+its queue size and logs that. No decision depends on spans.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _TRACEPARENT_LENGTH = 55
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True):
-    """The targets of spans. Without either target nothing is recorded for traces that begin
-    here."""
+    """Where spans go. Without a target, traces that start in this process are not recorded."""
 
     spans_dir: str = ""
-    """Directory for `<service>-<pid>.jsonl`, one span a line; empty: no file."""
+    """Directory for `<service>-<pid>.jsonl`, with one span per line; empty: no file."""
     otlp_endpoint: str = ""
     """`http://host:4318` of an OTLP/HTTP receiver; empty: none. Needs the extra `otlp`."""
     sample_ratio: float = 1.0
-    """Share of traces, 0 to 1, that are recorded; decided where a trace begins."""
+    """Fraction of traces to record, 0 to 1, decided where a trace starts."""
 
 
 def setup(service: str, settings: TelemetryConfig) -> Callable[[], None]:
-    """Install the exporters of this process; called once, before its first span.
+    """Install the exporters of this process. Call it once, before the first span.
 
-    Returns: a function to call at the end, which exports the spans that are left and closes files.
-    Raises:  CallerError: an OTLP endpoint without the package for it, or a bad ratio.
+    Returns: a function to call at the end, which exports the remaining spans and closes files.
+    Raises:  CallerError: an OTLP endpoint is set but the package for it is missing, or the ratio is
+            invalid.
     """
     exporters: list[SpanExporter] = []
     if settings.spans_dir:
@@ -88,17 +88,15 @@ def setup(service: str, settings: TelemetryConfig) -> Callable[[], None]:
 
 
 def flush() -> None:
-    """Export the spans that are left, in bounded time, for a process that is about to exit hard."""
+    """Export the remaining spans, in bounded time, before the process exits hard."""
     provider = trace.get_tracer_provider()
     if isinstance(provider, TracerProvider):
         _shut_down(provider)
 
 
 def _shut_down(provider: TracerProvider) -> None:
-    """Shut a provider down, in bounded time.
-
-    A receiver that does not answer must not keep a process from ending.
-    """
+    """Shut a provider down in bounded time: an unresponsive receiver must not keep the process
+    alive."""
     ending = threading.Thread(target=provider.shutdown, daemon=True)
     ending.start()
     ending.join(_SHUTDOWN_TIMEOUT_S)
@@ -112,14 +110,14 @@ def tracer() -> Tracer:
 
 @lru_cache(maxsize=1)
 def _tracer_of(provider: trace.TracerProvider) -> Tracer:
-    # To ask the provider for its tracer costs a third of a span.
+    # Cached: getting the tracer from the provider costs a third of a span.
     return provider.get_tracer("phaseloom")
 
 
 def inject(headers: Mapping[str, str], context: Context | None = None) -> dict[str, str]:
-    """A copy of the headers with a trace context added.
+    """Return a copy of the headers with a trace context added.
 
-    Args: context: the context to add; None: the current one.
+    Args:   context: the context to add; None: the current one.
     """
     carrier = dict(headers)
     if trace.get_current_span(context).get_span_context().is_valid:
@@ -128,16 +126,16 @@ def inject(headers: Mapping[str, str], context: Context | None = None) -> dict[s
 
 
 def extract(headers: Mapping[str, str] | None) -> Context:
-    """The trace context that a message carries; an empty one where it carries none."""
+    """Return the trace context of a message; an empty context if it has none."""
     if not headers or _TRACEPARENT not in headers:
         return Context()
     return _extracted(headers) or TraceContextTextMapPropagator().extract(dict(headers), Context())
 
 
 def _extracted(headers: Mapping[str, str]) -> Context | None:
-    """The trace context in headers of the one form that we write; None for any other form.
+    """Parse trace context headers in the form that we write; None for any other form.
 
-    OpenTelemetry's propagator does the same for all forms, at three times the cost.
+    OpenTelemetry's propagator handles all forms, at three times the cost.
     """
     text = headers[_TRACEPARENT]
     if len(text) != _TRACEPARENT_LENGTH or not text.startswith("00-") or "tracestate" in headers:
@@ -151,13 +149,13 @@ def _extracted(headers: Mapping[str, str]) -> Context | None:
 
 
 def span_context(context: Context) -> SpanContext:
-    """The span of a context, in the form that links need."""
+    """Return the span of a context, in the form needed for links."""
     return trace.get_current_span(context).get_span_context()
 
 
 @contextmanager
 def within(context: Context) -> Iterator[None]:
-    """Make a context current in the block, so that lines logged there carry its trace."""
+    """Make a context current in the block, so that its log lines carry the trace."""
     token = attach(context)
     try:
         yield
@@ -174,12 +172,12 @@ def span(
     start_unix_s: float | None = None,
     **attributes: object,
 ) -> Iterator[Span]:
-    """A span around the block, current within it.
+    """Open a span for the block and make it current.
 
-    An exception in the block marks the span as failed, and is raised on.
+    An exception in the block marks the span as failed and propagates.
 
-    Args: parent: the context that the span belongs under; None: the current one.
-          start_unix_s: when the span began; None: now.
+    Args:   parent: the parent context; None: the current one.
+            start_unix_s: when the span started; None: now.
     """
     current = _unsampled(parent) or tracer().start_span(
         name,
@@ -188,7 +186,7 @@ def span(
         links=_links(links),
         start_time=None if start_unix_s is None else _nanoseconds(start_unix_s),
     )
-    # As `start_as_current_span` does, without its three context managers.
+    # Equivalent to `start_as_current_span`, without its three context managers.
     token = attach(trace.set_span_in_context(current))
     try:
         yield current
@@ -208,9 +206,9 @@ def record(
     links: Sequence[SpanContext] = (),
     **attributes: object,
 ) -> SpanContext:
-    """Record a span whose times are known afterwards; returns its context, for children and links.
+    """Record a span after the fact. Returns: its context, for children and links.
 
-    Args: parent: the context that the span belongs under; None: the current one.
+    Args:   parent: the parent context; None: the current one.
     """
     if unsampled := _unsampled(parent):
         return unsampled.get_span_context()
@@ -226,9 +224,9 @@ def record(
 
 
 def _unsampled(parent: Context | None) -> Span | None:
-    """The parent span if its trace is not recorded, else None.
+    """Return the parent span if its trace is not recorded, otherwise None.
 
-    That span stands for all its children too. The SDK would come to the same end, at five times
+    That span can serve as all its children too. The SDK would give the same result at five times
     the cost.
     """
     current = trace.get_current_span(parent)
@@ -237,9 +235,9 @@ def _unsampled(parent: Context | None) -> Span | None:
 
 
 def child_context(parent: SpanContext) -> Context:
-    """A context in which new spans belong under `parent`.
+    """Return a context in which new spans become children of `parent`.
 
-    It is for parents that `record` made, and for `inject`.
+    Use it for parents made with `record`, and for `inject`.
     """
     return trace.set_span_in_context(trace.NonRecordingSpan(parent), Context())
 
@@ -256,7 +254,7 @@ class SpanFile(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         if self._file is None:
             return SpanExportResult.FAILURE
-        # One write, so that a reader of a running mesh never sees half a line of a killed process.
+        # A single write: readers of a running mesh must not see partial lines of a killed process.
         self._file.write("".join(self._line(span) for span in spans))
         self._file.flush()
         return SpanExportResult.SUCCESS
@@ -318,7 +316,7 @@ def _sampler(ratio: float, *, has_target: bool) -> Sampler:
             field="PHASELOOM_TELEMETRY_SAMPLE_RATIO",
             remedy="use a number from 0 to 1",
         )
-    # Whoever began a trace decided for all services: a trace is recorded whole or not at all.
+    # The service that starts a trace decides for all: a trace is recorded entirely or not at all.
     return ParentBased(TraceIdRatioBased(ratio) if has_target else ALWAYS_OFF)
 
 

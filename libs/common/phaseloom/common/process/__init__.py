@@ -1,1 +1,1 @@
-"""The life of a process of the mesh: its start, its configuration, its failures and its stop."""
+"""The life cycle of a mesh process: start, configuration, failures and stop."""

@@ -1,7 +1,7 @@
-"""The garbage collector of a process that keeps many objects for long and makes hardly any cycles.
+"""Garbage collection for processes that keep many long-lived objects and create few cycles.
 
-Such a process gains nothing by looking for cycles often. With Python's own threshold, three in 200
-placements by `coexec_repack` among 500 jobs waited for a full collection, and took twice as long.
+Frequent searches for cycles gain such a process nothing. With Python's default threshold, three of
+200 placements by `coexec_repack` among 500 jobs hit a full collection and took twice as long.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import gc
 
 THRESHOLD = 10_000
-"""New objects, net of those that are gone, between two collections of the youngest; Python's own
-is 700."""
+"""Net number of new objects between two collections of the youngest generation. Python's default is
+700."""
 
 
 def collect_rarely() -> None:
-    """Have collections leave out all objects that there are, and come less often.
+    """Exclude all existing objects from collections, and collect less often.
 
-    To be called once, when a process has imported what it needs.
+    Call it once, after the process has imported its modules.
     """
     gc.collect()
     gc.freeze()

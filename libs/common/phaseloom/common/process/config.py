@@ -1,9 +1,8 @@
-"""Configuration: one frozen struct a service, from a TOML file and the environment.
+"""Configuration: one frozen struct per service, read from a TOML file and the environment.
 
-This is the only module that reads the environment. A value comes from three places, of which a
-later one wins: the field's default; the table `[<section>]` of the TOML file that PHASELOOM_CONFIG
-names; the variable PHASELOOM_<SECTION>_<FIELD>. A key that no field has is an error, so that a typo
-never goes unseen.
+Only this module reads the environment. A value has three sources, and later ones win: the field's
+default; the table `[<section>]` of the TOML file named by PHASELOOM_CONFIG; the variable
+PHASELOOM_<SECTION>_<FIELD>. A key without a field is an error, so that typos are noticed.
 """
 
 from __future__ import annotations
@@ -38,16 +37,17 @@ def load(
     *,
     file: Path | None = None,
 ) -> T:
-    """The configuration of one service.
+    """Load the configuration of one service.
 
-    Args:   kind: a frozen struct; its fields are the keys.
-            section: the name of the table in the file, and the middle of the variables' names.
-                Where it is empty no file is read, and the variables are PHASELOOM_<FIELD>; other
-                variables with that prefix are then no errors.
-            environ: the environment to read; None: the process's own.
-            file: a TOML file to read instead of the one that PHASELOOM_CONFIG names. It has no
-                other table, since nobody else reads it.
-    Raises: CallerError: an unknown key, or a bad or missing value; it names the key and the remedy.
+    Args:   kind: a frozen struct whose fields are the keys.
+            section: name of the table in the file, and middle part of the variable names. If empty,
+                no file is read, the variables are PHASELOOM_<FIELD>, and other variables with that
+                prefix are ignored.
+            environ: the environment to read; None: that of this process.
+            file: a TOML file to read instead of the one named by PHASELOOM_CONFIG. It must not have
+                other tables, since no other service reads it.
+    Raises: CallerError: a key is unknown, or a value is missing or invalid; the error names the key
+            and the remedy.
     """
     environ = os.environ if environ is None else environ
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
@@ -82,15 +82,14 @@ def load(
 def check_bounds(
     settings: msgspec.Struct, section: str, bounds: Mapping[str, tuple[float, float]]
 ) -> None:
-    """Check numbers of a section.
+    """Check the numbers of a section against their bounds.
 
-    Args:   bounds: field → the least and the greatest value; the greatest may be infinite, which a
-                value may not.
-    Raises: CallerError: a number is out of its bounds, or is none.
+    Args:   bounds: field → minimum and maximum. The maximum may be infinite, but a value may not.
+    Raises: CallerError: a number is out of bounds, or NaN.
     """
     for name, (least, most) in bounds.items():
         value = getattr(settings, name)
-        if not (least <= value <= most and value != math.inf):  # NaN is not, either
+        if not (least <= value <= most and value != math.inf):  # also false for NaN
             raise CallerError(
                 f"{name} is {value}",
                 field=f"{section}.{name}",
@@ -116,9 +115,9 @@ def description_of(kind: type[msgspec.Struct], field: str) -> str:
 
 
 def is_given(section: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment names a file of settings, or sets one of a section's.
+    """Whether the environment names a configuration file or sets a variable of the section.
 
-    Args: environ: the environment to read; None: the process's own.
+    Args:   environ: the environment to read; None: that of this process.
     """
     environ = os.environ if environ is None else environ
     prefix = f"{PREFIX}{section.upper()}_"
@@ -126,17 +125,17 @@ def is_given(section: str, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def inherited(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A copy of the environment to start a child process with."""
+    """Return a copy of the environment for starting a child process."""
     return dict(os.environ if environ is None else environ)
 
 
 def keep_from_children(section: str, field: str) -> None:
-    """Keep a variable from the processes that this one starts from now on."""
+    """Remove a variable from the environment of processes that this one starts later."""
     os.environ.pop(f"{PREFIX}{section.upper()}_{field.upper()}", None)
 
 
 def hand_down(variable: str, value: str) -> None:
-    """Set a variable for the processes that this one starts from now on."""
+    """Set a variable for processes that this one starts later."""
     os.environ[variable] = value
 
 
@@ -158,7 +157,7 @@ def _from_file(section: str, file: Path | None, fields: Mapping[str, Any]) -> di
 
 
 def _check_alone(section: str, file: Path) -> None:
-    """Refuse a file of one section that has other keys or tables, which nobody would read."""
+    """Reject a file of one section that has other keys or tables, which no service would read."""
     field = f"--{section}-file"
     for name in _tables(file, field):
         if name != section:
@@ -171,10 +170,10 @@ def _check_alone(section: str, file: Path) -> None:
 
 
 def _tables(file: Path, field: str) -> dict[str, Any]:
-    """The content of a TOML file.
+    """Read a TOML file.
 
-    Args:   field: names the option or the variable that names the file.
-    Raises: CallerError: it cannot be read, or is not TOML.
+    Args:   field: the option or variable that names the file, for errors.
+    Raises: CallerError: the file cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(file.read_text())
@@ -191,10 +190,10 @@ def _tables(file: Path, field: str) -> dict[str, Any]:
 
 
 def _check_finite(value: Any, source: str) -> None:
-    """Refuse infinities and what is no number, which TOML has: no setting means anything by them,
-    and JSON, in which services are given theirs, has none.
+    """Reject infinities and NaN, which TOML allows. No setting gives them a meaning, and JSON,
+    which passes settings to services, cannot hold them.
 
-    Raises: CallerError: the value is or has one.
+    Raises: CallerError: the value is or contains one.
     """
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
@@ -242,9 +241,9 @@ def _parsed(text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A bad value, shortened for a message.
+    """Shorten an invalid value for a message.
 
-    A field of text takes any text, so what somebody wrote there as text is never shown.
+    Values of text fields are never shown: any text is valid there, and it may be a secret.
     """
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

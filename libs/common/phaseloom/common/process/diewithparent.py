@@ -1,9 +1,9 @@
-"""Ask Linux to kill this process when its parent dies, even when the parent dies by SIGKILL.
+"""Ask Linux to kill this process when its parent dies, even if SIGKILL kills the parent.
 
-Our own programs call `arm`. For programs that cannot, this file is a launcher that needs nothing
-but the standard library: `python -I -S diewithparent.py <parent pid> <program> <argument>...`. The
-request outlives the exec. The kernel watches the parent's *thread* that made the child, so children
-are started from threads that live as long as their process.
+Phaseloom's own programs call `arm`. For other programs this file is also a launcher that needs only
+the standard library: `python -I -S diewithparent.py <parent pid> <program> <argument>...`. The
+request survives the exec. The kernel watches the parent's *thread* that created the child, so
+children must be started from threads that live as long as their process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def arm(parent_pid: int) -> None:
-    """Have this process killed (SIGKILL) as soon as its parent is gone.
+    """Make the kernel kill this process (SIGKILL) as soon as its parent has exited.
 
-    Args:   parent_pid: the process that started this one. If it died before the request was in
-                place, this process has another parent by now, and ends at once.
+    Args:   parent_pid: the process that started this one. If it exited before the request was in
+                place, this process has another parent by now and kills itself.
     Raises: OSError: the kernel refuses the request.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -32,7 +32,7 @@ def arm(parent_pid: int) -> None:
 
 
 def launcher(program: list[str]) -> list[str]:
-    """The command that runs `program` so that it dies with the calling process."""
+    """Return the command that runs `program` so that it dies with the calling process."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *program]
 
 

@@ -1,7 +1,7 @@
-"""Error boundaries: an exception that nobody foresaw ends the work that raised it, and no more.
+"""Error boundaries: an unexpected exception ends only the work that raised it.
 
-A boundary is set only around work that leaves no records half changed. An exception in any other
-work must end the process, whose next incarnation begins with what it can verify.
+Use a boundary only around work that leaves no records half changed. An exception in any other work
+must end the process, which then restarts from state that it can verify.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def error_boundary(metric: Metric, part: str) -> Iterator[None]:
-    """Turn an exception of the block that is not ours into an InternalError; log and count it.
+    """Convert an unexpected exception of the block to an InternalError, and log and count it.
 
     Args:   metric: the counter, with the label `part`.
             part: the kind of work, for the label; one of few values.
-    Raises: PhaseloomError: as the block raised it. InternalError: in place of any other exception.
+    Raises: PhaseloomError: raised by the block. InternalError: replaces any other exception.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Small files that are always whole: settings, credentials, keys.
+"""Atomic writes of small files: settings, credentials, keys.
 
-Each is on disk before it has its name, so that neither a killed process nor a power cut leaves a
-part of it.
+A file is fsynced before it gets its name, so neither a killed process nor a power failure leaves a
+partial file.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ PRIVATE = 0o600
 
 
 def replace_file(file: Path, content: bytes, mode: int = PRIVATE) -> None:
-    """Write a file in place of the one that has its name, if any. Raises: OSError.
+    """Write a file atomically, replacing an existing one. Raises: OSError.
 
-    Args: mode: who may read it; its owner alone by default.
+    Args:   mode: permissions; by default only the owner can read the file.
     """
-    # Each thread has a name of its own: one whose task was cancelled may write still.
+    # The name includes the thread: a thread whose task was cancelled may still be writing.
     partial = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_native_id()}")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -1,10 +1,10 @@
-"""One lifecycle for every service: start, serve, stop in bounded time.
+"""One life cycle for every service: start, serve, stop in bounded time.
 
 A service's `main.py` is `lifecycle.run("router", serve)`. SIGTERM and SIGINT set the stop event
-that `serve` is given; `serve` must return soon after, or raise `Stopped`. Any other exception ends
-the process with exit code 1 and one line in the log (a traceback only where Phaseloom itself
-erred). A `serve` that returns without having been told to stop is an error too: the process would
-look healthy and do nothing.
+that is passed to `serve`, which must then return soon or raise `Stopped`. Any other exception ends
+the process with exit code 1 and one log line, plus a traceback if the error is a bug in Phaseloom.
+A `serve` that returns before the stop event is set is also an error, because the process would look
+healthy and do nothing.
 """
 
 from __future__ import annotations
@@ -38,48 +38,49 @@ _CANCEL_AGAIN_S = 0.2
 DIE_WITH_PARENT = f"{config.PREFIX}DIE_WITH_PARENT"
 
 _speaker: ContextVar[str] = ContextVar("speaker")
-"""The name that log lines have in this task or thread, in place of the process's."""
+"""The service name in log lines of this task or thread, instead of the process's."""
 
 Serve = Callable[[asyncio.Event], Awaitable[None]]
 T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """A service was told to stop before it served, for instance while it was connecting."""
+    """A service was asked to stop before it served, for example while it was connecting."""
 
 
 class LogFormat(StrEnum):
     JSON = "json"
-    """One JSON object a line: time, level, service, logger, message, and the current trace."""
+    """One JSON object per line: time, level, service, logger, message, and the current trace."""
     TEXT = "text"
     AUTO = "auto"
-    """`TEXT` where standard error is a terminal, else `JSON`."""
+    """`TEXT` if standard error is a terminal, otherwise `JSON`."""
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
-    """Settings of every process of the mesh: PHASELOOM_<FIELD>."""
+    """Settings of every process of the mesh, from the variables PHASELOOM_<FIELD>."""
 
     die_with_parent: int = 0
     """Pid of the parent to die with; 0: outlive it."""
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
     log_format: LogFormat = LogFormat.AUTO
-    """json, text or auto: text on a terminal, else JSON."""
+    """json, text or auto: text on a terminal, otherwise JSON."""
 
 
 def run(service: str, serve: Serve) -> NoReturn:
-    """Run a service until it is told to stop, then end the process.
+    """Run a service until it is asked to stop, then end the process.
 
-    Args: service: the service's name in logs and spans.
-          serve: the service; it returns soon after the event is set, and ends all that it started.
+    Args:   service: the service's name in logs and spans.
+            serve: the service. It must return soon after the event is set, and end everything it
+                started.
     """
     sys.exit(_run(service, serve))
 
 
 def die_with_parent() -> None:
-    """Have this process die with its parent, if the parent asked for that.
+    """Make this process die with its parent, if the parent requested it.
 
-    The processes that this one starts are always asked to die with it.
+    Processes started by this one always die with it.
     """
     parent_pid = config.load(ProcessConfig, "").die_with_parent
     if parent_pid:
@@ -88,9 +89,9 @@ def die_with_parent() -> None:
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, again and again, until they have ended.
+    """Cancel tasks repeatedly until they have ended.
 
-    Cancelling once is not enough: on Python 3.11 a request to NATS that is answered at the moment
+    Cancelling once is not enough: on Python 3.11, a NATS request whose answer arrives at the moment
     of its cancellation swallows the cancellation.
     """
     pending: set[asyncio.Task[Any]] = {task for task in tasks if not task.done()}
@@ -101,9 +102,9 @@ async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def unless_stopped(stop: asyncio.Event, call: Coroutine[Any, Any, T]) -> T:
-    """Await a call that may take long, or for ever: one that waits for the server, or follows it.
+    """Await a call that may take long or never return, such as one that follows a stream.
 
-    Raises: Stopped: the stop event was set first; the call has been cancelled and has ended.
+    Raises: Stopped: the stop event was set first. The call has then been cancelled and has ended.
     """
     calling, stopping = asyncio.create_task(call), asyncio.create_task(stop.wait())
     try:
@@ -116,23 +117,24 @@ async def unless_stopped(stop: asyncio.Event, call: Coroutine[Any, Any, T]) -> T
 
 
 def start_logging(service: str) -> None:
-    """Log to standard error as the configuration says.
+    """Log to standard error in the configured format.
 
-    Raises: CallerError: the configuration is bad.
+    Raises: CallerError: the configuration is invalid.
     """
     process = config.load(ProcessConfig, "")
     log_to_stderr(service, process.log_level, process.log_format)
 
 
 def log_as(service: str) -> None:
-    """Log under this name from now on, in this task and those that it starts, or in this thread."""
+    """Log under another service name from now on, in this thread or in this task and tasks it
+    starts."""
     _speaker.set(service)
 
 
 def log_to_stderr(service: str, level: str, form: LogFormat = LogFormat.AUTO) -> None:
-    """Log structured lines to standard error, each with the trace that is current.
+    """Log structured lines to standard error, each with the current trace.
 
-    Raises: CallerError: there is no such level.
+    Raises: CallerError: the level is unknown.
     """
     handler = logging.StreamHandler(sys.stderr)
     is_text = form is LogFormat.TEXT or (form is LogFormat.AUTO and sys.stderr.isatty())
@@ -171,7 +173,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Formats a record for people: time, level, service, message, the trace; tracebacks below."""
+    """Formats a record for people: time, level, service, message, trace; tracebacks follow."""
 
     def __init__(self, service: str) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(service)s: %(message)s")
@@ -210,7 +212,7 @@ def _run(service: str, serve: Serve) -> int:
 
 
 async def _serve(service: str, serve: Serve) -> int:
-    """Run `serve` under the stop signals and the metrics endpoint; returns the exit code."""
+    """Run `serve` with the stop signals and the metrics endpoint. Returns: the exit code."""
     stop = asyncio.Event()
     begin_stop = _StopSignal(service, stop)
     loop = asyncio.get_running_loop()
@@ -230,17 +232,17 @@ async def _serve(service: str, serve: Serve) -> int:
         _log_end(service, error)
         return 1
     finally:
-        # What is left on the event loop may outlast its cancellation: a client that reconnects.
+        # Tasks left on the event loop, such as a reconnecting client, may outlast cancellation.
         begin_stop.bound()
     log.info("%s stopped after %.1f s", service, time.monotonic() - started)
     return 0
 
 
 class _StopSignal:
-    """Sets the stop event at the first signal, and bounds the time that stopping may take.
+    """Sets the stop event at the first signal, and limits the time that stopping may take.
 
-    Later signals change nothing. A thread keeps the bound, so that it also holds while the event
-    loop is blocked.
+    Later signals have no effect. A thread enforces the limit, so it also works if the event loop is
+    blocked.
     """
 
     def __init__(self, service: str, stop: asyncio.Event) -> None:
@@ -255,7 +257,7 @@ class _StopSignal:
         self.bound()
 
     def bound(self) -> None:
-        """Give the process `STOP_TIMEOUT_S` from now to end."""
+        """Start the time limit: the process must end within `STOP_TIMEOUT_S`."""
         timer = threading.Timer(STOP_TIMEOUT_S, self._give_up)
         timer.daemon = True
         timer.start()
@@ -267,7 +269,7 @@ class _StopSignal:
 
 
 def _log_end(service: str, error: BaseException) -> None:
-    """Log the error that ends a service: one line for each, and a traceback where we erred."""
+    """Log the error that ends a service in one line, with a traceback if it is a bug."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             _log_end(service, inner)

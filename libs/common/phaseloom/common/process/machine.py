@@ -1,6 +1,6 @@
-"""Checks that this machine has the memory, GPUs and directories that a configuration names.
+"""Checks that this machine has the memory, GPUs and directories that a configuration requires.
 
-`python -m phaseloom.common.process.machine` prints the bytes of each GPU, as JSON.
+`python -m phaseloom.common.process.machine` prints the memory size of each GPU, as JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _PROBE_TIMEOUT_S = 60.0
 
 
 def memory_bytes() -> int:
-    """The memory of this machine."""
+    """Return the size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @functools.cache
 def gpus() -> tuple[int, ...]:
-    """The bytes of each GPU that the CUDA driver shows to a process started here; none without a
-    driver.
+    """Return the memory size of each GPU that the CUDA driver offers to processes started here;
+    empty without a driver.
 
-    A process of its own asks: one that loads the driver cannot fork afterwards.
+    A child process queries the driver, because a process that has loaded the driver cannot fork.
     """
     command = [sys.executable, "-m", "phaseloom.common.process.machine"]
     try:
@@ -51,10 +51,11 @@ def check_devices(
 ) -> None:
     """Check that this machine has the devices of a node.
 
-    Args:   devices: the bytes of each. section: the beginning of the fields that an error names.
-            gpus: gives the bytes of each GPU.
-    Raises: CallerError: FAILED_PRECONDITION: there are fewer GPUs. RESOURCE_EXHAUSTED: a device
-            has more bytes than the machine, or than its GPU.
+    Args:   devices: the bytes of each device.
+            section: prefix of the field names in errors.
+            gpus: returns the bytes of each GPU.
+    Raises: CallerError: FAILED_PRECONDITION: there are too few GPUs. RESOURCE_EXHAUSTED: a device
+            has more bytes than the machine or its GPU.
     """
     there: Sequence[int] = [memory_bytes()] * len(devices)
     if kind is DeviceKind.CUDA:
@@ -79,7 +80,10 @@ def check_devices(
 
 
 def check_memory(num_bytes: int, field: str) -> None:
-    """Check that this machine has so much memory. Raises: CallerError: RESOURCE_EXHAUSTED."""
+    """Check that this machine has this much memory.
+
+    Raises: CallerError: RESOURCE_EXHAUSTED.
+    """
     there = memory_bytes()
     if num_bytes > there:
         raise CallerError(
@@ -92,12 +96,13 @@ def check_memory(num_bytes: int, field: str) -> None:
 
 
 def check_writable(directory: Path, field: str) -> None:
-    """Check that a directory can be written, or made where there is none. Changes nothing.
+    """Check that a directory can be written, or created if it does not exist. Changes nothing.
 
     Raises: CallerError: FAILED_PRECONDITION: it cannot.
     """
     path = directory.absolute()
-    # One in a directory that may not be searched counts as not there, and that one is named.
+    # A path below a directory without search permission counts as missing, so the error names
+    # that directory.
     nearest = next(each for each in (path, *path.parents) if os.path.exists(each))
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return
@@ -111,7 +116,7 @@ def check_writable(directory: Path, field: str) -> None:
 
 
 def _ask_driver() -> list[int]:
-    """The bytes of each GPU. Loads the driver."""
+    """Return the memory size of each GPU. Loads the driver."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:

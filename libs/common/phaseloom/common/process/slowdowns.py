@@ -1,8 +1,8 @@
-"""Tables of slowdowns: the file, and what is said while one is measured.
+"""Slowdown tables: the file format, and the messages exchanged while a table is measured.
 
-`phaseloom measure-slowdown` starts two processes of the worker and tells them what to run; of their
-times it makes a table. The scheduler decides by such a table what is worth running side by side on
-one device, and the simulator's study of sharing in space takes one.
+`phaseloom measure-slowdown` starts two worker processes, tells them what to run, and makes a table
+from their times. The scheduler uses the table to decide which operations to run side by side on a
+device. The simulator's study of space sharing also reads one.
 """
 
 from __future__ import annotations
@@ -16,42 +16,44 @@ from phaseloom.common.contract.errors import CallerError, ErrorInfo
 from phaseloom.common.contract.specs import SlowdownTable
 
 SUB_STAGES = ("decode_small", "decode_large", "prefill", "reference", "train")
-"""The kinds that a measured table has: decoding of few rows, and of many; prefilling; the
-log-probabilities of a reference; training."""
+"""The kinds of a measured table: decoding few rows, decoding many rows, prefilling, computing the
+log-probabilities of a reference, training."""
 
 
 class Run(msgspec.Struct, frozen=True):
-    """measure-slowdown → worker: do one kind of work until a time."""
+    """measure-slowdown → worker: do one kind of work until a given time."""
 
     kind: str
-    """A kind of sub-stage, one of `SUB_STAGES`."""
+    """A kind of sub-stage from `SUB_STAGES`."""
     units: list[int]
-    """The units of the device that it may use."""
+    """Compute units of the device that the work may use."""
     from_s: float
     until_s: float
-    """Unix times: what begins after the one and ends before the other counts."""
+    """Unix times. Only calls that start after `from_s` and end before `until_s` count."""
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """worker → measure-slowdown. Answer to `Run`, and the first line, once it can work."""
+    """worker → measure-slowdown. The answer to `Run`, and also the first line, sent once the worker
+    is ready."""
 
     seconds: float = 0.0
-    """The mean time of a call."""
+    """Mean duration of a call."""
     calls: int = 0
-    """How many calls counted; 0: none was short enough, and `seconds` is that of the last one."""
+    """Number of calls that counted. 0: all calls were too long, and `seconds` is the duration of
+    the last one."""
     refused: ErrorInfo | None = None
-    """In the first line alone: why the model cannot be run."""
+    """Why the model cannot run; only in the first line."""
 
 
 class _File(SlowdownTable, frozen=True, forbid_unknown_fields=True):
-    """A table that people have written: what stands there has a meaning, or is a slip."""
+    """A table written by people. Unknown fields are errors, since they are probably typos."""
 
 
 def read(path: Path, needed: Iterable[str] = ()) -> SlowdownTable:
-    """Read a table of slowdowns from a file.
+    """Read a slowdown table from a file.
 
-    Args:   needed: the kinds that the table must have.
-    Raises: CallerError: the file cannot be read, or holds no such table.
+    Args:   needed: kinds that the table must have.
+    Raises: CallerError: the file cannot be read or has no valid table.
     """
     try:
         table = msgspec.json.decode(path.read_bytes(), type=_File)

@@ -1,8 +1,8 @@
-"""nats-py without websockets: a service that imports this module first starts in 0.2 s, not 0.3.
+"""nats-py without websockets: importing this module first cuts a service's start from 0.3 s to 0.2
+s.
 
-nats-py imports aiohttp for websockets wherever it is installed, which takes longer than all that a
-service needs of it. Services speak plain TCP with the server. Whoever imports aiohttp later gets it
-as usual.
+nats-py imports aiohttp for websockets if it is installed, which takes longer than all of nats-py's
+other imports. Services use plain TCP. A later import of aiohttp works as usual.
 """
 
 from __future__ import annotations
