@@ -1,8 +1,7 @@
-"""The meters of all tenants, fed with readings of what all replicas let in together.
+"""Keeps every tenant's usage meter current with readings that cover all router replicas.
 
-Operations never wait for a reading. Where the scheduler or the server does not answer, the last
-reading stands and grows by what this replica lets in, so the bound is kept also when nobody runs
-operations.
+Operations never wait for a reading. If the scheduler or the server does not answer, the last
+reading stays and this replica adds what it admits, so the limits hold even while nothing runs.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from phaseloom.router.core.limits import Limits, Meter, Reading
 log = logging.getLogger(__name__)
 
 READ_EVERY_S = 0.25
-"""How often a tenant that sends operations is read, at the cost of two small requests."""
+"""Interval of readings for a tenant that sends operations. Each costs two small requests."""
 _READ_TIMEOUT_S = 2.0
 
 
 class Admission:
-    """The meters of one replica. Run `watch` beside it."""
+    """The meters of one replica. `watch` must run as long as they are used."""
 
     def __init__(self, bus: Bus, limits: Mapping[str, Limits]) -> None:
         self._bus = bus
@@ -39,7 +38,7 @@ class Admission:
         self._is_busy = asyncio.Event()
 
     def meter(self, tenant: str) -> Meter:
-        """The meter of a tenant that has sent an operation, and is therefore read soon."""
+        """Return a tenant's meter and schedule a reading of it."""
         self._busy.add(tenant)
         self._is_busy.set()
         if tenant not in self._meters:
@@ -47,7 +46,7 @@ class Admission:
         return self._meters[tenant]
 
     async def watch(self) -> None:
-        """Read the meters of busy tenants again and again, until cancelled."""
+        """Keep reading the usage of tenants that sent operations, until cancelled."""
         while True:
             await self._is_busy.wait()
             self._is_busy.clear()

@@ -1,7 +1,7 @@
-"""The API of checkpoints: nodes are asked for what their disks have, and their answers merged.
+"""The checkpoint API: queries the nodes for checkpoints on their disks and merges the answers.
 
-Nodes may have one checkpoint root or one each, so a checkpoint may be known to all nodes or to
-some. A router keeps nothing of it.
+Nodes may share one checkpoint root or have their own, so a checkpoint may be known to all nodes or
+only to some. The router caches nothing.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from phaseloom.common.transport.services import request_reply
 R = TypeVar("R", CheckpointsFound, CheckpointErased, ArchiveOpened, ArchiveRead)
 
 _ANSWER_S = 4.0
-"""A node that gives no answer within this time is silent: less than `call_api` waits."""
+"""Time limit for a node's answer; below the time that `call_api` waits for ours."""
 
 
 class Checkpoints:
-    """Answers a tenant's calls about its checkpoints."""
+    """Serves a tenant's checkpoint calls."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def find(self, tenant: str, request: ListCheckpoints) -> CheckpointList:
-        """The tenant's checkpoints on all nodes, and the nodes that do not answer.
+        """List the tenant's checkpoints on all nodes, and the nodes that did not answer.
 
-        Raises: CallerError: a bad name.
+        Raises: CallerError: an invalid name.
         """
         for field in ("job", "deployment"):
             if name := getattr(request, field):
@@ -82,9 +82,9 @@ class Checkpoints:
         return CheckpointList(merged(found), silent)
 
     async def show(self, tenant: str, request: CheckpointRequest) -> SavedCheckpoint:
-        """Describe a checkpoint, with its files.
+        """Describe a checkpoint and its files.
 
-        Raises: CallerError: NOT_FOUND; a bad name. ResourceError: a node is silent.
+        Raises: CallerError: NOT_FOUND, or an invalid name. ResourceError: a node did not answer.
         """
         key, name = _named(tenant, request)
         asked = DescribeCheckpoint(key, name)
@@ -92,9 +92,10 @@ class Checkpoints:
         return answers.checkpoints[0]
 
     async def expire(self, tenant: str, request: ExpireCheckpoint) -> SavedCheckpoint:
-        """Set how long a checkpoint is kept from now on.
+        """Set a checkpoint's time to live, counted from now.
 
-        Raises: CallerError: NOT_FOUND; a bad name or time. ResourceError: a node is silent.
+        Raises: CallerError: NOT_FOUND, or an invalid name or time. ResourceError: a node did not
+                answer.
         """
         key, name = _named(tenant, request)
         check_ttl(request.ttl_s, "ttl_s")
@@ -102,10 +103,10 @@ class Checkpoints:
         return answer.checkpoints[0]
 
     async def delete(self, tenant: str, request: CheckpointRequest) -> CheckpointDeleted:
-        """Delete a checkpoint that its job does not fall back to.
+        """Delete a checkpoint, unless its job may still fall back to it.
 
-        Raises: CallerError: NOT_FOUND; FAILED_PRECONDITION: the job falls back to it; a bad name.
-                ResourceError: a node is silent.
+        Raises: CallerError: NOT_FOUND, an invalid name, or FAILED_PRECONDITION: the job may fall
+                back to it. ResourceError: a node did not answer.
         """
         key, name = _named(tenant, request)
         answer = await self._first(EraseCheckpoint(key, name), CheckpointErased)
@@ -114,18 +115,18 @@ class Checkpoints:
     async def archive(self, tenant: str, request: CheckpointRequest) -> OpenedArchive:
         """Open a checkpoint as a tar file on a node that has it.
 
-        Raises: CallerError: NOT_FOUND; a bad name. ResourceError: too many archives are open; a
-                node is silent.
+        Raises: CallerError: NOT_FOUND, or an invalid name. ResourceError: too many archives are
+                open, or a node did not answer.
         """
         key, name = _named(tenant, request)
         answer = await self._first(OpenArchive(key, name), ArchiveOpened)
         return OpenedArchive(answer.archive, answer.num_bytes)
 
     async def read(self, tenant: str, request: ReadArchive) -> ArchivePart:
-        """Read a part of an open archive, from the node that has it open.
+        """Read part of an open archive from the node that opened it.
 
-        Raises: CallerError: NOT_FOUND: there is no such archive, or not any more. ResourceError:
-                the node is silent, or its disk fails.
+        Raises: CallerError: NOT_FOUND: the archive does not exist or was closed. ResourceError: the
+                node did not answer, or its disk failed.
         """
         node = request.archive.partition(".")[0]
         if not is_name(node):
@@ -139,12 +140,12 @@ class Checkpoints:
         return ArchivePart((await self._ask(node, asked, ArchiveRead)).content)
 
     async def _first(self, asked: NodeCheckpointRequest, kind: type[R]) -> R:
-        """The answer of the first node that has the checkpoint.
+        """Return the answer of the first node that has the checkpoint.
 
-        Nodes are asked one after another, so that nothing is done twice.
+        Requests go to one node after another, so that no action is performed twice.
 
-        Raises: CallerError: NOT_FOUND: all nodes answer, and none has it; FAILED_PRECONDITION.
-                ResourceError: UNAVAILABLE: a node that may have it is silent.
+        Raises: CallerError: NOT_FOUND: all nodes answered and none has it; FAILED_PRECONDITION.
+                ResourceError: UNAVAILABLE: a node that may have it did not answer.
         """
         missing: PhaseloomError | None = None
         silent: PhaseloomError | None = None
@@ -187,10 +188,10 @@ class Checkpoints:
 
 
 def merged(found: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """The checkpoints of all nodes, the newest last.
+    """Merge the nodes' checkpoints into one list, newest last.
 
-    Of several with one name the newest counts: nodes with one root name the same checkpoint, and a
-    job that has moved may have saved anew.
+    Of several with one name, the newest wins: nodes with a shared root report the same checkpoint,
+    and a job that moved may have saved the name again.
     """
     newest: dict[tuple[str, str, str], SavedCheckpoint] = {}
     for each in found:

@@ -1,4 +1,4 @@
-"""The router process: it reads the configuration, wires the shell, shows its lag, and runs it."""
+"""The router process: reads its configuration, wires the shell, exports its lag, and runs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from phaseloom.router.core.limits import Limits
 from phaseloom.router.shell import DEFAULT_SESSION_TTL_S, SOURCE, Router
 
 _PROVISION_ATTEMPT_S = 10.0
-"""How long one try to make a stream may take, which is long where the disk is slow."""
+"""Time limit of one attempt to create a stream. Slow disks need seconds."""
 
 
 class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The bounds of one tenant that differ from those of `RouterConfig`; None: the same."""
+    """Limits of one tenant. None means the default in `RouterConfig`."""
 
     max_operations: int | None = None
     max_bytes: int | None = None
@@ -36,31 +36,30 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True):
-    """The settings of a router: the section `router`, or PHASELOOM_ROUTER_<FIELD>."""
+    """The router's settings, from the section `router` or PHASELOOM_ROUTER_<FIELD>."""
 
     tenants: list[str]
-    """The tenants whose operations are routed; each has an account on the server."""
+    """The tenants to serve. Each needs an account on the NATS server."""
     name: str = "router"
-    """The name of this replica, as NATS shows the connection."""
+    """Name of this replica, shown in NATS's list of connections."""
     ops_max_bytes: int = 1 << 30
-    """The most bytes in a tenant's operation stream; publishing into a full one is refused."""
+    """Maximum size of a tenant's operation stream. The server refuses to publish beyond it."""
     max_operations: int = Limits().max_operations
-    """The most open operations of a tenant; one more is refused with a retry time. 0: no bound."""
+    """Maximum open operations of a tenant. One more is refused with a retry time. 0: no limit."""
     max_bytes: int = Limits().max_bytes
-    """The most bytes of a tenant's stored operations, below `ops_max_bytes`; more is refused with
-    a retry time. 0: no bound."""
+    """Maximum bytes of a tenant's stored operations; must be below `ops_max_bytes`. More is refused
+    with a retry time. 0: no limit."""
     rate: float = Limits().rate
-    """The most operations of a tenant in a second, over a longer time. 0: no bound."""
+    """Maximum average operations of a tenant per second. 0: no limit."""
     burst: int = Limits().burst
-    """The most operations of a tenant at once, after a silence; at least 1."""
+    """Maximum operations of a tenant in one burst after a quiet period; at least 1."""
     tenant_limits: dict[str, TenantLimits] = {}
-    """The bounds of tenants that differ from those above."""
+    """Per-tenant exceptions to the limits above."""
     session_ttl_s: float = DEFAULT_SESSION_TTL_S
-    """How long a controller that has sent a heartbeat counts as alive; whole seconds."""
+    """Time without a heartbeat after which a controller counts as lost, in whole seconds."""
 
     def check(self) -> None:
-        """Raises: CallerError: a number is out of its bounds, or the tenants are not one or more
-        different names."""
+        """Raises: CallerError: a number is out of range, or `tenants` is empty or repeats one."""
         config.check_bounds(self, "router", _BOUNDS)
         for tenant in self.tenants:
             check_name(tenant, "router.tenants")
@@ -72,9 +71,9 @@ class RouterConfig(msgspec.Struct, frozen=True):
             )
 
     def limits(self, tenant: str) -> Limits:
-        """The bounds of one tenant.
+        """Return the limits of one tenant.
 
-        Raises: CallerError: a bound is below 0, or the burst below 1.
+        Raises: CallerError: a limit is below 0, or the burst below 1.
         """
         own = msgspec.structs.asdict(self.tenant_limits.get(tenant, TenantLimits()))
         merged = {
@@ -95,7 +94,7 @@ _BOUNDS = {"ops_max_bytes": (streams.MAX_PAYLOAD_BYTES, math.inf), "session_ttl_
 
 
 class Lag:
-    """The number of operations in each tenant's stream that no replica has taken yet."""
+    """Counts, per tenant, the operations that no replica has received yet."""
 
     def __init__(self, bus: Bus, tenants: list[str], durable: str) -> None:
         self._bus = bus
@@ -115,13 +114,13 @@ class Lag:
                 consumer = await self._bus.js.consumer_info(
                     streams.ops_stream(tenant), self._durable
                 )
-            except NotFoundError:  # not made yet
+            except NotFoundError:  # not created yet
                 continue
             self._pending[tenant] = consumer.num_pending or 0
 
 
 async def serve(stop: asyncio.Event) -> None:
-    """Route until told to stop; operations in hand are finished first."""
+    """Route operations until `stop` is set, then finish those already received."""
     settings = config.load(RouterConfig, "router")
     settings.check()
     limits = {tenant: settings.limits(tenant) for tenant in settings.tenants}

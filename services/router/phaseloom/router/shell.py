@@ -1,9 +1,8 @@
-"""The router's shell: it moves operations into the decision log, opens sessions, answers results.
+"""The router's shell: moves operations into the decision log, opens sessions, answers results.
 
-A router keeps nothing that the bus does not have. Any number of replicas share each tenant's
-consumer, and one that is killed leaves its unacknowledged operations to the others. An operation is
-acknowledged only after its header is in the decision log; a repeat is refused there by its message
-id.
+A router keeps no state of its own. Any number of replicas share each tenant's consumer. If one is
+killed, the others receive its unacknowledged operations. An operation is acknowledged only after
+its header is in the decision log, which refuses duplicates by message id.
 """
 
 from __future__ import annotations
@@ -77,38 +76,39 @@ _OP_PREFIX = f"{streams.PREFIX}.op."
 _ACK_WAIT_S = 10.0
 _RETRY_DELAY_S = 0.5
 _MAX_ACK_PENDING = 64
-"""The most operations in hand over all replicas; each may hold a payload of the largest size."""
+"""Maximum unacknowledged operations over all replicas. Each may have a payload of maximum size."""
 
 DEFAULT_SESSION_TTL_S = 15.0
 
 _LOOK_BACK_S = 8.0
-"""How long the log is searched for an operation that is delivered again. It is less than
-`_ACK_WAIT_S`, so that this replica still has the message when the search ends."""
+"""Time limit for searching the log for a redelivered operation. It is below `_ACK_WAIT_S`, so this
+replica still owns the message when the search ends."""
 
 _BUS_ERRORS = (nats.errors.Error, JetStreamError, TimeoutError)
 
 
 class Sessions:
-    """The newest session of each job, read when it is needed and kept fresh by watching."""
+    """The newest session number of each job: read on demand, then kept current by a watch."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._newest: dict[str, int] = {}
 
     async def watch(self) -> None:
-        """Follow the sessions that other replicas give out, until cancelled."""
+        """Follow sessions opened by other replicas, until cancelled."""
         async for change in self._bus.keys.watch(Bucket.SESSIONS):
             if change.stored is None:
                 self._newest.pop(change.key, None)
             else:
                 session = int(change.stored.payload)
-                # The watch may lag behind the sessions that this replica itself gave out or read.
+                # The watch may lag behind sessions that this replica opened or read itself.
                 self._newest[change.key] = max(session, self._newest.get(change.key, 0))
 
     async def newest(self, job: JobKey, claimed: int) -> int:
-        """The newest session of a job; 0: none was given out.
+        """Return the newest session number of a job, or 0 if it never had a session.
 
-        It is read again where it differs from the session that an operation claims.
+        Args: claimed: the session named by an operation. If it differs from the cached number, the
+                  number is read again.
         """
         key = str(job)
         if self._newest.get(key) != claimed:
@@ -117,9 +117,9 @@ class Sessions:
         return self._newest[key]
 
     async def give(self, job: JobKey, *, resumes: bool) -> int:
-        """Give out a job's next session number; every older session is over from now on.
+        """Open a job's next session, which ends all older ones, and return its number.
 
-        Args: resumes: give the newest number once more, where there is one.
+        Args: resumes: return the newest existing session instead, if there is one.
         """
         key = str(job)
         while True:
@@ -142,12 +142,12 @@ class Sessions:
 class _Queued:
     header: QueuedOperation
     copy: int
-    """The operation's sequence in the tenant's stream."""
+    """Sequence number of this message in the tenant's stream; duplicates have different ones."""
     headers: dict[str, str]
 
 
 class Router:
-    """One replica of the router, which routes while the block of `running` lasts."""
+    """One replica of the router. It routes within the context of `running`."""
 
     def __init__(
         self,
@@ -155,10 +155,10 @@ class Router:
         limits: Mapping[str, Limits] | None = None,
         session_ttl_s: float = DEFAULT_SESSION_TTL_S,
     ) -> None:
-        """A replica that does nothing yet.
+        """Prepare a replica; `running` starts it.
 
-        Args: limits: the bounds of each tenant; a tenant without any has the default ones.
-              session_ttl_s: how long a controller that has sent a heartbeat counts as alive.
+        Args: limits: limits by tenant; tenants that are missing get the defaults.
+              session_ttl_s: time without a heartbeat after which a controller counts as lost.
         """
         self._bus = bus
         self._sessions = Sessions(bus)
@@ -167,13 +167,13 @@ class Router:
         self._session_ttl_s = session_ttl_s
         self._queued: GroupCommit[_Queued, int] = GroupCommit(self._append_all)
         self._again: GroupCommit[float, set[OperationKey]] = GroupCommit(self._logged_since)
-        """One search of the log for all operations that are delivered again at once."""
+        """Searches the log once for all operations that are redelivered at the same time."""
 
     @asynccontextmanager
     async def running(self, tenants: list[str]) -> AsyncIterator[None]:
-        """Route while the block lasts. Leaving it waits until every operation in hand is done."""
+        """Route within the context. Leaving it waits for every operation already received."""
         for tenant in tenants:
-            self._admission.meter(tenant)  # so that it is read before the tenant's first operation
+            self._admission.meter(tenant)  # read its usage before the tenant's first operation
         async with asyncio.TaskGroup() as group:
             watches = [
                 group.create_task(self._sessions.watch(), name="sessions"),
@@ -221,15 +221,15 @@ class Router:
             await lifecycle.end(watches)
 
     async def _stop_taking(self, subscription: Subscription) -> None:
-        """Take the messages that were delivered already, and no more."""
+        """Stop the delivery of new messages; those already delivered are still handled."""
         if self._bus.client.is_connected:
-            with suppress(*_BUS_ERRORS):  # cut off now: the rest is delivered elsewhere
+            with suppress(*_BUS_ERRORS):  # if the connection breaks, other replicas get the rest
                 await subscription.drain()  # type: ignore[no-untyped-call]
 
     # --- operations -----------------------------------------------------------------------------
 
     async def _take(self, message: Msg) -> None:
-        """Route one message; where the bus fails, it comes again, here or elsewhere."""
+        """Route one message. If the bus fails, it is redelivered here or to another replica."""
         try:
             await self._route(message)
         except (PhaseloomError, *_BUS_ERRORS) as error:
@@ -240,7 +240,7 @@ class Router:
         try:
             await message.nak(delay=_RETRY_DELAY_S)
         except _BUS_ERRORS as error:
-            # The message is not acknowledged either: it comes again after the acknowledgement wait.
+            # The message stays unacknowledged, so it is delivered again after `_ACK_WAIT_S`.
             log.warning("%s could not be put back: %r", message.subject, error)
 
     async def _route(self, message: Msg) -> None:
@@ -267,10 +267,10 @@ class Router:
         await message.ack()
 
     async def _append(self, header: QueuedOperation, message: Msg) -> None:
-        """Append an operation to the decision log, together with others that come now.
+        """Append an operation to the decision log, in one entry with others that arrive meanwhile.
 
-        The first entry for an operation decides. A later entry, for a late copy or from a replica
-        that was slow, has no effect, and the scheduler deletes the copy.
+        The first entry for an operation counts. A later one (a late copy, or one from a slow
+        replica) has no effect, and the scheduler deletes the copy.
         """
         meter = self._admission.meter(header.key.tenant)
         if header.error is None:
@@ -299,7 +299,7 @@ class Router:
         return place
 
     async def _append_all(self, queued: list[_Queued]) -> int:
-        """Append the operations that came since the last append, in one entry."""
+        """Append the operations that arrived since the last append, in one entry."""
         first = queued[0]
         if len(queued) == 1:
             msg_id = f"queued:{first.header.key}:{first.copy}"
@@ -312,10 +312,9 @@ class Router:
         )
 
     async def _drop(self, key: OperationKey) -> None:
-        """Delete a late copy of a reading operation without order.
+        """Delete a late copy of an unordered reading operation that has completed.
 
-        The scheduler keeps nothing of such an operation once it is done, so it could not tell the
-        copy from a new one.
+        The scheduler forgets such an operation when it is done, so it would run the copy again.
         """
         reason = "a copy of an operation that is done"
         await self._bus.notice(SOURCE, "dropped", reason, str(key))
@@ -325,17 +324,17 @@ class Router:
         log.warning("buried %s: %s", message.subject, error)
         await self._bus.notice(SOURCE, "buried", str(error), message.subject)
         await self._bus.bury(SOURCE, message, error.info)
-        # Nobody else deletes a message without a key, since no deployment's purge covers it. It is
-        # not deleted by its subject, which may hold a wildcard.
-        with suppress(NotFoundError):  # it was delivered twice
+        # No deployment's purge covers a message without a key, so it is deleted here. Deleting by
+        # subject would be unsafe: the subject may contain a wildcard.
+        with suppress(NotFoundError):  # delivered twice, already deleted
             metadata = message.metadata
             await self._bus.js.delete_msg(metadata.stream, metadata.sequence.stream)
 
     async def _is_logged(self, key: OperationKey, message: Msg) -> bool:
-        """Whether an operation that is delivered again is in the decision log already.
+        """Return whether a redelivered operation is already in the decision log.
 
-        This only saves work: where the log since then is too long to be read, the answer is no, and
-        the operation is appended once more.
+        This only saves work. If the search takes too long the answer is no, and the operation is
+        appended again, without effect.
         """
         stored_s = message.metadata.timestamp.timestamp()
         try:
@@ -357,7 +356,7 @@ class Router:
         return stored is not None
 
     async def _header(self, key: OperationKey, message: Msg) -> QueuedOperation:
-        """The header of an operation for the decision log, with the error where it is refused."""
+        """Build an operation's header for the decision log, with its error if it is refused."""
         content_type = content_type_of(message.headers)
         try:
             operation = validate.read(key, message.data, content_type)
@@ -372,9 +371,9 @@ class Router:
     # --- API ------------------------------------------------------------------------------------
 
     async def attach(self, tenant: str, request: JobRequest) -> Attached:
-        """Open a new session of a job and end every older one, or go on with the newest.
+        """Open a new session of a job and end older ones, or resume the newest.
 
-        Raises: CallerError: no such job, or it has ended.
+        Raises: CallerError: the job does not exist or has ended.
         """
         job = JobKey(tenant, check_name(request.job, "job"))
         view = await self._bus.keys.get(Bucket.VIEW, str(job))
@@ -388,10 +387,10 @@ class Router:
         status: JobStatus = decode(view.payload, JobStatus)
         results.check_attachable(status)
         session = await self._sessions.give(job, resumes=bool(request.numbered))
-        # From this place of the log on, the scheduler refuses operations of older sessions, which a
-        # replica that does not know of this session yet may still let pass.
+        # After this entry the scheduler refuses operations of older sessions. A replica that does
+        # not know the new session yet may still accept them.
         await self._bus.log.append(SessionOpened(job, session), msg_id=f"session:{job}:{session}")
-        # The streams are read after the older sessions are over, which can add nothing any more.
+        # Read the streams only now: older sessions are over and can no longer add operations.
         wanted = f"{streams.PREFIX}.op.{job}.>"
         operations = results.stored_seqs(
             await self._bus.stored.subjects(streams.ops_stream(tenant), wanted)
@@ -407,9 +406,9 @@ class Router:
         return Attached(session=session, status=status, checkpoint=checkpoint)
 
     async def report(self, tenant: str, request: JobReport) -> Reported:
-        """Store what a controller measures.
+        """Store values that a controller reports, such as its reward.
 
-        Raises: CallerError: a value is not valid, or there is no such job.
+        Raises: CallerError: a value is invalid, or the job does not exist.
         """
         check_report(request.job, request.step, request.values)
         job = JobKey(tenant, request.job)
@@ -424,9 +423,9 @@ class Router:
         return Reported()
 
     async def beat(self, tenant: str, request: Heartbeat) -> Beat:
-        """Renew a session's lease. When it runs out, the scheduler takes the controller for lost.
+        """Renew a session's lease. When it expires, the scheduler considers the controller lost.
 
-        Raises: CallerError: the session was never given out. ResourceError: ABORTED: it is over.
+        Raises: CallerError: the session never existed. ResourceError: ABORTED: it is over.
         """
         job = JobKey(tenant, check_name(request.job, "job"))
         newest = await self._sessions.newest(job, request.session)
@@ -435,8 +434,7 @@ class Router:
         return Beat(self._session_ttl_s)
 
     async def get_result(self, tenant: str, request: ResultRequest) -> ResultReply:
-        """Answer with the completion of an operation or, where there is none yet, with the
-        operation's id."""
+        """Return an operation's completion or, if it is still open, its id."""
         deployment = DeploymentKey(tenant, request.job, request.deployment)
         key = parse_operation_key(f"{deployment}.{request.slot}")
         done = await self._bus.stored.get(streams.DONE, streams.done_subject(key))

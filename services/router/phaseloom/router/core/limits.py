@@ -1,12 +1,12 @@
-"""The bounds of a tenant, which each replica judges alone: operations open, bytes stored, the rate.
+"""Limits of a tenant, enforced by each replica alone: open operations, stored bytes, rate.
 
-A replica sees a part of the operations. It knows what all replicas let in together from readings
-that it is given now and then, and from the sequence numbers that the tenant's stream gives to every
-message; it counts what it let in itself since a reading. Hence, with R replicas and a reading every
-s seconds, the open operations exceed their bound by at most what the other R - 1 replicas let in
-within s; the stored bytes likewise. The rate is judged by the stream's own numbers: a replica
-judges messages that went to others like its own next one, and a new replica begins with a whole
-burst.
+A replica sees only part of a tenant's operations. Periodic readings tell it the totals of all
+replicas, and it adds what it has admitted since the last reading. With R replicas and a reading
+every s seconds, the open operations (and likewise the stored bytes) therefore exceed their limit by
+at most what the other R - 1 replicas admit within s.
+
+The rate uses the sequence numbers of the tenant's stream, which count the messages of all replicas.
+A new replica starts with a full burst.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ import msgspec
 from phaseloom.common.contract.errors import Code, ResourceError
 
 _LOOK_AGAIN_S = 1.0
-"""The retry time where open operations must end first: nobody knows when, so it is short."""
+"""Retry time if open operations must end first. Nobody knows when they will, so it is short."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The bounds of one tenant. 0 in any but `burst` means no bound."""
+    """Limits of one tenant. 0 means no limit, except for `burst`."""
 
     max_operations: int = 20_000
-    """The most operations open at once: admitted, without an outcome."""
+    """Maximum operations that are admitted and have no outcome yet."""
     max_bytes: int = 960 * 2**20
-    """The most bytes of stored operations; mutating ones are kept until they are sealed."""
+    """Maximum bytes of stored operations. Mutating operations are stored until they are sealed."""
     rate: float = 10_000.0
-    """The most operations in a second, over a longer time."""
+    """Maximum average operations per second."""
     burst: int = 20_000
-    """The most operations at once, after a silence; at least 1."""
+    """Maximum operations in one burst after a quiet period; at least 1."""
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What all replicas of the router let in, up to a place in each of two streams."""
+    """Totals over all router replicas, each up to a position in a stream."""
 
     open_operations: int
     log_sequence: int
-    """The place in the decision log up to which `open_operations` counts."""
+    """Position in the decision log up to which `open_operations` counts."""
     stored_bytes: int
     stream_sequence: int
-    """The place in the tenant's stream up to which `stored_bytes` counts."""
+    """Position in the tenant's stream up to which `stored_bytes` counts."""
 
 
 class Meter:
-    """What one tenant has used of its bounds, as one replica knows."""
+    """One tenant's usage of its limits, as far as this replica knows."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._reading = Reading(0, 0, 0, 0)
         self._unlogged = 0
-        """The number of operations admitted here that are not in the log yet."""
+        """Operations admitted here that are not in the log yet."""
         self._logged: deque[int] = deque()
-        """The places in the log, later than the reading's, of operations admitted here."""
+        """Log positions, after the reading's, of operations admitted here."""
         self._stored: deque[tuple[int, int]] = deque()
-        """The (stream sequence, bytes) of operations that came here, later than the reading."""
+        """(stream sequence, bytes) of operations received here after the reading."""
         self._stored_bytes = 0
-        """The sum of the bytes in `_stored`."""
+        """Sum of the bytes in `_stored`."""
         self._level = 0.0
-        """The number of operations in the bucket, which drains at `rate`."""
+        """Fill level of the leaky bucket, in operations. It drains at `rate`."""
         self._first_sequence = 0
         self._last_sequence = 0
         self._last_s = 0.0
@@ -74,16 +74,16 @@ class Meter:
         return self._reading.stored_bytes + self._stored_bytes
 
     def read(self, reading: Reading) -> None:
-        """Take a new reading; operations that it counts are not counted here any more."""
+        """Store a new reading and forget the local counts that it includes."""
         self._reading = reading
         self._logged = deque(seq for seq in self._logged if seq > reading.log_sequence)
         self._stored = deque(s for s in self._stored if s[0] > reading.stream_sequence)
         self._stored_bytes = sum(num_bytes for _, num_bytes in self._stored)
 
     def admit(self, sequence: int, time_s: float, num_bytes: int) -> None:
-        """Count a sound operation. The caller tells later whether it was `logged` or `dropped`.
+        """Count a valid operation. The caller must later call `logged` or `dropped`.
 
-        Args:   sequence, time_s: where and when (Unix seconds) the tenant's stream stored it.
+        Args:   sequence, time_s: its position in the tenant's stream and its time in Unix seconds.
         Raises: ResourceError: RESOURCE_EXHAUSTED, with `retry_after_s` in its details.
         """
         if sequence > self._reading.stream_sequence:
@@ -111,13 +111,13 @@ class Meter:
         self._unlogged += 1
 
     def logged(self, log_sequence: int) -> None:
-        """Note that an admitted operation is in the decision log, at this place."""
+        """Record an admitted operation's position in the decision log."""
         self._unlogged -= 1
         if log_sequence > self._reading.log_sequence:
             self._logged.append(log_sequence)
 
     def dropped(self) -> None:
-        """Note that an admitted operation did not reach the decision log: it will come again."""
+        """Forget an admitted operation that did not reach the log. It will be delivered again."""
         self._unlogged -= 1
 
     def _pour(self, sequence: int, time_s: float) -> None:
@@ -125,18 +125,18 @@ class Meter:
         if not self._last_sequence:
             self._first_sequence, self._last_sequence = sequence, sequence - 1
         if sequence < self._first_sequence:
-            # The first operation that came here overtook this one: no later one counts it.
+            # An earlier operation that arrived late: no later sequence number covers it.
             self._first_sequence, num_new = sequence, 1
         else:
             num_new = sequence - self._last_sequence
         if num_new <= 0:
-            return  # delivered again, or overtaken: counted with a later one
+            return  # a redelivery, or overtaken: already counted with a later sequence number
         passed_s = max(0.0, time_s - self._last_s)
         self._level = max(0.0, self._level - limits.rate * passed_s)
         self._last_sequence = max(sequence, self._last_sequence)
         self._last_s = max(time_s, self._last_s)
         if self._level + num_new > limits.burst:
-            # Those between are taken for refused too, and refused operations fill nothing.
+            # Operations in between count as refused too, and refused ones add nothing to the level.
             raise _exceeded(
                 "rate",
                 "operations came in a burst",

@@ -1,7 +1,4 @@
-"""The answers of `session.attach` and `result.get`, worked out from what the streams hold.
-
-Everything here is pure.
-"""
+"""Computes the answers of `session.attach` and `result.get` from stream contents. Pure."""
 
 from __future__ import annotations
 
@@ -21,15 +18,11 @@ _NEVER_PUBLISHED = ErrorInfo(
 )
 
 MAX_HOLES = 1024
-"""The most holes of one deployment that an attach closes. A client has far fewer operations under
-way at once."""
+"""Maximum gaps that an attach fills per deployment. Clients have far fewer operations in flight."""
 
 
 def check_attachable(status: JobStatus) -> None:
-    """Refuse to attach to a job that has ended.
-
-    Raises: CallerError: the job has ended; the message says why.
-    """
+    """Raises: CallerError: the job has ended. The message gives the reason."""
     if status.has_ended:
         reason = f": {status.error.message}" if status.error else ""
         raise CallerError(
@@ -41,9 +34,9 @@ def check_attachable(status: JobStatus) -> None:
 
 
 def stored_seqs(subjects: Iterable[str]) -> dict[str, set[int]]:
-    """For each deployment, the sequence numbers that have a stored message.
+    """Return the sequence numbers with a stored message, by deployment.
 
-    Subjects that name no such number are left out.
+    Subjects without a sequence number are ignored.
     """
     found: dict[str, set[int]] = {}
     for subject in subjects:
@@ -54,7 +47,7 @@ def stored_seqs(subjects: Iterable[str]) -> dict[str, set[int]]:
 
 
 def key_of(subject: str) -> OperationKey | None:
-    """The key of a subject `pl.v1.<kind>.<key>`, or None where it has no valid one."""
+    """Return the key of a subject `pl.v1.<kind>.<key>`, or None if it has no valid one."""
     try:
         return parse_operation_key(subject.split(".", 3)[-1])
     except CallerError:
@@ -68,17 +61,17 @@ def attach_status(
     outcomes: dict[str, set[int]],
     numbered: Collection[str] = (),
 ) -> tuple[JobStatus, list[QueuedOperation]]:
-    """The status with each deployment's next free `seq` and open operations, and filler operations.
+    """Correct a job's status from the streams, and return operations that fill gaps.
 
-    The scheduler's view may lag behind the streams, and an earlier session may have died between
-    two publishes: the operations that it published above a hole would wait for ever. So each hole
-    is filled with a refused operation, which is a failed one and not a gap. Operations behind more
-    than `MAX_HOLES` holes were never meant to run: they go on waiting, and the new session's
-    numbers begin below them.
+    The scheduler's view may lag behind the streams. An earlier session may also have died between
+    two publishes, and operations above such a gap would wait forever. Each gap is therefore filled
+    with a refused operation, which counts as failed. Operations beyond more than `MAX_HOLES` gaps
+    were never meant to run: they keep waiting, and the new session's numbers start below them.
 
-    Args: operations, outcomes: `stored_seqs` of the two streams.
-          numbered: deployments whose holes are left open: others number their operations, and
-          submit again what was lost.
+    Args:    operations, outcomes: `stored_seqs` of the two streams.
+             numbered: deployments whose gaps stay open, because their controller numbers operations
+             itself and submits lost ones again.
+    Returns: the status with each deployment's next free `seq` and open operations, and the fillers.
     """
     deployments, fillers = [], []
     for deployment in status.deployments:
@@ -95,7 +88,7 @@ def attach_status(
 
 
 def _close(next_seq: int, seqs: set[int]) -> tuple[int, list[int]]:
-    """The next free seq from `next_seq` on, and the holes below it. Cost: linear in `seqs`."""
+    """Return the next free seq from `next_seq` on and the gaps below it. Cost: linear in `seqs`."""
     holes: list[int] = []
     for seq in sorted(s for s in seqs if s >= next_seq):
         if len(holes) + seq - next_seq > MAX_HOLES:

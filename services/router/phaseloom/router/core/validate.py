@@ -1,8 +1,7 @@
-"""Whether an operation is sound, and its header for the decision log.
+"""Validates operations and builds their headers for the decision log.
 
-All functions are pure, of the operation alone; `contract.kinds` says how each kind is checked and
-how much work it is at most. Cost: linear in the payload, at the speed of C loops: about 10 ms for a
-batch of the largest size.
+All functions are pure and depend on the operation alone. `contract.kinds` defines each kind's check
+and maximum work. Cost: linear in the payload, about 10 ms for a batch of maximum size.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class _Identity(msgspec.Struct, frozen=True):
 
 
 class SessionOver(ResourceError):
-    """Another session has attached to the job since."""
+    """The operation's session is over, because a newer one has attached to the job."""
 
     def __init__(self, session: int, newest: int) -> None:
         info = session_superseded(session, newest)
@@ -67,9 +66,9 @@ class SessionOver(ResourceError):
 
 
 def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
-    """The operation, decoded and found sound.
+    """Decode and validate an operation.
 
-    Raises: CallerError: it is not sound; names the field. InternalError: the check itself failed.
+    Raises: CallerError: it is invalid; names the field. InternalError: the check itself failed.
     """
     try:
         operation: Operation = decode(payload, Operation, content_type)
@@ -77,15 +76,15 @@ def read(key: OperationKey, payload: bytes, content_type: str) -> Operation:
     except CallerError:
         raise
     except Exception as error:
-        # A payload that trips the check would come back for ever and take down every replica.
+        # Otherwise a payload that crashes the check would be redelivered and crash every replica.
         raise InternalError(f"the operation could not be checked: {error!r}") from error
     return operation
 
 
 def validate(key: OperationKey, operation: Operation, content_type: str = MSGPACK) -> None:
-    """Refuse an operation that no deployment could run, or whose result could not be sent.
+    """Refuse an operation that no deployment could run, or whose result would be too large.
 
-    Args:   content_type: the encoding of the operation, and of its result.
+    Args:   content_type: encoding of the operation and of its result.
     Raises: CallerError: the operation is refused; names the field and the remedy.
     """
     if not 0 < len(operation.id) <= MAX_ID_LENGTH:
@@ -146,10 +145,10 @@ def _check_result_size(args: Args, content_type: str) -> None:
 
 
 def check_session(session: int, newest: int) -> None:
-    """Refuse an operation of any but the newest session of a job.
+    """Refuse an operation unless it belongs to the job's newest session.
 
-    Args:   newest: the number that the last `session.attach` gave out; 0: there was none.
-    Raises: CallerError: the session was never given out. SessionOver: a newer one has attached.
+    Args:   newest: number returned by the last `session.attach`, or 0 if there was none.
+    Raises: CallerError: the session never existed. SessionOver: a newer one has attached.
     """
     if session == newest and newest > 0:
         return
@@ -164,7 +163,7 @@ def check_session(session: int, newest: int) -> None:
 
 
 def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
-    """The header of a sound operation, for the decision log."""
+    """Build the decision-log header of a valid operation."""
     args = operation.args
     return QueuedOperation(
         key=key,
@@ -181,7 +180,7 @@ def queued(key: OperationKey, operation: Operation) -> QueuedOperation:
 
 
 def _version(key: OperationKey, args: Args) -> VersionKey | None:
-    """The weights version that an operation installs or reads."""
+    """Return the weights version that an operation installs or reads."""
     match args:
         case SyncWeights(policy=name, version=seq):
             return VersionKey(DeploymentKey(key.tenant, key.job, name), seq)
@@ -195,7 +194,7 @@ def _version(key: OperationKey, args: Args) -> VersionKey | None:
 
 
 def _payer(key: OperationKey, args: Args) -> str:
-    """The other job whose weights an operation reads; empty: it reads its own deployment's."""
+    """Return the other job whose weights an operation reads, or an empty string."""
     match args:
         case Generate(weights=NamedWeights(job=job)) | Forward(weights=NamedWeights(job=job)):
             return job if job != key.job else ""
@@ -205,9 +204,9 @@ def _payer(key: OperationKey, args: Args) -> str:
 def refused(
     key: OperationKey, payload: bytes, content_type: str, error: ErrorInfo
 ) -> QueuedOperation:
-    """The header of a bad operation, with as much of its identity as can be read.
+    """Build the header of an invalid operation, with as much of its identity as can be read.
 
-    The header is small, whatever the payload: an error may quote the value at fault.
+    Texts are shortened, because an error may quote a value of any size.
     """
     identity = identify(payload, content_type)
     return QueuedOperation(
@@ -224,7 +223,7 @@ def refused(
 
 
 def identify(payload: bytes, content_type: str) -> _Identity:
-    """The id and kind in a payload that may be no Operation; empty where they cannot be read."""
+    """Return id and kind from a payload that may be invalid; empty if they cannot be read."""
     try:
         identity: _Identity = decode(payload, _Identity, content_type)
     except CallerError:
